@@ -1,0 +1,394 @@
+"""What goes in and what comes out: `Call`, `Limits`, `Result` and the closed list of statuses.
+
+Invariants:
+- Everything here is frozen; a `Call` that exists is valid, because `Call.decode` is the only way in from outside.
+- `code` and `stdin` are never refused for what they say. NUL bytes and lone surrogates are the code's own doing, so
+  they reach the guest and come back as a Python error, as data.
+- `FIELDS` describes each input field once; validation here and the schema in `gateway.openapi` both come from it.
+
+Bytes (files) are base64 text in JSON and raw `bin` in msgpack; `decode` takes either.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from sandbox.errors import InvalidCall
+
+MAX_CODE_BYTES = 4 << 20
+MAX_STDIN_BYTES = 16 << 20
+MAX_FILES = 256
+MAX_PATH_BYTES = 1024
+
+
+class Status(StrEnum):
+    """How a call ended. All but `UNAVAILABLE` are the code's doing; a trainer must never score `UNAVAILABLE` as 0."""
+
+    OK = "ok"
+    """Ran to its end with exit code 0."""
+    ERROR = "error"
+    """Raised, or ended with another exit code; also code that does not compile."""
+    TIMEOUT = "timeout"
+    """Used up `timeout_s` on its own clock: wall time less the time spent waiting for a core."""
+    MEMORY_LIMIT = "memory_limit"
+    """Ran out of `memory_mb`."""
+    OUTPUT_LIMIT = "output_limit"
+    """Wrote more than `output_kb` to stdout or stderr; what fitted is returned."""
+    KILLED = "killed"
+    """Died of a signal that was not ours: a crash in C code, for instance."""
+    UNAVAILABLE = "unavailable"
+    """No verdict: the service could not run it (retries used up), or the call itself was malformed."""
+
+
+class Profile(StrEnum):
+    """Which warm interpreter a call is forked from. Wrong choices are slower, never wrong."""
+
+    AUTO = "auto"
+    """Chosen from the imports in the code."""
+    BARE = "bare"
+    """The standard library that math code uses."""
+    NUMERIC = "numeric"
+    """`bare` and numpy."""
+    SYMBOLIC = "symbolic"
+    """`numeric` and sympy, mpmath."""
+    SCIENTIFIC = "scientific"
+    """`symbolic` and scipy, networkx, pandas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The rule for a numeric field: its range, both ends allowed, and whether it must be whole."""
+
+    low: float
+    high: float
+    whole: bool
+    default: float
+    doc: str
+
+
+# The highs are sanity bounds on the wire; what a node grants is the operator's ceiling (`Limits.clamped`).
+LIMIT_FIELDS: dict[str, Number] = {
+    "timeout_s": Number(0.01, 1e9, False, 10.0, "seconds on the call's own clock"),
+    "memory_mb": Number(16, 1e9, True, 512, "MiB of address space beyond the warm interpreter's own"),
+    "output_kb": Number(1, 1e9, True, 64, "KiB kept of stdout, of stderr and of value, each"),
+    "processes": Number(1, 1e9, True, 64, "processes and threads at once"),
+    "disk_mb": Number(1, 1e9, True, 64, "MiB of private scratch files"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call may use. Units are in the names; defaults are those of `LIMIT_FIELDS`."""
+
+    timeout_s: float = 10.0
+    memory_mb: int = 512
+    output_kb: int = 64
+    processes: int = 64
+    disk_mb: int = 64
+
+    @classmethod
+    def decode(cls, raw: Any, base: Limits | None = None, where: str = "limits") -> Limits:
+        """Limits from a decoded mapping; fields left out come from `base`. Raises `InvalidCall`."""
+        base = base or DEFAULT_LIMITS
+        if raw is None:
+            return base
+        mapping = _mapping(raw, where)
+        _known(mapping, LIMIT_FIELDS, where)
+        values = {name: _number(mapping[name], LIMIT_FIELDS[name], f"{where}.{name}") for name in mapping}
+        return replace(base, **values) if values else base
+
+    def clamped(self, ceiling: Limits) -> tuple[Limits, dict[str, float]]:
+        """These limits under an operator's ceiling, and the fields that were lowered with their new values."""
+        lowered: dict[str, float] = {
+            name: getattr(ceiling, name) for name in LIMIT_FIELDS if getattr(self, name) > getattr(ceiling, name)
+        }
+        if not lowered:
+            return self, lowered
+        changed: dict[str, Any] = dict(lowered)
+        return replace(self, **changed), lowered
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One piece of Python to run. `files` maps relative paths to contents, laid in the working folder beforehand."""
+
+    code: str
+    stdin: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    return_files: tuple[str, ...] = ()
+    limits: Limits = DEFAULT_LIMITS
+    echo: bool = True
+    profile: Profile = Profile.AUTO
+    id: str = ""
+    priority: int = 0
+    tenant: str = ""
+
+    @classmethod
+    def decode(cls, raw: Any, defaults: Call | None = None, where: str = "call") -> Call:
+        """A call from a decoded JSON or msgpack mapping. Raises `InvalidCall` that names the field and what it expects."""
+        mapping = _mapping(raw, where)
+        _known(mapping, CALL_FIELDS, where)
+        if "code" not in mapping:
+            raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
+        base = defaults or _NO_DEFAULTS
+        values: dict[str, Any] = {}
+        for name, value in mapping.items():
+            values[name] = _decode_field(name, value, base, f"{where}.{name}")
+        return replace(base, **values)
+
+    @classmethod
+    def decode_defaults(cls, raw: Any, where: str = "defaults") -> Call:
+        """The batch's `defaults`: any field of a call but `code` and `id`. Raises `InvalidCall`."""
+        if raw is None:
+            return _NO_DEFAULTS
+        mapping = _mapping(raw, where)
+        for name in ("code", "id"):
+            if name in mapping:
+                raise InvalidCall(f"{where}.{name}: belongs to a single call; move it into calls[]")
+        return cls.decode({**mapping, "code": ""}, where=where)
+
+    @property
+    def size(self) -> int:
+        """About how many bytes this call holds, for admission by memory."""
+        return 256 + len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))
+
+    def encode(self, *, binary: bool = False) -> dict[str, Any]:
+        """The mapping that `decode` takes, defaults left out; file contents are base64 unless `binary`."""
+        raw: dict[str, Any] = {"code": self.code}
+        for name in ("stdin", "echo", "profile", "id", "priority", "tenant"):
+            value = getattr(self, name)
+            if value != getattr(_NO_DEFAULTS, name):
+                raw[name] = str(value) if isinstance(value, Profile) else value
+        if self.files:
+            raw["files"] = {path: data if binary else _b64(data) for path, data in self.files.items()}
+        if self.return_files:
+            raw["return_files"] = list(self.return_files)
+        limits = {n: getattr(self.limits, n) for n in LIMIT_FIELDS if getattr(self.limits, n) != LIMIT_FIELDS[n].default}
+        if limits:
+            raw["limits"] = limits
+        return raw
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """Why the code failed. `line` is the line of the user's code, 1-based, where it is known."""
+
+    type: str
+    message: str
+    traceback: str = ""
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the call cost: milliseconds waiting for a slot, running, and on a CPU; MiB at the peak."""
+
+    queue_ms: float = 0.0
+    run_ms: float = 0.0
+    cpu_ms: float = 0.0
+    peak_memory_mb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to one call. `truncated` names what was cut (`stdout`, `stderr`, `value`, `traceback`, `files`);
+    `clamped` names limits that were above the operator's ceiling, with the value that held."""
+
+    id: str
+    status: Status
+    stdout: str = ""
+    stderr: str = ""
+    value: str | None = None
+    error: CallError | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    truncated: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    usage: Usage = Usage()
+    attempts: int = 1
+    clamped: Mapping[str, float] = field(default_factory=dict)
+
+    def encode(self, *, binary: bool = False) -> dict[str, Any]:
+        """A mapping fit for JSON, or for msgpack with raw file contents if `binary`."""
+        error, usage = self.error, self.usage
+        return {
+            "id": self.id,
+            "status": self.status.value,
+            "stdout": self.stdout,
+            "stderr": self.stderr,
+            "value": self.value,
+            "error": None
+            if error is None
+            else {"type": error.type, "message": error.message, "traceback": error.traceback, "line": error.line},
+            "exit_code": self.exit_code,
+            "signal": self.signal,
+            "truncated": list(self.truncated),
+            "files": {path: data if binary else _b64(data) for path, data in self.files.items()} if self.files else {},
+            "usage": {
+                "queue_ms": usage.queue_ms,
+                "run_ms": usage.run_ms,
+                "cpu_ms": usage.cpu_ms,
+                "peak_memory_mb": usage.peak_memory_mb,
+            },
+            "attempts": self.attempts,
+            "clamped": dict(self.clamped),
+        }
+
+    @classmethod
+    def decode(cls, raw: Mapping[str, Any]) -> Result:
+        """The inverse of `encode`, for clients. Unknown keys are ignored, so that older clients read newer servers."""
+        error, usage = raw.get("error"), raw.get("usage") or {}
+        return cls(
+            id=raw["id"],
+            status=Status(raw["status"]),
+            stdout=raw.get("stdout", ""),
+            stderr=raw.get("stderr", ""),
+            value=raw.get("value"),
+            error=None
+            if error is None
+            else CallError(error["type"], error["message"], error.get("traceback", ""), error.get("line")),
+            exit_code=raw.get("exit_code"),
+            signal=raw.get("signal"),
+            truncated=tuple(raw.get("truncated", ())),
+            files={path: _bytes(data, f"files[{path!r}]") for path, data in raw.get("files", {}).items()},
+            usage=Usage(**{n: usage[n] for n in ("queue_ms", "run_ms", "cpu_ms", "peak_memory_mb") if n in usage}),
+            attempts=raw.get("attempts", 1),
+            clamped=raw.get("clamped", {}),
+        )
+
+
+def unavailable(call_id: str, kind: str, message: str, attempts: int = 0) -> Result:
+    """The result of a call that got no verdict; `kind` says whose move is next (`InvalidCall`: the caller's)."""
+    return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(kind, message), attempts=attempts)
+
+
+CALL_FIELDS: dict[str, str] = {
+    "code": "Python source, run as a script",
+    "stdin": "text on standard input",
+    "files": "relative path to content: base64 text, or raw bytes in msgpack",
+    "return_files": "relative paths to send back after the run",
+    "limits": "what the call may use",
+    "echo": "whether the last expression's value is returned, as a notebook shows it",
+    "profile": "which warm interpreter to fork",
+    "id": "your name for this call, returned with its result",
+    "priority": "lower runs first among waiting calls",
+    "tenant": "whose call this is; tenants share the node fairly",
+}
+PRIORITY = Number(-100, 100, True, 0, CALL_FIELDS["priority"])
+_NO_DEFAULTS = Call(code="")
+
+
+def _decode_field(name: str, value: Any, base: Call, where: str) -> Any:
+    if name in ("code", "stdin"):
+        return _text(value, where, MAX_CODE_BYTES if name == "code" else MAX_STDIN_BYTES)
+    if name in ("id", "tenant"):
+        return _label(value, where)
+    if name == "limits":
+        return Limits.decode(value, base.limits, where)
+    if name == "files":
+        return _files(value, where)
+    if name == "return_files":
+        return _paths(value, where)
+    if name == "echo":
+        if not isinstance(value, bool):
+            raise InvalidCall(f"{where}: expected true or false, got {_show(value)}")
+        return value
+    if name == "priority":
+        return _number(value, PRIORITY, where)
+    try:
+        return Profile(value)
+    except ValueError:
+        names = ", ".join(Profile)
+        raise InvalidCall(f"{where}: expected one of {names}, got {_show(value)}") from None
+
+
+def _mapping(raw: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise InvalidCall(f"{where}: expected an object, got {_show(raw)}")
+    return raw
+
+
+def _known(mapping: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+    if mapping.keys() <= known.keys():
+        return
+    unknown = next(name for name in mapping if name not in known)
+    raise InvalidCall(f"{where}: unknown field {_show(unknown)}; the fields are {', '.join(known)}")
+
+
+def _number(value: Any, rule: Number, where: str) -> float:
+    kind = "a whole number" if rule.whole else "a number"
+    expected = f"{where}: expected {kind} from {rule.low:g} to {rule.high:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and math.isnan(value)):
+        raise InvalidCall(f"{expected}, got {_show(value)}")
+    if not rule.low <= value <= rule.high or (rule.whole and value != int(value)):
+        raise InvalidCall(f"{expected}, got {_show(value)}")
+    return int(value) if rule.whole else float(value)
+
+
+def _text(value: Any, where: str, most: int) -> str:
+    if not isinstance(value, str):
+        raise InvalidCall(f"{where}: expected text, got {_show(value)}")
+    if len(value) > most:
+        raise InvalidCall(f"{where}: expected at most {most} characters, got {len(value)}; send less, or use files")
+    return value
+
+
+def _label(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
+        raise InvalidCall(f"{where}: expected printable text of at most 256 characters, got {_show(value)}")
+    return value
+
+
+def _files(value: Any, where: str) -> Mapping[str, bytes]:
+    mapping = _mapping(value, where)
+    if len(mapping) > MAX_FILES:
+        raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
+    return {_path(path, where): _bytes(data, f"{where}[{_show(path)}]") for path, data in mapping.items()}
+
+
+def _paths(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_FILES:
+        raise InvalidCall(f"{where}: expected a list of at most {MAX_FILES} relative paths, got {_show(value)}")
+    return tuple(_path(path, where) for path in value)
+
+
+def _path(path: Any, where: str) -> str:
+    parts = path.split("/") if isinstance(path, str) else []
+    clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
+    if not clean or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):
+        raise InvalidCall(
+            f"{where}: expected a relative path without empty, '.' or '..' parts, such as 'data/in.csv', got {_show(path)}"
+        )
+    return str(path)
+
+
+def _bytes(value: Any, where: str) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        try:
+            return base64.b64decode(value, validate=True)
+        except (binascii.Error, ValueError) as why:
+            raise InvalidCall(f"{where}: expected base64 text, got {_show(value)} ({why})") from None
+    raise InvalidCall(f"{where}: expected base64 text (or bytes in msgpack), got {_show(value)}")
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _show(value: Any) -> str:
+    """A short, safe rendering of a hostile value for an error message."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return f"{type(value).__name__} of {len(value)}"
+    shown = repr(value[:60] if isinstance(value, (str, bytes)) else value)
+    return ascii(shown)[1:-1] if not shown.isascii() else shown[:80]
