@@ -1,15 +1,15 @@
 """Our failures, as exceptions. Code failing is data (`Result.status`) and never appears here.
 
-    SandboxError
-    ├── InvalidCall            the caller wrote a call that means nothing: fix the call, do not retry
-    ├── ConfigError            the operator asked for something that cannot be: fix the setting
-    │   └── IsolationError     a layer that was asked for is missing on this machine
-    ├── ProtocolError          a peer sent bytes that are no frame: drop the peer
-    ├── NodeError              an executor or zygote is gone: its calls are retried elsewhere
-    └── ServiceError           the service gave no answer (client side); `retry_after_s` where it said when
-        ├── Overloaded         429 or 503: come back later
-        ├── RequestRefused     another 4xx: the request is wrong, do not retry
-        └── Unreachable        no endpoint answered within the retries
+SandboxError
+├── InvalidCall            the caller wrote a call that means nothing: fix the call, do not retry
+├── ConfigError            the operator asked for something that cannot be: fix the setting
+│   └── IsolationError     a layer that was asked for is missing on this machine
+├── ProtocolError          a peer sent bytes that are no frame: drop the peer
+├── NodeError              an executor or zygote is gone: its calls are retried elsewhere
+└── ServiceError           the service gave no answer (client side); `retry_after_s` where it said when
+    ├── Overloaded         429 or 503: come back later
+    ├── RequestRefused     another 4xx: the request is wrong, do not retry
+    └── Unreachable        no endpoint answered within the retries
 """
 
 from __future__ import annotations

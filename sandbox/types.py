@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -100,7 +99,7 @@ class Limits:
             return base
         mapping = _mapping(raw, where)
         _known(mapping, LIMIT_FIELDS, where)
-        values = {name: _number(mapping[name], LIMIT_FIELDS[name], f"{where}.{name}") for name in mapping}
+        values: dict[str, Any] = {n: _number(mapping[n], LIMIT_FIELDS[n], f"{where}.{n}") for n in mapping}
         return replace(base, **values) if values else base
 
     def clamped(self, ceiling: Limits) -> tuple[Limits, dict[str, float]]:
@@ -134,7 +133,7 @@ class Call:
 
     @classmethod
     def decode(cls, raw: Any, defaults: Call | None = None, where: str = "call") -> Call:
-        """A call from a decoded JSON or msgpack mapping. Raises `InvalidCall` that names the field and what it expects."""
+        """A call from a decoded JSON or msgpack mapping. Raises `InvalidCall` naming the field and what it expects."""
         mapping = _mapping(raw, where)
         _known(mapping, CALL_FIELDS, where)
         if "code" not in mapping:
@@ -172,9 +171,10 @@ class Call:
             raw["files"] = {path: data if binary else _b64(data) for path, data in self.files.items()}
         if self.return_files:
             raw["return_files"] = list(self.return_files)
-        limits = {n: getattr(self.limits, n) for n in LIMIT_FIELDS if getattr(self.limits, n) != LIMIT_FIELDS[n].default}
-        if limits:
-            raw["limits"] = limits
+        limits = {name: getattr(self.limits, name) for name in LIMIT_FIELDS}
+        changed = {name: value for name, value in limits.items() if value != LIMIT_FIELDS[name].default}
+        if changed:
+            raw["limits"] = changed
         return raw
 
 
@@ -327,7 +327,7 @@ def _known(mapping: Mapping[str, Any], known: Mapping[str, Any], where: str) -> 
 def _number(value: Any, rule: Number, where: str) -> float:
     kind = "a whole number" if rule.whole else "a number"
     expected = f"{where}: expected {kind} from {rule.low:g} to {rule.high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and math.isnan(value)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidCall(f"{expected}, got {_show(value)}")
     if not rule.low <= value <= rule.high or (rule.whole and value != int(value)):
         raise InvalidCall(f"{expected}, got {_show(value)}")
@@ -365,9 +365,8 @@ def _path(path: Any, where: str) -> str:
     parts = path.split("/") if isinstance(path, str) else []
     clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
     if not clean or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):
-        raise InvalidCall(
-            f"{where}: expected a relative path without empty, '.' or '..' parts, such as 'data/in.csv', got {_show(path)}"
-        )
+        expected = "a relative path without empty, '.' or '..' parts, such as 'data/in.csv'"
+        raise InvalidCall(f"{where}: expected {expected}, got {_show(path)}")
     return str(path)
 
 
@@ -390,5 +389,7 @@ def _show(value: Any) -> str:
     """A short, safe rendering of a hostile value for an error message."""
     if isinstance(value, (Mapping, list, tuple)):
         return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"  # repr refuses the longest
     shown = repr(value[:60] if isinstance(value, (str, bytes)) else value)
     return ascii(shown)[1:-1] if not shown.isascii() else shown[:80]

@@ -27,8 +27,10 @@ _LENGTH = struct.Struct("<I")
 
 
 def pack(message: list[Any]) -> bytes:
-    """One frame. Text may hold lone surrogates, since code may."""
-    body = msgpack.packb(message, unicode_errors="surrogatepass")
+    """One frame. Text may hold lone surrogates, since code may. Raises `ProtocolError` if no peer would take it."""
+    body: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(body)} bytes, expected at most {MAX_FRAME_BYTES}; send fewer calls in one")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -43,19 +45,24 @@ class Unpacker:
         self._buffer += data
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Raises `ProtocolError` on a frame that is too long or is not an array that starts with its kind."""
+        """Raises `ProtocolError` on a frame that is too long or is not an array that starts with its kind.
+
+        Leaving the loop early keeps the frames not yet seen for the next one.
+        """
         start = 0
         buffer = self._buffer
-        while len(buffer) - start >= 4:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > self._max:
-                raise ProtocolError(f"frame of {length} bytes, expected at most {self._max}")
-            if len(buffer) - start - 4 < length:
-                break
-            body = bytes(memoryview(buffer)[start + 4 : start + 4 + length])
-            start += 4 + length
-            yield _unpack(body)
-        del buffer[:start]
+        try:
+            while len(buffer) - start >= 4:
+                (length,) = _LENGTH.unpack_from(buffer, start)
+                if length > self._max:
+                    raise ProtocolError(f"frame of {length} bytes, expected at most {self._max}")
+                if len(buffer) - start - 4 < length:
+                    break
+                body = bytes(memoryview(buffer)[start + 4 : start + 4 + length])
+                start += 4 + length
+                yield _unpack(body)
+        finally:
+            del buffer[:start]
 
 
 def _unpack(body: bytes) -> list[Any]:

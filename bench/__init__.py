@@ -1,0 +1,1 @@
+"""Load, comparisons and the demonstration. Runs from the checkout (`python -m bench.NAME`) and is not installed."""

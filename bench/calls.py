@@ -1,0 +1,124 @@
+"""A sample of tool calls in the mix that RL on competition mathematics produces, and calls read from a file.
+
+The templates in `calls.txt` are filled with seeded numbers: the same `n` and `seed` give the same calls everywhere.
+`SHARES` is the mix: by what the code imports and how it ends, after rollouts of models of rStar2-Agent's kind.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from sandbox.types import CALL_FIELDS
+
+ENDLESS_TIMEOUT_S = 1.0
+"""Limit of the calls that never end: long beside any other call here, short beside a test."""
+
+CONTINUED = 0.42
+"""Share of calls that repeat an earlier step above the new one, as models do without a notebook."""
+
+SHARES: dict[tuple[str, str], float] = {
+    ("sympy", "ok"): 0.465,
+    ("sympy", "error"): 0.145,
+    ("numpy", "ok"): 0.025,
+    ("numpy", "error"): 0.005,
+    ("scipy", "ok"): 0.028,
+    ("scipy", "error"): 0.002,
+    ("math", "ok"): 0.003,
+    ("plain", "ok"): 0.229,
+    ("plain", "error"): 0.093,
+    ("plain", "timeout"): 0.005,
+}
+"""61 % import sympy, 3 % numpy, 3 % scipy; 75 % end well, 24.5 % in an error, 0.5 % not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTemplate:
+    """One way of writing a call. `ends` is `ok`, `timeout` or the type of the error."""
+
+    name: str
+    family: str
+    ends: str
+    ranges: tuple[tuple[str, int, int], ...]
+    stdin: str
+    code: str
+
+    @property
+    def status(self) -> str:
+        """The status that the call must come back with."""
+        return self.ends if self.ends in ("ok", "timeout") else "error"
+
+    def fill(self, rng: random.Random) -> dict[str, Any]:
+        """A call as `/v1/batch` takes it."""
+        numbers = {name: str(rng.randint(low, high)) for name, low, high in self.ranges}
+        call: dict[str, Any] = {"code": Template(self.code).substitute(numbers)}
+        if self.stdin:
+            call["stdin"] = Template(self.stdin).substitute(numbers)
+        if self.ends == "timeout":
+            call["limits"] = {"timeout_s": ENDLESS_TIMEOUT_S}
+        return call
+
+
+def sample_calls(n: int, seed: int = 0) -> list[dict[str, Any]]:
+    """`n` calls in the mix of `SHARES`."""
+    return [call for _, call in labelled_calls(n, seed)]
+
+
+def labelled_calls(n: int, seed: int = 0) -> Iterator[tuple[CallTemplate, dict[str, Any]]]:
+    """The same calls, each with the template that it came from."""
+    rng = random.Random(seed)
+    groups = list(SHARES)
+    for group in rng.choices(groups, weights=[SHARES[group] for group in groups], k=n):
+        template = rng.choice(_members(*group))
+        call = template.fill(rng)
+        if rng.random() < CONTINUED:
+            earlier = rng.choice(_members(template.family, "ok"))
+            call["code"] = f"{earlier.fill(rng)['code']}\n{call['code']}" if not earlier.stdin else call["code"]
+        yield template, call
+
+
+def load_calls(path: str | Path) -> list[dict[str, Any]]:
+    """Calls from a JSONL file: rows with a `code`, of which the fields of a call are kept. Raises `ValueError`."""
+    calls = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict) or "code" not in row:
+                raise ValueError(f"{path}:{number}: expected an object with a 'code', got {line[:60]!r}")
+            calls.append({name: row[name] for name in CALL_FIELDS if name in row})
+    return calls
+
+
+@cache
+def templates() -> tuple[CallTemplate, ...]:
+    """All templates of `calls.txt`."""
+    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    return tuple(_parse(block) for block in text.split("\n### ")[1:])
+
+
+@cache
+def _members(family: str, status: str) -> tuple[CallTemplate, ...]:
+    return tuple(t for t in templates() if (t.family, t.status) == (family, status))
+
+
+def _parse(block: str) -> CallTemplate:
+    header, _, body = block.partition("\n")
+    name, family, ends, ranges = (part.strip() for part in header.split("|"))
+    lines = body.splitlines(keepends=True)
+    stdin = [line[2:] for line in lines if line.startswith("< ")]
+    code = "".join(lines[len(stdin) :]).rstrip("\n") + "\n"
+    return CallTemplate(name, family, ends, tuple(map(_range, ranges.split())), "".join(stdin), code)
+
+
+def _range(text: str) -> tuple[str, int, int]:
+    name, _, span = text.partition("=")
+    low, _, high = span.partition("..")
+    return name, int(low), int(high)

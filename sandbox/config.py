@@ -1,0 +1,279 @@
+"""Settings: one frozen tree per process, from defaults < TOML file < environment < flags.
+
+Invariants:
+- A setting has one name everywhere: `queue_mb` in TOML, `RSTAR_SANDBOX_QUEUE_MB` in the environment, `--queue-mb`.
+- A setting is described once, on its field; flags, checks and messages all come from that description.
+- An unknown name or a bad value is a `ConfigError` that says where it stood, what was expected and what came.
+- The token is never a flag (command lines show in `ps`) and never in a `repr`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sandbox.errors import ConfigError
+from sandbox.types import LIMIT_FIELDS, Limits, Number, Profile
+
+ENV_PREFIX = "RSTAR_SANDBOX_"
+CLIENT_ENV = {"URL"}
+"""Read by clients, not by us; seeing them is no mistake."""
+
+ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
+ZYGOTE_PROFILES = tuple(p.value for p in Profile if p is not Profile.AUTO)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The rule for a text setting: any text, or one of `choices`."""
+
+    choices: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> str:
+        return f"one of {', '.join(self.choices)}" if self.choices else "text"
+
+    def read(self, text: str) -> Any:
+        return text
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and bool(value) and (not self.choices or value in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The rule for a list of distinct names out of `choices`; text separates them by commas."""
+
+    choices: tuple[str, ...]
+
+    @property
+    def expected(self) -> str:
+        return f"a list of {', '.join(self.choices)}"
+
+    def read(self, text: str) -> Any:
+        return [name.strip() for name in text.split(",")]
+
+    def holds(self, value: Any) -> bool:
+        named = isinstance(value, (list, tuple)) and all(name in self.choices for name in value)
+        return named and 0 < len(value) == len(set(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The rule for a number: its range, both ends allowed, and whether it must be whole."""
+
+    low: float
+    high: float
+    whole: bool = True
+
+    @property
+    def expected(self) -> str:
+        return f"a{' whole' if self.whole else ''} number from {self.low:.12g} to {self.high:.12g}"
+
+    def read(self, text: str) -> Any:
+        try:
+            return int(text) if self.whole else float(text)
+        except ValueError:
+            return text
+
+    def holds(self, value: Any) -> bool:
+        kind = int if self.whole else (int, float)
+        return isinstance(value, kind) and not isinstance(value, bool) and self.low <= value <= self.high
+
+
+Rule = Text | Names | Range
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a setting is for, and which values it takes."""
+
+    doc: str
+    rule: Rule
+    is_flag: bool = True
+
+
+def _setting(default: Any, rule: Rule, doc: str, *, secret: bool = False) -> Any:
+    return field(default=default, metadata={"setting": Setting(doc, rule, is_flag=not secret)}, repr=not secret)
+
+
+_PYTHON = _setting(None, Text(), "Python that runs the calls (default: the runtime made by 'rstar-sandbox runtime')")
+_ISOLATION = _setting("auto", Text(("auto", *ISOLATION_LEVELS)), "isolation level; auto takes the strongest to be had")
+_ZYGOTES = _setting(0, Range(0, 1024), "families of warm interpreters; 0 is one per core")
+_SLOTS = _setting(0, Range(0, 100_000), "calls running at once; 0 follows from the cores")
+_PROFILES = _setting(ZYGOTE_PROFILES, Names(ZYGOTE_PROFILES), "which warm interpreters to keep")
+_ATTEMPTS = _setting(3, Range(1, 100), "tries for a call whose zygote or executor died under it")
+
+
+@dataclass(frozen=True)
+class ExecutorConfig:
+    """What one executor needs to know. `settings` is its form on the wire."""
+
+    python: str | None = _PYTHON
+    isolation: str = _ISOLATION
+    zygotes: int = _ZYGOTES
+    slots: int = _SLOTS
+    profiles: tuple[str, ...] = _PROFILES
+    attempts: int = _ATTEMPTS
+
+    def settings(self) -> dict[str, Any]:
+        """A mapping fit for msgpack or JSON."""
+        return {**asdict(self), "profiles": list(self.profiles)}
+
+    @classmethod
+    def from_settings(cls, raw: Mapping[str, Any]) -> ExecutorConfig:
+        """The inverse of `settings`. Raises `ConfigError`."""
+        known = _settings_of(cls)
+        values = {name: value for name, value in raw.items() if value is not None or name != "python"}
+        return cls(**{name: _checked(value, _known(name, known, name), name) for name, value in values.items()})
+
+
+CEILINGS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Everything `rstar-sandbox serve` can be told. Raises `ConfigError` where settings contradict each other."""
+
+    host: str = _setting("127.0.0.1", Text(), "address to listen on; beyond loopback a token is required")
+    port: int = _setting(8642, Range(0, 65535), "port to listen on; 0 takes a free one")
+    token: str | None = _setting(None, Text(), "what clients must send as 'Authorization: Bearer TOKEN'", secret=True)
+    token_file: str | None = _setting(None, Text(), "file holding the token")
+    executors: int = _setting(1, Range(1, 1024), "executor processes on this machine")
+    queue_calls: int = _setting(100_000, Range(1, 100_000_000), "calls waiting or running before new ones get 429")
+    queue_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of calls held before new ones get 429")
+    queue_timeout_s: float = _setting(600.0, Range(0.01, 1e6, whole=False), "seconds a call may wait for a slot")
+    batch_calls: int = _setting(65_536, Range(1, 10_000_000), "calls in one batch")
+    body_mb: int = _setting(256, Range(1, 100_000), "MiB of one request body")
+    drain_s: float = _setting(30.0, Range(0, 1e6, whole=False), "seconds that running calls get when the server stops")
+    max_limits: Limits = CEILINGS
+    python: str | None = _PYTHON
+    isolation: str = _ISOLATION
+    zygotes: int = _ZYGOTES
+    slots: int = _SLOTS
+    profiles: tuple[str, ...] = _PROFILES
+    attempts: int = _ATTEMPTS
+
+    def __post_init__(self) -> None:
+        if self.token is None and not _is_loopback(self.host):
+            raise ConfigError(
+                f"host={self.host} can be reached from other machines and needs a token; "
+                f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
+            )
+
+    def executor(self) -> ExecutorConfig:
+        """The part that an executor needs."""
+        return ExecutorConfig(**{f.name: getattr(self, f.name) for f in fields(ExecutorConfig)})
+
+    def executor_settings(self) -> dict[str, Any]:
+        """The executor's part, as it goes over the wire."""
+        return self.executor().settings()
+
+
+def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> ServeConfig:
+    """Settings from all four sources. `flags` maps names of settings to text. Raises `ConfigError`."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        values |= _with_token({name: (value, f"{file}: {name}") for name, value in _read_toml(file).items()})
+    values |= _with_token(_from_environment(environ))
+    values |= _with_token({name: (_read(name, text), f"--{flag_name(name)}") for name, text in flags.items()})
+    ceilings = {name: values.pop(f"max_{name}") for name in LIMIT_FIELDS if f"max_{name}" in values}
+    return ServeConfig(**values, max_limits=replace(CEILINGS, **ceilings))
+
+
+def flag_name(name: str) -> str:
+    """`queue_mb` as it is written on a command line."""
+    return name.replace("_", "-")
+
+
+def _settings_of(cls: type) -> dict[str, Setting]:
+    return {f.name: f.metadata["setting"] for f in fields(cls) if "setting" in f.metadata}
+
+
+def _ceiling(name: str, number: Number) -> Setting:
+    doc = f"ceiling for calls: {number.doc}"
+    return Setting(doc, Range(number.low, number.high, number.whole))
+
+
+SETTINGS: dict[str, Setting] = _settings_of(ServeConfig) | {
+    f"max_{name}": _ceiling(name, number) for name, number in LIMIT_FIELDS.items()
+}
+"""Every setting of `serve` by name."""
+
+
+def _with_token(layer: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+    """One source's values, checked; a token file becomes the token, so that a higher source wins whichever it used."""
+    values = {name: _checked(value, _known(name, SETTINGS, where), where) for name, (value, where) in layer.items()}
+    if "token_file" in values:
+        values["token"] = _read_token(Path(values["token_file"]), layer["token_file"][1])
+    return values
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    found = {}
+    for key, text in environ.items():
+        bare = key.removeprefix(ENV_PREFIX)
+        if bare == key or bare in CLIENT_ENV or _is_service_link(bare, text):
+            continue
+        name = bare.lower()
+        found[name] = (_read(name, text), key)
+    return found
+
+
+def _is_service_link(bare: str, text: str) -> bool:
+    """Kubernetes sets such variables in every pod beside a service that is named rstar-sandbox."""
+    return bare.startswith(("SERVICE_", "PORT_")) or (bare == "PORT" and "://" in text)
+
+
+def _read(name: str, text: str) -> Any:
+    setting = SETTINGS.get(name)
+    return setting.rule.read(text) if setting else text
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as why:
+        raise ConfigError(f"--config {file}: cannot be read ({why.strerror})") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as why:
+        raise ConfigError(f"--config {file}: is not TOML ({why})") from None
+
+
+def _read_token(file: Path, where: str) -> str:
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"{where}: expected a file with a token, but {file} cannot be read ({why})") from None
+    if not token:
+        raise ConfigError(f"{where}: expected a file with a token, but {file} is empty")
+    return token
+
+
+def _known(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
+    if name in settings:
+        return settings[name]
+    near = difflib.get_close_matches(name, settings, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(settings)}"
+    raise ConfigError(f"{where}: unknown setting; {advice}")
+
+
+def _checked(value: Any, setting: Setting, where: str) -> Any:
+    if not setting.rule.holds(value):
+        came = f"{value!r:.80}" if setting.is_flag else "something else"
+        raise ConfigError(f"{where}: expected {setting.rule.expected}, got {came}")
+    if isinstance(setting.rule, Range) and not setting.rule.whole:
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

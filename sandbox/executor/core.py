@@ -1,0 +1,262 @@
+"""The executor: calls in, results out, each answered exactly once unless cancelled.
+
+Invariants:
+- A call is in the queue, or with one zygote, or waiting to be retried, or answered.
+- There is no task per call. Only one that outlives its `timeout_s` in wall time gets one, to watch its own clock.
+- Calls start in the order they came, on the family with most free slots, from the leanest zygote that has what they import.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from sandbox import jail, runtime
+from sandbox.config import ExecutorConfig
+from sandbox.errors import ProtocolError
+from sandbox.executor import clock, imports, verdict
+from sandbox.executor.family import Family, Zygote
+from sandbox.executor.verdict import WireResult
+from sandbox.executor.work import Work
+from sandbox.types import Profile
+
+log = logging.getLogger(__name__)
+
+GUEST = Path(__file__).resolve().parent.parent / "guest"
+GUEST_ENV = {
+    "PATH": "/python/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "USER": "sandbox",
+    "LOGNAME": "sandbox",
+    "MPLBACKEND": "Agg",
+    "PYTHONHASHSEED": "0",  # the same code gets the same answer in every zygote
+    # One thread each: calls share the cores, and a zygote that has threads cannot fork.
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+SLOTS_PER_CORE = 8
+"""Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep their memory small."""
+RETRY_S = 0.05
+
+Answer = Callable[[int, WireResult], None]
+
+
+class Executor:
+    """`submit` and `cancel` from one task; results come through `answer(seq, result)`."""
+
+    def __init__(self, config: ExecutorConfig, answer: Answer) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self.level = jail.choose(config.isolation)
+        self.slots = config.slots or SLOTS_PER_CORE * cores
+        self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
+        self._attempts = config.attempts
+        self._answer = answer
+        self._queue: deque[Work] = deque()
+        self._works: dict[int, Work] = {}
+        self._tickets = itertools.count(1)
+        self._nursery: trio.Nursery | None = None
+        self._ready = trio.Event()
+        self.counts: Counter[str] = Counter()
+        self.missed_imports: Counter[str] = Counter()
+        families = min(config.zygotes or cores, self.slots)
+        profiles = tuple(Profile(name) for name in config.profiles)
+        self.families = [self._family(n, -(-self.slots // families), profiles) for n in range(families)]
+
+    def _family(self, number: int, slots: int, profiles: tuple[Profile, ...]) -> Family:
+        base, count = jail.host_uids(number, slots)
+        spec = jail.JailSpec(self.level, self.python, str(GUEST), env=GUEST_ENV, uid_base=base, uid_count=count)
+        return Family(spec, profiles, slots, self)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for family in self.families:
+                nursery.start_soon(family.run)
+            nursery.start_soon(self._end_wedged)
+
+    async def wait_ready(self) -> None:
+        """Until every zygote has been warm once."""
+        await self._ready.wait()
+
+    def submit(self, seq: int, call: dict[str, Any]) -> None:
+        """Take over a validated call (`Call.encode(binary=True)`)."""
+        work = Work.decode(seq, call)
+        self._works[seq] = work
+        self._queue.append(work)
+
+    def cancel(self, seq: int) -> None:
+        """Nobody waits for this call any more. Unknown numbers are fine: it may just have been answered."""
+        work = self._works.pop(seq, None)
+        if work is None:
+            return
+        work.cancelled = True
+        for zygote in self._zygotes():
+            for ticket, other in zygote.calls.items():
+                if other is work:
+                    zygote.send({"op": "kill", "id": ticket})
+
+    def pump(self) -> None:
+        """Start what can be started. Call after `submit`."""
+        while self._queue:
+            if self._queue[0].cancelled:
+                self._queue.popleft()
+                continue
+            place = self._place(self._queue[0].profile)
+            if place is None:
+                return
+            self._start(self._queue.popleft(), *place)
+
+    def stats(self) -> dict[str, Any]:
+        """What an operator wants to see, as plain data."""
+        return {
+            "queued": len(self._queue),
+            "running": sum(len(zygote.calls) for zygote in self._zygotes()),
+            "slots": self.slots,
+            "zygotes": Counter(zygote.profile.value for zygote in self._zygotes()),
+            "zygote_restarts": sum(family.deaths for family in self.families),
+            "retried": self.counts["retried"],
+            "overdue": self.counts["overdue"],
+            "missed_imports": dict(self.missed_imports.most_common(20)),
+        }
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._works
+
+    def _zygotes(self) -> list[Zygote]:
+        return [zygote for family in self.families for zygote in family.zygotes.values()]
+
+    def _place(self, profile: Profile) -> tuple[Family, Zygote] | None:
+        for family in sorted(self.families, key=lambda f: len(f.free), reverse=True):
+            if not family.free:
+                return None
+            if (zygote := family.best_for(profile)) is not None:
+                return family, zygote
+        return None
+
+    def _start(self, work: Work, family: Family, zygote: Zygote) -> None:
+        ticket = next(self._tickets)
+        zygote.calls[ticket] = work
+        zygote.link.write(work.order(ticket, family.free.pop(), time.monotonic()))
+        if not work.modules <= zygote.modules:
+            self._count_missed(work.modules - zygote.modules)
+
+    def _count_missed(self, names: set[str]) -> None:
+        for name in names:
+            if name in self.missed_imports or len(self.missed_imports) < 1000:
+                self.missed_imports[name[:60]] += 1
+
+    def on_ready(self) -> None:
+        if all(family.is_complete for family in self.families):
+            self._ready.set()
+        self.pump()
+
+    def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None:
+        self._stop_clock(work)
+        try:
+            result = verdict.judge(
+                header,
+                blobs,
+                call_id=work.call.get("id", ""),
+                attempts=work.attempts,
+                asked_files=work.call.get("return_files", []),
+                timeout_s=work.timeout_s,
+                late=work.out_of_time and header.get("signal") == signal.SIGKILL,
+            )
+        except ProtocolError as why:
+            self._retry(work, str(why))
+            raise
+        if work.starved:
+            result = work.no_verdict("Starved", f"got no core within {clock.HARD_CAP} times its {work.timeout_s:g} s")
+        self._settle(work, result)
+        self.pump()
+
+    def on_failed(self, work: Work, why: str) -> None:
+        log.warning("a call did not start: %s", why)
+        self._stop_clock(work)
+        assert self._nursery is not None
+        self._nursery.start_soon(self._retry_later, work, why)
+        self.pump()
+
+    def on_lost(self, works: list[Work], why: str) -> None:
+        for work in reversed(works):
+            self._stop_clock(work)
+            self._retry(work, why)
+        self.pump()
+
+    def on_overdue(self, work: Work, wall_s: float, pidfd: int) -> None:
+        self.counts["overdue"] += 1
+        assert self._nursery is not None
+        work.clock = trio.CancelScope()
+        self._nursery.start_soon(self._watch_clock, work, time.monotonic() - wall_s, pidfd, work.clock)
+
+    async def _watch_clock(self, work: Work, started: float, pidfd: int, scope: trio.CancelScope) -> None:
+        """End a call once its own clock has run out; see `clock`."""
+        limit = work.timeout_s
+        try:
+            with scope:
+                pid = clock.host_pid(pidfd)
+                while pid is not None:
+                    wall = time.monotonic() - started
+                    left = limit - (wall - clock.waited_s(pid))
+                    work.out_of_time, work.starved = left <= 0, wall >= clock.HARD_CAP * limit and left > 0
+                    if work.out_of_time or work.starved:
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                        return
+                    await trio.sleep(max(left, 0.001))
+        except ProcessLookupError:
+            pass  # it has just ended by itself
+        finally:
+            os.close(pidfd)
+
+    async def _retry_later(self, work: Work, why: str) -> None:
+        await trio.sleep(RETRY_S * 2**work.attempts)
+        self._retry(work, why)
+        self.pump()
+
+    def _retry(self, work: Work, why: str) -> None:
+        if work.cancelled:
+            return
+        if work.attempts >= self._attempts:
+            self._settle(work, work.no_verdict("NodeError", f"tried {work.attempts} times; last: {why}"))
+            return
+        self.counts["retried"] += 1
+        work.attempts += 1
+        work.out_of_time = work.starved = False
+        self._queue.appendleft(work)
+
+    def _settle(self, work: Work, result: WireResult) -> None:
+        if not work.cancelled:
+            del self._works[work.seq]
+            self._answer(work.seq, result)
+
+    @staticmethod
+    def _stop_clock(work: Work) -> None:
+        if work.clock is not None:
+            work.clock.cancel()
+            work.clock = None
+
+    async def _end_wedged(self) -> None:
+        """The last resort: a zygote that does not even report its dead loses its jail."""
+        while True:
+            await trio.sleep(1)
+            now = time.monotonic()
+            for family in self.families:
+                if any(w.give_up_at < now for z in family.zygotes.values() for w in z.calls.values()):
+                    log.error("a zygote has not answered in time; its jail is ended")
+                    family.kill()
+
+
+__all__ = ["Executor", "imports"]

@@ -1,0 +1,245 @@
+"""A jail and the zygotes in it: one for each profile, each forked from the next leaner one.
+
+Invariants:
+- Each profile has one keeper task, which brings its zygote to life, serves it, and when it dies hands its calls back and
+  starts anew. A zygote that dies takes no other along, but for the leanest: it holds the jail, so all go.
+- A zygote that sends anything but a valid frame is finished. It is hostile ground.
+- A slot (which is also a uid inside) belongs to at most one call at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import trio
+
+from sandbox import jail
+from sandbox.errors import NodeError, ProtocolError
+from sandbox.executor import frames
+from sandbox.executor.imports import ORDER
+from sandbox.executor.link import Link
+from sandbox.executor.work import RETURN_BYTES, Work
+from sandbox.types import Profile
+
+log = logging.getLogger(__name__)
+
+START_S = 60.0
+"""A zygote that has not warmed up by then will not. The richest takes two seconds on an idle core."""
+START_TRIES = 3
+BACK_OFF_S = (0.0, 0.05, 0.2, 1.0, 5.0)
+
+
+class Owner(Protocol):
+    """What a family asks of the executor."""
+
+    def on_ready(self) -> None: ...
+    def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None: ...
+    def on_failed(self, work: Work, why: str) -> None: ...
+    def on_overdue(self, work: Work, wall_s: float, pidfd: int) -> None: ...
+    def on_lost(self, works: list[Work], why: str) -> None: ...
+
+
+class Zygote:
+    """One warm interpreter, from outside: its socket, its process, and the calls it is running by ticket."""
+
+    def __init__(self, profile: Profile, link: Link) -> None:
+        self.profile = profile
+        self.link = link
+        self.calls: dict[int, Work] = {}
+        self.modules: frozenset[str] = frozenset()
+        self.python = ""
+        self.was_warm = False
+        self._unpacker = frames.Unpacker(max_body_bytes=RETURN_BYTES + (1 << 30))
+
+    def send(self, header: dict[str, Any]) -> None:
+        self.link.write(frames.pack(header))
+
+    async def receive(self) -> list[tuple[dict[str, Any], list[bytes]]]:
+        """Frames that are whole by now; an empty list at the end. Raises `ProtocolError`."""
+        while data := await self.link.read():
+            self._unpacker.feed(data)
+            if whole := list(self._unpacker):
+                return whole
+        return []
+
+
+class Family:
+    """One jail's worth of zygotes and slots."""
+
+    def __init__(self, spec: jail.JailSpec, profiles: tuple[Profile, ...], slots: int, owner: Owner) -> None:
+        self.free = list(range(slots - 1, -1, -1))
+        self.zygotes: dict[Profile, Zygote] = {}
+        self.deaths = 0
+        self._spec = spec
+        self._plan = jail.call_plan(spec)
+        self._profiles = tuple(p for p in ORDER if p in profiles or p is Profile.BARE)
+        self._owner = owner
+        self._changed = trio.Event()
+        self._has_served = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.zygotes) == len(self._profiles)
+
+    def best_for(self, profile: Profile) -> Zygote | None:
+        """The zygote of this profile; while it is down the next richer, else the next leaner."""
+        if profile in self.zygotes:
+            return self.zygotes[profile]
+        place = ORDER.index(profile)
+        for other in (*ORDER[place + 1 :], *reversed(ORDER[:place])):
+            if other in self.zygotes:
+                return self.zygotes[other]
+        return None
+
+    async def run(self) -> None:
+        """Keep every zygote alive until cancelled; then kill the jail."""
+        try:
+            async with trio.open_nursery() as nursery:
+                for profile in self._profiles:
+                    nursery.start_soon(self._keep, profile)
+        finally:
+            self._end_jail()
+
+    def kill(self) -> None:
+        """End the jail at once; the keepers start another."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def _keep(self, profile: Profile) -> None:
+        failures = 0
+        while True:
+            await trio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
+            zygote = Zygote(profile, await self._birth(profile))
+            why = await self._live(zygote)
+            failures = 0 if zygote.was_warm else failures + 1
+            self._bury(zygote, why)
+            if failures >= START_TRIES and not self._has_served:
+                raise NodeError(f"the {profile} zygote does not start: {why}")
+
+    async def _live(self, zygote: Zygote) -> str:
+        """Warm it, serve it, and say what ended it."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(zygote.link.flush_forever)
+            try:
+                with trio.fail_after(START_S):
+                    await self._warm(zygote)
+                self.zygotes[zygote.profile] = zygote
+                zygote.was_warm = True
+                self._has_served = self._has_served or self.is_complete
+                self._notify()
+                self._owner.on_ready()
+                while whole := await zygote.receive():
+                    for header, blobs in whole:
+                        self._handle(zygote, header, blobs)
+                return "it ended"
+            except trio.TooSlowError:
+                return f"not warm after {START_S:g} s"
+            except ProtocolError as why:
+                return str(why)
+            finally:
+                nursery.cancel_scope.cancel()
+
+    async def _warm(self, zygote: Zygote) -> None:
+        whole = await zygote.receive()
+        if not whole:
+            raise ProtocolError("it ended before it was warm")
+        header = whole[0][0]
+        if header["op"] != "ready":
+            raise ProtocolError(f"expected ready, got {header['op'][:40]!r}")
+        zygote.modules = frozenset(str(name) for name in header.get("modules", ()))
+        zygote.python = str(header.get("python", ""))[:40]
+        for line in header.get("missing", ())[:20]:
+            log.info("zygote %s: %s", zygote.profile, str(line)[:300])
+        zygote.send({"op": "serve", "address_space": _address_space(zygote.link.peer_pid)})
+
+    def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
+        ticket = header.get("id")
+        work = zygote.calls.get(ticket) if isinstance(ticket, int) else None
+        if work is None:
+            raise ProtocolError(f"{header['op'][:40]!r} about call {str(ticket)[:40]!r}, which it does not have")
+        match header["op"]:
+            case "done":
+                self._release(zygote, ticket, work)
+                self._owner.on_done(zygote, work, header, blobs)
+            case "failed":
+                self._release(zygote, ticket, work)
+                self._owner.on_failed(work, str(header.get("why"))[:500])
+            case "overdue":
+                if not zygote.link.fds:
+                    raise ProtocolError("overdue without a pidfd")
+                self._owner.on_overdue(work, frames.number(header, "wall_ms") / 1e3, zygote.link.fds.pop(0))
+            case other:
+                raise ProtocolError(f"unexpected {other[:40]!r}")
+
+    def _release(self, zygote: Zygote, ticket: int | None, work: Work) -> None:
+        del zygote.calls[ticket]  # type: ignore[arg-type]
+        self.free.append(work.slot)
+
+    def _bury(self, zygote: Zygote, why: str) -> None:
+        self.deaths += 1
+        log.warning("zygote %s: %s; %d calls go back, and it is started anew", zygote.profile, why, len(zygote.calls))
+        if self.zygotes.get(zygote.profile) is zygote:
+            del self.zygotes[zygote.profile]
+        zygote.link.close()
+        lost = list(zygote.calls.values())
+        zygote.calls.clear()
+        self.free += [work.slot for work in lost]
+        if zygote.profile is Profile.BARE:
+            self._end_jail()
+        self._notify()
+        self._owner.on_lost(lost, why)
+
+    async def _birth(self, profile: Profile) -> Link:
+        ours, theirs = socket.socketpair()
+        link = Link(ours)
+        link.want_credentials()
+        with theirs:
+            place = self._profiles.index(profile)
+            if place == 0:
+                self._start_jail(theirs)
+                link.write(frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
+            else:
+                parent = await self._living(self._profiles[place - 1])
+                order = frames.pack({"op": "spawn", "profile": profile.value})
+                await parent.link.write_with(order, theirs.fileno())
+        return link
+
+    async def _living(self, profile: Profile) -> Zygote:
+        while profile not in self.zygotes:
+            await self._changed.wait()
+        return self.zygotes[profile]
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _start_jail(self, sock: socket.socket) -> None:
+        argv = jail.command(self._spec, sock.fileno())
+        try:
+            self._process = subprocess.Popen(
+                argv, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            )
+        except OSError as why:
+            raise NodeError(f"cannot start the jail: {why}") from None
+
+    def _end_jail(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()  # a killed process: the kernel tears the jail down and this returns in milliseconds
+            self._process = None
+
+
+def _address_space(pid: int) -> int:
+    """Bytes that a process maps (first field of /proc/PID/statm, in pages)."""
+    try:
+        with open(f"/proc/{pid}/statm") as statm:
+            return int(statm.read().split()[0]) * 4096
+    except OSError as why:
+        raise ProtocolError(f"its process {pid} cannot be read: {why}") from None
+
+

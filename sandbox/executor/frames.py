@@ -1,0 +1,75 @@
+"""Frames between executor and zygote, this side: two little-endian u32 lengths, a JSON header, then raw bytes.
+
+`guest/frames.py` is the same for the other side. What arrives here comes from hostile ground: lengths are bounded before
+anything is kept, a header must be an object with the fields its kind needs, and whatever else is a `ProtocolError`,
+which costs the zygote its life and nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sandbox.errors import ProtocolError
+
+MAX_HEADER_BYTES = 1 << 20
+_LENGTHS = struct.Struct("<II")
+
+
+def pack(header: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+    """One frame."""
+    header["blobs"] = [len(blob) for blob in blobs]
+    head = json.dumps(header, separators=(",", ":")).encode()
+    return b"".join([_LENGTHS.pack(len(head), sum(header["blobs"])), head, *blobs])
+
+
+class Unpacker:
+    """Frames out of a hostile byte stream: `feed` bytes, then iterate over (header, blobs) that are whole."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._buffer = bytearray()
+        self._max_body = max_body_bytes
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+        buffer, start = self._buffer, 0
+        while len(buffer) - start >= 8:
+            head_size, body_size = _LENGTHS.unpack_from(buffer, start)
+            if head_size > MAX_HEADER_BYTES or body_size > self._max_body:
+                raise ProtocolError(f"frame of {head_size} + {body_size} bytes from a zygote is over its bounds")
+            body = start + 8 + head_size
+            if len(buffer) < body + body_size:
+                break
+            frame = _decode(bytes(buffer[start + 8 : body]), bytes(buffer[body : body + body_size]))
+            start = body + body_size
+            yield frame
+        del buffer[:start]
+
+
+def _decode(head: bytes, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    try:
+        header = json.loads(head)
+        sizes = header["blobs"]
+        if sum(sizes) != len(body) or any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError("blobs do not add up")
+        if not isinstance(header["op"], str):
+            raise ValueError("no op")
+    except (ValueError, KeyError, TypeError, RecursionError) as why:
+        raise ProtocolError(f"a zygote sent no valid frame: {type(why).__name__}: {why}") from None
+    blobs, start = [], 0
+    for size in sizes:
+        blobs.append(body[start : start + size])
+        start += size
+    return header, blobs
+
+
+def number(header: dict[str, Any], name: str) -> float:
+    """A finite number out of a header, or `ProtocolError`."""
+    value = header.get(name)
+    if type(value) not in (int, float) or not -1e15 < value < 1e15:
+        raise ProtocolError(f"a zygote sent {name}={str(value)[:40]!r}, expected a number")
+    return float(value)

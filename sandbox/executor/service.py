@@ -1,0 +1,147 @@
+"""The executor as a process: frames from the gateway on one descriptor, results back on it (`sandbox.wire`).
+
+End of file means that the gateway has gone, and then so do we: nothing here outlives the connection.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import trio
+
+from sandbox import wire
+from sandbox.config import ExecutorConfig
+from sandbox.errors import ProtocolError, SandboxError
+from sandbox.executor.core import Executor
+from sandbox.executor.link import Link
+from sandbox.executor.verdict import WireResult
+
+FRAME_CALLS = 64
+FRAME_BYTES = 8 << 20
+STATS_S = 1.0
+
+
+async def serve(sock: socket.socket) -> int:
+    """Until the gateway closes its end, or after "drain" when all is answered. Returns an exit code."""
+    link = Link(sock)
+    unpacker = wire.Unpacker()
+    frames = _frames(link, unpacker)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.flush_forever)
+        try:
+            first = await anext(frames, None)
+            if first is None or first[0] != "configure":
+                raise ProtocolError("expected a configure frame first")
+            await _Service(link, ExecutorConfig.from_settings(first[1])).run(frames)
+        except* SandboxError as errors:
+            link.write(wire.pack(["failed", _first_line(errors)]))
+            await _flushed(link)
+            return 1
+        finally:
+            nursery.cancel_scope.cancel()
+    return 0
+
+
+class _Service:
+    """Ties one executor to one gateway."""
+
+    def __init__(self, link: Link, config: ExecutorConfig) -> None:
+        self._link = link
+        self._results: list[tuple[int, WireResult]] = []
+        self._have_results = trio.Event()
+        self._draining = False
+        self._executor = Executor(config, self._answer)
+
+    async def run(self, frames: Any) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._executor.run)
+            nursery.start_soon(self._announce)
+            nursery.start_soon(self._send_results)
+            nursery.start_soon(self._send_stats)
+            async for frame in frames:
+                self._obey(frame)
+                if self._draining and self._executor.is_idle:
+                    break
+            nursery.cancel_scope.cancel()
+
+    def _obey(self, frame: list[Any]) -> None:
+        match frame:
+            case ["calls", list(calls)]:
+                for seq, call in calls:
+                    self._executor.submit(seq, call)
+                self._executor.pump()
+            case ["cancel", list(seqs)]:
+                for seq in seqs:
+                    self._executor.cancel(seq)
+            case ["drain"]:
+                self._draining = True
+            case _:
+                raise ProtocolError(f"unexpected frame {frame[0]!r} from the gateway")
+
+    async def _announce(self) -> None:
+        await self._executor.wait_ready()
+        executor = self._executor
+        ready = {
+            "slots": executor.slots,
+            "isolation": executor.level.value,
+            "profiles": sorted(executor.stats()["zygotes"]),
+            "python": executor.families[0].zygotes and next(iter(executor.families[0].zygotes.values())).python,
+            "pid": os.getpid(),
+        }
+        self._link.write(wire.pack(["ready", ready]))
+
+    def _answer(self, seq: int, result: WireResult) -> None:
+        self._results.append((seq, result))
+        self._have_results.set()
+
+    async def _send_results(self) -> None:
+        while True:
+            await self._have_results.wait()
+            self._have_results = trio.Event()
+            results, self._results = self._results, []
+            for batch in _batches(results):
+                self._link.write(wire.pack(["results", batch]))
+            if self._draining and self._executor.is_idle:
+                await _flushed(self._link)
+                self._link.close()
+
+    async def _send_stats(self) -> None:
+        while True:
+            await trio.sleep(STATS_S)
+            self._link.write(wire.pack(["stats", self._executor.stats()]))
+
+
+def _batches(results: list[tuple[int, WireResult]]) -> list[list[tuple[int, WireResult]]]:
+    """In frames of at most 64 results, and of about 8 MiB where they are large."""
+    batches: list[list[tuple[int, WireResult]]] = [[]]
+    size = 0
+    for seq, result in results:
+        weight = len(result["stdout"]) + len(result["stderr"]) + sum(map(len, result["files"].values()))
+        if batches[-1] and (len(batches[-1]) == FRAME_CALLS or size + weight > FRAME_BYTES):
+            batches.append([])
+            size = 0
+        batches[-1].append((seq, result))
+        size += weight
+    return batches
+
+
+async def _frames(link: Link, unpacker: wire.Unpacker) -> Any:
+    while data := await link.read():
+        unpacker.feed(data)
+        for frame in unpacker:
+            yield frame
+
+
+async def _flushed(link: Link) -> None:
+    with trio.move_on_after(5):
+        while link.backlog and link.is_open:
+            await trio.sleep(0.01)
+
+
+def _first_line(errors: BaseExceptionGroup[SandboxError]) -> str:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)

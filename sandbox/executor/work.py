@@ -1,0 +1,78 @@
+"""One call on its way through the executor, and the orders to a zygote that it turns into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from sandbox.executor import clock, frames, imports
+from sandbox.executor.verdict import WireResult
+from sandbox.types import LIMIT_FIELDS, Profile, unavailable
+
+RETURN_BYTES = 16 << 20
+"""The most that one call's returned files may hold together: a result travels in one piece."""
+GRACE_S = 10.0
+"""What a zygote gets beyond the hard cap to say that a call has ended, before it counts as wedged."""
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A call, where it runs, and how often it was tried. The executor owns it until it is answered."""
+
+    seq: int
+    call: dict[str, Any]
+    limits: dict[str, float]
+    modules: set[str]
+    profile: Profile
+    attempts: int = 1
+    slot: int = -1
+    give_up_at: float = 0.0
+    clock: trio.CancelScope | None = None
+    out_of_time: bool = False
+    starved: bool = False
+    cancelled: bool = False
+
+    @classmethod
+    def decode(cls, seq: int, call: dict[str, Any]) -> Work:
+        """From the wire; the gateway has validated it."""
+        given = call.get("limits", {})
+        limits = {name: given.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
+        modules = imports.imported(call["code"])
+        asked = Profile(call.get("profile", Profile.AUTO))
+        return cls(seq, call, limits, modules, imports.choose(modules) if asked is Profile.AUTO else asked)
+
+    @property
+    def timeout_s(self) -> float:
+        return self.limits["timeout_s"]
+
+    def order(self, ticket: int, slot: int, now: float) -> bytes:
+        """The frame that has a zygote run this."""
+        call, limits = self.call, self.limits
+        self.slot = slot
+        self.give_up_at = now + clock.HARD_CAP * self.timeout_s + GRACE_S
+        files = call.get("files", {})
+        header = {
+            "op": "call",
+            "id": ticket,
+            "slot": slot,
+            "timeout_s": self.timeout_s,
+            "memory": int(limits["memory_mb"]) << 20,
+            "output": int(limits["output_kb"]) << 10,
+            "processes": int(limits["processes"]),
+            "disk_mb": int(limits["disk_mb"]),
+            "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES),
+            "echo": call.get("echo", True),
+            "return_files": call.get("return_files", []),
+            "files": list(files),
+        }
+        return frames.pack(header, [_text(call["code"]), _text(call.get("stdin", "")), *files.values()])
+
+    def no_verdict(self, kind: str, message: str) -> WireResult:
+        """The result that says it is us."""
+        return unavailable(self.call.get("id", ""), kind, message, self.attempts).encode(binary=True)
+
+
+def _text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

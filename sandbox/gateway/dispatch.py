@@ -1,0 +1,218 @@
+"""Carries calls from the ledger to the executors and answers back, and owns both.
+
+Invariants:
+- All work on one turn of the event loop goes out together: one `_pump` per turn, frames of up to `FRAME_CALLS`.
+- No task, timer or future belongs to a single call; a batch has one of each at most.
+- What happens to a call is decided in `admission.Ledger`; this file has the clock, the nodes and the counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Any
+
+from sandbox.config import ServeConfig
+from sandbox.errors import ConfigError, NodeError, Overloaded
+from sandbox.gateway.admission import Batch, Bounds, Ledger, Ticket
+from sandbox.gateway.metrics import Counters, Sample, executor_samples
+from sandbox.gateway.node import ExecutorProcess, Launch, Node
+from sandbox.types import Status
+
+log = logging.getLogger(__name__)
+
+FRAME_CALLS = 64
+FRAME_BYTES = 8 << 20
+"""A frame takes no more calls after this, so that big ones go in frames of their own."""
+DEAD_S = 150.0
+"""No executor for this long, and the service reports itself as not alive: more than one start may take."""
+
+
+class Dispatcher:
+    """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
+
+    def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.ledger = Ledger(Bounds(config.queue_calls, config.queue_mb << 20, config.attempts))
+        self.is_draining = False
+        self.nodes: list[Node] = []
+        self._launch = launch
+        self._loop: asyncio.AbstractEventLoop
+        self._tasks = asyncio.TaskGroup()
+        self._lives: list[asyncio.Task[None]] = []
+        self._timers: dict[Batch, asyncio.TimerHandle] = {}
+        self._pump_is_due = False
+        self._idle = asyncio.Event()
+        self._last_alive = 0.0
+
+    async def __aenter__(self) -> Dispatcher:
+        self._loop = asyncio.get_running_loop()
+        self._last_alive = self._loop.time()
+        settings = self.config.executor_settings()
+        self.nodes = [Node(n, self._launch, settings, self) for n in range(self.config.executors)]
+        await self._tasks.__aenter__()
+        self._lives = [self._tasks.create_task(node.run()) for node in self.nodes]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_draining = True
+        for life in self._lives:
+            life.cancel()
+        for node in self.nodes:
+            node.started.cancel()
+        await self._tasks.__aexit__(None, None, None)  # given `why`, it would wrap it
+
+    async def started(self) -> None:
+        """Wait until every executor is ready. Raises `ConfigError` with the reason of one that will never be."""
+        try:
+            await asyncio.gather(*(node.started for node in self.nodes))
+        except NodeError as why:
+            raise ConfigError(str(why)) from None
+
+    async def drain(self, within_s: float) -> None:
+        """Admit nothing more and wait for what is admitted; what is unanswered after `within_s` gets `unavailable`."""
+        self.is_draining = True
+        self._check_idle()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
+        except TimeoutError:
+            left = self.ledger.give_up("Stopped", "the service stopped before this call was done; send it again")
+            self._count_unavailable(left)
+            log.warning("stopped with %d calls unfinished after %g s", len(left), within_s)
+
+    def kill(self) -> None:
+        """End all executors at once."""
+        for node in self.nodes:
+            node.kill()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_draining and any(node.is_ready for node in self.nodes)
+
+    @property
+    def is_alive(self) -> bool:
+        """False when there has been no executor for `DEAD_S`."""
+        if any(node.is_ready for node in self.nodes):
+            return True
+        return self._loop.time() - self._last_alive < DEAD_S
+
+    def submit(self, batch: Batch) -> None:
+        """Admit the calls of `batch` and see to their answers. Raises `Overloaded` or `RequestRefused`."""
+        if self.is_draining:
+            raise Overloaded("the service is stopping; send this to another one", retry_after_s=1)
+        if not batch.tickets:
+            return
+        self.ledger.admit(batch, self._loop.time())
+        self._arm(batch)
+        self._schedule_pump()
+
+    def cancel(self, batch: Batch) -> None:
+        """Nobody waits for `batch` any more. Harmless when all is answered."""
+        timer = self._timers.pop(batch, None)
+        if timer is not None:
+            timer.cancel()
+        if not batch.left:
+            return
+        before = self.ledger.calls
+        for number, seqs in self.ledger.drop(batch).items():
+            self.nodes[number].send(["cancel", seqs])
+        self.counters.cancelled += before - self.ledger.calls
+        self._schedule_pump()
+        self._check_idle()
+
+    def samples(self) -> list[Sample]:
+        """What a scrape sees, gauges read now."""
+        running = sum(self.ledger.running(node.number) for node in self.nodes)
+        found: list[Sample] = [
+            *self.counters.samples(),
+            ("calls_waiting", {}, self.ledger.waiting),
+            ("calls_running", {}, running),
+            ("calls_bytes", {}, self.ledger.bytes),
+            ("executors_ready", {}, sum(node.is_ready for node in self.nodes)),
+            ("executor_restarts_total", {}, sum(node.restarts for node in self.nodes)),
+        ]
+        for node in self.nodes:
+            found.append(("executor_slots", {"executor": str(node.number)}, node.about.get("slots", 0)))
+            found += executor_samples(node.number, node.stats)
+        return found
+
+    def node_ready(self, node: Node) -> None:
+        self._schedule_pump()
+
+    def node_has_room(self, node: Node) -> None:
+        self._schedule_pump()
+
+    def node_answered(self, node: Node, answers: list[tuple[int, dict[str, Any]]]) -> None:
+        answered = 0
+        for seq, answer in answers:
+            ticket = self.ledger.answer(node.number, seq, answer)
+            if ticket is not None:
+                answered += 1
+                self._count(ticket, answer)
+        self.ledger.drain.count(answered, self._loop.time())
+        self._schedule_pump()
+        self._check_idle()
+
+    def node_lost(self, node: Node) -> None:
+        self._last_alive = self._loop.time()
+        retried, given_up = self.ledger.lose(node.number, self._loop.time())
+        self.counters.retried += len(retried)
+        self._count_unavailable(given_up)
+        for batch in {ticket.batch for ticket in retried}:
+            self._arm(batch)
+        self._schedule_pump()
+        self._check_idle()
+
+    def _schedule_pump(self) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Hand out as many calls as the executors have room for, to the one with most room first."""
+        self._pump_is_due = False
+        while self.ledger.waiting:
+            room, node = max(((self._room(node), node) for node in self.nodes), key=lambda pair: pair[0])
+            if room <= 0:
+                return
+            now = self._loop.time()
+            tickets = self.ledger.take(node.number, min(room, FRAME_CALLS), FRAME_BYTES, now)
+            node.send(["calls", [[ticket.seq, _wire(ticket)] for ticket in tickets]])
+
+    def _room(self, node: Node) -> int:
+        return node.window - self.ledger.running(node.number) if node.takes_calls else 0
+
+    def _arm(self, batch: Batch) -> None:
+        """One timer per batch, for those of its calls that wait."""
+        if batch not in self._timers:
+            self._timers[batch] = self._loop.call_later(batch.queue_timeout_s, self._expire, batch)
+
+    def _expire(self, batch: Batch) -> None:
+        del self._timers[batch]
+        late = self.ledger.expire(batch, self._loop.time())
+        self._count_unavailable(late)
+        self._check_idle()
+
+    def _count(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        usage = answer["usage"]
+        self.counters.by_status[answer["status"]] += 1
+        self.counters.queue_s.observe(usage["queue_ms"] / 1000)
+        self.counters.run_s.observe(usage.get("run_ms", 0.0) / 1000)
+
+    def _count_unavailable(self, tickets: list[Ticket]) -> None:
+        if tickets:
+            self.counters.by_status[Status.UNAVAILABLE.value] += len(tickets)
+
+    def _check_idle(self) -> None:
+        if self.is_draining and not self.ledger.calls:
+            self._idle.set()
+
+
+def _wire(ticket: Ticket) -> dict[str, Any]:
+    assert ticket.call is not None
+    return ticket.call.encode(binary=True)

@@ -1,0 +1,205 @@
+"""The OpenAPI 3.1 document, made from the types' annotations and the table of routes, so that it cannot drift."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from aiohttp.typedefs import Handler
+
+from sandbox.gateway.guard import OPEN_PATHS
+from sandbox.gateway.intake import BATCH_FIELDS
+from sandbox.gateway.metrics import VERSION
+from sandbox.gateway.refusal import KINDS
+from sandbox.types import (
+    CALL_FIELDS,
+    LIMIT_FIELDS,
+    PRIORITY,
+    Call,
+    CallError,
+    Limits,
+    Number,
+    Profile,
+    Result,
+    Status,
+    Usage,
+)
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One operation: what does it, what it takes, and what it gives."""
+
+    method: str
+    path: str
+    act: Handler
+    summary: str
+    gives: Mapping[str, str | None]
+    """Content type to the name of a schema; None for text that has none."""
+    takes: str | None = None
+    """Name of the body's schema."""
+    body_types: tuple[str, ...] = ()
+    refuses: tuple[int, ...] = ()
+
+
+def document(routes: Iterable[Route], needs_token: bool) -> Schema:
+    """The whole document."""
+    paths: dict[str, Schema] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    whole: Schema = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "rstar-sandbox",
+            "version": VERSION,
+            "description": "Runs Python that nobody vouches for, each call in a fresh, isolated process. "
+            "What the code did is the result's status; what went wrong on our side is an HTTP error or `unavailable`.",
+        },
+        "paths": paths,
+        "components": {"schemas": schemas()},
+    }
+    if needs_token:
+        whole["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        whole["security"] = [{"token": []}]
+    return whole
+
+
+def schemas() -> dict[str, Schema]:
+    """Every named schema."""
+    timeout = {"type": "number", "exclusiveMinimum": 0, "description": BATCH_FIELDS["queue_timeout_s"]}
+    call = _of_dataclass(Call, CALL_FIELDS)
+    call["properties"]["priority"] |= _range(PRIORITY)
+    defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
+    index = {"type": "integer", "description": "which of the batch's calls this answers"}
+    result = _of_dataclass(Result, {})
+    result["additionalProperties"] = True
+    result["required"] = [f.name for f in fields(Result)]
+    return {
+        "Limits": _limits(),
+        "Call": call,
+        "Execute": {**call, "properties": {**call["properties"], "queue_timeout_s": timeout}},
+        "Defaults": {"type": "object", "properties": defaults, "additionalProperties": False},
+        "Batch": {
+            "type": "object",
+            "required": ["calls"],
+            "additionalProperties": False,
+            "properties": {
+                "calls": {"type": "array", "minItems": 1, "items": _ref("Call"), "description": BATCH_FIELDS["calls"]},
+                "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
+                "queue_timeout_s": timeout,
+            },
+        },
+        "Status": _of_enum(Status),
+        "Profile": _of_enum(Profile),
+        "CallError": _of_dataclass(CallError, {}),
+        "Usage": _of_dataclass(Usage, {}),
+        "Result": result,
+        "Results": {
+            "type": "object",
+            "required": ["results"],
+            "properties": {"results": {"type": "array", "items": _ref("Result")}},
+        },
+        "Line": {
+            **result,
+            "properties": {"index": index, **result["properties"]},
+            "required": ["index", *result["required"]],
+        },
+        "State": {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}},
+        "Refusal": {
+            "type": "object",
+            "required": ["error"],
+            "properties": {
+                "error": {
+                    "type": "object",
+                    "required": ["type", "message"],
+                    "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                }
+            },
+        },
+    }
+
+
+def _operation(route: Route) -> Schema:
+    responses: dict[str, Schema] = {
+        "200": {"description": "done", "content": {kind: _media(name) for kind, name in route.gives.items()}}
+    }
+    for code in route.refuses:
+        responses[str(code)] = {"description": KINDS[code], "content": {"application/json": _media("Refusal")}}
+    operation: Schema = {"summary": route.summary, "responses": responses}
+    if route.takes is not None:
+        content = {kind: _media(route.takes) for kind in route.body_types}
+        operation["requestBody"] = {"required": True, "content": content}
+    if route.path in OPEN_PATHS:
+        operation["security"] = []
+    return operation
+
+
+def _media(name: str | None) -> Schema:
+    return {} if name is None else {"schema": _ref(name)}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _limits() -> Schema:
+    properties = {
+        name: {
+            "type": "integer" if rule.whole else "number",
+            **_range(rule),
+            "default": rule.default,
+            "description": rule.doc,
+        }
+        for name, rule in LIMIT_FIELDS.items()
+    }
+    return {"type": "object", "description": Limits.__doc__, "properties": properties, "additionalProperties": False}
+
+
+def _range(rule: Number) -> Schema:
+    kind = int if rule.whole else float
+    return {"minimum": kind(rule.low), "maximum": kind(rule.high)}
+
+
+def _of_enum(enum: type[StrEnum]) -> Schema:
+    return {"type": "string", "enum": [member.value for member in enum], "description": enum.__doc__}
+
+
+def _of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
+    assert is_dataclass(kind)
+    hints = get_type_hints(kind)
+    properties: dict[str, Schema] = {}
+    for one in fields(kind):
+        schema = _of_hint(hints[one.name])
+        if one.name in docs:
+            schema["description"] = docs[one.name]
+        if isinstance(one.default, (str, int, float, bool)):
+            schema["default"] = one.default
+        properties[one.name] = schema
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    if kind.__doc__:
+        schema["description"] = kind.__doc__
+    return schema | ({"required": required} if required else {})
+
+
+def _of_hint(hint: Any) -> Schema:
+    """The schema of an annotation, of the kinds that `sandbox.types` uses."""
+    plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
+    if hint in plain:
+        return {"type": plain[hint]}
+    if hint is bytes:
+        return {"type": "string", "contentEncoding": "base64"}
+    if isinstance(hint, type):
+        return _ref(hint.__name__)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [{"type": "null"} if a is type(None) else _of_hint(a) for a in arguments]}
+    if origin is tuple:
+        return {"type": "array", "items": _of_hint(arguments[0])}
+    assert issubclass(origin, Mapping), hint
+    return {"type": "object", "additionalProperties": _of_hint(arguments[1])}

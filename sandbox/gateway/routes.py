@@ -1,0 +1,189 @@
+"""What is served, where: the table `ROUTES` and one small function for each of its rows."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+
+from sandbox.config import ServeConfig
+from sandbox.errors import Overloaded
+from sandbox.gateway import codec, intake, metrics
+from sandbox.gateway.admission import Batch
+from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
+from sandbox.gateway.dispatch import Dispatcher
+from sandbox.gateway.guard import guard
+from sandbox.gateway.openapi import Route, document
+from sandbox.gateway.refusal import Refusal, overloaded, refusals_as_json
+
+DISPATCHER = web.AppKey("dispatcher", Dispatcher)
+CONFIG = web.AppKey("config", ServeConfig)
+INTAKE = web.AppKey("intake", codec.Intake)
+
+BODY_TYPES = (JSON, MSGPACK)
+BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+}
+
+
+def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
+    """The application over a dispatcher that somebody else starts and stops."""
+    app = web.Application(
+        middlewares=[refusals_as_json(dispatcher.counters), guard(config)],
+        handler_args={"handler_cancellation": True, "auto_decompress": False, "access_log": None},
+    )
+    app[DISPATCHER] = dispatcher
+    app[CONFIG] = config
+    app[INTAKE] = codec.Intake(config.queue_mb << 20, config.body_mb << 20)
+    for route in ROUTES:
+        app.router.add_route(route.method, route.path, route.act)
+    return app
+
+
+async def run_call(request: web.Request) -> web.Response:
+    raw, sent = await _read(request)
+    batch = intake.read_call(raw, request.app[CONFIG])
+    del raw
+    await _run(request.app[DISPATCHER], batch)
+    kind = codec.answer_type(request, sent, BODY_TYPES)
+    return _respond(request, codec.encode_answer(_all(batch)[0], kind), kind)
+
+
+async def run_batch(request: web.Request) -> web.StreamResponse:
+    raw, sent = await _read(request)
+    batch, invalid = await intake.read_batch(raw, request.app[CONFIG])
+    del raw
+    request.app[DISPATCHER].counters.invalid += invalid
+    kind = codec.answer_type(request, sent, BATCH_TYPES)
+    if kind in (NDJSON, MSGPACK_STREAM):
+        return await _stream(request, batch, kind)
+    await _run(request.app[DISPATCHER], batch)
+    return _respond(request, await codec.encode_answers(_all(batch), kind), kind)
+
+
+async def health(request: web.Request) -> web.Response:
+    if not request.app[DISPATCHER].is_alive:
+        raise Refusal(503, "no executor has been up for minutes; the service's log says why")
+    return web.json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    dispatcher = request.app[DISPATCHER]
+    if not dispatcher.is_ready:
+        why = "the service is stopping" if dispatcher.is_draining else "no executor is ready yet"
+        raise Refusal(503, f"{why}; try again in 1 s, or another one", {"Retry-After": "1"})
+    return web.json_response({"status": "ready"})
+
+
+async def scrape(request: web.Request) -> web.Response:
+    text = metrics.render(iter(request.app[DISPATCHER].samples()))
+    return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def openapi(request: web.Request) -> web.Response:
+    return web.json_response(document(ROUTES, request.app[CONFIG].token is not None))
+
+
+async def docs(request: web.Request) -> web.Response:
+    return _page("docs.html")
+
+
+async def index(request: web.Request) -> web.Response:
+    return _page("index.html")
+
+
+async def _read(request: web.Request) -> tuple[Any, str]:
+    """The decoded body and its type."""
+    dispatcher = request.app[DISPATCHER]
+    if dispatcher.is_draining:
+        raise overloaded(Overloaded("the service is stopping; send this to another one"), status=503)
+    kind = codec.body_type(request)
+    body = await request.app[INTAKE].read(request)
+    dispatcher.counters.bytes_in += len(body)
+    return await codec.decode(body, kind, request.app[CONFIG].batch_calls), kind
+
+
+async def _run(dispatcher: Dispatcher, batch: Batch) -> None:
+    """Have all of `batch` answered; a client that goes away in between takes its calls along."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    batch.on_done = lambda: None if done.done() else done.set_result(None)
+    dispatcher.submit(batch)
+    try:
+        if batch.left:
+            await done
+    finally:
+        dispatcher.cancel(batch)
+
+
+async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamResponse:
+    """Results as they finish; while the client is slow to read, they gather into larger writes."""
+    dispatcher = request.app[DISPATCHER]
+    finished = [index for index, answer in enumerate(batch.answers) if answer is not None]
+    wake = asyncio.Event()
+
+    def note(index: int) -> None:
+        finished.append(index)
+        wake.set()
+
+    batch.on_answer = note
+    dispatcher.submit(batch)
+    try:
+        response = web.StreamResponse(headers={"Content-Type": kind, "X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        left = len(batch.answers)
+        while left:
+            if not finished:
+                wake.clear()
+                await wake.wait()
+            some, finished[: codec.CHUNK] = finished[: codec.CHUNK], []
+            left -= len(some)
+            data = b"".join(codec.encode_line(index, batch.take(index), kind) for index in some)
+            dispatcher.counters.bytes_out += len(data)
+            await response.write(data)
+        await response.write_eof()
+        return response
+    finally:
+        dispatcher.cancel(batch)
+
+
+def _all(batch: Batch) -> list[dict[str, Any]]:
+    return [batch.take(index) for index in range(len(batch.answers))]
+
+
+def _respond(request: web.Request, body: bytes, kind: str) -> web.Response:
+    request.app[DISPATCHER].counters.bytes_out += len(body)
+    return web.Response(body=body, headers={"Content-Type": kind})
+
+
+def _page(name: str) -> web.Response:
+    text = files("sandbox.gateway").joinpath(name).read_bytes()
+    return web.Response(body=text, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
+
+
+_CALL_REFUSALS = (400, 401, 403, 413, 415, 429, 500, 503)
+_RESULT = dict.fromkeys(BODY_TYPES, "Result")
+_RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
+
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/execute", run_call, "Run one call", _RESULT, "Execute", BODY_TYPES, _CALL_REFUSALS),
+    Route(
+        "POST",
+        "/v1/batch",
+        run_batch,
+        "Run many calls: results in order, or streamed as they finish",
+        _RESULTS,
+        "Batch",
+        BODY_TYPES,
+        _CALL_REFUSALS,
+    ),
+    Route("GET", "/health", health, "Is the service alive?", {JSON: "State"}, refuses=(503,)),
+    Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "State"}, refuses=(503,)),
+    Route("GET", "/metrics", scrape, "Numbers for Prometheus", {"text/plain": None}, refuses=(401, 403)),
+    Route("GET", "/openapi.json", openapi, "This description", {JSON: None}, refuses=(401, 403)),
+    Route("GET", "/docs", docs, "This description, for people", {"text/html": None}, refuses=(401, 403)),
+    Route("GET", "/", index, "Where to go from here", {"text/html": None}, refuses=(401, 403)),
+)

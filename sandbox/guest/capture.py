@@ -1,0 +1,52 @@
+"""Where a call's output goes: memory files of a fixed size, sealed so that they can neither grow nor shrink.
+
+The call writes through an ordinary descriptor; the zygote reads what is there once the call has ended, however it
+ended. Nobody polls a pipe, a time-out loses nothing that was written, and a flood stops at the end of the file (EPERM)
+without costing more memory. The kernel enforces the seal (memfd_create(2)): truncation and mappings cannot get round it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+PAGE = 4096
+_F_ADD_SEALS = 1033
+_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
+_flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
+
+
+def bounded_file(limit: int) -> int:
+    """A descriptor of an empty file that takes at least `limit` bytes and at most two pages more.
+
+    The kernel refuses a write page by page, so the file ends a page beyond the limit: whoever goes over it gets past
+    `limit` by at least a byte, and `overflowed` needs no trace of the refusal.
+    """
+    global _flags
+    try:
+        fd = os.memfd_create("output", _flags)
+    except OSError:
+        _flags &= ~_MFD_NOEXEC_SEAL  # Linux before 6.3
+        fd = os.memfd_create("output", _flags)
+    os.ftruncate(fd, (limit + 2 * PAGE - 1) // PAGE * PAGE)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def written(fd: int, limit: int) -> tuple[bytes, bool]:
+    """What was written to a bounded file, cut at `limit`, and whether there was more.
+
+    The length is where the shared file offset stands. Code can move the offset of its own output, and so garble it;
+    it cannot make this read more than the limit.
+    """
+    end = os.lseek(fd, 0, os.SEEK_CUR)
+    return os.pread(fd, min(end, limit), 0), end > limit
+
+
+def readable(content: bytes) -> int:
+    """A descriptor that reads `content` from its start."""
+    fd = os.memfd_create("input", _MFD_CLOEXEC)
+    os.write(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

@@ -1,0 +1,117 @@
+"""What each zygote imports, and the work that warms it.
+
+Importing alone is not enough: a first `sympy.solve` spends ten times its later cost on lazy imports and caches, so each
+zygote does some real work of its kind before it serves. Everything here runs once, before any call.
+"""
+
+from __future__ import annotations
+
+import _ast as ast
+import builtins
+import importlib
+
+PARENT = {"bare": None, "numeric": "bare", "symbolic": "numeric", "scientific": "symbolic"}
+
+_MODULES = {
+    "bare": (
+        "bisect cmath collections collections.abc contextlib copy datetime decimal enum fractions functools heapq "
+        "itertools json math numbers operator os.path random re statistics string sys threading time traceback typing "
+        "warnings"
+    ),
+    "numeric": "numpy numpy.linalg numpy.random numpy.polynomial numpy.fft",
+    "symbolic": (
+        "mpmath sympy sympy.abc sympy.solvers sympy.geometry sympy.ntheory sympy.combinatorics sympy.stats "
+        "sympy.plotting sympy.parsing.sympy_parser"
+    ),
+    "scientific": (
+        "scipy scipy.optimize scipy.integrate scipy.linalg scipy.stats scipy.special scipy.interpolate scipy.sparse "
+        "scipy.spatial scipy.signal networkx pandas"
+    ),
+}
+
+_WORK = {
+    "bare": """
+from fractions import Fraction
+from math import comb, gcd, sqrt
+import re, random, itertools, collections, decimal
+def f(n):
+    return n if n < 2 else f(n - 1) + f(n - 2)
+text = f"{f(10)} {comb(10, 3)} {gcd(12, 18)} {sqrt(2):.3f} {Fraction(1, 3) + Fraction(1, 6)}"
+re.findall(r"\\d+", text), collections.Counter(text).most_common(2), list(itertools.permutations(range(3)))
+sorted(random.sample(range(100), 5)), decimal.Decimal(1) / 3
+""",
+    "numeric": """
+import numpy as np
+a = np.arange(9.0).reshape(3, 3) + np.eye(3)
+np.linalg.det(a), np.linalg.solve(a, np.ones(3)), np.linalg.eig(a), np.roots([1, -3, 2]), a.mean(), np.sqrt(a)
+str(a), repr(a), np.polyfit([0, 1, 2], [1, 3, 7], 2), np.random.default_rng(0).normal(size=3), a @ a, a.T.sum(axis=0)
+""",
+    "symbolic": """
+from sympy import *
+x, y, z = symbols("x y z")
+n = symbols("n", real=True)
+k = symbols("k", integer=True, positive=True)
+solve(x**2 - 3*x + 2, x), solve([x + y - 3, x - y - 1], [x, y]), solve(Eq(x**3 - x, 0), x, dict=True)
+solve(sqrt(x + 3) - x + 3, x), solve(sin(x) - Rational(1, 2), x), solve(2**x - 8, x), solveset(x**2 - 2, x, S.Reals)
+solve([x**2 + y**2 - 25, x + y - 7], [x, y]), solve(x**2 - 4 > 0, x), solve(abs(n - 1) - 3, n), nsolve(cos(x) - x, 1)
+factor(x**4 - 1), expand((x + y)**4), simplify(sin(x)**2 + cos(x)**2), apart(1/(x**2 - 1)), together(1/x + 1/y), cancel((x**2 - 1)/(x - 1))
+diff(sin(x)*exp(x), x), integrate(x**2*exp(x), x), integrate(1/(1 + x**2), (x, 0, oo)), limit(sin(x)/x, x, 0), series(exp(x), x, 0, 4)
+summation(k, (k, 1, n)), Sum(1/k**2, (k, 1, oo)).doit(), Matrix([[1, 2], [3, 4]]).det(), Matrix([[2, 1], [1, 3]]).eigenvals(), Matrix([[1, 2], [3, 4]]).inv()
+factorint(360), isprime(97), divisors(36), gcd(12, 18), binomial(10, 3), factorial(6), Mod(17, 5), primerange(2, 20), totient(36), nextprime(100)
+N(pi, 20), sqrt(8), Rational(3, 4) + 1, trigsimp(sin(2*x)/cos(x)), radsimp(1/(sqrt(3) + 1)), nsimplify(0.75), sympify("x**2 + 1")
+str(sqrt(2) + x/3), repr(solve(x**2 + x + 1, x)), latex(x**2/3), lambdify(x, x**2 + sin(x))(1.0), expand_log(log(x*y), force=True), Poly(x**2 + 2*x + 1, x).roots() if hasattr(Poly, "roots") else Poly(x**2 - 1, x).all_roots()
+Point(0, 0).distance(Point(3, 4)), Triangle(Point(0, 0), Point(4, 0), Point(0, 3)).area, Circle(Point(0, 0), 2).area, rsolve.__name__, floor(x).subs(x, 2.5), Piecewise((x, x > 0), (0, True)).subs(x, 1)
+""",
+    "scientific": """
+import numpy as np
+from scipy import integrate, linalg, optimize, stats
+optimize.fsolve(lambda v: v**2 - 2, 1.0), optimize.minimize(lambda v: (v[0] - 1)**2, [0.0]), optimize.brentq(lambda v: v**2 - 2, 0, 2)
+optimize.linprog([1, 1], A_ub=[[-1, -1]], b_ub=[-1]), integrate.quad(lambda v: v**2, 0, 1), integrate.solve_ivp(lambda t, v: -v, (0, 1), [1.0])
+linalg.lu(np.eye(3)), stats.norm.cdf(1.0), stats.binom.pmf(2, 5, 0.5), stats.ttest_ind([1.0, 2.0, 3.0], [2.0, 3.0, 4.5])
+import networkx as nx, pandas as pd
+nx.shortest_path(nx.path_graph(5), 0, 4), nx.is_connected(nx.cycle_graph(4)), nx.minimum_spanning_tree(nx.complete_graph(4)).size()
+frame = pd.DataFrame({"a": [1, 2, 2], "b": [1.0, 2.0, 3.0]})
+str(frame), str(frame.groupby("a").b.mean()), str(frame.describe()), frame.a.value_counts().to_dict(), str(frame.sort_values("b"))
+""",
+}
+
+
+_done: set = set()
+
+
+def load(profile: str) -> list[str]:
+    """Import and warm a profile and those it builds on, once each; return what went wrong, which costs only speed."""
+    parent = PARENT[profile]
+    problems = load(parent) if parent else []
+    if profile in _done:
+        return problems
+    _done.add(profile)
+    return problems + _import(profile) + _warm(profile)
+
+
+def _import(profile: str) -> list[str]:
+    missing = []
+    for name in _MODULES[profile].split():
+        try:
+            importlib.import_module(name)
+        except ImportError as why:
+            missing.append(f"{profile}: {why}")
+    return missing
+
+
+def _warm(profile: str) -> list[str]:
+    """Do the profile's work, statement by statement."""
+    failed = []
+    scope: dict = {"__name__": "warm", "__builtins__": builtins}
+    for number, line in enumerate(_compile_lines(_WORK[profile]), 1):
+        try:
+            exec(line, scope)
+        except Exception as why:  # a library too old for one line still serves
+            failed.append(f"{profile} warm-up {number}: {type(why).__name__}: {why}")
+    return failed
+
+
+def _compile_lines(source: str) -> list:
+    """Each top-level statement of `source` as a code object of its own."""
+    body = compile(source, "<warm>", "exec", ast.PyCF_ONLY_AST).body
+    return [compile(ast.Module([statement], []), "<warm>", "exec") for statement in body]

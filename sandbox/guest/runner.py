@@ -1,0 +1,332 @@
+"""Runs one call's code as a script, in a process that is already confined, and never returns.
+
+Invariants:
+- The code sees what a script sees: a fresh `__main__`, `sys.argv == ["main.py"]`, its working folder first on the path,
+  tracebacks with its own lines. Of the zygote it sees nothing that matters.
+- Output goes to descriptors 1 and 2 unbuffered, so whatever was written before a kill is there to be read.
+- The report (descriptor 3) is a courtesy of this process, which is the code's as much as ours: value and error text
+  only. The verdict comes from outside, from how the process ended.
+
+Report: six little-endian i32: lengths of value (-1: none), error type (-1: no error), message and traceback, line
+(-1: unknown), bits (1 value cut, 2 traceback cut, 4 files cut, 8 a MemoryError); then the four texts, UTF-8.
+Files (descriptor 4): for each, u32 index into `return_files`, u64 length, the content.
+"""
+
+from __future__ import annotations
+
+import _ast as ast
+import atexit
+import builtins
+import gc
+import io
+import linecache
+import os
+import stat
+import struct
+import sys
+import threading
+import traceback
+import types
+import warnings
+from _random import Random as _Random
+
+SCRIPT = "main.py"
+REPORT_FD, FILES_FD = 3, 4
+REPORT = struct.Struct("<6i")
+FILE = struct.Struct("<IQ")
+VALUE_CUT, TRACEBACK_CUT, FILES_CUT, OUT_OF_MEMORY = 1, 2, 4, 8
+TYPE_BYTES, MESSAGE_BYTES = 256, 8192
+_ECHO = " echo"  # a name no code can spell
+_HERE = __file__
+_LIBRARY = tuple({os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))})
+_TRACEBACK_FRAMES = 200
+
+
+class _Output(io.FileIO):
+    """A descriptor of bounded size: the first write that does not fit ends the process."""
+
+    def write(self, data):  # type: ignore[no-untyped-def]
+        try:
+            return super().write(data)
+        except PermissionError:
+            os._exit(1)  # the file is full; the verdict is read off its length
+
+
+def prepare() -> None:
+    """What every call needs and no call changes, done once in the zygote: standard streams, names, lines."""
+    for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        raw = _Output(fd, "wb", closefd=False)
+        raw.name = f"<{name}>"
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, newline="\n", write_through=True)  # type: ignore[type-var]
+        stream.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    _describe_an_error()
+
+
+def run(call: dict, source: bytes, stdin_given: bool, files: list) -> None:
+    """Run `source` and leave by `os._exit`. `files` are (relative path, content) pairs for the working folder."""
+    code, module = 70, None
+    try:
+        module = _fresh_main(stdin_given)
+        _lay_files(files)
+        report = _Report(call["output"])
+        code = _run_script(call, source, module, report)
+        code = _finish(module, code)
+        report.files_cut = _return_files(call["return_files"])
+        report.send()
+    except SystemExit as leaving:  # raised by what ran at exit
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _fresh_main(stdin_given: bool) -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
+    for name in ("zygote", "runner", "confine", "frames", "capture", "profiles"):
+        sys.modules.pop(name, None)
+    sys.modules["__main__"] = module
+    sys.argv = [SCRIPT]
+    sys.path[0] = os.getcwd()
+    if stdin_given:
+        stream = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8", errors="surrogateescape")
+        sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
+    _forget_randomness()
+    getattr(warnings, "_filters_mutated", int)()  # "once per place" starts anew
+    gc.enable()
+    return module
+
+
+def _forget_randomness() -> None:
+    """Without this every fork of a zygote would draw the same numbers."""
+    random = sys.modules.get("random")
+    if random is not None:
+        _Random.seed(random._inst)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile._name_sequence = None  # it goes by the process id, which is always 1 here
+        tempfile.tempdir = None
+
+
+def _lay_files(files: list) -> None:
+    for path, content in files:
+        folder = os.path.dirname(path)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+
+
+def _run_script(call: dict, source: bytes, module: types.ModuleType, report: _Report) -> int:
+    scope = module.__dict__
+    try:
+        text = source.decode("utf-8", "surrogatepass")
+        linecache.cache[SCRIPT] = (len(text), None, text.splitlines(True), SCRIPT)
+        exec(_compile(text, call["echo"]), scope)
+        value = scope.pop(_ECHO, None)
+        if value is not None:
+            report.value = repr(value)
+        return 0
+    except SystemExit as leaving:
+        return _exit_code(leaving, report)
+    except BaseException as error:
+        report.error = _describe(error)
+        report.out_of_memory = isinstance(error, MemoryError)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _compile(text: str, echo: bool) -> types.CodeType:
+    """The script, its last expression kept under a hidden name if it is to be echoed (a trailing `;` hides it)."""
+    if not echo or text.rstrip().endswith(";"):
+        return compile(text, SCRIPT, "exec", dont_inherit=True)
+    tree = compile(text, SCRIPT, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = tree.body[-1]
+        if not _prints(last.value):
+            place = {name: getattr(last, name) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset")}
+            tree.body[-1] = ast.Assign([ast.Name(_ECHO, ast.Store(), **place)], last.value, **place)
+    return compile(tree, SCRIPT, "exec", dont_inherit=True)
+
+
+def _prints(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
+def _exit_code(leaving: SystemExit, report: _Report) -> int:
+    """What `sys.exit(x)` means: None is 0, a number is itself, anything else is printed and is 1 (sys.exit)."""
+    code = leaving.code
+    if code is None or code == 0:
+        return 0
+    if not isinstance(code, int):
+        _say(f"{code}\n")
+    report.error = ("SystemExit", str(code), "", None)
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _describe(error: BaseException) -> tuple:
+    """Type, message, traceback and line of an uncaught exception; the traceback goes to stderr as Python's own would."""
+    _keep_users_frames(error, set())
+    text = _traceback_text(error)
+    if sys.excepthook is sys.__excepthook__:
+        _say(text)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return type(error).__qualname__, _message(error), text, _line(error)
+
+
+def _traceback_text(error: BaseException) -> str:
+    try:
+        return "".join(traceback.TracebackException.from_exception(error).format())
+    except Exception:  # a __str__ of the user's that raises, or no memory left to format with
+        return f"{type(error).__qualname__}: {_message(error)}\n"
+
+
+def _keep_users_frames(error: BaseException | None, seen: set) -> None:
+    """Cut the frames of the runner and of libraries out of an exception, its causes, and its group's members."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    error.__traceback__ = _users_part(error.__traceback__)
+    for other in (error.__cause__, error.__context__, *getattr(error, "exceptions", ())):
+        _keep_users_frames(other, seen)
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    links = []
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != _HERE and not name.startswith(_LIBRARY):
+            links.append(trace)
+        trace = trace.tb_next
+    if len(links) > _TRACEBACK_FRAMES:
+        links = links[: _TRACEBACK_FRAMES // 2] + links[-_TRACEBACK_FRAMES // 2 :]
+    kept = None
+    for link in reversed(links):
+        kept = types.TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return kept
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
+def _line(error: BaseException) -> int | None:
+    if isinstance(error, SyntaxError) and error.filename == SCRIPT:
+        return error.lineno
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == SCRIPT:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _say(text: str) -> None:
+    """To whatever stderr is by now, which may be anything."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:
+        os.write(2, text.encode("utf-8", "backslashreplace"))
+
+
+def _finish(module: types.ModuleType, code: int) -> int:
+    """What an interpreter does at its end: wait for threads, run exit handlers, let go of globals, flush."""
+    try:
+        if threading.active_count() > 1:
+            threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except Exception as error:
+        _say(_traceback_text(error))
+    module.__dict__.clear()  # files close, finalizers speak
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            code = code or 120  # what Python itself exits with when its output cannot be flushed
+    return code
+
+
+def _return_files(paths: list) -> bool:
+    """Write the asked-for files to descriptor 4; say whether something did not fit. Only regular files, no links."""
+    cut = False
+    for index, path in enumerate(paths):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        with open(fd, "rb") as file:
+            about = os.fstat(fd)
+            if stat.S_ISREG(about.st_mode):
+                room = os.fstat(FILES_FD).st_size - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
+                if about.st_size > room:
+                    cut = True
+                    continue
+                content = file.read(about.st_size)
+                os.write(FILES_FD, FILE.pack(index, len(content)))
+                _write_all(FILES_FD, content)
+    return cut
+
+
+class _Report:
+    """What the zygote cannot see from outside: the last expression's value, and the error in words."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.value: str | None = None
+        self.error: tuple | None = None
+        self.files_cut = False
+        self.out_of_memory = False
+
+    def send(self) -> None:
+        if self.value is None and self.error is None and not self.files_cut:
+            return
+        value, value_cut = _encode(self.value or "", self.limit)
+        kind, message, trace, line = self.error or ("", "", "", None)
+        trace_bytes, trace_cut = _encode_end(trace, self.limit)
+        texts = [value, _encode(kind, TYPE_BYTES)[0], _encode(message, MESSAGE_BYTES)[0], trace_bytes]
+        sizes = [len(text) for text in texts]
+        if self.value is None:
+            sizes[0] = -1
+        if self.error is None:
+            sizes[1] = -1
+        bits = VALUE_CUT * value_cut | TRACEBACK_CUT * trace_cut | FILES_CUT * self.files_cut
+        bits |= OUT_OF_MEMORY * self.out_of_memory
+        _write_all(REPORT_FD, REPORT.pack(*sizes, -1 if line is None else line, bits) + b"".join(texts))
+
+
+def report_size(limit: int) -> int:
+    """The most bytes a report takes under an output limit."""
+    return REPORT.size + 2 * limit + TYPE_BYTES + MESSAGE_BYTES
+
+
+def _encode(text: str, limit: int) -> tuple[bytes, bool]:
+    data = text[: limit + 1].encode("utf-8", "replace")
+    return data[:limit], len(data) > limit
+
+
+def _encode_end(text: str, limit: int) -> tuple[bytes, bool]:
+    """The end of a text: what went wrong is said last."""
+    data = text[-limit - 1 :].encode("utf-8", "replace")
+    return data[-limit:], len(data) > limit
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _describe_an_error() -> None:
+    """The first traceback an interpreter formats is slow; every later one is not."""
+    try:
+        exec(compile("1/0", SCRIPT, "exec"), {})
+    except ZeroDivisionError as error:
+        _traceback_text(error)

@@ -1,0 +1,302 @@
+"""A warm interpreter that forks itself for each call. Run by path inside the jail: `zygote.py --fd N`.
+
+Owns its running calls: it forks them, reaps them, and sends each one's outcome exactly once. It has one thread. It
+takes orders over one socket from the executor, which alone decides about time:
+
+    configure {plan, profile}   first            ready   {profile, python, missing}
+    serve {address_space}       limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
+    call {id, slot, ...} + code, stdin, files     failed  {id, why}      the call did not start; nothing ran
+    kill {id}                                     overdue {id, wall_ms} + a pidfd, once, when timeout_s has passed
+    spawn {profile} + a socket                    fork a child zygote that adds a profile and serves the socket
+
+End of file on the socket ends the zygote and with it every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import heapq
+import mmap
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+
+import capture
+import confine
+import frames
+import profiles
+import runner
+
+_FIRST_FREE_FD = 10
+"""Descriptors below this are spoken for in a call (0 to 4), so what the zygote holds stays above."""
+_MAX_SLOTS = 4096
+_CONFINED = 1
+_fork = ctypes.PyDLL(None, use_errno=True).fork
+"""fork(2) with the interpreter lock held and without Python's own after-fork work (os.fork), which repairs what other
+threads may have left half done and writes to 170 pages to do it. A zygote has one thread (asserted), so nothing is half
+done; of the registered hooks only reseeding matters, and the runner does that. It halves the cost of a small call."""
+
+
+class Running:
+    """One forked call. Its descriptors are closed when its outcome is sent."""
+
+    __slots__ = ("deadline", "disk_limit", "fds", "files_fd", "folder", "id", "output_limit", "pid", "slot", "started")
+
+    def __init__(self, call: dict) -> None:
+        self.id: int = call["id"]
+        self.slot: int = call["slot"]
+        self.output_limit: int = call["output"]
+        self.disk_limit: int = call["return_bytes"]
+        self.pid = 0
+        self.started = 0.0
+        self.fds: list[int] = []
+        self.files_fd = -1
+        self.folder: str | None = None
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Zygote:
+    """The loop: frames in, forks, outcomes out."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.frames = frames.Frames(sock)
+        self.running: dict[int, Running] = {}  # by process id
+        self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
+        self.layers: confine.Confinement | None = None
+        self.plan: dict = {}
+        self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
+        self.wake, wake_end = socket.socketpair()
+        self.wake.setblocking(False)
+        wake_end.setblocking(False)
+        self.wake_end = wake_end
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_end.fileno(), warn_on_full_buffer=False)
+        self.poll = select.poll()
+        self.poll.register(self.wake, select.POLLIN)
+        self.poll.register(sock, select.POLLIN)
+
+    def serve(self) -> None:
+        """Until the executor goes away."""
+        sock_fd, wake_fd = self.frames.sock.fileno(), self.wake.fileno()
+        while True:
+            ready = [fd for fd, _ in self.poll.poll(self._patience_ms())]
+            if wake_fd in ready:
+                self.wake.recv(4096)
+                self._reap()
+            if sock_fd in ready:
+                for header, blobs in self.frames.receive():
+                    getattr(self, "_do_" + header["op"])(header, blobs)
+            if self.deadlines:
+                self._tell_overdue()
+
+    def send(self, header: dict, *blobs: bytes) -> None:
+        self.frames.sock.sendall(frames.pack(header, *blobs))
+
+    def _do_configure(self, header: dict, _blobs: list) -> None:
+        self.plan = header["plan"]
+        self._become(header["profile"])
+
+    def _become(self, profile: str) -> None:
+        """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
+        missing = profiles.load(profile)
+        if self.layers is None:
+            self.layers = confine.Confinement(self.plan)
+            confine.lower_for_good()
+            runner.prepare()
+        if threading.active_count() != 1:
+            raise RuntimeError(f"{profile} started {threading.active_count() - 1} threads; a zygote forks, so it has one")
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+        modules = sorted({name.partition(".")[0] for name in sys.modules})
+        self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
+
+    def _do_serve(self, header: dict, _blobs: list) -> None:
+        self.layers.address_space = header["address_space"]
+
+    def _do_call(self, call: dict, blobs: list) -> None:
+        running = Running(call)
+        try:
+            self._fork(running, call, blobs)
+        except OSError as why:  # out of processes, memory or descriptors: not the code's doing
+            running.close()
+            self.send({"op": "failed", "id": running.id, "why": str(why)})
+            return
+        self.running[running.pid] = running
+        heapq.heappush(self.deadlines, (running.started + call["timeout_s"], running.pid, running.id))
+
+    def _fork(self, running: Running, call: dict, blobs: list) -> None:
+        out = capture.bounded_file(running.output_limit)
+        running.fds.append(out)
+        err = capture.bounded_file(running.output_limit)
+        running.fds.append(err)
+        report = capture.bounded_file(runner.report_size(running.output_limit))
+        running.fds.append(report)
+        fds = [(out, 1), (err, 2), (report, runner.REPORT_FD)]
+        if blobs[1]:
+            stdin = capture.readable(blobs[1])
+            running.fds.append(stdin)
+            fds.append((stdin, 0))
+        if call["return_files"]:
+            running.files_fd = capture.bounded_file(running.disk_limit)
+            running.fds.append(running.files_fd)
+            fds.append((running.files_fd, runner.FILES_FD))
+        if self.layers.tmpfs is None:
+            running.folder = tempfile.mkdtemp(prefix="rstar-call-")
+        self.marks[running.slot] = 0
+        self.layers.before_fork()
+        try:
+            running.started = time.monotonic()
+            running.pid = _fork()
+            if running.pid < 0:
+                raise OSError(ctypes.get_errno(), "fork")
+            if running.pid == 0:
+                self._child(running, call, blobs, fds)
+        finally:
+            self.layers.after_fork()
+
+    def _child(self, running: Running, call: dict, blobs: list, fds: list) -> None:
+        """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd, name in fds:
+                os.dup2(fd, name)
+            os.closerange(5 if call["return_files"] else 4, 1 << 20)
+            if running.folder is not None:
+                os.chdir(running.folder)
+            self.layers.enter(running.slot, call)
+            files = list(zip(call["files"], blobs[2:]))
+        except BaseException as why:
+            os.write(runner.REPORT_FD, f"{type(why).__name__}: {why}".encode())
+            os._exit(1)
+        # The page goes once it is marked: from here on nothing can pretend that confinement failed.
+        self.marks[running.slot] = _CONFINED
+        self.marks.close()
+        runner.run(call, blobs[0], bool(blobs[1]), files)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            running = self.running.pop(pid, None)
+            if running is not None:  # else a child zygote, whose socket says it
+                self._answer(running, status, usage)
+
+    def _answer(self, running: Running, status: int, usage: object) -> None:
+        wall_ms = (time.monotonic() - running.started) * 1e3
+        limit = running.output_limit
+        out, out_cut = capture.written(running.fds[0], limit)
+        err, err_cut = capture.written(running.fds[1], limit)
+        report, _ = capture.written(running.fds[2], runner.report_size(limit))
+        files = capture.written(running.files_fd, running.disk_limit)[0] if running.files_fd >= 0 else b""
+        running.close()
+        if self.marks[running.slot] != _CONFINED:
+            self.send({"op": "failed", "id": running.id, "why": report.decode("utf-8", "replace")})
+            return
+        done = {
+            "op": "done",
+            "id": running.id,
+            "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+            "wall_ms": round(wall_ms, 3),
+            "cpu_ms": round((usage.ru_utime + usage.ru_stime) * 1e3, 3),
+            "peak_kb": usage.ru_maxrss,
+            "out_cut": out_cut,
+            "err_cut": err_cut,
+        }
+        self.send(done, out, err, report, files)
+
+    def _do_kill(self, header: dict, _blobs: list) -> None:
+        for running in self.running.values():
+            if running.id == header["id"]:
+                os.kill(running.pid, signal.SIGKILL)
+                return
+
+    def _patience_ms(self) -> float | None:
+        if not self.deadlines:
+            return None
+        return max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1)
+
+    def _tell_overdue(self) -> None:
+        """Wall time is up; whether its own time is, the executor reads from the kernel, and holds the process by pidfd."""
+        now = time.monotonic()
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _when, pid, call_id = heapq.heappop(self.deadlines)
+            running = self.running.get(pid)
+            if running is None or running.id != call_id:
+                continue
+            fd = os.pidfd_open(pid)
+            frame = frames.pack({"op": "overdue", "id": call_id, "wall_ms": (now - running.started) * 1e3})
+            sent = socket.send_fds(self.frames.sock, [frame], [fd])
+            self.frames.sock.sendall(frame[sent:])
+            os.close(fd)
+
+    def _do_spawn(self, header: dict, _blobs: list) -> None:
+        sock = socket.socket(fileno=self.frames.fds.pop(0))
+        if os.fork():
+            sock.close()
+            return
+        try:
+            for running in self.running.values():
+                running.folder = None
+                running.close()
+            self.frames.sock.close()
+            child = Zygote(_settle(sock))
+            child.layers, child.plan = self.layers, self.plan
+            child.layers.settle()
+            self.__dict__.clear()
+            child._become(header["profile"])
+            child.serve()
+        except EOFError:
+            pass
+        finally:
+            os._exit(0)
+
+
+def _settle(sock: socket.socket) -> socket.socket:
+    """The same socket on a descriptor that no call's own will land on."""
+    import fcntl
+
+    fd = fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+    sock.close()
+    settled = socket.socket(fileno=fd)
+    settled.setblocking(True)
+    return settled
+
+
+def main() -> None:
+    sock = _settle(socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1])))
+    while True:  # occupy what is below, so that nothing the zygote opens later is there
+        fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        if fd >= _FIRST_FREE_FD:
+            os.close(fd)
+            break
+    try:
+        Zygote(sock).serve()
+    except EOFError:
+        pass
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

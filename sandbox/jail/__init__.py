@@ -1,0 +1,28 @@
+"""What the kernel grants: jails around zygotes, the layers of each call, and what this machine has of them.
+
+    python = Interpreter.find("/opt/runtime/bin/python")
+    uid_base, uid_count = host_uids(jail=0, slots=64)
+    spec = JailSpec(choose("auto"), python, guest_dir, uid_base=uid_base, uid_count=uid_count)
+    subprocess.Popen(command(spec, fd), pass_fds=[fd])
+
+Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
+"""
+
+from sandbox.jail.interpreter import Interpreter
+from sandbox.jail.plan import call_plan, command
+from sandbox.jail.probe import Layer, choose, probe
+from sandbox.jail.spec import SLOT_UID, JailSpec, Level
+from sandbox.jail.uids import host_uids
+
+__all__ = [
+    "SLOT_UID",
+    "Interpreter",
+    "JailSpec",
+    "Layer",
+    "Level",
+    "call_plan",
+    "choose",
+    "command",
+    "host_uids",
+    "probe",
+]

@@ -1,0 +1,132 @@
+"""The few system calls that Python does not offer, by name and through glibc's own wrappers.
+
+Each raises `OSError` with the call's name. Nothing here decides anything; the order of layers is in `namespaces`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 0x1
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_REMOUNT = 0x20
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+MNT_DETACH = 0x2
+
+CAP_KILL = 5
+CAP_SETGID = 6
+CAP_SETUID = 7
+CAP_SETPCAP = 8
+CAP_SYS_ADMIN = 21
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_READ = 23
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+_LANDLOCK_CREATE_RULESET = 444
+_CAPABILITY_V3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+_libc.prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    arguments = (os.fsencode(source), os.fsencode(target), kind.encode(), flags, options.encode())
+    _check(_libc.mount(*arguments), "mount", target)
+
+
+def detach(target: str) -> None:
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), "umount2", target)
+
+
+def pivot_root(new: str, old: str) -> None:
+    _check(_libc.pivot_root(os.fsencode(new), os.fsencode(old)), "pivot_root", new)
+
+
+def set_hostname(name: str) -> None:
+    _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the thread that forked us ends. Any change of ids undoes it: call it after those."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def no_new_privileges() -> None:
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def hide_memory() -> None:
+    """No other process may trace this one or read its memory. Exec undoes it."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+def bound_capabilities(kept: frozenset[int]) -> None:
+    """Drop every capability but `kept` from the bounding set, which is all that exec as uid 0 can then grant."""
+    capability = 0
+    while _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:
+        if capability not in kept:
+            _check(_libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
+        capability += 1
+
+
+def drop_capabilities() -> None:
+    """No effective, permitted or inheritable capability is left to this process."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_V3, 0)
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def effective_capabilities() -> frozenset[int]:
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_V3, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _check(_libc.capget(header, data), "capget")
+    mask = data[0] | data[3] << 32
+    return frozenset(bit for bit in range(64) if mask >> bit & 1)
+
+
+def load_filter(program: bytes) -> None:
+    """Install a classic BPF program (8-byte instructions) as this thread's seccomp filter."""
+    described = _Program(len(program) // 8, program)
+    done = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described), 0, 0)
+    _check(done, "prctl(PR_SET_SECCOMP)")
+
+
+def landlock_abi() -> int:
+    """The kernel's Landlock ABI, from 1 up. Its number is the same on every architecture."""
+    version = 1  # LANDLOCK_CREATE_RULESET_VERSION: ask, create nothing
+    abi = int(_libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), version))
+    _check(abi, "landlock_create_ruleset")
+    return abi
+
+
+def _check(result: int, call: str, path: str = "") -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}", *([path] if path else []))

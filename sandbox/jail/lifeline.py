@@ -1,0 +1,69 @@
+"""Who dies with whom, and how the guest is started: the ends that every level of jail has in common.
+
+- The launcher watches the process that started it by pidfd. PR_SET_PDEATHSIG would not do there: it fires when the
+  *thread* that forked us ends, and Trio starts processes from worker threads that end when idle.
+- Everything below the launcher is forked by a process with one thread, so there PR_SET_PDEATHSIG means what it says.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import sys
+from typing import NoReturn
+
+from sandbox.jail import kernel
+from sandbox.jail.spec import JailSpec
+
+CANNOT_START = 127
+"""Exit status when the guest's program could not be run at all, as shells have it."""
+
+
+def begin() -> int:
+    """Leave the caller's session and habits behind. Returns a pidfd of the process that started us."""
+    parent = os.pidfd_open(os.getppid())
+    os.setsid()  # so that a Ctrl-C on the server's terminal leaves draining to the server
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.umask(0o022)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return parent
+
+
+def watch(parent: int, child: int) -> int:
+    """Wait for `child` and return its exit status; if `parent` (a pidfd) ends first, kill the child."""
+    ends = select.poll()
+    ends.register(parent, select.POLLIN)
+    ends.register(os.pidfd_open(child), select.POLLIN)
+    if any(fd == parent for fd, _ in ends.poll()):
+        os.kill(child, signal.SIGKILL)
+    return reap(child)
+
+
+def reap(child: int) -> int:
+    """Reap until `child` has ended, orphans included. 128 + n for a death by signal n, as shells have it."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def become_guest(spec: JailSpec, fd: int) -> NoReturn:
+    """Exec the guest with `spec`'s environment and nothing inherited but `fd` and stderr."""
+    kernel.die_with_parent()
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.closerange(3, fd)
+    os.closerange(fd + 1, 1 << 30)
+    os.set_inheritable(fd, True)
+    argv = spec.guest_argv(fd)
+    try:
+        os.execve(argv[0], argv, spec.guest_env())
+    except OSError as why:
+        print(f"jail: cannot start {argv[0]}: {why.strerror}", file=sys.stderr, flush=True)
+    os._exit(CANNOT_START)

@@ -1,0 +1,115 @@
+"""Level `namespaces`: the launcher, which turns itself into a jail around the guest. Started by `plan.command`.
+
+    server ── launcher ── init (PID 1 inside) ── guest (the zygote) ── calls
+              waits       reaps orphans
+
+- The kernel kills everything inside when init ends; init ends with the guest, and dies with the launcher.
+- The launcher gives up its own privileges and its view of the host too, once the jail stands.
+- The root is made *before* the user namespace of the guest: its mounts then belong to a more privileged namespace and
+  are locked, so that even the guest's CAP_SYS_ADMIN can neither remount them writable nor take them off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from sandbox.errors import IsolationError
+from sandbox.jail import kernel, lifeline, root, userns
+from sandbox.jail.spec import JailSpec
+
+HOSTNAME = "sandbox"
+REFUSED = 78
+"""Exit status when the machine does not grant a layer (EX_CONFIG); stderr says which."""
+# What the guest needs to set up a call: mounts and namespaces, the slot's uid, the bounding set, and ending calls.
+KEPT = frozenset({kernel.CAP_SYS_ADMIN, kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SETPCAP, kernel.CAP_KILL})
+# The user namespace comes with the others, so that it owns them. No cgroup namespace: it only changes what /proc and
+# /sys show, and neither is there. No time namespace: clocks are not secret.
+INNER = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+
+
+def main() -> NoReturn:
+    spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
+    parent = lifeline.begin()
+    try:
+        enter(spec)
+    except IsolationError as why:
+        print(f"jail: {why}", file=sys.stderr, flush=True)
+        os._exit(REFUSED)
+    # Only the holder of the other end keeps this pipe open: init sees its launcher's death even if it came first.
+    alive, held = os.pipe()
+    init = os.fork()
+    if init == 0:
+        os.close(held)
+        os._exit(_be_init(spec, fd, alive))
+    os.close(fd)  # so that the guest's end of the socket is the only one
+    _retire()
+    os._exit(lifeline.watch(parent, init))
+
+
+def enter(spec: JailSpec) -> None:
+    """Put this process into the jail, all but its PID, which only children can change.
+
+    The order: no_new_privs first, it costs nothing and holds for all that follows. The root is built with the host's
+    rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they end those rights.
+    """
+    proc = userns.own_proc()  # while there is a /proc: the id maps are written through it when there is none
+    with _layer("no_new_privs"):
+        kernel.no_new_privileges()
+    privileged = kernel.CAP_SYS_ADMIN in kernel.effective_capabilities()
+    if not privileged:
+        with _layer("user namespace", "enable unprivileged user namespaces, or start as root"):
+            userns.become_root()
+    elif hidden := root.unreadable(spec.python):
+        raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
+    with _layer("mount namespace", "grant CAP_SYS_ADMIN"):
+        kernel.unshare(kernel.CLONE_NEWNS)
+    with _layer("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
+        root.build(spec)
+    with _layer("namespaces and id map", "raise user.max_user_namespaces, or give the container more ids"):
+        userns.enter(INNER, userns.id_map(spec.uid_base, spec.uid_count, proc), proc)
+    os.close(proc)
+    with _layer("user ids"):
+        userns.become_first_id(privileged=privileged)
+    with _layer("hostname"):
+        kernel.set_hostname(HOSTNAME)
+    with _layer("capabilities"):
+        kernel.bound_capabilities(KEPT)
+
+
+@contextmanager
+def _layer(name: str, remedy: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as why:
+        raise IsolationError(f"{name}: the kernel refused ({why})" + (f"; {remedy}" if remedy else "")) from None
+
+
+def _be_init(spec: JailSpec, fd: int, alive: int) -> int:
+    """PID 1: start the guest, reap whatever is orphaned, and end with the guest, which ends everything."""
+    kernel.die_with_parent()
+    os.set_blocking(alive, False)
+    try:
+        os.read(alive, 1)  # end of file: the launcher is gone already, and its death signal with it
+        return 1
+    except BlockingIOError:
+        pass
+    guest = os.fork()
+    if guest == 0:
+        lifeline.become_guest(spec, fd)
+    os.closerange(3, 1 << 30)
+    _retire()
+    return lifeline.reap(guest)
+
+
+def _retire() -> None:
+    """From here on this process only waits. Its memory still holds the environment that the server gave it."""
+    kernel.drop_capabilities()
+    kernel.hide_memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""What this machine grants, found by trying: each layer is set up for real in a forked child that then ends.
+
+`probe` answers for `doctor`, one `Layer` each; `choose` turns the answers into a level. Nothing is guessed from
+versions or configuration, because containers refuse calls that their kernel has.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sandbox.errors import ConfigError, IsolationError
+from sandbox.jail import kernel, seccomp, userns
+from sandbox.jail.plan import refuse_unbuilt
+from sandbox.jail.spec import Level
+from sandbox.jail.uids import host_uids
+
+AUTO = "auto"
+MIB = 1 << 20
+# Over this a probe's mounts are laid, in its own mount namespace: the one folder that every Linux host has.
+_STAGE = "/proc"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One thing that a jail may rest on: whether it is there, what was found or why not, and what it is for."""
+
+    name: str
+    ok: bool
+    found: str
+    purpose: str
+
+
+def probe(environ: Mapping[str, str] = os.environ) -> tuple[Layer, ...]:
+    """Every layer, tried now; well under a second. It forks, so call it from a process with one thread."""
+    return (*(_tried(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL)), _nsjail(environ))
+
+
+def choose(asked: str, layers: tuple[Layer, ...] | None = None) -> Level:
+    """The level to run at: what was asked for, or for `auto` the strongest there is, which is never `none`.
+
+    Raises `ConfigError` for a name that is no level, `IsolationError` when the machine lacks a layer of the level.
+    """
+    try:
+        # Of the levels that isolate only this one is built so far.
+        level = Level.NAMESPACES if asked == AUTO else Level(asked)
+    except ValueError:
+        raise ConfigError(f"isolation={asked!r}: expected one of {AUTO}, {', '.join(Level)}") from None
+    refuse_unbuilt(level)
+    if level is Level.NAMESPACES:
+        _require(layers if layers is not None else tuple(_tried(*attempt) for attempt in _REQUIRED))
+    return level
+
+
+def _require(layers: tuple[Layer, ...]) -> None:
+    required = {name for name, _, _ in _REQUIRED}
+    missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in required and not layer.ok]
+    if missing:
+        raise IsolationError(
+            f"isolation={Level.NAMESPACES.value}: this machine lacks {'; '.join(missing)}. Start as root with "
+            "CAP_SYS_ADMIN, or allow unprivileged user namespaces (sysctl user.max_user_namespaces and "
+            "kernel.apparmor_restrict_unprivileged_userns, and in a container its seccomp profile), or ask for "
+            "isolation=none by name"
+        )
+
+
+def _tried(name: str, attempt: Callable[[], str], purpose: str) -> Layer:
+    """Run `attempt` in a child: its text is what was found, its error what is missing."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            failed, text = 0, attempt()
+        except Exception as why:  # the end of the child: nothing may unwind into the caller's frames
+            failed, text = 1, str(why) or type(why).__name__
+        os.write(writable, text.encode(errors="replace")[:4096])
+        os._exit(failed)
+    os.close(writable)
+    with open(readable, "rb") as pipe:
+        found = pipe.read().decode(errors="replace")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return Layer(name, code == 0, found if code >= 0 else f"killed by signal {-code}", purpose)
+
+
+def _become_root() -> None:
+    """A jail's own first step: the host's root if we are, or else root of a user namespace."""
+    if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():
+        userns.become_root()
+
+
+def _user_namespace() -> str:
+    proc = userns.own_proc()
+    _become_root()
+    userns.enter(0, userns.id_map(None, 0, proc), proc)
+    userns.become_first_id(privileged=False)
+    return "single id map"
+
+
+def _uid_range() -> str:
+    base, count = host_uids(0, 1)
+    if base is None:
+        raise IsolationError("needs root with CAP_SETUID and enough ids; without it all calls share one host uid")
+    userns.enter(0, userns.id_map(base, count, proc := userns.own_proc()), proc)
+    userns.become_first_id(privileged=True)
+    os.setresuid(count - 1, count - 1, count - 1)
+    return f"host uids from {base}"
+
+
+def _pid_namespace() -> str:
+    _become_root()
+    kernel.unshare(kernel.CLONE_NEWPID)
+    child = os.fork()
+    if child == 0:
+        os._exit(os.getpid())
+    first = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return _expect(first == 1, "its first process is PID 1", f"its first process has PID {first}")
+
+
+def _private_tmpfs() -> str:
+    _become_root()
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("probe", _STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=700")
+    size = (found := os.statvfs(_STAGE)).f_blocks * found.f_frsize
+    return _expect(size == MIB, "sizes hold", f"asked for {MIB} bytes, got {size}")
+
+
+def _pivot_root() -> str:
+    _private_tmpfs()
+    os.chdir(_STAGE)
+    kernel.pivot_root(".", ".")
+    kernel.detach(".")
+    return _expect(os.listdir("/") == [], "the old root is gone", "the old root is still there")
+
+
+def _ipc_namespace() -> str:
+    _become_root()
+    kernel.unshare(kernel.CLONE_NEWIPC)
+    return "granted"
+
+
+def _uts_namespace() -> str:
+    _become_root()
+    kernel.unshare(kernel.CLONE_NEWUTS)
+    kernel.set_hostname("probe")
+    return _expect(os.uname().nodename == "probe", "granted", "the host name did not change")
+
+
+def _net_namespace() -> str:
+    _become_root()
+    kernel.unshare(kernel.CLONE_NEWNET)
+    names = [name for _, name in socket.if_nameindex()]
+    return _expect(names == ["lo"], "only a loopback, down", f"interfaces {names}")
+
+
+def _no_capabilities() -> str:
+    _become_root()
+    kernel.bound_capabilities(frozenset())
+    kernel.drop_capabilities()
+    left = kernel.effective_capabilities()
+    return _expect(not left, "all dropped", f"{len(left)} are left")
+
+
+def _no_new_privileges() -> str:
+    kernel.no_new_privileges()
+    return "granted"
+
+
+def _seccomp() -> str:
+    program = seccomp.program()
+    kernel.no_new_privileges()
+    kernel.load_filter(program)
+    try:
+        socket.socket().close()
+    except PermissionError:
+        return f"{len(program) // 8} instructions, loaded and obeyed"
+    raise OSError("the filter was loaded but a refused call went through")
+
+
+def _rlimits() -> str:
+    resource.setrlimit(resource.RLIMIT_AS, (256 * MIB, 256 * MIB))
+    try:
+        bytearray(512 * MIB)
+    except MemoryError:
+        return "RLIMIT_AS holds"
+    raise OSError("512 MiB were granted under an RLIMIT_AS of 256")
+
+
+def _schedstat() -> str:
+    os.sched_yield()  # brings this process's numbers up to date
+    with open("/proc/self/schedstat", encoding="ascii") as file:
+        ran, waited, _ = map(int, file.read().split())
+    return _expect(ran > 0, f"waited {waited / 1e6:.3f} ms so far", "the kernel does not count (CONFIG_SCHED_INFO)")
+
+
+def _landlock() -> str:
+    return f"ABI {kernel.landlock_abi()}"
+
+
+def _cgroup2() -> str:
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        path = next((line[3:].strip() for line in file if line.startswith("0::")), "/")
+    mounted = _mounted("cgroup2")
+    folder = os.path.join(mounted[0], path.lstrip("/"))
+    with open(f"{folder}/cgroup.controllers", encoding="ascii") as file:
+        controllers = file.read().split()
+    _make_and_remove(folder)
+    return _expect({"memory", "pids"} <= set(controllers), f"{folder}: writable", f"{folder}: no memory, pids there")
+
+
+def _cgroup1() -> str:
+    folders = _mounted("cgroup")
+    wanted = [folder for folder in folders if os.path.basename(folder) in ("memory", "pids")]
+    if len(wanted) < 2:
+        raise OSError(f"no memory and pids hierarchies among {folders}")
+    for folder in wanted:
+        _make_and_remove(folder)
+    return f"{', '.join(wanted)}: writable"
+
+
+def _mounted(kind: str) -> list[str]:
+    with open("/proc/self/mounts", encoding="utf-8") as file:
+        places = [fields[1] for line in file if (fields := line.split())[2] == kind]
+    if not places:
+        raise OSError(f"no file system of type {kind} is mounted")
+    return places
+
+
+def _make_and_remove(folder: str) -> None:
+    path = f"{folder}/probe-{os.getpid()}"
+    os.mkdir(path)
+    os.rmdir(path)
+
+
+def _nsjail(environ: Mapping[str, str]) -> Layer:
+    asked = environ.get("RSTAR_NSJAIL")
+    path = shutil.which(asked or "nsjail", path=environ.get("PATH", os.defpath))
+    missing = f"no program at RSTAR_NSJAIL={asked}" if asked else "not on PATH, and RSTAR_NSJAIL is not set"
+    return Layer("nsjail", path is not None, path or missing, "level nsjail (not built yet)")
+
+
+def _expect(holds: bool, found: str, otherwise: str) -> str:
+    if not holds:
+        raise OSError(otherwise)
+    return found
+
+
+_Attempt = tuple[str, Callable[[], str], str]
+_REQUIRED: tuple[_Attempt, ...] = (
+    ("user namespace", _user_namespace, "root inside is nobody outside"),
+    ("PID namespace", _pid_namespace, "calls see and signal only their own processes, and end with them"),
+    ("mount namespace, tmpfs", _private_tmpfs, "private scratch folders of limited size"),
+    ("pivot_root", _pivot_root, "none of the host's files inside"),
+    ("IPC namespace", _ipc_namespace, "no shared memory between calls"),
+    ("UTS namespace", _uts_namespace, "the host's name stays outside"),
+    ("network namespace", _net_namespace, "no network"),
+    ("capability drop", _no_capabilities, "calls hold no privilege, even inside"),
+    ("no_new_privs", _no_new_privileges, "no program gives privileges back"),
+    ("seccomp", _seccomp, "only the system calls that Python needs"),
+    ("rlimits", _rlimits, "memory, files and processes of each call"),
+)
+_OPTIONAL: tuple[_Attempt, ...] = (
+    ("uid range", _uid_range, "a host uid of its own for every call at once"),
+    ("schedstat", _schedstat, "time limits on a call's own clock, whatever the load"),
+    ("Landlock", _landlock, "level landlock (not built yet)"),
+    ("cgroup v2", _cgroup2, "memory and process limits over a whole call (not built yet)"),
+    ("cgroup v1", _cgroup1, "the same, on older hosts (not built yet)"),
+)

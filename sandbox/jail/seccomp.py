@@ -1,0 +1,186 @@
+"""Which system calls a call may make: an allow-list, and its compilation to a classic BPF program.
+
+`POLICY` is the whole truth, by name; `verdict` reads it for one call of the kernel, slowly and obviously; `program`
+compiles it, and a test holds the two together for every number. Everything not named is refused with EPERM.
+
+Every call of ours loads this program, so its load time counts: the kernel translates it, and then runs it once for
+each number to see which are always allowed (those then cost nothing). Hence a balanced tree over ranges of numbers
+instead of a chain, whose leaves share their returns. Where a choice was free, it was made for fewer ranges.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+
+from sandbox.errors import IsolationError
+from sandbox.jail import bpf
+from sandbox.jail.syscalls import X86_64
+
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+EPERM = 0x00050001
+ENOSYS = 0x00050026
+ARCH_X86_64 = 0xC000003E
+X32_BIT = 0x40000000
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """The low 32 bits of argument `index`, masked, are among `values`. The kernel itself reads no more than 32 bits of
+    the arguments that are checked here."""
+
+    index: int
+    values: tuple[int, ...]
+    mask: int = 0xFFFFFFFF
+
+
+Rule = int | tuple[When, ...]
+"""A verdict; or conditions, of which all must hold for ALLOW, with EPERM otherwise."""
+
+_FILES = """
+    read write open close stat fstat lstat poll lseek pread64 pwrite64 readv writev access pipe select dup dup2
+    fcntl flock fsync fdatasync truncate ftruncate getdents getcwd chdir fchdir rename mkdir rmdir creat link unlink
+    symlink readlink chmod fchmod chown fchown lchown umask utime mknod statfs fstatfs readahead setxattr lsetxattr
+    fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr removexattr lremovexattr fremovexattr
+    getdents64 fadvise64 utimes openat mkdirat mknodat fchownat futimesat newfstatat unlinkat renameat linkat
+    symlinkat readlinkat fchmodat faccessat pselect6 ppoll utimensat fallocate dup3 pipe2 preadv pwritev renameat2
+    copy_file_range preadv2 pwritev2 statx close_range openat2 faccessat2 fchmodat2
+"""
+# mlock is bounded by RLIMIT_MEMLOCK; mincore answers only for files that the caller may write.
+_MEMORY = """
+    mmap mprotect munmap brk mremap msync mincore madvise mlock munlock mlockall munlockall mlock2 pkey_mprotect
+    pkey_alloc pkey_free
+"""
+# Signals and limits reach no further than the call's own PID namespace and uid; a hard limit only ever goes down.
+_PROCESSES = """
+    fork vfork execve execveat exit exit_group wait4 waitid kill tkill tgkill pidfd_open pidfd_send_signal getpid gettid
+    getppid getpgrp getpgid setpgid getsid setsid getuid geteuid getgid getegid getgroups getresuid getresgid capget
+    uname sysinfo times getrusage getrlimit setrlimit prlimit64 getpriority getcpu arch_prctl set_tid_address
+    restart_syscall sched_yield sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min
+    sched_rr_get_interval sched_getaffinity sched_getattr set_robust_list get_robust_list futex futex_waitv rseq
+    getrandom
+"""
+_SIGNALS_AND_TIME = """
+    rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigqueueinfo rt_tgsigqueueinfo
+    rt_sigsuspend sigaltstack signalfd signalfd4 pause nanosleep getitimer alarm setitimer gettimeofday time
+    timer_create timer_settime timer_gettime timer_getoverrun timer_delete clock_gettime clock_getres clock_nanosleep
+    timerfd_create timerfd_settime timerfd_gettime
+"""
+_EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
+# On the ends of a socketpair, the only sockets there are. No setsockopt: SO_ATTACH_FILTER brings BPF, and SO_PASSCRED
+# a name that other calls could send to.
+_SOCKETPAIRS = "sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockname getpeername getsockopt"
+
+# libc tries this first and does without where it "does not exist"; with EPERM it would give up. The same holds for what
+# kernels add later (from map_shadow_stack on).
+_ABSENT = "clone3"
+NEWER = X86_64["map_shadow_stack"]
+
+_NAMESPACES = 0x7E020000  # every CLONE_NEW* that clone takes
+_CLONE_PARENT = 0x8000
+_CHECKED: dict[str, tuple[When, ...]] = {
+    "clone": (When(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
+    # AF_UNIX, and streams only (with or without SOCK_CLOEXEC, SOCK_NONBLOCK): the calls of a zygote share its network
+    # namespace, and a datagram socket can be sent to by name.
+    "socketpair": (When(0, (1,)), When(1, (1,), mask=~0x80800 & 0xFFFFFFFF)),
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+    "ioctl": (When(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
+    # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
+    "prctl": (When(0, (3, 15, 16, 39)),),
+}
+
+# Refused, among all that is not named, and why where it is not plain:
+#   memfd_create, shm*, sem*, msg*, mq_*  memory that no rlimit and no tmpfs size counts
+#   socket, bind, connect, inotify_*      ways for one call to reach or watch another
+#   splice, tee, vmsplice, sendfile       put the page cache of shared files into pipes (Dirty Pipe); Python falls back
+#   sync, syncfs                          would flush the host's disks
+#   unshare, setns, clone's namespaces    a user namespace of its own would give a call all capabilities within
+#   io_uring_*, bpf, userfaultfd, perf_event_open, keyctl, io_submit   kernel code that Python does not need
+
+POLICY: Mapping[str, Rule] = {
+    **dict.fromkeys((_FILES + _MEMORY + _PROCESSES + _SIGNALS_AND_TIME + _EVENTS + _SOCKETPAIRS).split(), ALLOW),
+    **dict.fromkeys(_ABSENT.split(), ENOSYS),
+    **_CHECKED,
+}
+_NUMBERED: Mapping[int, Rule] = {X86_64[name]: rule for name, rule in POLICY.items()}
+
+
+def verdict(number: int, arguments: Sequence[int], arch: int = ARCH_X86_64) -> int:
+    """What the policy says to one system call; `arguments` are the six registers, 64 bits each."""
+    if arch != ARCH_X86_64 or number >= X32_BIT:
+        return KILL
+    rule = rule_of(number)
+    if isinstance(rule, int):
+        return rule
+    held = all((arguments[when.index] & when.mask) in when.values for when in rule)
+    return ALLOW if held else EPERM
+
+
+def rule_of(number: int) -> Rule:
+    return _NUMBERED.get(number, ENOSYS if number >= NEWER else EPERM)
+
+
+@cache
+def program() -> bytes:
+    """The policy as a filter for this machine. Raises `IsolationError` where there is none."""
+    if os.uname().machine != "x86_64":
+        raise IsolationError(
+            f"seccomp: expected an x86_64 machine, for which the policy is written, got {os.uname().machine}; "
+            "use isolation=none, or another machine"
+        )
+    return bpf.assemble(
+        [
+            bpf.Instruction(bpf.LOAD, _ARCH),
+            bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, no=_NAMES[KILL]),
+            bpf.Instruction(bpf.LOAD, _NUMBER),
+            *_tree(_ranges()),
+            *(line for name, rule in _CHECKED.items() for line in _check(name, rule)),
+            *(bpf.Instruction(bpf.RETURN, action, label=name) for action, name in _NAMES.items()),
+        ]
+    )
+
+
+_ARCH, _NUMBER, _ARGUMENTS = 4, 0, 16  # offsets in struct seccomp_data
+_NAMES = {ALLOW: "allow", EPERM: "refuse", ENOSYS: "absent", KILL: "kill"}
+
+
+def _ranges() -> list[tuple[int, str]]:
+    """(first number, where to go), in order; each range ends where the next begins."""
+
+    def target(number: int) -> str:
+        rule = rule_of(number)
+        return _NAMES[rule] if isinstance(rule, int) else next(n for n in _CHECKED if X86_64[n] == number)
+
+    merged = [(next(numbers), name) for name, numbers in groupby(range(NEWER + 1), target)]
+    return [*merged, (X32_BIT, _NAMES[KILL])]
+
+
+def _tree(ranges: Sequence[tuple[int, str]], label: str | None = None) -> list[bpf.Instruction]:
+    """A search tree: one comparison per boundary between ranges, leaves jumping straight to the shared ends."""
+    middle = len(ranges) // 2
+    first = ranges[middle][0]
+    low, high = ranges[:middle], ranges[middle:]
+    no = low[0][1] if len(low) == 1 else None  # a bigger lower half comes right after this instruction
+    yes = high[0][1] if len(high) == 1 else f"from {first}"
+    return [
+        bpf.Instruction(bpf.IF_AT_LEAST, first, yes, no, label),
+        *(_tree(low) if len(low) > 1 else ()),
+        *(_tree(high, yes) if len(high) > 1 else ()),
+    ]
+
+
+def _check(name: str, rule: tuple[When, ...]) -> Iterator[bpf.Instruction]:
+    label: str | None = name
+    for when in rule:
+        passed = _NAMES[ALLOW] if when is rule[-1] else f"{name} {when.index}"
+        yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * when.index, label=label)
+        if when.mask != 0xFFFFFFFF:
+            yield bpf.Instruction(bpf.AND, when.mask)
+        for value in when.values:
+            last = value == when.values[-1]
+            yield bpf.Instruction(bpf.IF_EQUAL, value, yes=passed, no=_NAMES[EPERM] if last else None)
+        label = passed

@@ -1,0 +1,84 @@
+"""What a jail is to be, as data: `JailSpec`, which goes to the launcher as JSON.
+
+A jail holds one family of zygotes, which fork the calls. Its first uid inside (0) is the zygote's; calls run as
+`SLOT_UID + slot`. Two jails with disjoint host ranges (`host_uids`) never share a host uid, so neither per-uid limits
+nor signals reach from one to the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+from sandbox.errors import ConfigError
+from sandbox.jail.interpreter import HOME, Interpreter
+
+SLOT_UID = 1000
+"""The first uid of calls, inside."""
+GUEST = "/guest"
+
+
+class Level(StrEnum):
+    """How strong a jail is, from the strongest down."""
+
+    NSJAIL = "nsjail"
+    """nsjail around the zygote. Not built yet."""
+    NAMESPACES = "namespaces"
+    """Our own namespaces and read-only root."""
+    LANDLOCK = "landlock"
+    """Landlock file rules, for containers without namespaces. Not built yet."""
+    NONE = "none"
+    """Rlimits only; asked for by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class JailSpec:
+    """One jail. Without `argv` it runs the zygote of `guest_dir`; `argv` is for tests, with `{fd}` for the socket's
+    number. `uid_base` is the first of `uid_count` host ids, or None for a single-uid map."""
+
+    level: Level
+    python: Interpreter
+    guest_dir: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
+    uid_base: int | None = None
+    uid_count: int = 0
+
+    def __post_init__(self) -> None:
+        if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= SLOT_UID):
+            raise ConfigError(
+                f"uid_base={self.uid_base}, uid_count={self.uid_count}: expected a base over 0 and a count over "
+                f"{SLOT_UID}, the first slot's uid; take both from host_uids()"
+            )
+
+    @property
+    def guest_python(self) -> str:
+        """Where the guest's Python is, as the guest sees it."""
+        return self.python.executable if self.level is Level.NONE else f"{HOME}/bin/python3"
+
+    @property
+    def guest_home(self) -> str:
+        """Where `guest_dir` is, as the guest sees it."""
+        return self.guest_dir if self.level is Level.NONE else GUEST
+
+    def guest_argv(self, fd: int) -> list[str]:
+        """What the jail runs. No -I: the environment is ours alone, and PYTHONPATH may be in it."""
+        zygote = (self.guest_python, "-s", "-B", f"{self.guest_home}/zygote.py", "--fd", "{fd}")
+        return [str(fd) if word == "{fd}" else word for word in self.argv or zygote]
+
+    def guest_env(self) -> dict[str, str]:
+        """The guest's whole environment."""
+        paths = () if self.level is Level.NONE else self.python.pythonpath
+        return {**({"PYTHONPATH": ":".join(paths)} if paths else {}), **self.env}
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str) -> JailSpec:
+        """The inverse of `encode`."""
+        raw = json.loads(text)
+        python = Interpreter.decode(raw["python"])
+        return cls(**{**raw, "level": Level(raw["level"]), "python": python, "argv": tuple(raw["argv"])})

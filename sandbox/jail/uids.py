@@ -1,0 +1,37 @@
+"""Which host uids a jail may use: a range of its own, far from any that belongs to someone."""
+
+from __future__ import annotations
+
+from sandbox.jail import kernel
+from sandbox.jail.spec import SLOT_UID
+
+HIGH_UIDS = 1_381_171_200
+"""Where ranges start: above every id that distributions, subuid files and systemd hand out."""
+LOWEST = 10_000
+"""Ids below belong to users of the host or the container, even where ids are few."""
+
+
+def host_uids(jail: int, slots: int) -> tuple[int | None, int]:
+    """(`uid_base`, `uid_count`) for this node's jail number `jail`, counted from 0: ranges of different jails are
+    disjoint. (None, 0) where this process may not map a range: not root, or in a container with too few ids.
+    """
+    if not {kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SYS_ADMIN} <= kernel.effective_capabilities():
+        return None, 0
+    uids, gids = _mapped("/proc/self/uid_map"), _mapped("/proc/self/gid_map")
+    return place(jail, SLOT_UID + slots, max(uids[0], gids[0]), min(uids[1], gids[1]))
+
+
+def place(jail: int, count: int, first: int, end: int) -> tuple[int | None, int]:
+    """The same as arithmetic, for a machine on which the ids from `first` up to `end` exist."""
+    base = HIGH_UIDS + jail * count
+    if base + count > end:  # a container's own user namespace: from its top downwards
+        base = end - (jail + 1) * count
+    return (base, count) if base >= max(first, LOWEST) else (None, 0)
+
+
+def _mapped(path: str) -> tuple[int, int]:
+    """The largest run of ids that exist in our user namespace: first, and one past the last."""
+    with open(path, encoding="ascii") as file:
+        extents = [tuple(map(int, line.split())) for line in file]
+    first, _, count = max(extents, key=lambda extent: extent[2], default=(0, 0, 0))
+    return first, first + count

@@ -1,0 +1,198 @@
+"""The guest's Python: a virtual environment of its own with the pinned libraries that math code uses.
+
+Invariants:
+- A runtime folder that bears its final name is whole: it is built in a sibling, tried, and then renamed into place.
+- Its name carries a hash of the pins, so changed pins make a new one beside the old.
+- Only `bin/python` in it is used. The other scripts hold the path they were built under.
+- pip and setuptools are gone from it; what it has, the code inside the jail can import.
+
+`$RSTAR_RUNTIME` names the folder itself; otherwise it lies under `$XDG_DATA_HOME/rstar-sandbox`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from sandbox.errors import ConfigError, SandboxError
+
+REQUIREMENTS = (
+    "mpmath==1.3.0",
+    "networkx==3.6.1",
+    "numpy==2.4.6",
+    "pandas==3.1.1",
+    "python-dateutil==4.0.0",
+    "scipy==1.17.1",
+    "sympy==1.14.0",
+    "tzdata==2026.6",
+)
+OLDEST_PYTHON = (3, 11)
+"""The oldest that the pins have wheels for."""
+
+_MARKER = "rstar-runtime.json"
+_TRIAL = "import mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
+_REPORT = "import sys; print(sys.version_info[0], sys.version_info[1])"
+
+
+class RuntimeFailed(SandboxError):
+    """A runtime could not be made: no network, no room on the disk, a Python without venv."""
+
+
+def default_python(environ: Mapping[str, str] = os.environ) -> Path:
+    """The interpreter of the runtime, for this Python's version or else any. Raises `ConfigError` if there is none."""
+    own = default_folder(sys.version_info[:2], environ)
+    others = [] if "RSTAR_RUNTIME" in environ else sorted(own.parent.glob(f"runtime-*-{_pins()}"), reverse=True)
+    for folder in (own, *others):
+        if is_whole(folder):
+            return folder / "bin" / "python"
+    raise ConfigError(f"no Python for the calls at {own}; run `rstar-sandbox runtime` first, or name one with --python")
+
+
+def default_folder(version: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the runtime for a Python of `version` belongs."""
+    if "RSTAR_RUNTIME" in environ:
+        return Path(environ["RSTAR_RUNTIME"]).absolute()
+    data = environ.get("XDG_DATA_HOME") or Path(environ.get("HOME") or Path.home()) / ".local" / "share"
+    return Path(data) / "rstar-sandbox" / f"runtime-{version[0]}.{version[1]}-{_pins()}"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether `folder` is a finished runtime with today's pins whose base interpreter is still there."""
+    try:
+        marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(marker.get("requirements") == list(REQUIREMENTS)) and (folder / "bin" / "python").exists()
+
+
+def make(python: Path, folder: Path, *, force: bool = False) -> Path:
+    """A whole runtime at `folder`, made with `python` unless it is there; its interpreter's path.
+
+    Raises `ConfigError` where `folder` is something else, `RuntimeFailed` where building fails.
+    """
+    if is_whole(folder) and not force:
+        return folder / "bin" / "python"
+    _refuse_foreign(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if force or not is_whole(folder):  # another may have made it while we waited
+            _build_and_swap(python, folder)
+    return folder / "bin" / "python"
+
+
+def version_of(python: Path) -> tuple[int, int]:
+    """The version of an interpreter. Raises `ConfigError` if it is none, or too old for the pins."""
+    try:
+        done = subprocess.run([python, "-I", "-c", _REPORT], capture_output=True, text=True, check=True, timeout=30)
+        major, minor = map(int, done.stdout.split())
+    except (OSError, ValueError, subprocess.SubprocessError) as why:
+        raise ConfigError(f"--python {python}: expected a Python interpreter ({why})") from None
+    if (major, minor) < OLDEST_PYTHON:
+        raise ConfigError(f"--python {python}: expected Python 3.11 or later, got {major}.{minor}")
+    return major, minor
+
+
+def _pins() -> str:
+    return hashlib.sha256("\n".join(REQUIREMENTS).encode()).hexdigest()[:10]
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """We replace what we made or an empty folder, and nothing else."""
+    if folder.is_dir() and ((folder / _MARKER).exists() or not any(folder.iterdir())):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{folder}: is there and is no runtime of ours; name another folder, or remove it")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one builder per folder; the lock ends with its process."""
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"waiting for another `rstar-sandbox runtime` that is making {folder}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build_and_swap(python: Path, folder: Path) -> None:
+    for left_behind in folder.parent.glob(f".{folder.name}.new-*"):  # ours alone to remove: we hold the lock
+        shutil.rmtree(left_behind, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
+    try:
+        _build(python, new, folder)
+        if folder.exists():
+            folder.rename(new / "old")
+            # A rename cannot put a folder in the place of a full one; for this moment there is none, never a half.
+        (new / "venv").rename(folder)
+    except OSError as why:
+        raise RuntimeFailed(f"making {folder} failed: {why}") from why
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _build(python: Path, new: Path, folder: Path) -> None:
+    venv = new / "venv"
+    inside = str(venv / "bin" / "python")
+    pip = [inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    _step("making the environment", [str(python), "-m", "venv", str(venv)])
+    names = ", ".join(requirement.split("==")[0] for requirement in REQUIREMENTS)
+    _step(f"installing {names}", [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS])
+    _step("removing pip", [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"])
+    compile_all = ["-m", "compileall", "-q", "-j", "0", "-x", r"/tests?/", "-s", str(venv), "-p", str(folder)]
+    _step("compiling", [inside, *compile_all, str(venv / "lib")])
+    _step("trying it", [inside, "-I", "-B", "-c", _TRIAL])
+    (venv / _MARKER).write_text(json.dumps({"requirements": REQUIREMENTS, "python": str(python)}) + "\n")
+    _make_readable(venv)
+
+
+def _step(what: str, command: Sequence[str]) -> None:
+    start = time.monotonic()
+    with _spinner(what):
+        # -I would hide pip's own settings (indexes, proxies), so only what changes a Python's imports is dropped.
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environ, check=False)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip())[-2000:]
+        raise RuntimeFailed(f"{what} failed (exit {done.returncode}){_advice(said)}\n{said}")
+    _say(f"{what}: {time.monotonic() - start:.1f} s")
+
+
+def _advice(said: str) -> str:
+    if "ensurepip" in said:
+        return "; this Python has no venv: on Debian, `apt install python3-venv`"
+    if "No matching distribution" in said or "connection" in said.lower():
+        return "; pip found no wheel: is a package index reachable from here?"
+    return ""
+
+
+def _make_readable(venv: Path) -> None:
+    """Calls run under a uid of their own, whatever umask made these files."""
+    venv.chmod(0o755)
+    for path in venv.rglob("*"):
+        if not path.is_symlink():
+            mode = path.stat().st_mode
+            path.chmod(mode | (0o555 if path.is_dir() or mode & 0o100 else 0o444))
+
+
+def _spinner(what: str) -> AbstractContextManager[object]:
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,32 @@
+"""What tests share: the guest's Python, and no settings from the machine they run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from sandbox.config import ENV_PREFIX
+from sandbox.errors import ConfigError
+from sandbox.runtime import default_python
+
+# The examples are the same on every machine and in every run; a slow machine is no failure.
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def guest_python() -> Path:
+    """The interpreter of the guest runtime; tests that ask for it skip where there is none."""
+    try:
+        return default_python()
+    except ConfigError as why:
+        pytest.skip(f"needs the guest runtime: {why}")

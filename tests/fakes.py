@@ -1,0 +1,154 @@
+"""A fake executor: real frames over a real socket, no Python run. What a call's code says is what becomes of it.
+
+    "hang"      never answered            "die"       the executor exits
+    "garbage"   bytes that are no frame   "nonsense"  a frame that is no result
+    "forget"    answered for an unknown seq
+    otherwise   ok, with the code as stdout
+
+`FakeFleet.launch` stands where `ExecutorProcess.launch` does; `python -m tests.fakes --fd N` is one in a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+from typing import Any, cast
+
+from sandbox import wire
+from sandbox.types import Result, Status, Usage
+
+
+def answer_of(call: dict[str, Any]) -> dict[str, Any]:
+    """What an executor says of a call that went well."""
+    usage = Usage(run_ms=1.0, cpu_ms=1.0, peak_memory_mb=10.0)
+    files = {path: call.get("files", {}).get(path, b"") for path in call.get("return_files", ())}
+    result = Result("", Status.OK, stdout=call["code"], value=call.get("stdin"), exit_code=0, files=files, usage=usage)
+    return result.encode(binary=True)
+
+
+class FakeExecutor(asyncio.Protocol):
+    """One executor, from its "configure" to its end; also the `Process` that a node holds."""
+
+    def __init__(self, slots: int = 4, start: str = "ready") -> None:
+        self.slots = slots
+        self.start = start
+        """"ready", "failed", "exit" or "silent": what follows the "configure"."""
+        self.settings: dict[str, Any] = {}
+        self.calls: dict[int, dict[str, Any]] = {}
+        """All it ever got, by seq."""
+        self.cancelled: list[int] = []
+        self.heard: list[str] = []
+        """Kinds of the frames it got, in order."""
+        self.frames: list[int] = []
+        """Sizes of its "calls" frames."""
+        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._unpacker = wire.Unpacker()
+        self._transport: asyncio.Transport | None = None
+        self.socket: socket.socket
+
+    async def connect(self, sock: socket.socket) -> None:
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+
+    def kill(self) -> None:
+        self.exit(-9)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.exit_code)
+
+    def exit(self, code: int = 0) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        if not self.exit_code.done():
+            self.exit_code.set_result(code)
+
+    def send(self, *message: Any) -> None:
+        assert self._transport is not None
+        self._transport.write(wire.pack(list(message)))
+
+    def finish(self, *seqs: int) -> None:
+        """Answer calls that hang."""
+        self.send("results", [[seq, answer_of(self.calls[seq])] for seq in seqs])
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.exit()
+
+    def data_received(self, data: bytes) -> None:
+        self._unpacker.feed(data)
+        for kind, *parts in self._unpacker:
+            self.heard.append(kind)
+            getattr(self, f"_{kind}")(*parts)
+
+    def _configure(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        if self.start == "ready":
+            about = {"slots": self.slots, "isolation": "none", "profiles": ["bare"], "pid": 1, "python": "3.11.0"}
+            self.send("ready", about)
+        elif self.start == "failed":
+            self.send("failed", "no isolation to be had")
+        elif self.start == "exit":
+            self.exit(3)
+
+    def _calls(self, pairs: list[Any]) -> None:
+        self.frames.append(len(pairs))
+        answers = []
+        for seq, call in pairs:
+            self.calls[seq] = call
+            if call["code"] == "die":
+                return self.exit(1)
+            if call["code"] == "garbage":
+                assert self._transport is not None
+                return self._transport.write(b"\x05\0\0\0hello")
+            if call["code"] == "nonsense":
+                answers.append([seq, {"status": "splendid"}])
+            elif call["code"] == "forget":
+                answers.append([seq + 1_000_000, answer_of(call)])
+            elif call["code"] != "hang":
+                answers.append([seq, answer_of(call)])
+        if answers:
+            self.send("results", answers)
+        return None
+
+    def _cancel(self, seqs: list[int]) -> None:
+        self.cancelled += seqs
+
+    def _drain(self) -> None:
+        self.exit()
+
+
+class FakeFleet:
+    """Launches fake executors; `starts` scripts the first of them, the rest are "ready"."""
+
+    def __init__(self, slots: int = 4, starts: tuple[str, ...] = ()) -> None:
+        self.slots = slots
+        self.starts = list(starts)
+        self.executors: list[FakeExecutor] = []
+
+    async def launch(self) -> FakeExecutor:
+        ours, theirs = socket.socketpair()
+        executor = FakeExecutor(self.slots, self.starts.pop(0) if self.starts else "ready")
+        executor.socket = ours
+        await executor.connect(theirs)
+        self.executors.append(executor)
+        return executor
+
+    @property
+    def last(self) -> FakeExecutor:
+        return self.executors[-1]
+
+
+async def _main(fd: int, slots: int) -> None:
+    executor = FakeExecutor(slots)
+    await executor.connect(socket.socket(fileno=fd))
+    await executor.wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--slots", type=int, default=64)
+    options = parser.parse_args()
+    asyncio.run(_main(options.fd, options.slots))

@@ -1,0 +1,48 @@
+"""A gateway over fake executors, on a real port of loopback."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp.test_utils import TestServer
+
+from sandbox.config import ServeConfig
+from sandbox.gateway import build_app
+from sandbox.gateway.dispatch import Dispatcher
+from tests.fakes import FakeFleet
+
+
+@dataclass
+class Served:
+    url: str
+    http: aiohttp.ClientSession
+    fleet: FakeFleet
+    dispatcher: Dispatcher
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Status and decoded JSON of a POST; `body` is sent as JSON unless it is bytes."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        content = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.http.post(self.url + path, headers=named, **content) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str, **headers: str) -> tuple[int, str]:
+        async with self.http.get(self.url + path, headers=headers) as response:
+            return response.status, await response.text()
+
+
+@asynccontextmanager
+async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settings: Any) -> AsyncIterator[Served]:
+    fleet = fleet or FakeFleet()
+    config = ServeConfig(**settings)
+    async with Dispatcher(config, fleet.launch) as dispatcher:
+        if wait:
+            await dispatcher.started()
+        server = TestServer(build_app(config, dispatcher))
+        await server.start_server()
+        async with server, aiohttp.ClientSession() as http:
+            yield Served(str(server.make_url("")).rstrip("/"), http, fleet, dispatcher)

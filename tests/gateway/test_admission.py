@@ -1,0 +1,177 @@
+"""The ledger: nothing is lost, nothing is answered twice, nothing exceeds the bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sandbox.errors import Overloaded, RequestRefused
+from sandbox.gateway.admission import MAX_RETRY_AFTER_S, Batch, Bounds, DrainRate, Ledger
+from sandbox.types import Call
+
+BOUNDS = Bounds(calls=12, bytes=6000, attempts=3)
+NODES = (0, 1)
+
+
+def batch_of(count: int, *, code: str = "1", queue_timeout_s: float = 10.0) -> Batch:
+    batch = Batch(count, queue_timeout_s)
+    for index in range(count):
+        batch.add(index, Call(code), f"call {index}", {})
+    return batch
+
+
+def answer() -> dict[str, Any]:
+    return {"status": "ok", "usage": {"queue_ms": 0.0, "run_ms": 1.0}, "files": {}, "attempts": 1}
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Batches come, nodes take, answer and die, clients leave, time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(BOUNDS)
+        self.now = 0.0
+        self.batches: list[Batch] = []
+        self.gone: list[Batch] = []
+        self.heard: dict[Batch, list[int]] = {}
+        self.done: list[Batch] = []
+        self.at: dict[int, list[int]] = {node: [] for node in NODES}
+
+    @rule(count=st.integers(1, 6), length=st.integers(0, 800))
+    def submit(self, count: int, length: int) -> None:
+        batch = batch_of(count, code="x" * length)
+        heard = self.heard[batch] = []
+        batch.on_answer = heard.append
+        batch.on_done = lambda: self.done.append(batch)
+        before = self.ledger.calls, self.ledger.bytes
+        try:
+            self.ledger.admit(batch, self.now)
+        except Overloaded as why:
+            assert (self.ledger.calls, self.ledger.bytes) == before
+            assert why.retry_after_s is not None and 1 <= why.retry_after_s <= MAX_RETRY_AFTER_S
+        else:
+            self.batches.append(batch)
+
+    @rule(node=st.sampled_from(NODES), most=st.integers(1, 5))
+    def take(self, node: int, most: int) -> None:
+        tickets = self.ledger.take(node, most, 1 << 20, self.now)
+        assert len(tickets) <= most
+        self.at[node] += [ticket.seq for ticket in tickets]
+
+    @precondition(lambda self: any(self.at.values()))
+    @rule(data=st.data())
+    def reply(self, data: st.DataObject) -> None:
+        node = data.draw(st.sampled_from([node for node in NODES if self.at[node]]))
+        seq = data.draw(st.sampled_from(self.at[node]))
+        self.at[node].remove(seq)
+        assert self.ledger.answer(node, seq, answer()) is not None
+        assert self.ledger.answer(node, seq, answer()) is None
+
+    @rule(node=st.sampled_from(NODES))
+    def die(self, node: int) -> None:
+        retried, given_up = self.ledger.lose(node, self.now)
+        assert len(retried) + len(given_up) == len(self.at[node])
+        assert all(ticket.attempts == BOUNDS.attempts for ticket in given_up)
+        self.at[node].clear()
+
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from(self.batches))
+        for node, seqs in self.ledger.drop(batch).items():
+            for seq in seqs:
+                self.at[node].remove(seq)
+        self.batches.remove(batch)
+        self.gone.append(batch)
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for batch in self.batches:
+            for ticket in self.ledger.expire(batch, self.now):
+                assert self.now - ticket.since >= batch.queue_timeout_s
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        assert self.ledger.calls == sum(batch.left for batch in self.batches) <= BOUNDS.calls
+        assert 0 <= self.ledger.bytes <= BOUNDS.bytes
+        assert self.ledger.waiting + sum(map(self.ledger.running, NODES)) == self.ledger.calls
+
+    @invariant()
+    def each_call_is_answered_once(self) -> None:
+        for batch in self.batches:
+            heard = self.heard[batch]
+            assert len(heard) == len(set(heard)) == len(batch.answers) - batch.left
+            assert (batch in self.done) == (batch.left == 0)
+
+    def teardown(self) -> None:
+        """However it went: whoever still waits gets an answer in the end."""
+        self.ledger.give_up("Stopped", "the end")
+        assert (self.ledger.calls, self.ledger.bytes, self.ledger.waiting) == (0, 0, 0)
+        assert all(None not in batch.answers for batch in self.batches)
+        assert sorted(map(id, self.done)) == sorted({id(b) for b in [*self.batches, *self.gone] if not b.left})
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+def test_a_lost_call_goes_first_and_keeps_its_count_of_attempts() -> None:
+    ledger = Ledger(BOUNDS)
+    ledger.admit(batch_of(3), 0.0)
+    (first,) = ledger.take(0, 1, 1 << 20, 0.0)
+    ledger.lose(0, 1.0)
+    (again,) = ledger.take(1, 1, 1 << 20, 1.0)
+    assert again is first and again.attempts == 2
+
+
+def test_a_call_that_outlives_no_executor_is_unavailable() -> None:
+    ledger, batch = Ledger(BOUNDS), batch_of(1)
+    ledger.admit(batch, 0.0)
+    for _ in range(BOUNDS.attempts):
+        ledger.take(0, 1, 1 << 20, 0.0)
+        ledger.lose(0, 0.0)
+    given = batch.take(0)
+    assert (given["status"], given["error"]["type"], given["attempts"]) == ("unavailable", "ExecutorLost", 3)
+
+
+def test_waiting_time_of_all_attempts_is_in_the_result() -> None:
+    ledger, batch = Ledger(BOUNDS), batch_of(1)
+    ledger.admit(batch, 10.0)
+    ledger.take(0, 1, 1 << 20, 11.0)
+    ledger.lose(0, 20.0)
+    (ticket,) = ledger.take(0, 1, 1 << 20, 22.0)
+    ledger.answer(0, ticket.seq, answer())
+    assert batch.take(0)["usage"]["queue_ms"] == pytest.approx(3000)
+
+
+def test_full_queue_says_what_is_full_and_for_how_long() -> None:
+    ledger = Ledger(BOUNDS)
+    ledger.admit(batch_of(12), 0.0)
+    ledger.drain.count(10, 0.0)
+    with pytest.raises(Overloaded, match=r"holds 12 of at most 12 calls, and this batch has 3 more; try again in 3 s"):
+        ledger.admit(batch_of(3), 0.0)
+
+
+def test_a_batch_larger_than_the_queue_is_refused_for_good() -> None:
+    with pytest.raises(RequestRefused, match="the whole queue holds 12"):
+        Ledger(BOUNDS).admit(batch_of(13), 0.0)
+
+
+def test_big_calls_travel_in_small_frames() -> None:
+    ledger = Ledger(Bounds(100, 1 << 30, 3))
+    ledger.admit(batch_of(10, code="x" * 1000), 0.0)
+    assert len(ledger.take(0, 64, 2000, 0.0)) == 2
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 5), st.integers(0, 1000)), min_size=1, max_size=30))
+def test_drain_rate_never_exceeds_what_was_answered(steps: list[tuple[float, int]]) -> None:
+    rate, now, total = DrainRate(), 0.0, 0
+    for pause, count in steps:
+        now += pause
+        total += count
+        rate.count(count, now)
+        assert 0 <= rate.per_s(now) <= total / 10.0 + 1e-9

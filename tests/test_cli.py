@@ -1,0 +1,278 @@
+"""The command line: fast help, exit codes that mean something, and `run` ending as Python would."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sandbox import cli
+from sandbox.config import ExecutorConfig
+from sandbox.errors import IsolationError, NodeError
+from sandbox.types import Call, CallError, Limits, Profile, Result, Status, Usage
+
+HELP_S = 0.5
+"""What DESIGN promises for any `--help`."""
+COMMANDS = ((), ("serve",), ("run",), ("doctor",), ("runtime",), ("bench",))
+
+Answer = Callable[[Call, ExecutorConfig], Result]
+
+
+def _answers(monkeypatch: pytest.MonkeyPatch, answer: Answer | Result) -> list[Call]:
+    """Put a fake executor in place; the calls that reach it."""
+    calls: list[Call] = []
+
+    def run_once(call: Call, config: ExecutorConfig) -> Result:
+        calls.append(call)
+        return answer if isinstance(answer, Result) else answer(call, config)
+
+    monkeypatch.setitem(sys.modules, "sandbox.executor", types.SimpleNamespace(run_once=run_once))
+    monkeypatch.setattr("sys.stdin", None)
+    return calls
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_fast_and_imports_no_framework(command: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from sandbox.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "slow = {'aiohttp', 'trio', 'rich', 'msgpack', 'asyncio', 'torch'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    best = min(_seconds([sys.executable, "-c", code, *command, "--help"]) for _ in range(3))
+    assert best < HELP_S
+
+
+def _seconds(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def test_version_is_the_installed_one() -> None:
+    done = subprocess.run([sys.executable, "-m", "sandbox", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("rstar-sandbox 0.")
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--prot", "1"], ["run", "--profile", "huge", "x.py"]])
+def test_misuse_that_argparse_sees_is_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--port", "http"], "--port: expected a whole number from 0 to 65535, got 'http'"),
+        (["serve", "--host", "0.0.0.0"], "needs a token"),
+        (["run"], "expected one of FILE, - (code on standard input) or -c CODE"),
+        (["run", "-c", "1", "also.py"], "expected one of FILE"),
+        (["run", "nowhere.py"], "nowhere.py: cannot be read (No such file or directory)"),
+        (["run", "-c", "1", "--timeout-s", "soon"], "run.limits.timeout_s: expected a number from 0.01"),
+        (["run", "-c", "1", "--memory-mb", "-5"], "run.limits.memory_mb: expected a whole number from 16"),
+        (["run", "-c", "1", "--return", "../up"], "expected a relative path"),
+        (["bench", "nothing"], "bench nothing: expected one of"),
+    ],
+)
+def test_misuse_that_we_see_is_2_and_says_what_was_expected(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rstar-sandbox: ")
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"), [(NodeError("gone"), 1), (IsolationError("no seccomp"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_our_failures_are_a_line_and_an_exit_code(
+    failure: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: Call, config: ExecutorConfig) -> Result:
+        raise failure
+
+    _answers(monkeypatch, fail)
+    assert cli.main(["run", "-c", "1"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        (Result("", Status.OK, exit_code=0), 0),
+        (Result("", Status.ERROR, exit_code=3), 3),
+        (Result("", Status.ERROR, exit_code=None), 1),
+        (Result("", Status.ERROR, exit_code=0), 1),
+        (Result("", Status.KILLED, signal=11), 139),
+        (Result("", Status.TIMEOUT, signal=9), 124),
+        (Result("", Status.MEMORY_LIMIT, exit_code=1), 1),
+        (Result("", Status.OUTPUT_LIMIT, exit_code=0), 1),
+        (Result("", Status.UNAVAILABLE), 1),
+    ],
+)
+def test_run_ends_as_a_shell_would_have_seen_it(result: Result, code: int) -> None:
+    assert cli.exit_code(result) == code
+
+
+def test_run_prints_what_python_prints(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _answers(monkeypatch, Result("", Status.ERROR, "out é\udc80", "Traceback: no\n", exit_code=1))
+    assert cli.main(["run", "-c", "print(1)"]) == 1
+    assert capfdbinary.readouterr() == ("out é\\udc80".encode(), b"Traceback: no\n")
+    assert calls == [Call("print(1)", echo=False)]
+
+
+def test_run_echoes_only_when_asked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _answers(monkeypatch, lambda call, _: Result("", Status.OK, value="2" if call.echo else None))
+    assert cli.main(["run", "-c", "1 + 1"]) == 0
+    assert capfd.readouterr().out == ""
+    assert cli.main(["run", "-c", "1 + 1", "--echo"]) == 0
+    assert capfd.readouterr().out == "2\n"
+    assert [call.echo for call in calls] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("result", "line"),
+    [
+        (Result("", Status.TIMEOUT, usage=Usage(run_ms=2000.0)), "timed out after 2.0 s"),
+        (Result("", Status.MEMORY_LIMIT), "ran out of memory; --memory-mb gives more"),
+        (Result("", Status.OUTPUT_LIMIT, truncated=("stdout",)), "stdout cut"),
+        (Result("", Status.KILLED, signal=11), "died of signal 11"),
+        (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "no verdict: all died"),
+    ],
+)
+def test_run_says_what_python_could_not(
+    result: Result, line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _answers(monkeypatch, result)
+    assert cli.main(["run", "-c", "1"]) != 0
+    assert f"rstar-sandbox: {line}" in capfd.readouterr().err
+
+
+def test_run_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("main.py").write_text("\ufeffprint('é')", encoding="utf-8")
+    Path("in.csv").write_bytes(b"1,2")
+    Path("answers").write_text("7\n", encoding="utf-8")
+    seen: list[ExecutorConfig] = []
+
+    def answer(call: Call, config: ExecutorConfig) -> Result:
+        seen.append(config)
+        return Result("", Status.OK)
+
+    calls = _answers(monkeypatch, answer)
+    flags = "--stdin answers --file in.csv --timeout-s 2 --memory-mb 64 --profile numeric --isolation none"
+    assert cli.main(["run", "main.py", *flags.split()]) == 0
+    limits = Limits(timeout_s=2.0, memory_mb=64)
+    files = {"in.csv": b"1,2"}
+    assert calls == [Call("print('é')", "7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
+    assert (seen[0].isolation, seen[0].slots, seen[0].zygotes) == ("none", 1, 1)
+
+
+def test_run_takes_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _answers(monkeypatch, Result("", Status.OK))
+    for argv in (["run", "-"], ["run", "-c", "input()"]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"42")))
+        assert cli.main(argv) == 0
+    assert [(call.code, call.stdin) for call in calls] == [("42", ""), ("input()", "42")]
+
+
+def test_run_json_is_the_whole_result_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = Result("", Status.ERROR, "a\nb", exit_code=3)
+    _answers(monkeypatch, result)
+    assert cli.main(["run", "-c", "1", "--json"]) == 3
+    [line] = capsys.readouterr().out.splitlines()
+    assert Result.decode(json.loads(line)) == result
+
+
+def test_returned_files_stay_in_this_folder_and_overwrite_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, outside = tmp_path / "home", tmp_path / "outside"
+    home.mkdir()
+    outside.mkdir()
+    monkeypatch.chdir(home)
+    Path("link").symlink_to(outside)
+    calls = _answers(monkeypatch, Result("", Status.OK, files={"new/a": b"1", "unasked": b"2"}))
+    assert cli.main(["run", "-c", "1", "--return", "new/a"]) == 0
+    assert Path("new/a").read_bytes() == b"1"
+    assert not Path("unasked").exists()
+    assert cli.main(["run", "-c", "1", "--return", "new/a"]) == 2
+    assert "use --force" in capsys.readouterr().err
+    assert cli.main(["run", "-c", "1", "--return", "new/a", "--force"]) == 0
+    assert cli.main(["run", "-c", "1", "--return", "link/a", "--force"]) == 2
+    assert "leads out of this folder" in capsys.readouterr().err
+    assert len(calls) == 2, "a refusal comes before the run"
+    assert not any(outside.iterdir())
+
+
+def test_a_file_that_the_code_did_not_leave_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _answers(monkeypatch, Result("", Status.OK))
+    assert cli.main(["run", "-c", "1", "--return", "out.csv"]) == 0
+    assert "--return out.csv: the code left no such file" in capfd.readouterr().err
+
+
+@dataclass(frozen=True)
+class Layer:
+    """As `sandbox.jail` has it."""
+
+    name: str
+    ok: bool
+    found: str
+    purpose: str
+
+
+def _jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
+    def choose(asked: str) -> str:
+        if level is None:
+            raise IsolationError("nothing isolates here")
+        return level
+
+    layers = (
+        Layer("seccomp", True, "filter mode", "fewer system calls"),
+        Layer("nsjail", False, "no binary", "a jail"),
+    )
+    monkeypatch.setitem(sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, choose=choose))
+
+
+@pytest.mark.parametrize(("level", "code"), [("namespaces", 0), (None, 1)])
+def test_doctor_says_what_there_is_and_whether_it_isolates(
+    level: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _jail(monkeypatch, level)
+    assert cli.main(["doctor"]) == code
+    said = capsys.readouterr().out
+    for word in ("seccomp", "filter mode", "no binary", level or "nothing isolates here"):
+        assert word in said
+    assert cli.main(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["auto"] == level
+    assert report["layers"][1] == {"name": "nsjail", "ok": False, "found": "no binary", "purpose": "a jail"}
+
+
+def test_a_reader_that_goes_away_is_no_traceback(guest_python: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sandbox", "runtime", "--check"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

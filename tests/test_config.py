@@ -1,0 +1,152 @@
+"""Settings: who wins, what is refused, and that every refusal says what was expected."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from sandbox.config import CEILINGS, SETTINGS, ExecutorConfig, ServeConfig, load
+from sandbox.errors import ConfigError
+from sandbox.types import Limits
+
+
+def _toml(folder: Path, text: str) -> Path:
+    file = folder / "serve.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_defaults_hold_when_nothing_is_said() -> None:
+    assert load(None, {}, {}) == ServeConfig()
+
+
+def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
+    file = _toml(tmp_path, "port = 1\nslots = 1\nzygotes = 1\n")
+    config = load(file, {"RSTAR_SANDBOX_SLOTS": "2", "RSTAR_SANDBOX_ZYGOTES": "2"}, {"zygotes": "3"})
+    assert (config.port, config.slots, config.zygotes) == (1, 2, 3)
+
+
+def test_every_setting_can_be_said_in_every_way(tmp_path: Path) -> None:
+    said = {"queue_timeout_s": "5", "profiles": "bare, numeric", "max_memory_mb": "100", "isolation": "landlock"}
+    expected = ServeConfig(
+        queue_timeout_s=5.0,
+        profiles=("bare", "numeric"),
+        max_limits=Limits(300.0, 100, 16384, 1024, 4096),
+        isolation="landlock",
+    )
+    environ = {f"RSTAR_SANDBOX_{name.upper()}": text for name, text in said.items()}
+    file = _toml(
+        tmp_path,
+        'queue_timeout_s = 5\nprofiles = ["bare", "numeric"]\nmax_memory_mb = 100\nisolation = "landlock"\n',
+    )
+    assert load(None, environ, {}) == load(None, {}, said) == load(file, {}, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": "http"}, "--port: expected a whole number from 0 to 65535, got 'http'"),
+        ({"port": "65536"}, "--port: expected a whole number from 0 to 65535, got 65536"),
+        ({"drain_s": "nan"}, "--drain-s: expected a number from 0 to 1000000, got nan"),
+        (
+            {"isolation": "docker"},
+            "--isolation: expected one of auto, nsjail, namespaces, landlock, none, got 'docker'",
+        ),
+        ({"profiles": "bare,bare"}, "--profiles: expected a list of bare, numeric, symbolic, scientific"),
+        ({"profiles": ""}, "--profiles: expected a list of"),
+        ({"host": ""}, "--host: expected text, got ''"),
+        ({"max_disk_mb": "0"}, "--max-disk-mb: expected a whole number from 1 to"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_was_expected(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {}, flags)
+    assert str(caught.value).startswith(message)
+
+
+def test_an_unknown_name_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    file = _toml(tmp_path, "prot = 1\n")
+    with pytest.raises(ConfigError, match=r"serve\.toml: prot: unknown setting; did you mean port\?"):
+        load(file, {}, {})
+    with pytest.raises(ConfigError, match=r"RSTAR_SANDBOX_PROT: unknown setting; did you mean port\?"):
+        load(None, {"RSTAR_SANDBOX_PROT": "1"}, {})
+
+
+def test_toml_values_have_their_own_kinds(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"port: expected a whole number from 0 to 65535, got '1'"):
+        load(_toml(tmp_path, 'port = "1"\n'), {}, {})
+    with pytest.raises(ConfigError, match=r"port: expected a whole number from 0 to 65535, got True"):
+        load(_toml(tmp_path, "port = true\n"), {}, {})
+
+
+@pytest.mark.parametrize("text", ["port =", "\x00"])
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.toml: is not TOML"):
+        load(_toml(tmp_path, text), {}, {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
+        load(tmp_path / "none.toml", {}, {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "sandbox.internal"])
+def test_beyond_loopback_a_token_is_required(host: str) -> None:
+    with pytest.raises(ConfigError, match="needs a token"):
+        load(None, {}, {"host": host})
+    assert load(None, {"RSTAR_SANDBOX_TOKEN": "secret"}, {"host": host}).token == "secret"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_loopback_needs_no_token(host: str) -> None:
+    assert load(None, {}, {"host": host}).token is None
+
+
+def test_a_token_comes_from_a_file_and_a_higher_source_wins(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("from-file\n", encoding="utf-8")
+    assert load(None, {"RSTAR_SANDBOX_TOKEN": "from-env"}, {"token_file": str(token)}).token == "from-file"
+    file = _toml(tmp_path, f'token_file = "{token}"\n')
+    assert load(file, {"RSTAR_SANDBOX_TOKEN": "from-env"}, {}).token == "from-env"
+
+
+def test_an_empty_token_file_is_no_token(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        load(None, {}, {"token_file": str(tmp_path / "token")})
+
+
+def test_the_token_shows_in_no_repr_message_or_flag(tmp_path: Path) -> None:
+    assert "secret" not in repr(ServeConfig(token="secret"))
+    assert not SETTINGS["token"].is_flag
+    with pytest.raises(ConfigError) as caught:
+        load(_toml(tmp_path, "token = 12345678\n"), {}, {})
+    assert "12345678" not in str(caught.value)
+
+
+def test_a_cluster_s_service_links_are_no_settings() -> None:
+    links = {"RSTAR_SANDBOX_PORT": "tcp://10.0.0.1:8642", "RSTAR_SANDBOX_SERVICE_HOST": "10.0.0.1"}
+    assert load(None, {**links, "RSTAR_SANDBOX_PORT_8642_TCP_PORT": "8642"}, {}) == ServeConfig()
+
+
+def test_the_executor_s_part_survives_the_wire() -> None:
+    config = ServeConfig(python="/usr/bin/python3", slots=4, profiles=("bare",), attempts=2)
+    assert ExecutorConfig.from_settings(config.executor_settings()) == config.executor()
+    assert ExecutorConfig.from_settings(ServeConfig().executor_settings()) == ExecutorConfig()
+
+
+def test_executor_settings_are_checked_like_any_others() -> None:
+    with pytest.raises(ConfigError, match=r"slots: expected a whole number from 0 to 100000, got 'many'"):
+        ExecutorConfig.from_settings({"slots": "many"})
+    with pytest.raises(ConfigError, match=r"port: unknown setting"):
+        ExecutorConfig.from_settings({"port": 1})
+
+
+def test_every_field_is_a_setting_and_every_default_is_allowed() -> None:
+    config = ServeConfig()
+    assert {f.name for f in fields(config)} - {"max_limits"} == {n for n in SETTINGS if not n.startswith("max_")}
+    for name, setting in SETTINGS.items():
+        value = getattr(CEILINGS, name.removeprefix("max_"), None) if name.startswith("max_") else getattr(config, name)
+        assert value is None or setting.rule.holds(value), name

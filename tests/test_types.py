@@ -1,0 +1,201 @@
+"""Calls and results survive encoding; hostile input meets `InvalidCall` and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox.errors import InvalidCall
+from sandbox.types import (
+    CALL_FIELDS,
+    DEFAULT_LIMITS,
+    LIMIT_FIELDS,
+    MAX_FILES,
+    Call,
+    CallError,
+    Limits,
+    Profile,
+    Result,
+    Status,
+    Usage,
+    unavailable,
+)
+
+any_text = st.text(st.characters(codec=None, categories=None), max_size=40)  # lone surrogates and NUL too
+labels = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
+segments = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
+paths = st.lists(segments, min_size=1, max_size=3).map("/".join)
+file_maps = st.dictionaries(paths, st.binary(max_size=40), max_size=3)
+limits = st.builds(
+    Limits,
+    timeout_s=st.floats(0.01, 1e9),
+    **{name: st.integers(int(rule.low), int(rule.high)) for name, rule in LIMIT_FIELDS.items() if rule.whole},
+)
+calls = st.builds(
+    Call,
+    code=any_text,
+    stdin=any_text,
+    files=file_maps,
+    return_files=st.lists(paths, max_size=3).map(tuple),
+    limits=limits,
+    echo=st.booleans(),
+    profile=st.sampled_from(Profile),
+    id=labels,
+    priority=st.integers(-100, 100),
+    tenant=labels,
+)
+amounts = st.floats(0, 1e9)
+results = st.builds(
+    Result,
+    id=labels,
+    status=st.sampled_from(Status),
+    stdout=any_text,
+    stderr=any_text,
+    value=st.none() | any_text,
+    error=st.none() | st.builds(CallError, labels, any_text, any_text, st.none() | st.integers(1, 9999)),
+    exit_code=st.none() | st.integers(0, 255),
+    signal=st.none() | st.integers(1, 64),
+    truncated=st.lists(st.sampled_from(["stdout", "stderr", "value"]), max_size=2).map(tuple),
+    files=file_maps,
+    usage=st.builds(Usage, amounts, amounts, amounts, amounts),
+    attempts=st.integers(0, 9),
+    clamped=st.dictionaries(st.sampled_from(list(LIMIT_FIELDS)), amounts),
+)
+hostile = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | any_text | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(any_text, inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def _pack(value: Any) -> Any:
+    return msgpack.unpackb(
+        msgpack.packb(value, unicode_errors="surrogatepass"), unicode_errors="surrogatepass", strict_map_key=True
+    )
+
+
+@given(calls)
+def test_a_call_survives_json(call: Call) -> None:
+    assert Call.decode(json.loads(json.dumps(call.encode()))) == call
+
+
+@given(calls)
+def test_a_call_survives_msgpack(call: Call) -> None:
+    assert Call.decode(_pack(call.encode(binary=True))) == call
+
+
+@given(results)
+def test_a_result_survives_json(result: Result) -> None:
+    assert Result.decode(json.loads(json.dumps(result.encode()))) == result
+
+
+@given(results)
+def test_a_result_survives_msgpack(result: Result) -> None:
+    assert Result.decode(_pack(result.encode(binary=True))) == result
+
+
+@given(hostile)
+def test_hostile_input_raises_nothing_but_invalid_call(raw: Any) -> None:
+    for decode in (Call.decode, Call.decode_defaults, Limits.decode):
+        try:
+            decode(raw)
+        except InvalidCall as why:
+            assert str(why).isprintable()
+            assert len(str(why)) < 600
+
+
+@given(st.sampled_from(list(CALL_FIELDS)), hostile)
+def test_a_hostile_field_raises_nothing_but_invalid_call(name: str, value: Any) -> None:
+    try:
+        call = Call.decode({"code": "", name: value})
+    except InvalidCall as why:
+        assert str(why).startswith(f"call.{name}")
+    else:
+        assert Call.decode(call.encode()) == call
+
+
+@pytest.mark.parametrize("huge", [10**5000, -(10**400), float("inf"), float("nan")], ids=["5000", "400", "inf", "nan"])
+def test_numbers_beyond_any_float_are_refused_by_name(huge: float) -> None:
+    with pytest.raises(InvalidCall, match=r"^call\.limits\.memory_mb: expected a whole number from 16 to"):
+        Call.decode({"code": "", "limits": {"memory_mb": huge}})
+
+
+@given(hostile)
+def test_decoding_twice_changes_nothing(raw: Any) -> None:
+    try:
+        call = Call.decode({"code": "1", "limits": raw})
+    except InvalidCall:
+        return
+    assert Call.decode(call.encode()) == call
+
+
+def test_code_is_never_refused_for_what_it_says() -> None:
+    for code in ("", "\0", "\ud800", "import os; os._exit(1)"):
+        assert Call.decode({"code": code}).code == code
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/.", "a\0b", "a\nb", "\ud800", "x" * 256, "a/" * 600 + "b"]
+)
+def test_paths_that_leave_the_folder_are_refused(path: str) -> None:
+    for call in ({"code": "", "files": {path: ""}}, {"code": "", "return_files": [path]}):
+        with pytest.raises(InvalidCall, match="relative path"):
+            Call.decode(call)
+
+
+def test_too_many_files_are_refused() -> None:
+    with pytest.raises(InvalidCall, match=f"at most {MAX_FILES} files, got {MAX_FILES + 1}"):
+        Call.decode({"code": "", "files": {f"f{i}": "" for i in range(MAX_FILES + 1)}})
+
+
+def test_an_unknown_field_is_named_with_those_there_are() -> None:
+    with pytest.raises(InvalidCall, match=r"unknown field 'timeout'; the fields are code, stdin"):
+        Call.decode({"code": "", "timeout": 3})
+
+
+def test_the_batch_index_is_in_the_message() -> None:
+    with pytest.raises(InvalidCall, match=r"^calls\[7\]\.echo: expected true or false, got 1$"):
+        Call.decode({"code": "", "echo": 1}, where="calls[7]")
+
+
+def test_defaults_fill_what_a_call_leaves_out() -> None:
+    defaults = Call.decode_defaults({"limits": {"timeout_s": 2}, "tenant": "rl", "echo": False})
+    call = Call.decode({"code": "1", "limits": {"memory_mb": 64}}, defaults)
+    assert call == Call("1", limits=Limits(timeout_s=2.0, memory_mb=64), tenant="rl", echo=False)
+
+
+def test_defaults_hold_no_code() -> None:
+    with pytest.raises(InvalidCall, match="belongs to a single call"):
+        Call.decode_defaults({"code": "1"})
+
+
+@given(limits, limits)
+def test_clamped_limits_are_under_the_ceiling_and_say_what_was_lowered(asked: Limits, ceiling: Limits) -> None:
+    held, lowered = asked.clamped(ceiling)
+    for name in LIMIT_FIELDS:
+        assert getattr(held, name) == min(getattr(asked, name), getattr(ceiling, name))
+        assert (name in lowered) == (getattr(asked, name) > getattr(ceiling, name))
+
+
+def test_the_limits_are_described_once_and_completely() -> None:
+    assert {f.name: getattr(DEFAULT_LIMITS, f.name) for f in fields(Limits)} == {
+        name: rule.default for name, rule in LIMIT_FIELDS.items()
+    }
+    assert [f.name for f in fields(Call)] == list(CALL_FIELDS)
+
+
+def test_no_verdict_says_whose_move_is_next() -> None:
+    result = unavailable("a", "InvalidCall", "no code")
+    assert (result.status, result.error) == (Status.UNAVAILABLE, CallError("InvalidCall", "no code"))
+
+
+def test_an_older_client_reads_a_newer_server() -> None:
+    result = Result(id="a", status=Status.OK)
+    assert Result.decode({**result.encode(), "colour": "blue"}) == result
+    assert Result.decode({"id": "a", "status": "ok"}) == replace(result, usage=Usage())

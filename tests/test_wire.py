@@ -1,0 +1,87 @@
+"""Frames come out as they went in, however the stream was cut; other bytes meet `ProtocolError`."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox import wire
+from sandbox.errors import ProtocolError
+from sandbox.types import Call
+from sandbox.wire import Unpacker, pack
+
+any_text = st.text(st.characters(codec=None, categories=None), max_size=20)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | any_text | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3),
+    max_leaves=8,
+)
+messages = st.tuples(any_text, st.lists(values, max_size=3)).map(lambda parts: [parts[0], *parts[1]])
+
+
+@given(st.lists(messages, max_size=5), st.lists(st.integers(0, 200), max_size=8))
+def test_frames_survive_any_cut_of_the_stream(sent: list[list[Any]], cuts: list[int]) -> None:
+    stream = b"".join(map(pack, sent))
+    ends = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    unpacker = Unpacker()
+    received: list[list[Any]] = []
+    for start, end in itertools.pairwise(ends):
+        unpacker.feed(stream[start:end])
+        received += unpacker
+    assert received == sent
+
+
+@given(st.binary(max_size=200))
+def test_hostile_bytes_raise_nothing_but_protocol_error(data: bytes) -> None:
+    for stream in (data, struct.pack("<I", len(data)) + data):
+        unpacker = Unpacker(max_frame_bytes=100)
+        unpacker.feed(stream)
+        try:
+            messages = list(unpacker)
+        except ProtocolError:
+            continue
+        assert all(isinstance(message[0], str) for message in messages)
+
+
+def test_a_frame_that_claims_too_much_is_refused_before_it_is_read() -> None:
+    unpacker = Unpacker(max_frame_bytes=10)
+    unpacker.feed(struct.pack("<I", 11))
+    with pytest.raises(ProtocolError, match="frame of 11 bytes, expected at most 10"):
+        list(unpacker)
+
+
+def test_a_frame_that_no_peer_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10)
+    with pytest.raises(ProtocolError, match="send fewer calls"):
+        pack(["calls", "x" * 20])
+
+
+@pytest.mark.parametrize("body", [b"", b"\x90", b"\x91\x01", b"\x80", b"\x91\xa1k\x00", b"\xc1"])
+def test_what_is_no_array_with_a_kind_is_refused(body: bytes) -> None:
+    unpacker = Unpacker()
+    unpacker.feed(struct.pack("<I", len(body)) + body)
+    with pytest.raises(ProtocolError):
+        list(unpacker)
+
+
+def test_leaving_the_loop_early_loses_and_repeats_no_frame() -> None:
+    unpacker = Unpacker()
+    unpacker.feed(pack(["ready"]) + pack(["stats", 1]) + pack(["stats", 2]))
+    for message in unpacker:
+        assert message == ["ready"]
+        break
+    assert list(unpacker) == [["stats", 1], ["stats", 2]]
+    assert list(unpacker) == []
+
+
+def test_a_call_crosses_as_it_is() -> None:
+    call = Call.decode({"code": "print('\ud800')", "files": {"a": "AAE="}, "limits": {"timeout_s": 2}})
+    unpacker = Unpacker()
+    unpacker.feed(pack(["calls", [[1, call.encode(binary=True)]]]))
+    [[kind, [[seq, raw]]]] = unpacker
+    assert (kind, seq, Call.decode(raw)) == ("calls", 1, call)
