@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import random
 import threading
@@ -178,7 +179,7 @@ class AsyncClient:
             if not one.answer.cancelled():
                 one.answer.exception()  # seen
             elif one.post is not None:
-                one.post.check_wanted()
+                one.post.forget_one()
 
     def _schedule_pump(self) -> None:
         if not self._pump_is_due:
@@ -249,7 +250,9 @@ class AsyncClient:
         endpoint.load += len(numbered)
         endpoint.requests += 1
         try:
-            async with self._opened().post(f"{endpoint.url}/v1/batch", data=body, headers=headers) as response:
+            async with self._opened().post(
+                f"{endpoint.url}/v1/batch", data=io.BytesIO(body), headers=headers
+            ) as response:
                 if response.status != 200:
                     raise await _failure(endpoint.url, response)
                 unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
@@ -257,6 +260,8 @@ class AsyncClient:
                     unpacker.feed(chunk)
                     for line in unpacker:
                         numbered[line["index"]].succeed(line)
+                    if post.is_abandoned:
+                        return
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
             raise Unreachable(f"{endpoint.url}: {str(why) or type(why).__name__}") from None
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as why:
@@ -407,6 +412,7 @@ class _Post:
     def __init__(self, asked: list[_Asked]) -> None:
         self.asked = asked
         self.wanted = len(asked)
+        self.has_forgotten = False
         self.task: asyncio.Task[None] | None = None
         for one in asked:
             one.post = self
@@ -414,8 +420,14 @@ class _Post:
     def unanswered(self) -> list[_Asked]:
         return [one for one in self.asked if not one.answer.done()]
 
-    def check_wanted(self) -> None:
-        """One of them has been cancelled."""
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody waits for any of what is still unanswered."""
+        return self.has_forgotten and not self.wanted
+
+    def forget_one(self) -> None:
+        """One that was unanswered has been cancelled."""
+        self.has_forgotten = True
         self.wanted -= 1
         if not self.wanted and self.task is not None:
             self.task.cancel()

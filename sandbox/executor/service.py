@@ -26,8 +26,8 @@ STATS_S = 1.0
 async def serve(sock: socket.socket) -> int:
     """Until the gateway closes its end, or after "drain" when all is answered. Returns an exit code."""
     link = Link(sock)
-    unpacker = wire.Unpacker()
-    frames = _frames(link, unpacker)
+    frames = _frames(link, wire.Unpacker())
+    failure = ""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.flush_forever)
         try:
@@ -36,12 +36,11 @@ async def serve(sock: socket.socket) -> int:
                 raise ProtocolError("expected a configure frame first")
             await _Service(link, ExecutorConfig.from_settings(first[1])).run(frames)
         except* SandboxError as errors:
-            link.write(wire.pack(["failed", _first_line(errors)]))
+            failure = _first_line(errors)
+            link.write(wire.pack(["failed", failure]))
             await _flushed(link)
-            return 1
-        finally:
-            nursery.cancel_scope.cancel()
-    return 0
+        nursery.cancel_scope.cancel()
+    return 1 if failure else 0
 
 
 class _Service:

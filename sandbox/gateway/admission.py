@@ -5,12 +5,14 @@ Invariants:
 - An admitted call either waits or runs at exactly one node, until it is answered once or dropped with its batch.
 - A node that is lost costs its calls an attempt, not their answer: they go back to the head of the queue, and only
   after `attempts` of them get `unavailable`.
+- Calls on their last attempt run one per node: one that kills its executor takes no other's last attempt along.
 - Synchronous, without clock or I/O; `now` (seconds, monotonic) is passed in. What acts on all this is `dispatch`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,12 +116,16 @@ class Ledger:
         self.bytes = 0
         self.drain = DrainRate()
         self._queue: FairQueue[Ticket] = FairQueue()
+        self._last_attempts: OrderedDict[Ticket, None] = OrderedDict()
+        """Waiting, but not in the queue."""
         self._running: dict[Node, dict[int, Ticket]] = {}
+        self._alone: dict[Node, Ticket] = {}
+        """Which of the running ones is on its last attempt."""
         self._seq = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._last_attempts)
 
     def running(self, node: Node) -> int:
         """How many calls `node` holds."""
@@ -142,8 +148,11 @@ class Ledger:
         held = self._running.setdefault(node, {})
         size = 0
         while len(taken) < most and size < most_bytes:
-            ticket = self._queue.pop()
-            if ticket is None:
+            if self._last_attempts and node not in self._alone:
+                ticket = self._alone[node] = self._last_attempts.popitem(last=False)[0]
+            elif (popped := self._queue.pop()) is not None:
+                ticket = popped
+            else:
                 break
             self._seq += 1
             ticket.seq, ticket.node = self._seq, node
@@ -160,6 +169,7 @@ class Ledger:
         ticket = held.pop(seq, None) if held else None
         if ticket is None:
             return None
+        self._no_longer_alone(node, ticket)
         answer["id"] = ticket.id
         answer["attempts"] = ticket.attempts - 1 + (answer.get("attempts") or 1)
         answer["clamped"] = ticket.clamped
@@ -172,14 +182,15 @@ class Ledger:
         """`node` is gone: its calls wait again, or are given up after their last attempt. Returns both lists."""
         retried: list[Ticket] = []
         given_up: list[Ticket] = []
+        self._alone.pop(node, None)
         for ticket in self._running.pop(node, {}).values():
-            ticket.node = None
-            if ticket.attempts < self.bounds.attempts:
-                ticket.since = now
+            ticket.node, ticket.since = None, now
+            left = self.bounds.attempts - ticket.attempts
+            (retried if left else given_up).append(ticket)
+            if left > 1:
                 self._queue.put_back(ticket)
-                retried.append(ticket)
-            else:
-                given_up.append(ticket)
+            elif left:
+                self._last_attempts[ticket] = None
         for ticket in given_up:
             why = f"its executor died {ticket.attempts} times in a row; the service's log says why"
             self._refuse(ticket, "ExecutorLost", why)
@@ -190,7 +201,7 @@ class Ledger:
         timeout_s = batch.queue_timeout_s
         late = [t for t in batch.tickets if t.call is not None and t.node is None and now - t.since >= timeout_s]
         for ticket in late:
-            self._queue.remove(ticket)
+            self._stop_waiting(ticket)
             self._refuse(ticket, "QueueTimeout", f"waited {timeout_s:g} s for a slot; send fewer calls, or wait longer")
         return late
 
@@ -199,8 +210,9 @@ class Ledger:
         cancelled: dict[Node, list[int]] = {}
         for ticket in _open(batch.tickets):
             if ticket.node is None:
-                self._queue.remove(ticket)
+                self._stop_waiting(ticket)
             else:
+                self._no_longer_alone(ticket.node, ticket)
                 del self._running[ticket.node][ticket.seq]
                 cancelled.setdefault(ticket.node, []).append(ticket.seq)
             self._close(ticket)
@@ -210,7 +222,10 @@ class Ledger:
     def give_up(self, kind: str, message: str) -> list[Ticket]:
         """Answer all that is left with `unavailable`: the service ends."""
         left = [ticket for held in self._running.values() for ticket in held.values()]
+        left += self._last_attempts
         self._running.clear()
+        self._alone.clear()
+        self._last_attempts.clear()
         while (ticket := self._queue.pop()) is not None:
             left.append(ticket)
         for ticket in left:
@@ -240,6 +255,16 @@ class Ledger:
                     f"try again in {after} s",
                     retry_after_s=after,
                 )
+
+    def _stop_waiting(self, ticket: Ticket) -> None:
+        if ticket in self._last_attempts:
+            del self._last_attempts[ticket]
+        else:
+            self._queue.remove(ticket)
+
+    def _no_longer_alone(self, node: Node, ticket: Ticket) -> None:
+        if self._alone.get(node) is ticket:
+            del self._alone[node]
 
     def _refuse(self, ticket: Ticket, kind: str, message: str) -> None:
         self._close(ticket)

@@ -1,8 +1,8 @@
 """Bodies: reading them within bounds, decoding them, and writing answers. JSON or msgpack, by the request's headers.
 
 Invariants:
-- No body, however made, costs more memory than a small multiple of `body_mb`, and all bodies being read together no
-  more than `Intake.most`.
+- No body, however made, costs more memory than about 20 times `body_mb` (lists of short texts; most cost a small
+  multiple), and large ones are decoded one at a time. Those being read cost no more than `Bodies.most` together.
 - What cannot be decoded is a `Refusal` that says where it broke; nothing a client sends ends in a 500.
 - Answers always encode: lone surrogates, which code can print into a value, become "?".
 """
@@ -13,7 +13,6 @@ import asyncio
 import base64
 import json
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -33,17 +32,22 @@ CHUNK = 64
 """Answers encoded between two turns of the loop."""
 MAX_MAP_LEN = 4096
 MAX_DIGITS = 40
+MAX_LISTS = 4 << 20
+"""Brackets in a JSON body. Its decoder has no hook for lists; text may hold brackets too, but hardly so many."""
 
 Answer = dict[str, Any]
 
 
-class Intake:
-    """Bytes of bodies being read, all requests together."""
+class Bodies:
+    """Bodies on their way in, those of all requests together."""
 
-    def __init__(self, most: int, most_each: int) -> None:
+    def __init__(self, most: int, most_each: int, max_calls: int) -> None:
         self.most = most
         self.most_each = most_each
+        self.max_calls = max_calls
         self.held = 0
+        self._large = asyncio.Semaphore(1)
+        """Large ones are decoded one at a time: hostile ones take many times their size."""
 
     async def read(self, request: web.Request) -> bytes:
         """The body. Raises `Refusal`: 413 for one that is too long, 429 when there are too many at once."""
@@ -64,6 +68,14 @@ class Intake:
         finally:
             self.held -= size
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def decode(self, body: bytes, kind: str) -> Any:
+        """What `body` holds. Raises `Refusal`: 400 for what is malformed, 413 for what only means to be large."""
+        decoder = _decode_msgpack if kind == MSGPACK else _decode_json
+        if len(body) < THREAD_BYTES:
+            return decoder(body, self.max_calls)
+        async with self._large:
+            return await asyncio.to_thread(decoder, body, self.max_calls)
 
     def _too_long(self, size: int) -> Refusal:
         return Refusal(
@@ -91,15 +103,6 @@ def answer_type(request: web.Request, sent: str, offered: tuple[str, ...]) -> st
     accept = request.headers.get("Accept", "")
     wanted = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
     return next((kind for kind in offered if kind in wanted), sent)
-
-
-async def decode(body: bytes, kind: str, max_array_len: int) -> Any:
-    """The value that `body` holds. Raises `Refusal` 400."""
-    if kind == MSGPACK:
-        work: Callable[[], Any] = lambda: _decode_msgpack(body, max_array_len)  # noqa: E731
-    else:
-        work = lambda: _decode_json(body)  # noqa: E731
-    return work() if len(body) < THREAD_BYTES else await asyncio.to_thread(work)
 
 
 def encode(value: Any, kind: str) -> bytes:
@@ -133,9 +136,12 @@ def encode_line(index: int, answer: Answer, kind: str) -> bytes:
     return line + b"\n" if kind == NDJSON else line
 
 
-def _decode_json(body: bytes) -> Any:
+def _decode_json(body: bytes, max_calls: int) -> Any:
+    if len(body) > MAX_LISTS and body.count(b"[") > MAX_LISTS:
+        raise Refusal(413, f"more than {MAX_LISTS} opening brackets; send smaller batches, or send them as msgpack")
+    decoder = json.JSONDecoder(object_pairs_hook=_Containers(max_calls).mapping, parse_int=_whole)
     try:
-        return _DECODER.decode(body.decode())
+        return decoder.decode(body.decode())
     except UnicodeDecodeError as why:
         raise Refusal(400, f"the body is not UTF-8: {why.reason} at byte {why.start}") from None
     except json.JSONDecodeError as why:
@@ -144,14 +150,17 @@ def _decode_json(body: bytes) -> Any:
         raise Refusal(400, "the JSON is nested too deeply; a batch needs five levels") from None
 
 
-def _decode_msgpack(body: bytes, max_array_len: int) -> Any:
+def _decode_msgpack(body: bytes, max_calls: int) -> Any:
+    containers = _Containers(max_calls)
     try:
         return msgpack.unpackb(
             body,
-            object_pairs_hook=_unique,
+            object_pairs_hook=containers.mapping,
+            list_hook=containers.list,
             unicode_errors="surrogatepass",
-            max_array_len=max_array_len,
+            max_array_len=max_calls,
             max_map_len=MAX_MAP_LEN,
+            max_ext_len=0,
         )
     except UnicodeDecodeError as why:
         raise Refusal(400, f"malformed msgpack: text that is not UTF-8 ({why.reason})") from None
@@ -159,12 +168,29 @@ def _decode_msgpack(body: bytes, max_array_len: int) -> Any:
         raise Refusal(400, f"malformed msgpack: {str(why) or type(why).__name__:.200}") from None
 
 
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise Refusal(400, f"the key {twice!r:.80} is given twice in one object; which one holds is anybody's guess")
-    return mapping
+class _Containers:
+    """Hooks that look at each container of one body: no key twice, and no more of them than calls can need, since an
+    empty one is one byte here and 64 in memory."""
+
+    def __init__(self, max_calls: int) -> None:
+        self._left = 4 * max_calls + 16
+
+    def mapping(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._count()
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise Refusal(400, f"the key {twice!r:.80} is given twice in one object, so it is not clear which holds")
+        return mapping
+
+    def list(self, items: list[Any]) -> list[Any]:
+        self._count()
+        return items
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Refusal(413, "more objects than a batch of the largest size can have; send smaller batches")
 
 
 def _whole(digits: str) -> float:
@@ -172,7 +198,6 @@ def _whole(digits: str) -> float:
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 

@@ -101,10 +101,14 @@ class Dispatcher:
             return True
         return self._loop.time() - self._last_alive < DEAD_S
 
-    def submit(self, batch: Batch) -> None:
-        """Admit the calls of `batch` and see to their answers. Raises `Overloaded` or `RequestRefused`."""
+    def check_is_open(self) -> None:
+        """Raises `Overloaded` once nothing more is admitted."""
         if self.is_draining:
             raise Overloaded("the service is stopping; send this to another one", retry_after_s=1)
+
+    def submit(self, batch: Batch) -> None:
+        """Admit the calls of `batch` and see to their answers. Raises `Overloaded` or `RequestRefused`."""
+        self.check_is_open()
         if not batch.tickets:
             return
         self.ledger.admit(batch, self._loop.time())
@@ -182,6 +186,8 @@ class Dispatcher:
                 return
             now = self._loop.time()
             tickets = self.ledger.take(node.number, min(room, FRAME_CALLS), FRAME_BYTES, now)
+            if not tickets:
+                return
             node.send(["calls", [[ticket.seq, _wire(ticket)] for ticket in tickets]])
 
     def _room(self, node: Node) -> int:

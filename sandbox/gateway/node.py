@@ -32,8 +32,12 @@ EXECUTOR = "sandbox.executor"
 """Run by name, since this room does not import that one."""
 START_S = 120.0
 """From exec to "ready": jail, zygotes, their warm-up; a cold disk under a large runtime is what takes longest."""
-SILENCE_S = 60
+SILENCE_S = 60.0
 """Stats come about once a second, so an executor silent for this long hangs."""
+TURN_S = 1.0
+"""How often it is looked whether it has spoken."""
+EXIT_S = 0.5
+"""From EOF to the exit code."""
 STOP_S = 5.0
 """From "drain" and EOF to the kill."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
@@ -203,6 +207,7 @@ class _Link(asyncio.Protocol):
         self.is_paused = False
         self.has_spoken = False
         self._node = node
+        self._loop = loop
         self._unpacker = wire.Unpacker()
         self._transport: asyncio.Transport | None = None
 
@@ -220,7 +225,9 @@ class _Link(asyncio.Protocol):
             self.lose(why)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lose(NodeError(f"closed its socket ({exc})" if exc else "closed its socket"))
+        """Most often it has ended, and its exit code, which comes a moment later, says more."""
+        self.is_paused = True
+        self._loop.call_later(EXIT_S, self.lose, NodeError(f"closed its socket{f' ({exc})' if exc else ''}"))
 
     def pause_writing(self) -> None:
         self.is_paused = True
@@ -283,12 +290,12 @@ async def _watch_exit(process: Process, link: _Link) -> None:
 
 async def _watch_silence(link: _Link) -> None:
     """Counts its own turns rather than seconds: if we were stopped, so was this count."""
-    silent = 0
-    while silent < SILENCE_S:
-        await asyncio.sleep(1)
-        silent = 0 if link.has_spoken else silent + 1
+    silent_s = 0.0
+    while silent_s < SILENCE_S:
+        await asyncio.sleep(TURN_S)
+        silent_s = 0.0 if link.has_spoken else silent_s + TURN_S
         link.has_spoken = not link.ready.done()
-    link.lose(NodeError(f"said nothing for {SILENCE_S} s"))
+    link.lose(NodeError(f"said nothing for {SILENCE_S:g} s"))
 
 
 class ExecutorProcess:

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused
-from sandbox.gateway.metrics import Counters
+from sandbox.gateway.dispatch import Dispatcher
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,7 @@ class Refusal(Exception):
         self.headers = headers or {}
 
 
-def overloaded(why: Overloaded, status: int = 429) -> Refusal:
-    """`why` as an answer that says when to come back."""
-    return Refusal(status, str(why), {"Retry-After": str(int(why.retry_after_s or 1))})
-
-
-def refusals_as_json(counters: Counters) -> Middleware:
+def refusals_as_json(dispatcher: Dispatcher) -> Middleware:
     """The outermost middleware: whatever goes wrong below becomes a JSON body and a count."""
 
     @web.middleware
@@ -57,7 +52,8 @@ def refusals_as_json(counters: Counters) -> Middleware:
         except InvalidCall as why:
             refusal = Refusal(400, str(why))
         except Overloaded as why:
-            refusal = overloaded(why)
+            after_s = str(int(why.retry_after_s or 1))
+            refusal = Refusal(503 if dispatcher.is_draining else 429, str(why), {"Retry-After": after_s})
         except RequestRefused as why:
             refusal = Refusal(413, str(why))
         except web.HTTPException as why:
@@ -67,7 +63,7 @@ def refusals_as_json(counters: Counters) -> Middleware:
         except Exception:  # the boundary between a bug of ours and the client, who gets no traceback
             log.exception("%s %s failed", request.method, request.path)
             refusal = Refusal(500, "a fault of the service, not of your request; its log has the details")
-        counters.refused[refusal.status] += 1
+        dispatcher.counters.refused[refusal.status] += 1
         return _render(refusal)
 
     return middleware

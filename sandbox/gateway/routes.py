@@ -9,18 +9,17 @@ from typing import Any
 from aiohttp import web
 
 from sandbox.config import ServeConfig
-from sandbox.errors import Overloaded
 from sandbox.gateway import codec, intake, metrics
 from sandbox.gateway.admission import Batch
 from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.dispatch import Dispatcher
 from sandbox.gateway.guard import guard
 from sandbox.gateway.openapi import Route, document
-from sandbox.gateway.refusal import Refusal, overloaded, refusals_as_json
+from sandbox.gateway.refusal import Refusal, refusals_as_json
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 CONFIG = web.AppKey("config", ServeConfig)
-INTAKE = web.AppKey("intake", codec.Intake)
+BODIES = web.AppKey("bodies", codec.Bodies)
 
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
@@ -33,12 +32,12 @@ PAGE_HEADERS = {
 def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
     """The application over a dispatcher that somebody else starts and stops."""
     app = web.Application(
-        middlewares=[refusals_as_json(dispatcher.counters), guard(config)],
+        middlewares=[refusals_as_json(dispatcher), guard(config)],
         handler_args={"handler_cancellation": True, "auto_decompress": False, "access_log": None},
     )
     app[DISPATCHER] = dispatcher
     app[CONFIG] = config
-    app[INTAKE] = codec.Intake(config.queue_mb << 20, config.body_mb << 20)
+    app[BODIES] = codec.Bodies(config.queue_mb << 20, config.body_mb << 20, config.batch_calls)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.act)
     return app
@@ -98,13 +97,12 @@ async def index(request: web.Request) -> web.Response:
 
 async def _read(request: web.Request) -> tuple[Any, str]:
     """The decoded body and its type."""
-    dispatcher = request.app[DISPATCHER]
-    if dispatcher.is_draining:
-        raise overloaded(Overloaded("the service is stopping; send this to another one"), status=503)
+    dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
+    dispatcher.check_is_open()
     kind = codec.body_type(request)
-    body = await request.app[INTAKE].read(request)
+    body = await bodies.read(request)
     dispatcher.counters.bytes_in += len(body)
-    return await codec.decode(body, kind, request.app[CONFIG].batch_calls), kind
+    return await bodies.decode(body, kind), kind
 
 
 async def _run(dispatcher: Dispatcher, batch: Batch) -> None:

@@ -15,7 +15,6 @@ End of file on the socket ends the zygote and with it every call.
 from __future__ import annotations
 
 import ctypes
-import gc
 import heapq
 import mmap
 import os
@@ -31,6 +30,7 @@ import time
 import capture
 import confine
 import frames
+import pages
 import profiles
 import runner
 
@@ -118,10 +118,7 @@ class Zygote:
             runner.prepare()
         if threading.active_count() != 1:
             raise RuntimeError(f"{profile} started {threading.active_count() - 1} threads; a zygote forks, so it has one")
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+        pages.settle()
         modules = sorted({name.partition(".")[0] for name in sys.modules})
         self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
 

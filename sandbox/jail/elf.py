@@ -93,7 +93,8 @@ def _parse(data: mmap.mmap) -> Elf | None:
                 dynamic.setdefault(tag, []).append(value)
     if _DT_STRTAB not in dynamic:
         return Elf((), (), interpreter)
-    strings = next(dynamic[_DT_STRTAB][0] - a + o for a, o, n in loads if a <= dynamic[_DT_STRTAB][0] < a + n)
+    table = dynamic[_DT_STRTAB][0]
+    strings = next((table - a + o for a, o, n in loads if a <= table < a + n), len(data))
 
     def texts(tag: int) -> list[str]:
         return [_text(data, strings + value) for value in dynamic.get(tag, ())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Interpreter:
     @classmethod
     def find(cls, python: str) -> Interpreter:
         """Ask `python` where its files are. Runs it once or twice, about 0.2 s. Raises `ConfigError`."""
+        python = os.path.abspath(shutil.which(python) or python)
         said = _ask(python)
         version = tuple(said["version"])
         if version < OLDEST:
@@ -66,7 +68,7 @@ class Interpreter:
         base = said if said["prefix"] == said["base_prefix"] else _ask(binary)
         trees, masks, pythonpath = _lay_out(said, base)
         return cls(
-            executable=os.path.abspath(python),
+            executable=python,
             binary=binary,
             version=(version[0], version[1], version[2]),
             trees=trees,

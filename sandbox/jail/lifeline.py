@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import sys
+from itertools import pairwise
 from typing import NoReturn
 
 from sandbox.jail import kernel
@@ -24,7 +25,8 @@ CANNOT_START = 127
 def begin() -> int:
     """Leave the caller's session and habits behind. Returns a pidfd of the process that started us."""
     parent = os.pidfd_open(os.getppid())
-    os.setsid()  # so that a Ctrl-C on the server's terminal leaves draining to the server
+    if os.getsid(0) != os.getpid():
+        os.setsid()  # so that a Ctrl-C on the server's terminal leaves draining to the server
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -58,8 +60,7 @@ def become_guest(spec: JailSpec, fd: int) -> NoReturn:
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    os.closerange(3, fd)
-    os.closerange(fd + 1, 1 << 30)
+    close_all_but(fd)
     os.set_inheritable(fd, True)
     argv = spec.guest_argv(fd)
     try:
@@ -67,3 +68,10 @@ def become_guest(spec: JailSpec, fd: int) -> NoReturn:
     except OSError as why:
         print(f"jail: cannot start {argv[0]}: {why.strerror}", file=sys.stderr, flush=True)
     os._exit(CANNOT_START)
+
+
+def close_all_but(*kept: int) -> None:
+    """Close every descriptor above stderr that is not among `kept`."""
+    ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for below, above in pairwise(ends):
+        os.closerange(below + 1, above)

@@ -100,7 +100,7 @@ def _be_init(spec: JailSpec, fd: int, alive: int) -> int:
     guest = os.fork()
     if guest == 0:
         lifeline.become_guest(spec, fd)
-    os.closerange(3, 1 << 30)
+    lifeline.close_all_but()
     _retire()
     return lifeline.reap(guest)
 

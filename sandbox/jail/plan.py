@@ -22,6 +22,7 @@ def command(spec: JailSpec, fd: int) -> list[str]:
     the whole jail down, and the end of the process that started it does, too.
     """
     refuse_unbuilt(spec.level)
+    assert fd > 2, "standard streams are not passed on"
     launcher = "plain" if spec.level is Level.NONE else "namespaces"
     return [sys.executable, "-I", "-m", f"sandbox.jail.{launcher}", spec.encode(), str(fd)]
 

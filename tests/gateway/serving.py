@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,7 @@ class Served:
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         """Status and decoded JSON of a POST; `body` is sent as JSON unless it is bytes."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        content = {"data": body} if isinstance(body, bytes) else {"json": body}
+        content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         async with self.http.post(self.url + path, headers=named, **content) as response:
             return response.status, await response.json()
 
@@ -46,3 +48,10 @@ async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settin
         await server.start_server()
         async with server, aiohttp.ClientSession() as http:
             yield Served(str(server.make_url("")).rstrip("/"), http, fleet, dispatcher)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    """Turns of the loop until `claim` holds."""
+    async with asyncio.timeout(10):
+        while not claim():  # noqa: ASYNC110  there is no event for what fakes have heard
+            await asyncio.sleep(0)

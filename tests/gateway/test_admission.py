@@ -41,7 +41,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.done: list[Batch] = []
         self.at: dict[int, list[int]] = {node: [] for node in NODES}
 
-    @rule(count=st.integers(1, 6), length=st.integers(0, 800))
+    @rule(count=st.integers(1, 6), length=st.integers(0, 700))
     def submit(self, count: int, length: int) -> None:
         batch = batch_of(count, code="x" * length)
         heard = self.heard[batch] = []
@@ -136,6 +136,21 @@ def test_a_call_that_outlives_no_executor_is_unavailable() -> None:
         ledger.lose(0, 0.0)
     given = batch.take(0)
     assert (given["status"], given["error"]["type"], given["attempts"]) == ("unavailable", "ExecutorLost", 3)
+
+
+def test_a_call_that_kills_executors_takes_no_others_last_attempt() -> None:
+    ledger, poison, others = Ledger(BOUNDS), batch_of(1), batch_of(6)
+    ledger.admit(poison, 0.0)
+    ledger.admit(others, 0.0)
+    while ledger.calls:
+        taken = ledger.take(0, 64, 1 << 20, 0.0)
+        if any(ticket.batch is poison for ticket in taken):
+            ledger.lose(0, 0.0)
+            continue
+        for ticket in taken:
+            ledger.answer(0, ticket.seq, answer())
+    assert poison.take(0)["status"] == "unavailable"
+    assert [others.take(index)["status"] for index in range(6)] == ["ok"] * 6
 
 
 def test_waiting_time_of_all_attempts_is_in_the_result() -> None:

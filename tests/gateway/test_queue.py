@@ -18,7 +18,7 @@ class Item:
 
 
 class SlowQueue:
-    """The same order by searching lists: the tenants of a priority stand in a ring, and whoever was served goes last."""
+    """The same order by searching lists: a priority's tenants stand in a ring, and whoever was served goes last."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []

@@ -1,0 +1,346 @@
+"""What a call costs, layer by layer: CPU and wall time from a bare fork up to a batch over HTTP.
+
+    python -m bench.layers [--calls N] [--rounds R] [--profiles bare,numeric] [--json]
+
+Every step is the one before and one thing more, on the same warm interpreter and the same code:
+
+    floor       fork(2), run the compiled code with stdout on a memory file, exit; no isolation
+    os.fork     the floor with Python's own os.fork, for comparison; later steps build on the floor
+    namespaces  own PID, mount, IPC and UTS namespaces          seccomp   the system call filter
+    tmpfs       a private scratch folder                        runner    compile, echo, report, files: the whole guest
+    identity    uid, capabilities, rlimits, no_new_privs        executor  zygote loop and executor process, calls in frames
+    http        the gateway too: HTTP in batches of 64 from a client on the same cores
+
+CPU is everything that the service's side spends: the calls' own processes, as the kernel accounts them, and the zygote,
+executor and gateway by `sum_exec_runtime`; the client is left out. Steps take turns within a round, and medians over the
+rounds are compared, so that what else the machine does hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import procs, report, service
+from sandbox import jail, wire
+from sandbox.client import AsyncClient
+from sandbox.config import ExecutorConfig
+from sandbox.executor import core, frames
+from sandbox.executor.work import Work
+from sandbox.types import Call, Profile
+
+CODES = {
+    "bare": "print(1 + 1)\n",
+    "numeric": "import numpy as np\nprint(np.linalg.det(np.array([[2.0, 1.0], [1.0, 3.0]])))\n",
+    "symbolic": "from sympy import symbols, solve\nx = symbols('x')\nprint(solve(x**2 - 5*x + 6, x))\n",
+    "scientific": "from scipy.optimize import fsolve\nprint(fsolve(lambda x: x**2 - 2, 1.0))\n",
+}
+IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "runner")
+STEPS = (*IN_JAIL, "executor", "http")
+AT_MOST = 2.5
+"""CPU of a call over HTTP as a multiple of the floor: what the project promises."""
+BATCH = 64
+WAIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Milliseconds per call. `ticks_cpu_ms` is the CPU again, by clock tick over the whole tree, where it was taken."""
+
+    cpu_ms: float
+    wall_ms: float
+    ticks_cpu_ms: float | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The measurement; 1 if a profile's whole cost is over `AT_MOST` floors."""
+    args = _parser().parse_args(argv)
+    return report.run_as_command("layers", lambda: _measure(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = report.parser("layers", __doc__ or "")
+    parser.add_argument("--calls", type=report.count, default=256, help="calls per step and round (default: 256)")
+    parser.add_argument("--rounds", type=report.count, default=5, help="rounds (default: 5)")
+    parser.add_argument("--profiles", type=_profiles, default=tuple(CODES), help="of " + ",".join(CODES))
+    parser.add_argument("--at-most", type=float, default=AT_MOST, help="exit 1 over so many floors (default: 2.5)")
+    return parser
+
+
+def _profiles(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(CODES):
+        raise argparse.ArgumentTypeError(f"unknown profile {min(unknown)!r}; expected some of {', '.join(CODES)}")
+    return names
+
+
+def _measure(args: argparse.Namespace) -> int:
+    if jail.choose("auto") is not jail.Level.NAMESPACES:
+        raise report.BenchFailed("expected isolation=namespaces on this machine; see `rstar-sandbox doctor`")
+    python = service.guest_python(args.python)
+    costs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
+    with ExitStack() as stack:
+        jails = {name: stack.enter_context(_jail(python, name)) for name in args.profiles}
+        executor = stack.enter_context(_executor(python))
+        server = stack.enter_context(service.running(python))
+        bar = stack.enter_context(report.progress())
+        task = bar.add_task("steps", total=(args.rounds + 1) * len(args.profiles) * len(STEPS))
+        for turn in range(args.rounds + 1):  # the first warms everything up and is not counted
+            for name in args.profiles:
+                for step, cost in _round(jails[name], executor, server, name, args.calls if turn else BATCH):
+                    bar.advance(task)
+                    if turn:
+                        costs[name, step].append(cost)
+    figures = summarise(costs, args)
+    _show(figures)
+    report.plot(args.plot, lambda axes: _draw(axes, figures["profiles"]))
+    report.finish(figures, as_json=args.json)
+    return 0 if figures["holds"] else 1
+
+
+def _round(
+    guest: _Jail, executor: _Executor, server: service.Service, profile: str, calls: int
+) -> Iterator[tuple[str, Cost]]:
+    for step in IN_JAIL:
+        yield step, guest.measure(step, CODES[profile], calls)
+    yield "executor", executor.measure(CODES[profile], calls)
+    yield "http", asyncio.run(_over_http(server, CODES[profile], calls))
+
+
+def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Namespace) -> dict[str, Any]:
+    """Medians per step, what each adds, and the ratios to the floor (medians of each round's own ratio)."""
+    profiles: dict[str, Any] = {}
+    for name in args.profiles:
+        floor = [cost.cpu_ms for cost in costs[name, "floor"]]
+        steps = {}
+        for step in STEPS:
+            taken = costs[name, step]
+            ticks = [cost.ticks_cpu_ms for cost in taken if cost.ticks_cpu_ms is not None]
+            steps[step] = {
+                "cpu_ms": report.median(cost.cpu_ms for cost in taken),
+                "wall_ms": report.median(cost.wall_ms for cost in taken),
+                "floors": report.median(cost.cpu_ms / least for cost, least in zip(taken, floor, strict=True)),
+            } | ({"ticks_cpu_ms": report.median(ticks)} if ticks else {})
+        profiles[name] = {"steps": steps, "ratio": steps["http"]["floors"]}
+    return {
+        "bench": "layers",
+        "calls": args.calls,
+        "rounds": args.rounds,
+        "at_most": args.at_most,
+        "holds": all(profile["ratio"] <= args.at_most for profile in profiles.values()),
+        "profiles": profiles,
+    }
+
+
+class _Jail:
+    """A jail with a measuring zygote of one profile, and our end of its socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._unpacker = frames.Unpacker(1 << 30)
+
+    def configure(self, plan: Mapping[str, Any], profile: str, process: subprocess.Popen[bytes]) -> None:
+        self._sock.sendall(frames.pack({"op": "configure", "plan": plan, "profile": profile}))
+        header = self._receive()
+        if header["op"] != "ready":
+            raise report.BenchFailed(f"expected ready from the measuring zygote, got {header}")
+        pages = max(_mapped_pages(pid) for pid in procs.tree(process.pid))
+        self._sock.sendall(frames.pack({"op": "serve", "address_space": pages * os.sysconf("SC_PAGE_SIZE")}))
+
+    def measure(self, step: str, code: str, calls: int) -> Cost:
+        """Run `calls` calls as far as `step`."""
+        order = frames.Unpacker(1 << 30)
+        order.feed(Work.decode(0, {"code": code}).order(1, 0, 0.0))
+        ((header, blobs),) = order
+        self._sock.sendall(frames.pack({**header, "op": "measure", "step": step, "calls": calls}, blobs))
+        took = self._receive()
+        if took["op"] != "measured":
+            raise report.BenchFailed(f"{step}: expected measured, got {took}")
+        if took["failed"]:
+            raise report.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
+        return Cost((took["cpu_ms"] + took["own_cpu_ms"]) / calls, took["wall_ms"] / calls)
+
+    def _receive(self) -> dict[str, Any]:
+        while True:
+            if whole := list(self._unpacker):  # it answers one order at a time
+                return whole[0][0]
+            _wait_readable(self._sock)
+            data = self._sock.recv(1 << 16)
+            if not data:
+                raise report.BenchFailed("the measuring zygote ended; what it printed is above")
+            self._unpacker.feed(data)
+
+
+@contextmanager
+def _jail(python: str, profile: str) -> Iterator[_Jail]:
+    """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
+    with tempfile.TemporaryDirectory(prefix="rstar-layers-") as folder:
+        for path in (*core.GUEST.glob("*.py"), Path(__file__).with_name("layers_guest.py")):
+            shutil.copy(path, folder)
+        number = 900 + list(CODES).index(profile)  # uids that no running server's jails have
+        base, count = jail.host_uids(number, 8)
+        interpreter = jail.Interpreter.find(python)
+        argv = ("/python/bin/python3", "-s", "-B", "/guest/layers_guest.py", "--fd", "{fd}")
+        spec = jail.JailSpec(
+            jail.Level.NAMESPACES, interpreter, folder, env=core.GUEST_ENV, argv=argv, uid_base=base, uid_count=count
+        )
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                process = subprocess.Popen(jail.command(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
+            try:
+                guest = _Jail(ours)
+                guest.configure(jail.call_plan(spec), profile, process)
+                yield guest
+            finally:
+                process.kill()
+                process.wait()
+
+
+class _Executor:
+    """The executor process, driven as the gateway drives it."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self._sock = sock
+        self._pid = pid
+        self._unpacker = wire.Unpacker()
+        self._numbers = iter(range(1, 1 << 60))
+
+    def wait_ready(self, settings: Mapping[str, Any]) -> None:
+        self._sock.sendall(wire.pack(["configure", dict(settings)]))
+        while (message := self._receive())[0] != "ready":
+            if message[0] == "failed":
+                raise report.BenchFailed(f"the executor did not start: {message[1]}")
+
+    def measure(self, code: str, calls: int) -> Cost:
+        """Send `calls` calls in frames of 64 and take their results."""
+        numbers = [next(self._numbers) for _ in range(calls)]
+        packed = [
+            wire.pack(["calls", [[n, {"code": code}] for n in numbers[start : start + BATCH]]])
+            for start in range(0, calls, BATCH)
+        ]
+        meter = _Meter(self._pid)
+        self._sock.sendall(b"".join(packed))
+        results: list[dict[str, Any]] = []
+        while len(results) < calls:
+            kind, *rest = self._receive()
+            if kind == "results":
+                results += [result for _, result in rest[0]]
+        return meter.cost([(r["status"], r["usage"]["cpu_ms"]) for r in results])
+
+    def _receive(self) -> list[Any]:
+        while True:
+            for message in self._unpacker:
+                return message
+            _wait_readable(self._sock)
+            data = self._sock.recv(1 << 18)
+            if not data:
+                raise report.BenchFailed("the executor ended; what it printed is above")
+            self._unpacker.feed(data)
+
+
+@contextmanager
+def _executor(python: str) -> Iterator[_Executor]:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            fd = theirs.fileno()
+            command = [sys.executable, "-m", "sandbox.executor", "--fd", str(fd)]
+            process = subprocess.Popen(command, pass_fds=[fd], start_new_session=True, stdin=subprocess.DEVNULL)
+        try:
+            executor = _Executor(ours, process.pid)
+            executor.wait_ready(ExecutorConfig(python=python).settings())
+            yield executor
+        finally:
+            ours.close()  # it ends by itself
+            try:
+                process.wait(service.STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+async def _over_http(server: service.Service, code: str, calls: int) -> Cost:
+    async with AsyncClient(server.url, batch_size=BATCH) as client:
+        await client.execute("pass")  # the connection is there before the clock starts
+        meter = _Meter(server.pid)
+        results = await client.run_batch([Call(code)] * calls)
+    return meter.cost([(result.status.value, result.usage.cpu_ms) for result in results])
+
+
+class _Meter:
+    """CPU of a service's processes from now on: its own by nanosecond, the calls' as the zygote had it from the kernel."""
+
+    def __init__(self, root: int) -> None:
+        self._pids = procs.tree(root)
+        self._own_s, self._ended_s = procs.cpu_s(self._pids), procs.ended_children_cpu_s(self._pids)
+        self._start = time.perf_counter()
+
+    def cost(self, calls: Sequence[tuple[str, float]]) -> Cost:
+        """What `calls` (status, CPU ms) have cost each. Raises `BenchFailed` if one did not end well."""
+        wall_s = time.perf_counter() - self._start
+        own_s = procs.cpu_s(self._pids) - self._own_s
+        ended_s = procs.ended_children_cpu_s(self._pids) - self._ended_s
+        if bad := [status for status, _ in calls if status != "ok"]:
+            raise report.BenchFailed(f"{len(bad)} of {len(calls)} calls ended as {bad[0]}, expected ok")
+        n = len(calls)
+        cpu_ms = own_s * 1e3 + sum(cpu_ms for _, cpu_ms in calls)
+        return Cost(cpu_ms / n, wall_s * 1e3 / n, (own_s + ended_s) * 1e3 / n)
+
+
+def _wait_readable(sock: socket.socket) -> None:
+    if not select.select([sock], [], [], WAIT_S)[0]:
+        raise report.BenchFailed(f"no answer within {WAIT_S:g} s")
+
+
+def _mapped_pages(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    except OSError:
+        return 0
+
+
+def _show(figures: Mapping[str, Any]) -> None:
+    for name, profile in figures["profiles"].items():
+        rows, before = [], 0.0
+        for step, cost in profile["steps"].items():
+            added = "" if step == "os.fork" else f"{cost['cpu_ms'] - before:+.2f}"
+            before = before if step == "os.fork" else cost["cpu_ms"]
+            rows.append((step, f"{cost['cpu_ms']:.2f}", added, f"{cost['wall_ms']:.2f}", f"{cost['floors']:.2f}"))
+        verdict = "holds" if profile["ratio"] <= figures["at_most"] else "is over"
+        title = f"{name}: {profile['ratio']:.2f} floors, {verdict} {figures['at_most']:g}"
+        report.show(title, ("step", "CPU ms", "added", "wall ms", "floors"), rows)
+
+
+def _draw(axes: Any, profiles: Mapping[str, Any]) -> None:
+    """One bar per profile, stacked by what each step adds."""
+    names = list(profiles)
+    bottom = [0.0] * len(names)
+    for step in (step for step in STEPS if step != "os.fork"):
+        tops = [profiles[name]["steps"][step]["floors"] for name in names]
+        added = [max(0.0, top - low) for top, low in zip(tops, bottom, strict=True)]
+        axes.bar(names, added, bottom=bottom, label=step)
+        bottom = [low + more for low, more in zip(bottom, added, strict=True)]
+    axes.axhline(AT_MOST, linestyle="--", color="gray")
+    axes.set_ylabel("CPU per call, in floors")
+    axes.legend()
+
+
+assert {profile.value for profile in Profile if profile is not Profile.AUTO} == set(CODES)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Inside the jail, for `bench.layers`: a zygote that can also run calls with only some of the layers, and time them.
+
+Run by path beside the guest's own modules, as `layers_guest.py --fd N`. It is the real zygote with one more order:
+
+    measure {step, calls, call...} + code    measured   {cpu_ms, wall_ms, own_cpu_ms}: totals of that many calls
+
+Calls run one after another, so what is measured is their cost and not the queue. `cpu_ms` is what the kernel says of the
+call's process (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
+"""
+
+import os
+import resource
+import sys
+import time
+
+import capture
+import confine
+import runner
+import zygote
+
+STEPS = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "runner")
+
+
+class MeasuringZygote(zygote.Zygote):
+    """The loop and the fork are the zygote's own; `_do_measure` is the only addition."""
+
+    failed = 0
+    is_mute = False
+
+    def send(self, header, *blobs):
+        if not self.is_mute:
+            super().send(header, *blobs)
+
+    def _do_measure(self, header, blobs):
+        step, code = header["step"], compile(blobs[0], runner.SCRIPT, "exec")
+        self.failed, self.is_mute = 0, True
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+        for _ in range(header["calls"]):
+            if step == "runner":
+                self._whole(header, blobs)
+            else:
+                self._bare(step, header, code)
+        cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.is_mute = False
+        child_ms = (children.ru_utime + children.ru_stime - used.ru_utime - used.ru_stime) * 1e3
+        took = {"cpu_ms": child_ms, "own_cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
+        self.send({"op": "measured", "failed": self.failed, **took})
+
+    def _bare(self, step, call, code):
+        """Fork, confine as far as `step`, run, leave; output goes to a memory file as in the real thing."""
+        depth = max(STEPS.index(step), 1)
+        fork = os.fork if step == "os.fork" else zygote._fork
+        out = capture.bounded_file(call["output"])
+        if depth > 1:
+            self.layers.before_fork()
+        pid = fork()
+        if pid == 0:
+            self._bare_child(depth, call, code, out)
+        if depth > 1:
+            self.layers.after_fork()
+        _, status = os.waitpid(pid, 0)
+        if status:
+            self.failed += 1
+        os.close(out)
+
+    def _bare_child(self, depth, call, code, out):
+        try:
+            os.dup2(out, 1)
+            _confine(self.layers, self.plan, depth, call)
+            exec(code, {"__name__": "__main__"})
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+    def _whole(self, call, blobs):
+        """The zygote's own fork, runner and answer, all but the frame that would carry it."""
+        self._do_call(call, blobs)
+        (running,) = self.running.values()
+        pid, status, usage = os.wait4(running.pid, 0)
+        del self.running[pid]
+        self._answer(running, status, usage)
+        self.deadlines.clear()
+        if status:
+            self.failed += 1
+
+
+def _confine(layers, plan, depth, call):
+    """The first layers of `confine.Confinement.enter`: 2 namespaces, 3 scratch folder, 4 identity and limits, 5 filter."""
+    uid = plan["uid_base"]
+    if depth in (2, 3):
+        confine._check(confine._libc.unshare(plan["unshare"]), "unshare")
+    if depth == 3:
+        owner = None if uid is None else uid + call["slot"]
+        confine._mount_scratch(plan["tmpfs"], call["disk_mb"], plan["inodes"], owner)
+    if depth == 4:
+        kept, layers._filter = layers._filter, None
+        layers.enter(call["slot"], call)
+        layers._filter = kept
+    if depth == 5:
+        layers.enter(call["slot"], call)
+
+
+if __name__ == "__main__":
+    zygote.Zygote = MeasuringZygote
+    sys.argv[0] = zygote.__file__
+    zygote.main()

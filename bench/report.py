@@ -1,0 +1,143 @@
+"""How every benchmark speaks: machine facts, tables, plots, and the one JSON object on the last line.
+
+Tables and progress go to stderr, so that stdout is the JSON object alone where `--json` asks for it. A benchmark's
+`main` is `run_as_command(...)`, which turns what it raises into exit codes: 0 fine, 1 failed, 2 misuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sandbox.errors import SandboxError
+
+CONSOLE = Console(stderr=True)
+
+
+class BenchFailed(Exception):
+    """The measurement could not be made; says why."""
+
+
+def parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """Arguments that every benchmark has."""
+    made = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=doc.strip().splitlines()[0])
+    made.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    made.add_argument("--plot", metavar="FILE.png", help="draw the result (needs the [bench] extra)")
+    made.add_argument("--python", metavar="PATH", help="the guest's Python (default: what the server would take)")
+    return made
+
+
+def count(text: str) -> int:
+    """An argument that counts something: a whole number from 1 up."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text}")
+    return number
+
+
+def run_as_command(name: str, work: Callable[[], int]) -> int:
+    """`work`, its failures turned into a line on stderr and an exit code. SIGTERM cleans up as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return work()
+    except KeyboardInterrupt:
+        return 130
+    except (BenchFailed, SandboxError, OSError, ValueError) as why:
+        print(f"{name}: {why}", file=sys.stderr)
+        return 1
+
+
+def machine() -> dict[str, Any]:
+    """Where and of what a figure was taken, to be kept beside it."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "load": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def finish(figures: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print `figures` with the machine's facts, if that was asked for."""
+    if as_json:
+        CONSOLE.file.flush()
+        print(json.dumps({**figures, "machine": machine()}), flush=True)
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table; the first column is text, the others are numbers or short words."""
+    table = Table(title=title, box=None, header_style="bold", title_style="bold", title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*("-" if cell is None else str(cell) for cell in row))
+    CONSOLE.print(table)
+
+
+def progress() -> Progress:
+    """A progress bar on stderr."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=CONSOLE, transient=True)
+
+
+def plot(path: str | None, draw: Callable[[Any], None], size: tuple[float, float] = (8.0, 4.5)) -> None:
+    """Have `draw(axes)` draw one picture into `path`; without matplotlib, say what is missing."""
+    if path is None:
+        return
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        print("no plot: it needs matplotlib; pip install 'rstar-sandbox[bench]'", file=sys.stderr)
+        return
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure.subplots())
+    figure.savefig(path, dpi=150)
+    print(f"plot: {path}", file=sys.stderr)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50 and p99, as {"p50": ..., "p99": ...}; empty without values."""
+    ordered = sorted(values)
+    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 2) for p in (50, 99) if ordered}
+
+
+def median(values: Iterable[float], digits: int = 3) -> float:
+    """The median, rounded for people."""
+    return round(statistics.median(values), digits)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    """The checkout's commit, with a + if files differ from it; empty outside a checkout."""
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit.stdout.strip() + ("+" if changed else "")

@@ -1,0 +1,195 @@
+"""Between ledger and executors: frames, credits, deaths, cancellation and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sandbox.errors import ConfigError
+from sandbox.gateway import dispatch, node
+from tests.fakes import FakeFleet
+from tests.gateway.serving import serving, until
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "FIRST_PAUSE_S", 0.0)
+
+
+def batch(*codes: str) -> dict[str, list[dict[str, str]]]:
+    return {"calls": [{"code": code} for code in codes]}
+
+
+async def test_no_more_calls_at_the_executor_than_twice_its_slots() -> None:
+    async with serving(FakeFleet(slots=3)) as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 10)))
+        executor = served.fleet.last
+        await until(lambda: bool(executor.calls))
+        assert (executor.frames, served.dispatcher.ledger.waiting) == ([6], 4)
+        executor.finish(1, 2)
+        await until(lambda: len(executor.calls) == 8)
+        executor.finish(*range(3, 9))
+        await until(lambda: len(executor.calls) == 10)
+        executor.finish(9, 10)
+        assert (await asking)[0] == 200
+
+
+async def test_calls_travel_in_frames_of_up_to_64() -> None:
+    async with serving(FakeFleet(slots=100)) as served:
+        await served.post("/v1/batch", batch(*["1"] * 150))
+        assert served.fleet.last.frames == [64, 64, 22]
+
+
+async def test_calls_spread_over_executors() -> None:
+    async with serving(FakeFleet(slots=2), executors=3) as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 12)))
+        await until(lambda: sum(len(e.calls) for e in served.fleet.executors) == 12)
+        assert [len(executor.calls) for executor in served.fleet.executors] == [4, 4, 4]
+        for executor in served.fleet.executors:
+            executor.finish(*executor.calls)
+        assert (await asking)[0] == 200
+
+
+@pytest.mark.parametrize("end", ["die", "garbage", "nonsense"])
+async def test_a_call_that_breaks_executors_is_given_up_and_its_neighbour_is_not(end: str) -> None:
+    async with serving() as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch("hang", end)))
+        await until(lambda: len(served.fleet.executors) == 3 and bool(served.fleet.last.calls))
+        third = served.fleet.last
+        assert [call["code"] for call in third.calls.values()] == ["hang"]
+        third.finish(*third.calls)
+        _, body = await asking
+        assert [(r["status"], r["attempts"]) for r in body["results"]] == [("ok", 3), ("unavailable", 3)]
+        assert body["results"][1]["error"]["type"] == "ExecutorLost"
+        assert all(executor.exit_code.done() for executor in served.fleet.executors[:3])
+
+
+async def test_a_killed_executor_gives_its_calls_to_the_next() -> None:
+    async with serving() as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch("hang", "hang")))
+        await until(lambda: len(served.fleet.last.calls) == 2)
+        served.fleet.last.exit(-9)
+        await until(lambda: len(served.fleet.executors) == 2 and len(served.fleet.last.calls) == 2)
+        served.fleet.last.finish(*served.fleet.last.calls)
+        _, body = await asking
+        assert [(r["status"], r["attempts"]) for r in body["results"]] == [("ok", 2)] * 2
+        _, scraped = await served.get("/metrics")
+        assert "rstar_sandbox_executor_restarts_total 1" in scraped
+        assert "rstar_sandbox_calls_retried_total 2" in scraped
+
+
+async def test_a_start_that_fails_later_is_tried_again() -> None:
+    fleet = FakeFleet(starts=("ready", "exit", "failed"))
+    async with serving(fleet) as served:
+        fleet.last.exit()
+        await until(lambda: len(fleet.executors) == 4)
+        assert (await served.post("/v1/execute", {"code": "1"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"), [("failed", "no isolation to be had"), ("exit", "did not start: ended with exit code 3")]
+)
+async def test_a_first_start_that_fails_ends_the_start(start: str, expected: str) -> None:
+    async with serving(FakeFleet(starts=(start,)), wait=False) as served:
+        with pytest.raises(ConfigError, match=expected):
+            await served.dispatcher.started()
+
+
+async def test_an_executor_that_never_gets_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "START_S", 0.01)
+    async with serving(FakeFleet(starts=("silent",)), wait=False) as served:
+        with pytest.raises(ConfigError, match=r"not ready 0\.01 s after its start"):
+            await served.dispatcher.started()
+
+
+async def test_a_silent_executor_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "TURN_S", 0.01)
+    monkeypatch.setattr(node, "SILENCE_S", 0.02)
+    async with serving() as served:
+        await until(lambda: len(served.fleet.executors) == 2)
+
+
+async def test_answers_to_unknown_calls_are_ignored() -> None:
+    async with serving() as served:
+        asking = asyncio.create_task(served.post("/v1/execute", {"code": "forget"}))
+        await until(lambda: bool(served.fleet.last.calls))
+        await served.post("/v1/execute", {"code": "1"})
+        served.fleet.last.finish(1)
+        assert (await asking)[1]["status"] == "ok"
+        assert len(served.fleet.executors) == 1
+
+
+async def test_a_client_that_leaves_takes_its_calls_along() -> None:
+    async with serving(FakeFleet(slots=1)) as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 5)))
+        await until(lambda: len(served.fleet.last.calls) == 2)
+        asking.cancel()
+        await until(lambda: sorted(served.fleet.last.cancelled) == [1, 2])
+        assert served.dispatcher.ledger.calls == 0
+        assert served.dispatcher.counters.cancelled == 5
+        assert (await served.post("/v1/execute", {"code": "1"}))[1]["status"] == "ok"
+
+
+async def test_a_stream_that_is_left_takes_its_calls_along() -> None:
+    async with serving() as served:
+        headers = {"Accept": "application/x-ndjson"}
+        async with served.http.post(served.url + "/v1/batch", json=batch("1", "hang"), headers=headers) as response:
+            await response.content.readline()
+            response.close()
+        await until(lambda: len(served.fleet.last.cancelled) == 1)
+        assert served.dispatcher.ledger.calls == 0
+
+
+async def test_waiting_too_long_is_unavailable() -> None:
+    async with serving(FakeFleet(slots=1)) as served:
+        asking = asyncio.create_task(served.post("/v1/batch", {**batch(*["hang"] * 3), "queue_timeout_s": 0.01}))
+        await until(lambda: served.dispatcher.counters.by_status["unavailable"] == 1)
+        served.fleet.last.finish(1, 2)
+        _, body = await asking
+        assert [r["status"] for r in body["results"]] == ["ok", "ok", "unavailable"]
+        assert body["results"][2]["error"]["type"] == "QueueTimeout"
+
+
+async def test_the_drain_lets_admitted_calls_finish() -> None:
+    async with serving() as served:
+        asking = asyncio.create_task(served.post("/v1/execute", {"code": "hang"}))
+        await until(lambda: bool(served.fleet.last.calls))
+        draining = asyncio.create_task(served.dispatcher.drain(10))
+        await until(lambda: served.dispatcher.is_draining)
+        served.fleet.last.finish(1)
+        await draining
+        assert (await asking)[1]["status"] == "ok"
+
+
+async def test_what_is_unfinished_after_the_drain_is_unavailable() -> None:
+    async with serving() as served:
+        asking = asyncio.create_task(served.post("/v1/execute", {"code": "hang"}))
+        await until(lambda: bool(served.fleet.last.calls))
+        await served.dispatcher.drain(0)
+        _, result = await asking
+        assert (result["status"], result["error"]["type"]) == ("unavailable", "Stopped")
+
+
+async def test_executors_are_told_to_go_at_the_end() -> None:
+    async with serving() as served:
+        await served.post("/v1/execute", {"code": "1"})
+    assert served.fleet.last.heard == ["configure", "calls", "drain"]
+    assert served.fleet.last.exit_code.done()
+
+
+async def test_health_fails_when_there_is_no_executor_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(FakeFleet(starts=("ready", "silent"))) as served:
+        served.fleet.last.exit()
+        await until(lambda: len(served.fleet.executors) == 2)
+        assert (await served.get("/health"))[0] == 200
+        monkeypatch.setattr(dispatch, "DEAD_S", 0.0)
+        assert (await served.get("/health"))[0] == 503
+        assert (await served.get("/ready"))[0] == 503
+
+
+async def test_the_settings_reach_the_executor() -> None:
+    async with serving(isolation="landlock") as served:
+        assert served.fleet.last.settings == served.dispatcher.config.executor_settings()

@@ -1,0 +1,76 @@
+"""Who gets in: tokens, and browsers kept away from loopback."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.gateway.guard import check_is_local
+from sandbox.gateway.refusal import Refusal
+from tests.gateway.serving import serving
+
+
+@pytest.mark.asyncio
+async def test_with_a_token_only_probes_are_open() -> None:
+    async with serving(token="s3cret") as served:
+        for path in ("/", "/docs", "/openapi.json", "/metrics", "/nowhere"):
+            async with served.http.get(served.url + path) as response:
+                assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+        for path in ("/health", "/ready"):
+            assert (await served.get(path))[0] == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer s3cret", 200),
+        ("bearer s3cret", 200),
+        ("Bearer s3cre", 401),
+        ("Bearer", 401),
+        ("Basic s3cret", 401),
+        ("Bearer sécret", 401),
+    ],
+)
+async def test_the_token_must_be_right(header: str, status: int) -> None:
+    async with serving(token="s3cret") as served:
+        assert (await served.post("/v1/execute", {"code": "1"}, Authorization=header))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("127.0.0.1:8642", None),
+        ("localhost", None),
+        ("[::1]:8642", None),
+        ("", None),
+        ("127.0.0.1:8642", "http://127.0.0.1:8642"),
+        ("LOCALHOST:1", "http://localhost:1"),
+    ],
+)
+def test_loopback_and_our_own_pages_get_in(host: str, origin: str | None) -> None:
+    check_is_local(host, origin, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("evil.example:8642", None),
+        ("127.0.0.1.evil.example", None),
+        ("10.0.0.1:8642", None),
+        ("127.0.0.1:8642", "http://evil.example"),
+        ("127.0.0.1:8642", "null"),
+        ("127.0.0.1:8642", "http://127.0.0.1:9999"),
+    ],
+)
+def test_rebound_hosts_and_foreign_pages_stay_out(host: str, origin: str | None) -> None:
+    with pytest.raises(Refusal) as why:
+        check_is_local(host, origin, "127.0.0.1")
+    assert why.value.status == 403
+
+
+@pytest.mark.asyncio
+async def test_a_foreign_page_cannot_run_code() -> None:
+    async with serving() as served:
+        status, answer = await served.post("/v1/execute", {"code": "1"}, Origin="https://evil.example")
+        assert (status, answer["error"]["type"]) == (403, "Forbidden")
+        assert served.fleet.last.calls == {}

@@ -1,0 +1,310 @@
+"""The routes over a real server: good calls, and every kind of bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+
+from sandbox.types import Limits
+from tests.gateway.serving import serving, until
+
+pytestmark = pytest.mark.asyncio
+MSGPACK = "application/msgpack"
+
+
+async def test_execute_gives_a_result() -> None:
+    async with serving() as served:
+        status, result = await served.post("/v1/execute", {"code": "hello", "id": "mine", "queue_timeout_s": 5})
+    assert status == 200
+    assert (result["id"], result["status"], result["stdout"], result["attempts"]) == ("mine", "ok", "hello", 1)
+    assert result["usage"]["queue_ms"] >= 0
+
+
+async def test_results_come_in_the_order_of_the_calls() -> None:
+    async with serving() as served:
+        calls = [{"code": f"{n}"} for n in range(200)]
+        status, body = await served.post("/v1/batch", {"calls": calls})
+    assert status == 200
+    assert [(r["id"], r["stdout"]) for r in body["results"]] == [(f"{n}", f"{n}") for n in range(200)]
+
+
+@pytest.mark.parametrize("count", [3, 200])
+async def test_msgpack_in_and_out_with_raw_files(count: int) -> None:
+    call = {"code": "1", "files": {"a": b"\xff"}, "return_files": ["a"]}
+    async with serving() as served:
+        body = msgpack.packb({"calls": [call] * count})
+        headers = {"Content-Type": MSGPACK}
+        async with served.http.post(served.url + "/v1/batch", data=body, headers=headers) as response:
+            assert response.content_type == MSGPACK
+            results = msgpack.unpackb(await response.read())["results"]
+    assert [result["files"] for result in results] == [{"a": b"\xff"}] * count
+
+
+async def test_files_are_base64_in_json() -> None:
+    content = base64.b64encode(b"\xff").decode()
+    async with serving() as served:
+        _, result = await served.post("/v1/execute", {"code": "1", "files": {"a": content}, "return_files": ["a"]})
+    assert result["files"] == {"a": content}
+
+
+async def test_a_bad_call_never_spoils_its_batch() -> None:
+    bad: list[Any] = [
+        {},
+        7,
+        {"code": 1, "id": "x"},
+        {"code": "1", "colour": "red"},
+        {"code": "1", "priority": float("nan")},
+    ]
+    async with serving() as served:
+        status, body = await served.post("/v1/batch", {"calls": [*bad, {"code": "good"}]})
+        _, scraped = await served.get("/metrics")
+    results = body["results"]
+    assert status == 200
+    assert [r["status"] for r in results] == ["unavailable"] * 5 + ["ok"]
+    assert {r["error"]["type"] for r in results[:5]} == {"InvalidCall"}
+    assert [r["id"] for r in results] == ["0", "1", "x", "3", "4", "5"]
+    assert results[3]["error"]["message"].startswith("calls[3]: unknown field 'colour'")
+    assert "rstar_sandbox_calls_invalid_total 5" in scraped
+
+
+async def test_a_batch_of_bad_calls_only_is_answered() -> None:
+    async with serving(wait=False) as served:
+        status, body = await served.post("/v1/batch", {"calls": [{}, {}]})
+    assert (status, len(body["results"])) == (200, 2)
+
+
+async def test_defaults_fill_in_and_ceilings_clamp() -> None:
+    async with serving(max_limits=Limits(timeout_s=5)) as served:
+        calls = [{"code": "1"}, {"code": "2", "limits": {"timeout_s": 1}}]
+        _, body = await served.post("/v1/batch", {"calls": calls, "defaults": {"limits": {"timeout_s": 60}}})
+        granted = [call.get("limits") for call in served.fleet.last.calls.values()]
+    assert [r["clamped"] for r in body["results"]] == [{"timeout_s": 5}, {}]
+    assert granted == [{"timeout_s": 5}, {"timeout_s": 1}]
+
+
+BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
+    "malformed JSON": ("application/json", b'{"calls": [}', "line 1, column 12"),
+    "no body": ("application/json", b"", "line 1, column 1"),
+    "not UTF-8": ("application/json", b'{"calls": "\xff"}', "not UTF-8: invalid start byte at byte 11"),
+    "a byte order mark": ("application/json", b"\xef\xbb\xbf{}", "malformed JSON"),
+    "deeply nested JSON": ("application/json", b"[" * 200_000, "nested too deeply"),
+    "a key given twice": ("application/json", b'{"calls": [], "calls": []}', "'calls' is given twice"),
+    "a long number": (
+        "application/json",
+        b'{"queue_timeout_s": -' + b"9" * 5000 + b', "calls": [{"code": ""}]}',
+        "above 0",
+    ),
+    "an array": ("application/json", b"[]", "expected an object with calls, got list"),
+    "an empty batch": ("application/json", b'{"calls": []}', "at least one call, got an empty list"),
+    "no calls": ("application/json", b"{}", "at least one call, got NoneType"),
+    "calls that are text": ("application/json", b'{"calls": "1"}', "at least one call, got str"),
+    "an unknown field": ("application/json", b'{"call": []}', "unknown field 'call'; the fields are calls,"),
+    "code as a default": ("application/json", b'{"calls": [{}], "defaults": {"code": ""}}', "belongs to a single call"),
+    "a NaN timeout": ("application/json", b'{"calls": [{}], "queue_timeout_s": NaN}', "expected seconds above 0"),
+    "truncated msgpack": (MSGPACK, msgpack.packb({"calls": [{"code": "1"}]})[:-1], "malformed msgpack"),
+    "msgpack and more": (MSGPACK, msgpack.packb({"calls": []}) + b"\x00", "malformed msgpack"),
+    "an array of 4 billion": (MSGPACK, b"\xdd\xff\xff\xff\xff", "malformed msgpack"),
+    "a map of 4 billion": (MSGPACK, b"\xdf\xff\xff\xff\xff", "malformed msgpack"),
+    "text of 4 GB": (MSGPACK, b"\xdb\xff\xff\xff\xffabc", "malformed msgpack"),
+    "arrays in wide arrays": (MSGPACK, (b"\xdd" + struct.pack(">I", 60_000)) * 5000, "malformed msgpack"),
+    "deeply nested msgpack": (MSGPACK, b"\x91" * 100_000 + b"\x00", "malformed msgpack"),
+    "msgpack text not UTF-8": (MSGPACK, b"\x81\xa5calls\xa1\xff", "not UTF-8"),
+    "a msgpack key given twice": (MSGPACK, b"\x82\xa1a\x01\xa1a\x01", "'a' is given twice"),
+    "a msgpack extension": (MSGPACK, b"\xd4\x01\x00", "malformed msgpack"),
+    "a msgpack number as key": (MSGPACK, b"\x81\x01\x01", "malformed msgpack"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_bad_body_is_a_400_that_says_why(name: str) -> None:
+    content_type, body, expected = BAD_BODIES[name]
+    async with serving() as served:
+        status, answer = await served.post("/v1/batch", body, Content_Type=content_type)
+        after, _ = await served.get("/ready")
+    assert (status, after) == (400, 200)
+    assert set(answer) == {"error"} and set(answer["error"]) == {"type", "message"}
+    assert expected in answer["error"]["message"]
+
+
+BOMBS: dict[str, tuple[str, bytes]] = {
+    "objects": ("application/json", b"[" + b"{}," * 100 + b"{}]"),
+    "lists": ("application/json", b"[" + b"[]," * (5 << 20) + b"[]]"),
+    "msgpack maps": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15),
+    "msgpack lists": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x90" * 15) * 15),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_body_that_only_means_to_be_large_is_refused(name: str) -> None:
+    content_type, body = BOMBS[name]
+    async with serving(batch_calls=16) as served:
+        status, _ = await served.post("/v1/batch", body, Content_Type=content_type)
+    assert status == 413
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({}, "call.code: expected Python source"),
+        ({"code": "1", "queue_timeout_s": "soon"}, "call.queue_timeout_s: expected seconds above 0, got 'soon'"),
+        ({"code": "1", "queue_timeout_s": True}, "expected seconds above 0, got True"),
+        ([], "call: expected an object, got list"),
+    ],
+)
+async def test_bad_call_to_execute_is_a_400(call: Any, expected: str) -> None:
+    async with serving() as served:
+        status, answer = await served.post("/v1/execute", call)
+    assert status == 400 and expected in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "text/json", "json"])
+async def test_other_content_types_are_refused(content_type: str) -> None:
+    async with serving() as served:
+        status, answer = await served.post("/v1/execute", b'{"code": "1"}', Content_Type=content_type)
+    assert status == 415 and "expected application/json or application/msgpack" in answer["error"]["message"]
+
+
+async def test_json_with_charset_is_taken() -> None:
+    async with serving() as served:
+        status, _ = await served.post("/v1/execute", b'{"code": "1"}', Content_Type="application/json; charset=utf-8")
+    assert status == 200
+
+
+async def test_a_compressed_body_is_refused_unopened() -> None:
+    bomb = gzip.compress(b" " * (64 << 20))
+    async with serving() as served:
+        status, answer = await served.post("/v1/batch", bomb, Content_Type="application/json", Content_Encoding="gzip")
+        assert served.dispatcher.counters.bytes_in == 0
+    assert status == 415 and "uncompressed" in answer["error"]["message"]
+
+
+async def test_a_body_over_the_bound_is_refused() -> None:
+    async with serving(body_mb=1) as served:
+        status, answer = await served.post("/v1/execute", b" " * ((1 << 20) + 1), Content_Type="application/json")
+        assert status == 413 and "--body-mb" in answer["error"]["message"]
+
+        async def endless() -> Any:
+            for _ in range(1000):
+                yield b" " * 65536
+
+        async with served.http.post(served.url + "/v1/execute", data=endless(), headers={"Content-Type": MSGPACK}) as r:
+            assert r.status == 413
+
+
+async def test_too_many_calls_are_refused() -> None:
+    async with serving(batch_calls=3) as served:
+        status, answer = await served.post("/v1/batch", {"calls": [{"code": "1"}] * 4})
+    assert status == 413 and "at most 3 calls, got 4" in answer["error"]["message"]
+
+
+async def test_the_loop_turns_while_a_large_body_is_decoded() -> None:
+    calls = [{"code": "x" * 1000} for _ in range(20_000)]
+    body = json.dumps({"calls": calls}).encode()
+    async with serving() as served:
+        large = asyncio.create_task(served.post("/v1/batch", body, Content_Type="application/json"))
+        answered = 0
+        while not large.done():
+            status, _ = await served.get("/health")
+            answered += status == 200
+        _, answer = await large
+    assert len(answer["results"]) == 20_000
+    assert answered > 20
+
+
+async def test_full_queue_answers_at_once() -> None:
+    async with serving(queue_calls=2) as served:
+        waiting = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 2}))
+        await until(lambda: bool(served.fleet.last.calls))
+        async with served.http.post(served.url + "/v1/execute", json={"code": "1"}) as response:
+            body = await response.json()
+            assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
+        assert "holds 2 of at most 2 calls" in body["error"]["message"]
+        served.fleet.last.finish(*served.fleet.last.calls)
+        assert (await waiting)[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["application/x-ndjson", "application/x-msgpack-stream"])
+async def test_results_stream_as_they_finish(kind: str) -> None:
+    calls = [{"code": "hang"}, {"code": "quick"}, {"code": 1}]
+    async with (
+        serving() as served,
+        served.http.post(served.url + "/v1/batch", json={"calls": calls}, headers={"Accept": kind}) as response,
+    ):
+        assert response.content_type == kind
+        data = b""
+        while b"quick" not in data or b"InvalidCall" not in data:
+            data += await response.content.readany()
+        served.fleet.last.finish(*served.fleet.last.calls)
+        data += await response.read()
+    if kind == "application/x-ndjson":
+        lines = [json.loads(line) for line in data.splitlines()]
+    else:
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(data)
+        lines = list(unpacker)
+    assert [line["index"] for line in lines] == [2, 1, 0]
+    assert [line["status"] for line in lines] == ["unavailable", "ok", "ok"]
+
+
+async def test_lone_surrogates_go_in_and_results_stay_valid() -> None:
+    async with serving() as served:
+        status, result = await served.post("/v1/execute", b'{"code": "a\\ud800b"}', Content_Type="application/json")
+        assert (status, result["stdout"]) == (200, "a?b")
+        assert next(iter(served.fleet.last.calls.values()))["code"] == "a\ud800b"
+        body = msgpack.packb({"code": "a\ud800b"}, unicode_errors="surrogatepass")
+        async with served.http.post(
+            served.url + "/v1/execute", data=body, headers={"Content-Type": MSGPACK}
+        ) as response:
+            assert msgpack.unpackb(await response.read())["stdout"] == "a?b"
+
+
+async def test_unknown_paths_and_methods_are_json() -> None:
+    async with serving() as served:
+        status, answer = await served.post("/v2/execute", {})
+        assert (status, answer["error"]["type"]) == (404, "NotFound")
+        async with served.http.get(served.url + "/v1/execute") as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+            assert "takes POST" in (await response.json())["error"]["message"]
+
+
+async def test_ready_waits_for_an_executor_and_ends_with_the_drain() -> None:
+    async with serving(wait=False) as served:
+        assert (await served.get("/ready"))[0] == 503
+        assert (await served.get("/health"))[0] == 200
+        await served.dispatcher.started()
+        assert (await served.get("/ready"))[0] == 200
+        await served.dispatcher.drain(1)
+        assert (await served.get("/ready"))[0] == 503
+        status, answer = await served.post("/v1/execute", {"code": "1"})
+        assert status == 503 and "stopping" in answer["error"]["message"]
+
+
+async def test_pages_are_self_contained() -> None:
+    async with serving() as served:
+        for path in ("/", "/docs"):
+            async with served.http.get(served.url + path) as response:
+                text = await response.text()
+                assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+            assert "//" not in text.replace("<!doctype html>", "")
+
+
+async def test_metrics_are_prometheus_text() -> None:
+    async with serving() as served:
+        await served.post("/v1/batch", {"calls": [{"code": "1"}] * 3})
+        served.fleet.last.send("stats", {"zygote_restarts_total": 2, "forks": {"bare": 3}, "note": "text"})
+        await until(lambda: bool(served.dispatcher.nodes[0].stats))
+        _, text = await served.get("/metrics")
+    lines = text.splitlines()
+    assert 'rstar_sandbox_calls_total{status="ok"} 3' in lines
+    assert "rstar_sandbox_queue_seconds_count 3" in lines
+    assert 'rstar_sandbox_run_seconds_bucket{le="0.001"} 3' in lines
+    assert 'rstar_sandbox_executor_zygote_restarts_total{executor="0"} 2' in lines
+    assert 'rstar_sandbox_executor_forks{executor="0",name="bare"} 3' in lines
+    assert "# TYPE rstar_sandbox_executor_zygote_restarts_total counter" in lines

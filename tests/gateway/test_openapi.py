@@ -1,0 +1,113 @@
+"""The description is true: of the routes, of the types, and of what really comes back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from sandbox.gateway.openapi import document
+from sandbox.gateway.routes import ROUTES, build_app
+from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Call, Limits, Profile, Result, Status
+from tests.gateway.serving import serving
+
+DOCUMENT = document(ROUTES, needs_token=False)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+
+
+def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
+    """Asserts that `value` fits `schema`, for as much of JSON Schema as the document uses."""
+    if "$ref" in schema:
+        schema = SCHEMAS[schema["$ref"].removeprefix("#/components/schemas/")]
+    if "anyOf" in schema:
+        assert any(fits(value, one) for one in schema["anyOf"]), where
+    kinds: dict[str, Any] = {
+        "object": dict, "array": list, "string": str, "integer": int, "number": (int, float),
+        "boolean": bool, "null": type(None),
+    }  # fmt: skip
+    if "type" in schema:
+        assert isinstance(value, kinds[schema["type"]]), f"{where}: {value!r} is no {schema['type']}"
+    if "enum" in schema:
+        assert value in schema["enum"], where
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            check(item, schema["items"], f"{where}[{index}]")
+    if isinstance(value, dict):
+        check_object(value, schema, where)
+
+
+def check_object(value: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+    assert set(schema.get("required", ())) <= set(value), where
+    rest = schema.get("additionalProperties", True)
+    for name, item in value.items():
+        if name in schema.get("properties", {}):
+            check(item, schema["properties"][name], f"{where}.{name}")
+        elif isinstance(rest, dict):
+            check(item, rest, f"{where}.{name}")
+        else:
+            assert rest, f"{where}: unknown {name}"
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    try:
+        check(value, schema)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_every_route_is_described_and_served() -> None:
+    described = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert described == {(route.method, route.path) for route in ROUTES}
+
+
+@pytest.mark.asyncio
+async def test_the_application_serves_nothing_else() -> None:
+    async with serving() as served:
+        app = build_app(served.dispatcher.config, served.dispatcher)
+        served_routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
+    assert {one for one in served_routes if one[0] != "HEAD"} == {(route.method, route.path) for route in ROUTES}
+
+
+def test_schemas_have_every_field_of_the_types() -> None:
+    assert set(SCHEMAS["Call"]["properties"]) == {f.name for f in fields(Call)} == set(CALL_FIELDS)
+    assert set(SCHEMAS["Limits"]["properties"]) == {f.name for f in fields(Limits)} == set(LIMIT_FIELDS)
+    assert set(SCHEMAS["Result"]["properties"]) == {f.name for f in fields(Result)}
+    assert SCHEMAS["Status"]["enum"] == list(Status)
+    assert SCHEMAS["Profile"]["enum"] == list(Profile)
+
+
+def test_every_reference_leads_somewhere() -> None:
+    text = json.dumps(DOCUMENT)
+    names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert names <= set(SCHEMAS)
+
+
+@pytest.mark.asyncio
+async def test_real_answers_fit_their_schemas() -> None:
+    call = {"code": "1", "stdin": "x", "files": {"a": "YQ=="}, "return_files": ["a"], "limits": {"timeout_s": 1}}
+    batch = {"calls": [call, {"code": 1}], "defaults": {"tenant": "t"}, "queue_timeout_s": 5}
+    check(call, SCHEMAS["Execute"])
+    assert fits(batch, SCHEMAS["Batch"]) is False
+    async with serving() as served:
+        check((await served.post("/v1/execute", call))[1], SCHEMAS["Result"])
+        check((await served.post("/v1/batch", batch))[1], SCHEMAS["Results"])
+        check((await served.post("/v1/batch", {}))[1], SCHEMAS["Refusal"])
+        headers = {"Accept": "application/x-ndjson"}
+        async with served.http.post(served.url + "/v1/batch", json=batch, headers=headers) as response:
+            async for line in response.content:
+                check(json.loads(line), SCHEMAS["Line"])
+        for path in ("/health", "/ready"):
+            check(json.loads((await served.get(path))[1]), SCHEMAS["State"])
+        assert json.loads((await served.get("/openapi.json"))[1]) == DOCUMENT
+
+
+def test_a_token_is_in_the_description_when_it_is_needed() -> None:
+    assert document(ROUTES, needs_token=True)["security"] == [{"token": []}]
+    assert document(ROUTES, needs_token=True)["paths"]["/health"]["get"]["security"] == []
+
+
+def test_results_encode_to_their_schema() -> None:
+    check(Result("", Status.OK).encode(), SCHEMAS["Result"])

@@ -1,0 +1,77 @@
+"""The ways in which a jail comes to be, as fixtures: every claim about jails is tested in each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox.errors import ConfigError, IsolationError
+from sandbox.jail import Interpreter, JailSpec, choose, host_uids
+from sandbox.runtime import default_python
+from tests.jail import jails
+
+find = cache(Interpreter.find)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A spec, and who starts it."""
+
+    name: str
+    spec: JailSpec
+    ordinary: bool
+
+    def ask(self, code: str) -> Any:
+        return jails.ask(self.spec, code, ordinary=self.ordinary)
+
+    def started(self, code: str) -> Any:
+        return jails.started(self.spec, code, ordinary=self.ordinary)
+
+
+@pytest.fixture(scope="session")
+def machine() -> None:
+    try:
+        choose("auto")
+    except IsolationError as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(scope="session")
+def python() -> Interpreter:
+    """The guest runtime, or this test's own Python where that is not built."""
+    try:
+        return find(str(default_python()))
+    except ConfigError:
+        return find(sys.executable)
+
+
+@pytest.fixture
+def guest_dir(tmp_path: Path) -> Path:
+    (tmp_path / "guest").mkdir()
+    (tmp_path / "guest" / "zygote.py").write_text("raise SystemExit(3)")
+    return tmp_path / "guest"
+
+
+@pytest.fixture(params=["root with a range of uids", "root with one uid", "ordinary user"])
+def way(request: pytest.FixtureRequest, machine: None, python: Interpreter, guest_dir: Path) -> Way:
+    if request.param == "ordinary user":
+        system = jails.system_python()
+        if os.geteuid() != 0:
+            return Way(request.param, jails.spec_for(python, (None, 0), guest_dir), ordinary=False)
+        if system is None or not jails.is_readable_to_others():
+            pytest.skip("ordinary user: needs a system Python 3.11 and a repository that others may read")
+        for folder in (guest_dir, guest_dir.parent, guest_dir.parent.parent, guest_dir.parent.parent.parent):
+            folder.chmod(0o755)  # pytest's own, closed to others
+        return Way(request.param, jails.spec_for(find(system), (None, 0), guest_dir), ordinary=True)
+    if os.geteuid() != 0:
+        pytest.skip(f"{request.param}: needs root")
+    uids = host_uids(7, 10) if "range" in request.param else (None, 0)
+    if "range" in request.param and uids[0] is None:
+        pytest.skip("range of uids: this container has too few")
+    return Way(request.param, jails.spec_for(python, uids, guest_dir), ordinary=False)

@@ -1,0 +1,134 @@
+"""Real jails for tests: start one around a few lines of Python, and talk to these over the guest's own socket."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox.jail import Interpreter, JailSpec, Level, command
+
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE_S = 30
+NOBODY = 65_534
+ENV = {"LANG": "C.UTF-8", "WHO": "guest"}
+
+_PRELUDE = """
+import json, os, socket, sys
+link = socket.socket(fileno=int(sys.argv[1]))
+def tell(what): link.sendall(json.dumps(what).encode() + b"\\n")
+def wait(): return link.recv(1)
+def tried(call, *arguments):
+    try: return str(call(*arguments))
+    except OSError as why: return type(why).__name__ if why.errno is None else os.strerror(why.errno)
+"""
+
+
+class Jailed:
+    """A running jail and our end of its socket."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+        self.process = process
+        self.link = link
+        self._answers = link.makefile("rb")
+
+    def answer(self) -> Any:
+        """The next thing that the guest tells, or an end to the test with what its stderr says."""
+        line = self._answers.readline()
+        if not line:
+            self.link.close()
+            assert self.process.stderr is not None
+            pytest.fail(f"the guest ended ({self.process.wait(DEADLINE_S)}): {self.process.stderr.read().decode()}")
+        return json.loads(line)
+
+    def is_silent(self) -> bool:
+        """Wait for the end of the stream: every process that held the guest's end is gone."""
+        return self._answers.readline() == b""
+
+    def refused(self) -> str:
+        """Wait for a launcher that gives up; what it said."""
+        _, said = self.process.communicate(timeout=DEADLINE_S)
+        return said.decode()
+
+
+@contextmanager
+def started(spec: JailSpec, code: str | None, *, ordinary: bool = False) -> Iterator[Jailed]:
+    """A jail that runs `code` in place of the zygote, or what the spec says; if `ordinary`, started by user nobody."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(DEADLINE_S)
+    if code is not None:
+        spec = replace(spec, argv=(spec.guest_python, "-c", _PRELUDE + code, "{fd}"))
+    with theirs:
+        argv = command(spec, theirs.fileno())
+        user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if ordinary else {}
+        if ordinary:
+            # Not this interpreter, which may lie in a home that others cannot enter; nor installed in that one.
+            start = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from {argv[3]} import main; main()"
+            argv = [spec.python.executable, "-I", "-c", start, *argv[4:]]
+        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, **user)
+    with ours, process:
+        try:
+            yield Jailed(process, ours)
+        finally:
+            process.kill()
+
+
+def ask(spec: JailSpec, code: str, *, ordinary: bool = False) -> Any:
+    """What `code` tells first."""
+    with started(spec, code, ordinary=ordinary) as jail:
+        return jail.answer()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` forked, as the host counts them."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    return [pid, *(below for child in children(pid) for below in descendants(child))]
+
+
+def host_uid(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("Uid:")).split()[1])
+
+
+def interpreter_of_minor(minor: int) -> str | None:
+    """Some Python 3.`minor` of this machine, on PATH or from pyenv."""
+    built = sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/3.{minor}.*/bin/python3")))
+    return built[-1] if built else shutil.which(f"python3.{minor}")
+
+
+def system_python() -> str | None:
+    """A Python that ordinary users can start, new enough for the launcher."""
+    for path in ("/usr/bin/python3", "/usr/local/bin/python3"):
+        said = _output([path, "-I", "-c", "import sys; print(sys.version_info >= (3, 11))"])
+        if said.strip() == "True":
+            return path
+    return None
+
+
+def is_readable_to_others() -> bool:
+    """Whether ordinary users can import this repository."""
+    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (REPOSITORY, *REPOSITORY.parents))
+
+
+def spec_for(python: Interpreter, uids: tuple[int | None, int], guest_dir: Path) -> JailSpec:
+    return JailSpec(Level.NAMESPACES, python, str(guest_dir), ENV, (), *uids)
+
+
+def _output(argv: list[str]) -> str:
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=DEADLINE_S).stdout
+    except OSError:
+        return ""

@@ -1,0 +1,105 @@
+"""Specs, plans and uids, as data."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox.errors import ConfigError, IsolationError
+from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, command, seccomp
+from sandbox.jail.uids import HIGH_UIDS, LOWEST, place
+
+PYTHON = Interpreter(
+    executable="/opt/guest/bin/python",
+    binary="/usr/bin/python3.11",
+    version=(3, 11, 2),
+    trees=(("/usr/lib/python3.11", "/python/lib/python3.11"),),
+    masks=("/python/lib/python3.11/dist-packages",),
+    libraries=(("/lib/libc.so.6", "/lib/libc.so.6"),),
+    pythonpath=("/python/packages0",),
+)
+
+
+def spec(level: Level = Level.NAMESPACES, **more: object) -> JailSpec:
+    return JailSpec(level, PYTHON, "/src/guest", **more)  # type: ignore[arg-type]
+
+
+@given(st.dictionaries(st.text(), st.text()), st.lists(st.text()), st.sampled_from([(None, 0), (5000, 2000)]))
+def test_spec_survives_the_trip_to_the_launcher(
+    env: dict[str, str], argv: list[str], uids: tuple[int | None, int]
+) -> None:
+    one = spec(env=env, argv=tuple(argv), uid_base=uids[0], uid_count=uids[1])
+    assert JailSpec.decode(one.encode()) == one
+
+
+def test_guest_sees_paths_of_its_level() -> None:
+    assert spec().guest_argv(9) == ["/python/bin/python3", "-s", "-B", "/guest/zygote.py", "--fd", "9"]
+    plain = spec(Level.NONE).guest_argv(9)
+    assert plain == ["/opt/guest/bin/python", "-s", "-B", "/src/guest/zygote.py", "--fd", "9"]
+
+
+def test_guest_environment_is_the_spec_and_the_packages() -> None:
+    assert spec(env={"A": "1"}).guest_env() == {"A": "1", "PYTHONPATH": "/python/packages0"}
+    assert spec(Level.NONE, env={"A": "1"}).guest_env() == {"A": "1"}
+
+
+@pytest.mark.parametrize("level", [Level.NSJAIL, Level.LANDLOCK])
+def test_levels_to_come_are_refused(level: Level) -> None:
+    for build in (lambda one: command(one, 3), call_plan):
+        with pytest.raises(IsolationError, match=f"isolation={level.value}: not built yet"):
+            build(spec(level))
+
+
+def test_plan_is_json_and_has_every_layer() -> None:
+    plan = json.loads(json.dumps(call_plan(spec(uid_base=HIGH_UIDS, uid_count=2000))))
+    assert plan.pop("unshare") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
+    assert b64decode(plan.pop("seccomp")) == seccomp.program()
+    assert plan == {
+        "level": "namespaces",
+        "unshare_pid": True,
+        "tmpfs": "/tmp",
+        "inodes": 4096,
+        "uid_base": SLOT_UID,
+        "drop_caps": True,
+        "no_new_privs": True,
+    }
+
+
+def test_plan_of_one_uid_leaves_calls_at_it() -> None:
+    assert call_plan(spec())["uid_base"] is None
+
+
+def test_plan_of_none_does_nothing() -> None:
+    assert not any(value for name, value in call_plan(spec(Level.NONE)).items() if name not in ("level", "inodes"))
+
+
+@pytest.mark.parametrize("uids", [(0, 2000), (5000, 0), (5000, SLOT_UID)])
+def test_range_that_leaves_no_uid_for_calls_is_refused(uids: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="host_uids"):
+        spec(uid_base=uids[0], uid_count=uids[1])
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**32), st.integers(0, 2**32))
+def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int) -> None:
+    seen: list[range] = []
+    for jail in range(5):
+        base, given_count = place(jail, count, first, first + length)
+        if base is None:
+            assert given_count == 0
+            continue
+        ids = range(base, base + given_count)
+        assert given_count == count
+        assert ids.start >= max(first, LOWEST)
+        assert ids.stop <= first + length
+        assert all(ids.start >= other.stop or ids.stop <= other.start for other in seen)
+        seen.append(ids)
+
+
+def test_range_is_high_on_a_host_and_at_the_top_of_a_container() -> None:
+    assert place(2, 1000, 0, 2**32 - 1) == (HIGH_UIDS + 2000, 1000)
+    assert place(0, 1000, 0, 65_536) == (64_536, 1000)
+    assert place(0, 1000, 0, 1) == (None, 0)

@@ -1,0 +1,69 @@
+"""Finding out what the machine grants, and refusing by name what it does not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandbox.errors import ConfigError, IsolationError
+from sandbox.jail import Layer, Level, choose, probe
+
+
+def without(name: str) -> tuple[Layer, ...]:
+    return (Layer("seccomp", True, "", ""), Layer(name, False, "refused here", "for a test"))
+
+
+def test_every_layer_says_what_was_found_and_what_it_is_for() -> None:
+    layers = probe()
+    assert len({layer.name for layer in layers}) == len(layers) >= 15
+    assert all(layer.found and layer.purpose for layer in layers)
+
+
+def test_probing_leaves_nothing_behind() -> None:
+    def state() -> tuple[str, str, int]:
+        return Path("/proc/self/mounts").read_text(), os.uname().nodename, len(os.listdir("/proc/self/fd"))
+
+    before = state()
+    probe()
+    assert state() == before
+
+
+def test_auto_never_falls_to_none() -> None:
+    for name in ("user namespace", "seccomp", "pivot_root", "capability drop"):
+        with pytest.raises(IsolationError, match=rf"{name} \(refused here\)"):
+            choose("auto", without(name))
+
+
+def test_missing_layer_of_no_weight_does_not_stop_the_start() -> None:
+    assert choose("auto", without("uid range")) is choose("namespaces", without("schedstat")) is Level.NAMESPACES
+
+
+def test_none_is_taken_only_by_name() -> None:
+    assert choose("none", without("user namespace")) is Level.NONE
+
+
+@pytest.mark.parametrize("level", ["nsjail", "landlock"])
+def test_levels_to_come_are_refused(level: str) -> None:
+    with pytest.raises(IsolationError, match="not built yet"):
+        choose(level)
+
+
+def test_unknown_level_names_the_known() -> None:
+    with pytest.raises(ConfigError, match="expected one of auto, nsjail, namespaces, landlock, none"):
+        choose("docker")
+
+
+def test_nsjail_is_looked_for_where_it_is_said_to_be(tmp_path: Path) -> None:
+    program = tmp_path / "nsjail"
+    program.write_text("")
+    program.chmod(0o755)
+
+    def nsjail(environ: dict[str, str]) -> Layer:
+        return next(layer for layer in probe(environ) if layer.name == "nsjail")
+
+    assert nsjail({"RSTAR_NSJAIL": str(program)}).found == nsjail({"PATH": str(tmp_path)}).found == str(program)
+    missing = nsjail({"RSTAR_NSJAIL": "/missing"})
+    assert not missing.ok
+    assert "/missing" in missing.found

@@ -1,0 +1,287 @@
+"""The filter: the compiled program says what the policy says, hostile calls are refused, and Python does not notice."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox.jail import bpf, seccomp
+from sandbox.jail.syscalls import X86_64
+from tests.jail.jails import interpreter_of_minor
+
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
+
+words = st.one_of(
+    st.sampled_from(sorted({value for rule in seccomp._CHECKED.values() for when in rule for value in when.values})),
+    st.sampled_from([1 << bit for bit in range(64)]),
+    st.integers(0, 2**64 - 1),
+)
+registers = st.lists(words, min_size=6, max_size=6)
+
+
+def emulate(program: bytes, number: int, arguments: Sequence[int], arch: int = seccomp.ARCH_X86_64) -> tuple[int, int]:
+    """What the kernel's classic BPF machine returns for one system call, and in how many instructions."""
+    data = struct.pack("<IIQ6Q", number, arch, 0, *arguments)
+    code = list(struct.iter_unpack("<HBBI", program))
+    accumulator, place, steps = 0, 0, 0
+    while True:
+        operation, yes, no, k = code[place]
+        place, steps = place + 1, steps + 1
+        match operation:
+            case bpf.LOAD:
+                (accumulator,) = struct.unpack_from("<I", data, k)
+            case bpf.AND:
+                accumulator &= k
+            case bpf.IF_EQUAL:
+                place += yes if accumulator == k else no
+            case bpf.IF_AT_LEAST:
+                place += yes if accumulator >= k else no
+            case bpf.RETURN:
+                return k, steps
+            case _:
+                raise AssertionError(f"instruction {operation:#x} is none of ours")
+
+
+@given(registers)
+def test_program_says_what_the_policy_says_for_every_number(arguments: list[int]) -> None:
+    program = seccomp.program()
+    for number in range(1024):
+        assert emulate(program, number, arguments)[0] == seccomp.verdict(number, arguments), number
+
+
+@given(st.sampled_from(sorted(seccomp._CHECKED)), registers)
+def test_program_says_what_the_policy_says_for_checked_arguments(name: str, arguments: list[int]) -> None:
+    number = X86_64[name]
+    assert emulate(seccomp.program(), number, arguments)[0] == seccomp.verdict(number, arguments)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), registers)
+def test_other_architectures_and_x32_are_killed(number: int, arch: int, arguments: list[int]) -> None:
+    program = seccomp.program()
+    assert emulate(program, number, arguments, arch)[0] == seccomp.verdict(number, arguments, arch)
+    assert emulate(program, number | seccomp.X32_BIT, arguments)[0] == seccomp.KILL
+
+
+def test_every_path_is_short() -> None:
+    steps = [emulate(seccomp.program(), number, (0,) * 6)[1] for number in range(512)]
+    assert max(steps) <= 3 + 7 + 9  # the head, a tree over 103 ranges, and the longest check of an argument
+
+
+def test_policy_names_only_calls_that_exist() -> None:
+    assert seccomp.POLICY.keys() <= X86_64.keys()
+    assert (X86_64["read"], X86_64["rseq"], X86_64["pidfd_send_signal"], X86_64["file_setattr"]) == (0, 334, 424, 469)
+
+
+@pytest.mark.parametrize(
+    "name",
+    """ptrace process_vm_readv process_vm_writev mount umount2 unshare setns pivot_root chroot bpf perf_event_open
+    userfaultfd io_uring_setup io_uring_enter keyctl add_key request_key kexec_load init_module finit_module socket
+    connect bind listen accept accept4 setsockopt memfd_create memfd_secret pidfd_getfd open_by_handle_at shmget semget
+    msgget mq_open setuid setgid setresuid setgroups capset fanotify_init inotify_init1 clock_settime splice vmsplice
+    tee sendfile sync syncfs move_mount open_tree fsopen mount_setattr seccomp personality modify_ldt kcmp syslog
+    quotactl swapon reboot sched_setscheduler setpriority process_madvise iopl io_submit""".split(),  # noqa: SIM905
+)
+def test_dangerous_call_is_refused(name: str) -> None:
+    assert seccomp.rule_of(X86_64[name]) == seccomp.EPERM
+
+
+def under_filter(python: str | Path, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a Python that has loaded the filter, in `folder`."""
+    program = b64encode(seccomp.program()).decode()
+    load = f"""
+import base64, ctypes
+program = base64.b64decode({program!r})
+class Program(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+described = Program(len(program) // 8, program)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(described)), 0, 0) == 0
+def raw(number, *arguments):
+    ctypes.set_errno(0)
+    libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    return ctypes.get_errno()
+"""
+    path = folder / "under_filter.py"  # a file, since multiprocessing's children import the main module
+    path.write_text(load + code)
+    return subprocess.run(
+        [python, path], capture_output=True, text=True, check=False, timeout=60, cwd=folder, env={"TMPDIR": str(folder)}
+    )
+
+
+WORKS = {
+    "threads": """
+import threading
+done = []
+workers = [threading.Thread(target=done.append, args=(n,)) for n in range(8)]
+[worker.start() for worker in workers], [worker.join() for worker in workers]
+assert sorted(done) == list(range(8))""",
+    "thread pool": """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as pool: assert sum(pool.map(abs, range(-9, 0))) == 45""",
+    "process pool": """
+import multiprocessing
+context = multiprocessing.get_context("fork")
+with context.Pool(2) as pool: assert pool.map(abs, [-1, -2]) == [1, 2]""",
+    "process and queue": """
+import multiprocessing
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+process = context.Process(target=queue.put, args=(7,))
+process.start(); assert queue.get(timeout=20) == 7; process.join(); assert process.exitcode == 0""",
+    "executor of processes": """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool: assert list(pool.map(abs, [-1])) == [1]""",
+    "shared memory": """
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+memory.buf[0] = 1; memory.close(); memory.unlink()""",
+    "subprocess": """
+import subprocess, sys
+assert subprocess.run([sys.executable, "-c", "print(6*7)"], capture_output=True, text=True).stdout == "42\\n"
+assert subprocess.run("exit 3", shell=True).returncode == 3""",
+    "fork and wait": """
+import os
+child = os.fork()
+if child == 0: os._exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5""",
+    "asyncio": """
+import asyncio, sys
+async def main():
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(1)", stdout=asyncio.subprocess.PIPE)
+    assert (await process.communicate())[0] == b"1\\n"
+    assert await asyncio.to_thread(lambda: 2) == 2
+asyncio.run(main())""",
+    "temporary files": """
+import os, shutil, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    open(f"{folder}/a", "w").write("x" * 100000)
+    shutil.copy2(f"{folder}/a", f"{folder}/b"), os.rename(f"{folder}/b", f"{folder}/c"), os.chmod(f"{folder}/c", 0o600)
+    os.mkfifo(f"{folder}/pipe"), os.symlink("a", f"{folder}/link"), os.truncate(f"{folder}/a", 5)
+    assert os.path.getsize(f"{folder}/c") == 100000 and len(os.listdir(folder)) == 4
+    shutil.copytree(folder, f"{folder}/tree", ignore=lambda *_: ["tree", "pipe"])
+with tempfile.NamedTemporaryFile() as file: file.write(b"x")""",
+    "sqlite": """
+import sqlite3
+for name in (":memory:", "test.db"):
+    base = sqlite3.connect(name)
+    base.execute("create table t (n)"), base.execute("insert into t values (4)"), base.commit()
+    assert base.execute("select n from t").fetchone() == (4,); base.close()""",
+    "mmap and locks": """
+import fcntl, mmap
+with open("mapped", "wb+") as file:
+    file.write(bytes(8192)); file.flush()
+    fcntl.flock(file, fcntl.LOCK_EX), fcntl.lockf(file, fcntl.LOCK_EX)
+    with mmap.mmap(file.fileno(), 0) as area: area[0] = 1; area.flush(); area.resize(16384)
+mmap.mmap(-1, 1 << 20).close()""",
+    "signals": """
+import signal, time
+hits = []
+signal.signal(signal.SIGALRM, lambda *_: hits.append(1))
+signal.setitimer(signal.ITIMER_REAL, 0.001); signal.pause(); signal.alarm(1); signal.alarm(0)
+assert hits and signal.sigtimedwait([signal.SIGUSR1], 0.001) is None
+time.sleep(0.001); signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); signal.raise_signal(signal.SIGUSR2)
+assert signal.sigpending() == {signal.SIGUSR2}""",
+    "limits and times": """
+import os, resource, time
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+resource.getrusage(resource.RUSAGE_CHILDREN), os.times(), time.process_time(), time.thread_time()
+os.cpu_count(), os.sched_getaffinity(0), os.sysconf("SC_PHYS_PAGES"), os.getpriority(os.PRIO_PROCESS, 0)""",
+    "sockets of a pair": """
+import select, socket
+ours, theirs = socket.socketpair()
+theirs.sendall(b"x"); assert ours.recv(1) == b"x"; ours.setblocking(False); ours.shutdown(socket.SHUT_RDWR)
+poll = select.epoll(); poll.register(theirs); poll.poll(0)""",
+    "terminal questions": "import os, sys; assert not os.isatty(0) and not sys.stdout.isatty()",
+    "random and hashes": """
+import hashlib, os, random, secrets, uuid
+assert len(os.urandom(8)) == 8 and secrets.token_hex(4) and uuid.uuid4() and hashlib.sha256(b"x").hexdigest()""",
+    "names of threads": "import threading; threading.current_thread().name = 'x'; threading.Thread(name='y').start()",
+}
+
+
+@pytest.mark.parametrize("what", WORKS)
+def test_python_works_under_the_filter(what: str, tmp_path: Path) -> None:
+    run = under_filter(sys.executable, WORKS[what], tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+LIBRARIES = {
+    "numpy": "import numpy; assert numpy.linalg.inv(numpy.eye(200) * 2)[0, 0] == .5; numpy.random.default_rng()",
+    "scipy": """
+import scipy.integrate, scipy.optimize, scipy.sparse.linalg
+assert abs(scipy.integrate.quad(lambda x: x, 0, 1)[0] - .5) < 1e-9
+assert abs(scipy.optimize.brentq(lambda x: x - 1, 0, 3) - 1) < 1e-9""",
+    "sympy": "import sympy; x = sympy.Symbol('x'); assert sympy.solve(x**2 - 4) == [-2, 2]",
+    "networkx": "import networkx; assert networkx.shortest_path_length(networkx.path_graph(9), 0, 8) == 8",
+    "pandas": """
+import pandas
+frame = pandas.DataFrame({"a": [1, 2], "b": pandas.to_datetime(["2020-01-01", "2021-01-01"])})
+frame.to_csv("x.csv"); assert pandas.read_csv("x.csv").a.sum() == 3 and "2020" in frame.to_string()""",
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_library_works_under_the_filter(name: str, guest_python: Path, tmp_path: Path) -> None:
+    run = under_filter(guest_python, LIBRARIES[name], tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("minor", [9, 10, 12, 13])
+def test_other_pythons_work_under_the_filter(minor: int, tmp_path: Path) -> None:
+    path = interpreter_of_minor(minor)
+    if path is None:
+        pytest.skip(f"needs a Python 3.{minor} on PATH or from pyenv")
+    for what in ("process and queue", "subprocess", "asyncio", "temporary files"):
+        run = under_filter(path, WORKS[what], tmp_path)
+        assert run.returncode == 0, (what, run.stderr)
+
+
+REFUSED = {
+    "internet socket": "import socket; socket.socket()",
+    "unix socket": "import socket; socket.socket(socket.AF_UNIX)",
+    "datagram pair, which could be sent to by name": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+    "binding an end of a pair": "import socket; socket.socketpair()[0].bind('\\0name')",
+    "option that names a socket": "import socket; socket.socketpair()[0].setsockopt(1, socket.SO_PASSCRED, 1)",
+    "memory without a limit": "import os; os.memfd_create('x')",
+    "higher priority": "import os; os.setpriority(os.PRIO_PROCESS, 0, 5)",
+    "another user": "import os; os.setuid(os.getuid())",
+    "typing into a terminal": "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSTI, b'x')",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_attack_is_refused(what: str, tmp_path: Path) -> None:
+    run = under_filter(sys.executable, REFUSED[what], tmp_path)
+    assert "PermissionError" in run.stderr, run.stderr
+
+
+def test_new_user_namespace_is_refused_by_every_road(tmp_path: Path) -> None:
+    new_user = 0x10000000
+    code = f"""
+assert raw({X86_64["unshare"]}, {new_user}) == 1
+assert raw({X86_64["clone"]}, {new_user} | 17, 0, 0, 0, 0) == 1
+assert raw({X86_64["clone"]}, 1 << 40 | {new_user} | 17, 0, 0, 0, 0) == 1
+assert raw({X86_64["clone3"]}, 0, 0) == 38
+"""
+    run = under_filter(sys.executable, code, tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_x32_call_kills_the_process(tmp_path: Path) -> None:
+    run = under_filter(sys.executable, f"raw({seccomp.X32_BIT} | {X86_64['getpid']})", tmp_path)
+    assert run.returncode == -31  # SIGSYS
+
+
+def test_filter_cannot_be_loosened_by_another(tmp_path: Path) -> None:
+    again = "assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(described)), 0, 0) == -1"
+    run = under_filter(sys.executable, again, tmp_path)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,322 @@
+"""Both clients against a real gateway over fake executors, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import msgpack
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from sandbox.client import AsyncClient, Client, backoff_s
+from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
+from sandbox.types import Call, Limits, Status
+from tests.fakes import FakeFleet, answer_of
+from tests.gateway.serving import serving, until
+
+Respond = Callable[[web.Request, list[dict[str, Any]]], Awaitable[web.StreamResponse]]
+
+
+def lines(calls: list[dict[str, Any]], indices: range | None = None) -> bytes:
+    wanted = range(len(calls)) if indices is None else indices
+    return b"".join(msgpack.packb({"index": index, **answer_of(calls[index])}) for index in wanted)
+
+
+async def well(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+    return web.Response(body=lines(calls))
+
+
+async def torn(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+    """All but the last call are answered, then the connection goes."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(lines(calls, range(len(calls) - 1)))
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def garbage(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+    return web.Response(body=b"\xc1 no msgpack")
+
+
+def refusing(status: int, **headers: str) -> Respond:
+    async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response({"error": {"type": "No", "message": "no"}}, status=status, headers=named)
+
+    return respond
+
+
+class Scripted:
+    """A server that answers each request by the next of `script`, the last one for good; `seen` has their calls."""
+
+    def __init__(self, *script: Respond) -> None:
+        self.script = list(script)
+        self.seen: list[list[dict[str, Any]]] = []
+        self.url = ""
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        calls = msgpack.unpackb(await request.read())["calls"]
+        self.seen.append(calls)
+        respond = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        return await respond(request, calls)
+
+
+@asynccontextmanager
+async def scripted(*script: Respond) -> AsyncIterator[Scripted]:
+    made = Scripted(*script)
+    app = web.Application()
+    app.router.add_post("/v1/batch", made.respond)
+    async with TestServer(app) as server:
+        made.url = str(server.make_url("/"))
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.client.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("sandbox.client.LONGEST_PAUSE_S", 0.002)
+
+
+@pytest.mark.asyncio
+async def test_execute_takes_source_or_a_call() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        first = await client.execute("one", stdin="in", limits=Limits(timeout_s=3))
+        second = await client.execute(Call("two", id="mine"), stdin="other")
+        calls = list(served.fleet.last.calls.values())
+    assert (first.id, first.status, first.stdout, first.value) == ("", Status.OK, "one", "in")
+    assert (second.id, second.value) == ("mine", "other")
+    assert calls[0]["limits"] == {"timeout_s": 3}
+
+
+@pytest.mark.asyncio
+async def test_calls_asked_together_go_together() -> None:
+    async with scripted(well) as server, AsyncClient(server.url) as client:
+        results = await asyncio.gather(*(client.execute(f"{n}") for n in range(150)))
+    assert [r.stdout for r in results] == [f"{n}" for n in range(150)]
+    assert [len(calls) for calls in server.seen] == [64, 64, 22]
+
+
+@pytest.mark.asyncio
+async def test_more_than_the_connections_hold_goes_in_larger_batches() -> None:
+    async with scripted(well) as server, AsyncClient(server.url, max_connections=2) as client:
+        await client.run_batch(["1"] * 1000)
+    assert [len(calls) for calls in server.seen] == [500, 500]
+
+
+@pytest.mark.asyncio
+async def test_batch_results_keep_their_order_and_names() -> None:
+    async with serving() as served, AsyncClient(served.url, batch_size=7) as client:
+        results = await client.run_batch([*(f"{n}" for n in range(50)), Call("last", id="x")], {"stdin": "same"})
+    assert [r.stdout for r in results] == [*(f"{n}" for n in range(50)), "last"]
+    assert [r.id for r in results] == [*(f"{n}" for n in range(50)), "x"]
+    assert {r.value for r in results} == {"same"}
+
+
+@pytest.mark.asyncio
+async def test_a_slow_call_holds_up_nobody() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        stream = client.stream(["hang", "quick"])
+        index, result = await anext(stream)
+        assert (index, result.stdout) == (1, "quick")
+        served.fleet.last.finish(*served.fleet.last.calls)
+        assert [index async for index, _ in stream] == [0]
+
+
+@pytest.mark.asyncio
+async def test_leaving_a_stream_cancels_the_rest() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        stream = client.stream(["hang", "quick", "hang"])
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: len(served.fleet.last.cancelled) == 2)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_execute_cancels_the_call_and_no_other() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        first = asyncio.create_task(client.execute("hang"))
+        second = asyncio.create_task(client.execute("hang"))
+        await until(lambda: len(served.fleet.last.calls) == 2)
+        first.cancel()
+        await asyncio.wait([first])
+        served.fleet.last.finish(2)
+        assert (await second).status is Status.OK
+        await until(lambda: served.fleet.last.cancelled == [1])
+
+
+@pytest.mark.asyncio
+async def test_malformed_calls_are_refused_before_they_are_sent() -> None:
+    async with scripted(well) as server, AsyncClient(server.url) as client:
+        with pytest.raises(InvalidCall, match=r"call\.limits\.timeout_s: expected a number"):
+            await client.execute("1", limits={"timeout_s": -1})
+        with pytest.raises(InvalidCall, match="unknown field"):
+            await client.run_batch(["1"], {"colour": "red"})
+    assert server.seen == []
+
+
+@pytest.mark.asyncio
+async def test_a_torn_stream_resends_only_what_is_unanswered() -> None:
+    async with scripted(torn, well) as server, AsyncClient(server.url) as client:
+        results = await client.run_batch(["a", "b", "c"])
+    assert [r.stdout for r in results] == ["a", "b", "c"]
+    assert [[call["code"] for call in calls] for calls in server.seen] == [["a", "b", "c"], ["c"]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("failure", [refusing(429, Retry_After="0"), refusing(503), refusing(500), garbage])
+async def test_what_may_pass_is_tried_again(failure: Respond) -> None:
+    async with scripted(failure, failure, well) as server, AsyncClient(server.url) as client:
+        assert (await client.execute("1")).stdout == "1"
+    assert len(server.seen) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [(refusing(429), Overloaded), (refusing(503), Overloaded), (refusing(502), Unreachable), (garbage, Unreachable)],
+)
+async def test_used_up_retries_raise(failure: Respond, expected: type[ServiceError]) -> None:
+    async with scripted(failure) as server, AsyncClient(server.url, retries=2) as client:
+        with pytest.raises(expected):
+            await client.execute("1")
+    assert len(server.seen) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 415])
+async def test_a_refused_request_is_not_repeated(status: int) -> None:
+    async with scripted(refusing(status)) as server, AsyncClient(server.url) as client:
+        with pytest.raises(RequestRefused, match=f"answered {status}"):
+            await client.execute("1")
+    assert len(server.seen) == 1
+
+
+@pytest.mark.asyncio
+async def test_nobody_there_is_unreachable() -> None:
+    async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=1) as client:
+        assert not await client.ready()
+        with pytest.raises(Unreachable):
+            await client.execute("1")
+
+
+@pytest.mark.asyncio
+async def test_another_endpoint_takes_over() -> None:
+    async with serving() as served:
+        dead = f"http://127.0.0.1:{unused_port()}"
+        async with AsyncClient([dead, served.url], retries=1) as client:
+            assert await client.ready()
+            for _ in range(3):
+                assert (await client.execute("1")).status is Status.OK
+
+
+@pytest.mark.asyncio
+async def test_an_idle_client_takes_turns_between_endpoints() -> None:
+    async with scripted(well) as one, scripted(well) as two, AsyncClient([one.url, two.url]) as client:
+        for _ in range(6):
+            await client.execute("1")
+        assert (len(one.seen), len(two.seen)) == (3, 3)
+
+
+@pytest.mark.asyncio
+async def test_the_token_is_sent() -> None:
+    async with serving(token="s3cret") as served:
+        async with AsyncClient(served.url, token="s3cret") as client:
+            assert (await client.execute("1")).status is Status.OK
+        async with AsyncClient(served.url) as client:
+            with pytest.raises(RequestRefused, match="401"):
+                await client.execute("1")
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_calls_in_flight() -> None:
+    async with serving() as served:
+        async with AsyncClient(served.url) as client:
+            asking = asyncio.create_task(client.execute("hang"))
+            await until(lambda: bool(served.fleet.last.calls))
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await asking
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_is_not_open_shows_how() -> None:
+    with pytest.raises(RuntimeError, match="async with AsyncClient"):
+        await AsyncClient().execute("1")
+    with pytest.raises(RuntimeError, match="    with Client"):
+        Client().execute("1")
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    wrong: list[dict[str, Any]] = [{"endpoints": []}, {"batch_size": 0}, {"max_connections": 0}, {"retries": -1}]
+    for settings in wrong:
+        with pytest.raises(ValueError, match="expected"):
+            AsyncClient(**settings)
+
+
+def test_backoff_grows_and_heeds_the_service() -> None:
+    rng = random.Random(0)
+    assert 30 <= backoff_s(1, 30.0, rng) <= 45
+    assert backoff_s(1, None, rng) <= backoff_s(2, None, rng) * 1.5
+    assert backoff_s(100, None, rng) <= 0.003
+
+
+@contextmanager
+def serving_in_a_thread() -> Iterator[str]:
+    """A gateway in its own thread, for the synchronous client; gives its URL."""
+    address: list[str] = []
+    opened = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def live() -> None:
+        async with serving(FakeFleet(slots=8)) as served:
+            address.append(served.url)
+            opened.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(live()))
+    thread.start()
+    opened.wait(10)
+    try:
+        yield address[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def test_the_synchronous_client_does_the_same() -> None:
+    with serving_in_a_thread() as url, Client(url) as client:
+        assert client.ready()
+        assert client.execute("one", stdin="x").value == "x"
+        assert [r.stdout for r in client.run_batch(["a", "b"])] == ["a", "b"]
+        assert sorted((index, r.stdout) for index, r in client.stream(["a", "b"])) == [(0, "a"), (1, "b")]
+        for _ in client.stream(["a", "hang"]):
+            break
+
+
+def test_the_synchronous_client_works_from_many_threads() -> None:
+    answers: list[str] = []
+    with serving_in_a_thread() as url, Client(url) as client:
+        threads = [
+            threading.Thread(target=lambda n=n: answers.append(client.execute(f"{n}").stdout)) for n in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(answers, key=int) == [f"{n}" for n in range(20)]
+
+
+def test_the_surface_is_parallel() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert public(AsyncClient) == public(Client)
