@@ -95,7 +95,7 @@ def _reason(result: Result) -> str:
         case Status.ERROR:
             return _error(result)
         case Status.TIMEOUT:
-            return f"TimeoutError: the code was stopped after {result.usage.run_ms / 1000:.3g} s, its time limit"
+            return "TimeoutError: the code was stopped because it ran longer than its time limit"
         case Status.MEMORY_LIMIT:
             return _joined(_error(result), "MemoryError: the code ran out of the memory it may use")
         case Status.OUTPUT_LIMIT:

@@ -6,7 +6,7 @@ import pytest
 
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.tool import TOOL_NAMES, TOOL_SCHEMA, parse_arguments, render, tool_schema
-from sandbox.types import CallError, Result, Status, Usage, unavailable
+from sandbox.types import CallError, Result, Status, unavailable
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "main.py", line 1\nZeroDivisionError: division by zero\n'
 
@@ -41,7 +41,7 @@ def test_an_exit_code_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        (Result("", Status.TIMEOUT, usage=Usage(run_ms=4012)), "TimeoutError: the code was stopped after 4.01 s"),
+        (Result("", Status.TIMEOUT), "TimeoutError: the code was stopped because it ran longer than its time limit"),
         (Result("", Status.MEMORY_LIMIT), "MemoryError: the code ran out of the memory"),
         (Result("", Status.OUTPUT_LIMIT), "OutputLimitError: the code was stopped because it printed too much"),
         (Result("", Status.KILLED, signal=11), "The interpreter crashed: SIGSEGV"),

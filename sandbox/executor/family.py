@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import socket
 import subprocess
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import trio
@@ -241,5 +240,3 @@ def _address_space(pid: int) -> int:
             return int(statm.read().split()[0]) * 4096
     except OSError as why:
         raise ProtocolError(f"its process {pid} cannot be read: {why}") from None
-
-

@@ -69,7 +69,7 @@ def _decode(head: bytes, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
 
 def number(header: dict[str, Any], name: str) -> float:
     """A finite number out of a header, or `ProtocolError`."""
-    value = header.get(name)
+    value: Any = header.get(name)
     if type(value) not in (int, float) or not -1e15 < value < 1e15:
         raise ProtocolError(f"a zygote sent {name}={str(value)[:40]!r}, expected a number")
     return float(value)

@@ -48,7 +48,14 @@ class Report:
 
 
 def judge(
-    done: dict[str, Any], blobs: list[bytes], *, call_id: str, attempts: int, asked_files: list[str], timeout_s: float, late: bool
+    done: dict[str, Any],
+    blobs: list[bytes],
+    *,
+    call_id: str,
+    attempts: int,
+    asked_files: list[str],
+    timeout_s: float,
+    late: bool,
 ) -> WireResult:
     """The result of a call whose process has ended; `late` if we ended it for its time. Raises `ProtocolError`."""
     stdout, stderr, report_bytes, files = (*blobs, b"", b"", b"", b"")[:4]
@@ -98,7 +105,9 @@ def _status(code: int | None, late: bool, flooded: bool, report: Report) -> Stat
     return Status.MEMORY_LIMIT if report.bits & _OUT_OF_MEMORY else Status.ERROR
 
 
-def _error(status: Status, code: int | None, ended_by: int | None, report: Report, timeout_s: float) -> dict[str, Any] | None:
+def _error(
+    status: Status, code: int | None, ended_by: int | None, report: Report, timeout_s: float
+) -> dict[str, Any] | None:
     if status is Status.OK:
         return None
     if status is Status.TIMEOUT:

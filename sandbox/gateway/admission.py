@@ -173,7 +173,7 @@ class Ledger:
         answer["id"] = ticket.id
         answer["attempts"] = ticket.attempts - 1 + (answer.get("attempts") or 1)
         answer["clamped"] = ticket.clamped
-        answer["usage"]["queue_ms"] += ticket.queue_ms
+        answer["usage"]["queue_ms"] = round(answer["usage"]["queue_ms"] + ticket.queue_ms, 3)
         self._close(ticket)
         ticket.batch.fill(ticket.index, answer)
         return ticket
@@ -199,11 +199,16 @@ class Ledger:
     def expire(self, batch: Batch, now: float) -> list[Ticket]:
         """Give up those calls of `batch` that have waited its `queue_timeout_s` for a slot."""
         timeout_s = batch.queue_timeout_s
-        late = [t for t in batch.tickets if t.call is not None and t.node is None and now - t.since >= timeout_s]
+        late = [t for t in _open(batch.tickets) if t.node is None and now - t.since >= timeout_s]
         for ticket in late:
             self._stop_waiting(ticket)
             self._refuse(ticket, "QueueTimeout", f"waited {timeout_s:g} s for a slot; send fewer calls, or wait longer")
         return late
+
+    def next_expiry(self, batch: Batch) -> float | None:
+        """When the first waiting call of `batch` will have waited too long; None when none waits."""
+        waiting = [ticket.since for ticket in _open(batch.tickets) if ticket.node is None]
+        return min(waiting) + batch.queue_timeout_s if waiting else None
 
     def drop(self, batch: Batch) -> dict[Node, list[int]]:
         """Forget the unanswered calls of `batch`, whose client is gone. Returns what runs where, to be cancelled."""

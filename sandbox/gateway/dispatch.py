@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 FRAME_CALLS = 64
 FRAME_BYTES = 8 << 20
 """A frame takes no more calls after this, so that big ones go in frames of their own."""
+TIMER_S = 0.002
+"""The event loop's clock counts milliseconds, so its timers may be that early by ours."""
 DEAD_S = 150.0
 """No executor for this long, and the service reports itself as not alive: more than one start may take."""
 
@@ -49,7 +52,7 @@ class Dispatcher:
 
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
-        self._last_alive = self._loop.time()
+        self._last_alive = monotonic()
         settings = self.config.executor_settings()
         self.nodes = [Node(n, self._launch, settings, self) for n in range(self.config.executors)]
         await self._tasks.__aenter__()
@@ -99,7 +102,7 @@ class Dispatcher:
         """False when there has been no executor for `DEAD_S`."""
         if any(node.is_ready for node in self.nodes):
             return True
-        return self._loop.time() - self._last_alive < DEAD_S
+        return monotonic() - self._last_alive < DEAD_S
 
     def check_is_open(self) -> None:
         """Raises `Overloaded` once nothing more is admitted."""
@@ -111,7 +114,7 @@ class Dispatcher:
         self.check_is_open()
         if not batch.tickets:
             return
-        self.ledger.admit(batch, self._loop.time())
+        self.ledger.admit(batch, monotonic())
         self._arm(batch)
         self._schedule_pump()
 
@@ -141,7 +144,6 @@ class Dispatcher:
             ("executor_restarts_total", {}, sum(node.restarts for node in self.nodes)),
         ]
         for node in self.nodes:
-            found.append(("executor_slots", {"executor": str(node.number)}, node.about.get("slots", 0)))
             found += executor_samples(node.number, node.stats)
         return found
 
@@ -158,13 +160,13 @@ class Dispatcher:
             if ticket is not None:
                 answered += 1
                 self._count(ticket, answer)
-        self.ledger.drain.count(answered, self._loop.time())
+        self.ledger.drain.count(answered, monotonic())
         self._schedule_pump()
         self._check_idle()
 
     def node_lost(self, node: Node) -> None:
-        self._last_alive = self._loop.time()
-        retried, given_up = self.ledger.lose(node.number, self._loop.time())
+        self._last_alive = monotonic()
+        retried, given_up = self.ledger.lose(node.number, monotonic())
         self.counters.retried += len(retried)
         self._count_unavailable(given_up)
         for batch in {ticket.batch for ticket in retried}:
@@ -184,7 +186,7 @@ class Dispatcher:
             room, node = max(((self._room(node), node) for node in self.nodes), key=lambda pair: pair[0])
             if room <= 0:
                 return
-            now = self._loop.time()
+            now = monotonic()
             tickets = self.ledger.take(node.number, min(room, FRAME_CALLS), FRAME_BYTES, now)
             if not tickets:
                 return
@@ -195,13 +197,14 @@ class Dispatcher:
 
     def _arm(self, batch: Batch) -> None:
         """One timer per batch, for those of its calls that wait."""
-        if batch not in self._timers:
-            self._timers[batch] = self._loop.call_later(batch.queue_timeout_s, self._expire, batch)
+        expiry = self.ledger.next_expiry(batch)
+        if expiry is not None and batch not in self._timers:
+            self._timers[batch] = self._loop.call_later(expiry - monotonic() + TIMER_S, self._expire, batch)
 
     def _expire(self, batch: Batch) -> None:
         del self._timers[batch]
-        late = self.ledger.expire(batch, self._loop.time())
-        self._count_unavailable(late)
+        self._count_unavailable(self.ledger.expire(batch, monotonic()))
+        self._arm(batch)
         self._check_idle()
 
     def _count(self, ticket: Ticket, answer: dict[str, Any]) -> None:

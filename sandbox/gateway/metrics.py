@@ -31,7 +31,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "body_bytes_total": ("counter", "bytes of bodies, by direction"),
     "executors_ready": ("gauge", "executors that take calls"),
     "executor_restarts_total": ("counter", "executors started again"),
-    "executor_slots": ("gauge", "calls that run at once, by executor"),
 }
 PREFIX = "rstar_sandbox_"
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

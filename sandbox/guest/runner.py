@@ -13,7 +13,6 @@ Files (descriptor 4): for each, u32 index into `return_files`, u64 length, the c
 """
 
 from __future__ import annotations
-
 import __future__
 
 import _ast as ast
@@ -100,7 +99,8 @@ def _fresh_main(stdin_given: bool) -> types.ModuleType:
     sys.argv = [SCRIPT]
     sys.path[0] = os.getcwd()
     if stdin_given:
-        stream = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8", errors="surrogateescape")
+        raw = io.BufferedReader(io.FileIO(0, closefd=False))
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape")
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _forget_randomness()
     getattr(warnings, "_filters_mutated", int)()  # "once per place" starts anew
@@ -207,7 +207,7 @@ def _exit_code(leaving: SystemExit, report: _Report) -> int:
 
 
 def _describe(error: BaseException) -> tuple:
-    """Type, message, traceback and line of an uncaught exception; the traceback goes to stderr as Python's own would."""
+    """Type, message, traceback and line of an uncaught exception; the traceback also goes to stderr, as Python's does."""
     _keep_users_frames(error, set())
     text = _traceback_text(error)
     if sys.excepthook is sys.__excepthook__:

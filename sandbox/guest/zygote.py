@@ -117,7 +117,7 @@ class Zygote:
             confine.lower_for_good()
             runner.prepare()
         if threading.active_count() != 1:
-            raise RuntimeError(f"{profile} started {threading.active_count() - 1} threads; a zygote forks, so it has one")
+            raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
         pages.settle()
         modules = sorted({name.partition(".")[0] for name in sys.modules})
         self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
@@ -234,7 +234,7 @@ class Zygote:
         return max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1)
 
     def _tell_overdue(self) -> None:
-        """Wall time is up; whether its own time is, the executor reads from the kernel, and holds the process by pidfd."""
+        """Wall time is up. Whether the call's own time is, the executor decides; it gets the process by pidfd."""
         now = time.monotonic()
         while self.deadlines and self.deadlines[0][0] <= now:
             _when, pid, call_id = heapq.heappop(self.deadlines)

@@ -153,6 +153,17 @@ async def test_waiting_too_long_is_unavailable() -> None:
         assert body["results"][2]["error"]["type"] == "QueueTimeout"
 
 
+async def test_waiting_again_after_a_loss_has_its_own_time() -> None:
+    """The first timer fires while the call waits for the second time: it is early then, and one more must follow."""
+    async with serving(FakeFleet(slots=1, starts=("ready", "silent"))) as served:
+        asking = asyncio.create_task(served.post("/v1/execute", {"code": "hang", "queue_timeout_s": 0.05}))
+        await until(lambda: bool(served.fleet.last.calls))
+        await asyncio.sleep(0.03)
+        served.fleet.last.exit()
+        _, result = await asking
+        assert (result["error"]["type"], result["attempts"]) == ("QueueTimeout", 1)
+
+
 async def test_the_drain_lets_admitted_calls_finish() -> None:
     async with serving() as served:
         asking = asyncio.create_task(served.post("/v1/execute", {"code": "hang"}))

@@ -298,10 +298,12 @@ async def test_pages_are_self_contained() -> None:
 async def test_metrics_are_prometheus_text() -> None:
     async with serving() as served:
         await served.post("/v1/batch", {"calls": [{"code": "1"}] * 3})
-        served.fleet.last.send("stats", {"zygote_restarts_total": 2, "forks": {"bare": 3}, "note": "text"})
+        served.fleet.last.send("stats", {"zygote_restarts_total": 2, "slots": 4, "forks": {"bare": 3}, "note": "text"})
         await until(lambda: bool(served.dispatcher.nodes[0].stats))
         _, text = await served.get("/metrics")
     lines = text.splitlines()
+    names = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(names) == len(set(names))
     assert 'rstar_sandbox_calls_total{status="ok"} 3' in lines
     assert "rstar_sandbox_queue_seconds_count 3" in lines
     assert 'rstar_sandbox_run_seconds_bucket{le="0.001"} 3' in lines

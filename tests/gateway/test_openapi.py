@@ -27,13 +27,10 @@ def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
         "object": dict, "array": list, "string": str, "integer": int, "number": (int, float),
         "boolean": bool, "null": type(None),
     }  # fmt: skip
-    if "type" in schema:
-        assert isinstance(value, kinds[schema["type"]]), f"{where}: {value!r} is no {schema['type']}"
-    if "enum" in schema:
-        assert value in schema["enum"], where
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            check(item, schema["items"], f"{where}[{index}]")
+    assert isinstance(value, kinds.get(schema.get("type"), object)), f"{where}: {value!r} is no {schema['type']}"
+    assert value in schema.get("enum", [value]), where
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        check(item, schema["items"], f"{where}[{index}]")
     if isinstance(value, dict):
         check_object(value, schema, where)
 
