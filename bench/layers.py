@@ -233,14 +233,15 @@ class _Executor:
             wire.pack(["calls", [[n, {"code": code}] for n in numbers[start : start + BATCH]]])
             for start in range(0, calls, BATCH)
         ]
-        meter = _Meter(self._pid)
+        meter, start = procs.Meter(self._pid), time.perf_counter()
         self._sock.sendall(b"".join(packed))
         results: list[dict[str, Any]] = []
         while len(results) < calls:
             kind, *rest = self._receive()
             if kind == "results":
                 results += [result for _, result in rest[0]]
-        return meter.cost([(r["status"], r["usage"]["cpu_ms"]) for r in results])
+        wall_s = time.perf_counter() - start
+        return _cost(meter, wall_s, [(result["status"], result["usage"]["cpu_ms"]) for result in results])
 
     def _receive(self) -> list[Any]:
         while True:
@@ -277,29 +278,20 @@ def _executor(python: str) -> Iterator[_Executor]:
 async def _over_http(server: service.Service, code: str, calls: int) -> Cost:
     async with AsyncClient(server.url, batch_size=BATCH) as client:
         await client.execute("pass")  # the connection is there before the clock starts
-        meter = _Meter(server.pid)
+        meter, start = procs.Meter(server.pid), time.perf_counter()
         results = await client.run_batch([Call(code)] * calls)
-    return meter.cost([(result.status.value, result.usage.cpu_ms) for result in results])
+        wall_s = time.perf_counter() - start
+    return _cost(meter, wall_s, [(result.status.value, result.usage.cpu_ms) for result in results])
 
 
-class _Meter:
-    """CPU of a service's processes from now on: its own by nanosecond, the calls' as the zygote had it from the kernel."""
-
-    def __init__(self, root: int) -> None:
-        self._pids = procs.tree(root)
-        self._own_s, self._ended_s = procs.cpu_s(self._pids), procs.ended_children_cpu_s(self._pids)
-        self._start = time.perf_counter()
-
-    def cost(self, calls: Sequence[tuple[str, float]]) -> Cost:
-        """What `calls` (status, CPU ms) have cost each. Raises `BenchFailed` if one did not end well."""
-        wall_s = time.perf_counter() - self._start
-        own_s = procs.cpu_s(self._pids) - self._own_s
-        ended_s = procs.ended_children_cpu_s(self._pids) - self._ended_s
-        if bad := [status for status, _ in calls if status != "ok"]:
-            raise report.BenchFailed(f"{len(bad)} of {len(calls)} calls ended as {bad[0]}, expected ok")
-        n = len(calls)
-        cpu_ms = own_s * 1e3 + sum(cpu_ms for _, cpu_ms in calls)
-        return Cost(cpu_ms / n, wall_s * 1e3 / n, (own_s + ended_s) * 1e3 / n)
+def _cost(meter: procs.Meter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
+    """What `calls` (status, CPU ms) have cost each: their own as the zygote had it from the kernel, by the microsecond,
+    and the service's. Raises `BenchFailed` if one did not end well."""
+    own_s, whole_s, n = meter.own_s(), meter.whole_s(), len(calls)
+    if bad := [status for status, _ in calls if status != "ok"]:
+        raise report.BenchFailed(f"{len(bad)} of {n} calls ended as {bad[0]}, expected ok")
+    cpu_ms = own_s * 1e3 + sum(cpu_ms for _, cpu_ms in calls)
+    return Cost(cpu_ms / n, wall_s * 1e3 / n, whole_s * 1e3 / n)
 
 
 def _wait_readable(sock: socket.socket) -> None:

@@ -37,6 +37,22 @@ def ended_children_cpu_s(pids: list[int]) -> float:
     return sum((int(fields[13]) + int(fields[14])) * _TICK_S for pid in pids if (fields := _stat(pid)))
 
 
+class Meter:
+    """CPU of a process and all that descend from it, from now on."""
+
+    def __init__(self, root: int) -> None:
+        self._pids = tree(root)
+        self._own_s, self._ended_s = cpu_s(self._pids), ended_children_cpu_s(self._pids)
+
+    def own_s(self) -> float:
+        """Seconds that the processes of the beginning have used themselves."""
+        return cpu_s(self._pids) - self._own_s
+
+    def whole_s(self) -> float:
+        """The same, and what children of theirs used that have ended since."""
+        return self.own_s() + ended_children_cpu_s(self._pids) - self._ended_s
+
+
 def pss_mb(pids: list[int]) -> float:
     """MiB of memory, what is shared counted once (proportional set size). Processes that cannot be read count 0."""
     return sum(_rollup_kb(pid, "Pss:") for pid in pids) / 1024

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -40,12 +40,19 @@ class Service:
 
 
 @contextmanager
-def running(python: str | None = None, flags: Sequence[str] = ()) -> Iterator[Service]:
-    """A server that is ready. Raises `BenchFailed` if it does not start."""
+def running(
+    python: str | None = None, flags: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Iterator[Service]:
+    """A server that is ready, its environment ours and `environ`. Raises `BenchFailed` if it does not start."""
     command = [sys.executable, "-m", "sandbox", "serve", "--port", "0", "--python", guest_python(python), *flags]
     with tempfile.TemporaryFile() as said:  # a pipe that nobody reads would stop the server when it is full
         server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environ or {})},
         )
         try:
             yield Service(_address(server, said), server.pid)

@@ -144,7 +144,7 @@ class Node:
 
     async def _connect(self, process: Process) -> _Link:
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_unix_connection(lambda: _Link(self, loop), sock=process.socket)
+        _, link = await loop.create_unix_connection(lambda: _Link(self, self._owner, loop), sock=process.socket)
         self._link = link
         return link
 
@@ -201,12 +201,13 @@ class Node:
 class _Link(asyncio.Protocol):
     """The socket to an executor: frames in and out, and two futures for its beginning and its end."""
 
-    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, node: Node, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
         self.ready: asyncio.Future[dict[str, Any]] = loop.create_future()
         self.lost: asyncio.Future[Exception] = loop.create_future()
         self.is_paused = False
         self.has_spoken = False
         self._node = node
+        self._owner = owner
         self._loop = loop
         self._unpacker = wire.Unpacker()
         self._transport: asyncio.Transport | None = None
@@ -234,7 +235,7 @@ class _Link(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_paused = False
-        self._node._owner.node_has_room(self._node)
+        self._owner.node_has_room(self._node)
 
     def send(self, message: list[Any]) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -259,7 +260,7 @@ class _Link(asyncio.Protocol):
             return
         match message:
             case ["results", list(pairs)] if self.ready.done():
-                self._node._owner.node_answered(self._node, [_answer(pair) for pair in pairs])
+                self._owner.node_answered(self._node, [_answer(pair) for pair in pairs])
             case ["stats", dict(stats)]:
                 self._node.stats = stats
             case ["ready", dict(about)] if not self.ready.done():

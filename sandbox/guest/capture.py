@@ -2,7 +2,7 @@
 
 The call writes through an ordinary descriptor; the zygote reads what is there once the call has ended, however it
 ended. Nobody polls a pipe, a time-out loses nothing that was written, and a flood stops at the end of the file (EPERM)
-without costing more memory. The kernel enforces the seal (memfd_create(2)): truncation and mappings cannot get round it.
+without costing more memory. The kernel enforces the seal (memfd_create(2)), whatever the code does to the file.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Confinement:
         self.settle()
 
     def settle(self) -> None:
-        """Once in each zygote that uses the plan: a pidfd of itself stands for its own PID namespace (setns(2), Linux 5.8)."""
+        """Once in each zygote that uses the plan: its pidfd stands for its PID namespace (setns(2), Linux 5.8)."""
         if self._home >= 0:
             os.close(self._home)
         self._home = os.pidfd_open(os.getpid()) if self._unshare_pid else -1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import _ast as ast
 import builtins
 import importlib
+from typing import Any
 
 PARENT = {"bare": None, "numeric": "bare", "symbolic": "numeric", "scientific": "symbolic"}
 
@@ -54,24 +55,31 @@ k = symbols("k", integer=True, positive=True)
 solve(x**2 - 3*x + 2, x), solve([x + y - 3, x - y - 1], [x, y]), solve(Eq(x**3 - x, 0), x, dict=True)
 solve(sqrt(x + 3) - x + 3, x), solve(sin(x) - Rational(1, 2), x), solve(2**x - 8, x), solveset(x**2 - 2, x, S.Reals)
 solve([x**2 + y**2 - 25, x + y - 7], [x, y]), solve(x**2 - 4 > 0, x), solve(abs(n - 1) - 3, n), nsolve(cos(x) - x, 1)
-factor(x**4 - 1), expand((x + y)**4), simplify(sin(x)**2 + cos(x)**2), apart(1/(x**2 - 1)), together(1/x + 1/y), cancel((x**2 - 1)/(x - 1))
-diff(sin(x)*exp(x), x), integrate(x**2*exp(x), x), integrate(1/(1 + x**2), (x, 0, oo)), limit(sin(x)/x, x, 0), series(exp(x), x, 0, 4)
-summation(k, (k, 1, n)), Sum(1/k**2, (k, 1, oo)).doit(), Matrix([[1, 2], [3, 4]]).det(), Matrix([[2, 1], [1, 3]]).eigenvals(), Matrix([[1, 2], [3, 4]]).inv()
-factorint(360), isprime(97), divisors(36), gcd(12, 18), binomial(10, 3), factorial(6), Mod(17, 5), primerange(2, 20), totient(36), nextprime(100)
-N(pi, 20), sqrt(8), Rational(3, 4) + 1, trigsimp(sin(2*x)/cos(x)), radsimp(1/(sqrt(3) + 1)), nsimplify(0.75), sympify("x**2 + 1")
-str(sqrt(2) + x/3), repr(solve(x**2 + x + 1, x)), latex(x**2/3), lambdify(x, x**2 + sin(x))(1.0), expand_log(log(x*y), force=True), Poly(x**2 + 2*x + 1, x).roots() if hasattr(Poly, "roots") else Poly(x**2 - 1, x).all_roots()
-Point(0, 0).distance(Point(3, 4)), Triangle(Point(0, 0), Point(4, 0), Point(0, 3)).area, Circle(Point(0, 0), 2).area, rsolve.__name__, floor(x).subs(x, 2.5), Piecewise((x, x > 0), (0, True)).subs(x, 1)
+factor(x**4 - 1), expand((x + y)**4), simplify(sin(x)**2 + cos(x)**2), apart(1/(x**2 - 1)), together(1/x + 1/y)
+cancel((x**2 - 1)/(x - 1)), diff(sin(x)*exp(x), x), integrate(x**2*exp(x), x), integrate(1/(1 + x**2), (x, 0, oo))
+limit(sin(x)/x, x, 0), series(exp(x), x, 0, 4), summation(k, (k, 1, n)), Sum(1/k**2, (k, 1, oo)).doit()
+Matrix([[1, 2], [3, 4]]).det(), Matrix([[2, 1], [1, 3]]).eigenvals(), Matrix([[1, 2], [3, 4]]).inv()
+factorint(360), isprime(97), divisors(36), gcd(12, 18), binomial(10, 3), factorial(6), Mod(17, 5), totient(36)
+list(primerange(2, 20)), nextprime(100), N(pi, 20), sqrt(8), Rational(3, 4) + 1, trigsimp(sin(2*x)/cos(x))
+radsimp(1/(sqrt(3) + 1)), nsimplify(0.75), sympify("x**2 + 1"), str(sqrt(2) + x/3), repr(solve(x**2 + x + 1, x))
+latex(x**2/3), lambdify(x, x**2 + sin(x))(1.0), expand_log(log(x*y), force=True), Poly(x**2 - 1, x).all_roots()
+Point(0, 0).distance(Point(3, 4)), Triangle(Point(0, 0), Point(4, 0), Point(0, 3)).area, Circle(Point(0, 0), 2).area
+floor(x).subs(x, 2.5), Piecewise((x, x > 0), (0, True)).subs(x, 1)
 """,
     "scientific": """
 import numpy as np
 from scipy import integrate, linalg, optimize, stats
-optimize.fsolve(lambda v: v**2 - 2, 1.0), optimize.minimize(lambda v: (v[0] - 1)**2, [0.0]), optimize.brentq(lambda v: v**2 - 2, 0, 2)
-optimize.linprog([1, 1], A_ub=[[-1, -1]], b_ub=[-1]), integrate.quad(lambda v: v**2, 0, 1), integrate.solve_ivp(lambda t, v: -v, (0, 1), [1.0])
-linalg.lu(np.eye(3)), stats.norm.cdf(1.0), stats.binom.pmf(2, 5, 0.5), stats.ttest_ind([1.0, 2.0, 3.0], [2.0, 3.0, 4.5])
+optimize.fsolve(lambda v: v**2 - 2, 1.0), optimize.minimize(lambda v: (v[0] - 1)**2, [0.0])
+optimize.brentq(lambda v: v**2 - 2, 0, 2), optimize.linprog([1, 1], A_ub=[[-1, -1]], b_ub=[-1])
+integrate.quad(lambda v: v**2, 0, 1), integrate.solve_ivp(lambda t, v: -v, (0, 1), [1.0])
+linalg.lu(np.eye(3)), stats.norm.cdf(1.0), stats.binom.pmf(2, 5, 0.5)
+stats.ttest_ind([1.0, 2.0, 3.0], [2.0, 3.0, 4.5])
 import networkx as nx, pandas as pd
-nx.shortest_path(nx.path_graph(5), 0, 4), nx.is_connected(nx.cycle_graph(4)), nx.minimum_spanning_tree(nx.complete_graph(4)).size()
+nx.shortest_path(nx.path_graph(5), 0, 4), nx.is_connected(nx.cycle_graph(4))
+nx.minimum_spanning_tree(nx.complete_graph(4)).size()
 frame = pd.DataFrame({"a": [1, 2, 2], "b": [1.0, 2.0, 3.0]})
-str(frame), str(frame.groupby("a").b.mean()), str(frame.describe()), frame.a.value_counts().to_dict(), str(frame.sort_values("b"))
+str(frame), str(frame.groupby("a").b.mean()), str(frame.describe()), frame.a.value_counts().to_dict()
+str(frame.sort_values("b"))
 """,
 }
 
@@ -113,5 +121,5 @@ def _warm(profile: str) -> list[str]:
 
 def _compile_lines(source: str) -> list:
     """Each top-level statement of `source` as a code object of its own."""
-    body = compile(source, "<warm>", "exec", ast.PyCF_ONLY_AST).body
-    return [compile(ast.Module([statement], []), "<warm>", "exec") for statement in body]
+    tree: Any = compile(source, "<warm>", "exec", ast.PyCF_ONLY_AST)
+    return [compile(ast.Module([statement], []), "<warm>", "exec") for statement in tree.body]

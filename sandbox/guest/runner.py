@@ -31,6 +31,7 @@ import traceback
 import types
 import warnings
 from _random import Random as _Random
+from typing import Any
 
 SCRIPT = "main.py"
 REPORT_FD, FILES_FD = 3, 4
@@ -116,7 +117,7 @@ def _forget_randomness() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(os.urandom(4), "little"))  # a third of the cost of seed()
-    tempfile = sys.modules.get("tempfile")
+    tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile._name_sequence = None  # it goes by the process id, which is always 1 here
         tempfile.tempdir = None
@@ -183,12 +184,12 @@ def _last_line(text: str) -> int:
 
 
 def _compile_tree(text: str) -> tuple[types.CodeType, types.CodeType | None]:
-    tree = compile(text, SCRIPT, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    tree: Any = compile(text, SCRIPT, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         last = ast.Expression(tree.body.pop().value)
     body = compile(tree, SCRIPT, "exec", dont_inherit=True)
-    return body, last and compile(last, SCRIPT, "eval", body.co_flags & _FUTURE, dont_inherit=True)
+    return body, compile(last, SCRIPT, "eval", body.co_flags & _FUTURE, dont_inherit=True) if last else None
 
 
 def _compile_all(text: str) -> types.CodeType:
@@ -207,7 +208,7 @@ def _exit_code(leaving: SystemExit, report: _Report) -> int:
 
 
 def _describe(error: BaseException) -> tuple:
-    """Type, message, traceback and line of an uncaught exception; the traceback also goes to stderr, as Python's does."""
+    """Type, message, traceback and line of an uncaught exception; the traceback also goes to stderr."""
     _keep_users_frames(error, set())
     text = _traceback_text(error)
     if sys.excepthook is sys.__excepthook__:

@@ -18,6 +18,7 @@ import ctypes
 import heapq
 import mmap
 import os
+import resource
 import select
 import shutil
 import signal
@@ -71,12 +72,11 @@ class Running:
 class Zygote:
     """The loop: frames in, forks, outcomes out."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.frames = frames.Frames(sock)
+    def __init__(self, incoming: frames.Frames, layers: confine.Confinement) -> None:
+        self.frames = incoming
+        self.layers = layers
         self.running: dict[int, Running] = {}  # by process id
         self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
-        self.layers: confine.Confinement | None = None
-        self.plan: dict = {}
         self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
         self.wake, wake_end = socket.socketpair()
         self.wake.setblocking(False)
@@ -86,7 +86,7 @@ class Zygote:
         signal.set_wakeup_fd(wake_end.fileno(), warn_on_full_buffer=False)
         self.poll = select.poll()
         self.poll.register(self.wake, select.POLLIN)
-        self.poll.register(sock, select.POLLIN)
+        self.poll.register(incoming.sock, select.POLLIN)
 
     def serve(self) -> None:
         """Until the executor goes away."""
@@ -105,17 +105,9 @@ class Zygote:
     def send(self, header: dict, *blobs: bytes) -> None:
         self.frames.sock.sendall(frames.pack(header, *blobs))
 
-    def _do_configure(self, header: dict, _blobs: list) -> None:
-        self.plan = header["plan"]
-        self._become(header["profile"])
-
-    def _become(self, profile: str) -> None:
+    def become(self, profile: str) -> None:
         """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
         missing = profiles.load(profile)
-        if self.layers is None:
-            self.layers = confine.Confinement(self.plan)
-            confine.lower_for_good()
-            runner.prepare()
         if threading.active_count() != 1:
             raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
         pages.settle()
@@ -198,7 +190,7 @@ class Zygote:
             if running is not None:  # else a child zygote, whose socket says it
                 self._answer(running, status, usage)
 
-    def _answer(self, running: Running, status: int, usage: object) -> None:
+    def _answer(self, running: Running, status: int, usage: resource.struct_rusage) -> None:
         wall_ms = (time.monotonic() - running.started) * 1e3
         limit = running.output_limit
         out, out_cut = capture.written(running.fds[0], limit)
@@ -257,11 +249,10 @@ class Zygote:
                 running.folder = None
                 running.close()
             self.frames.sock.close()
-            child = Zygote(_settle(sock))
-            child.layers, child.plan = self.layers, self.plan
-            child.layers.settle()
+            self.layers.settle()
+            child = Zygote(frames.Frames(_settle(sock)), self.layers)
             self.__dict__.clear()
-            child._become(header["profile"])
+            child.become(header["profile"])
             child.serve()
         except EOFError:
             pass
@@ -288,7 +279,16 @@ def main() -> None:
             os.close(fd)
             break
     try:
-        Zygote(sock).serve()
+        incoming = frames.Frames(sock)
+        first: list = []
+        while not first:
+            first = incoming.receive()
+        header = first[0][0]  # configure; nothing else comes before we answer
+        zygote = Zygote(incoming, confine.Confinement(header["plan"]))
+        confine.lower_for_good()
+        runner.prepare()
+        zygote.become(header["profile"])
+        zygote.serve()
     except EOFError:
         pass
     finally:

@@ -27,7 +27,7 @@ def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
         "object": dict, "array": list, "string": str, "integer": int, "number": (int, float),
         "boolean": bool, "null": type(None),
     }  # fmt: skip
-    assert isinstance(value, kinds.get(schema.get("type"), object)), f"{where}: {value!r} is no {schema['type']}"
+    assert isinstance(value, kinds.get(schema.get("type", ""), object)), f"{where}: {value!r} does not fit {schema}"
     assert value in schema.get("enum", [value]), where
     for index, item in enumerate(value if isinstance(value, list) else ()):
         check(item, schema["items"], f"{where}[{index}]")

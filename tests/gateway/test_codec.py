@@ -1,0 +1,93 @@
+"""Whatever bytes come, a refusal that says why or a value; whatever answers go, bytes that decode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox.config import ServeConfig
+from sandbox.errors import InvalidCall, RequestRefused
+from sandbox.gateway import codec, intake
+from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
+from sandbox.gateway.refusal import Refusal
+from sandbox.types import CALL_FIELDS, Result, Status
+
+TEXT = st.text(st.characters(), max_size=20)
+"""With lone surrogates."""
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | TEXT | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*CALL_FIELDS, "x"]), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+BATCHES = st.fixed_dictionaries(
+    {}, optional={"calls": st.lists(VALUES, max_size=4) | VALUES, "defaults": VALUES, "x": VALUES}
+)
+
+
+def decode(body: bytes, kind: str) -> Any:
+    return asyncio.run(codec.Bodies(1 << 30, 1 << 30, max_calls=8).decode(body, kind))
+
+
+@given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK]))
+def test_any_bytes_are_a_value_or_a_refusal(body: bytes, kind: str) -> None:
+    try:
+        decode(body, kind)
+    except Refusal as why:
+        assert why.status in (400, 413)
+        assert str(why)
+
+
+@given(VALUES)
+def test_msgpack_comes_in_as_it_was_sent(value: Any) -> None:
+    body = msgpack.packb(value, unicode_errors="surrogatepass")
+    assert repr(decode(body, MSGPACK)) == repr(value)
+
+
+@given(BATCHES)
+def test_any_decoded_body_is_a_batch_or_a_refusal(raw: Any) -> None:
+    try:
+        batch, invalid = asyncio.run(intake.read_batch(raw, ServeConfig()))
+    except (InvalidCall, RequestRefused) as why:
+        assert str(why)
+        return
+    assert len(batch.tickets) + invalid == len(raw["calls"])
+    assert invalid == len([answer for answer in batch.answers if answer is not None])
+
+
+@given(VALUES)
+def test_any_decoded_body_is_a_call_or_a_refusal(raw: Any) -> None:
+    try:
+        assert len(intake.read_call(raw, ServeConfig()).tickets) == 1
+    except InvalidCall as why:
+        assert str(why)
+
+
+@given(st.lists(st.tuples(TEXT, TEXT, st.binary(max_size=20)), min_size=1, max_size=3), st.sampled_from([1, 70]))
+def test_answers_decode_to_what_they_were_but_for_surrogates(parts: list[tuple[str, str, bytes]], times: int) -> None:
+    results = [Result("i", Status.OK, stdout=out, value=value, files={"f": data}) for out, value, data in parts] * times
+    for kind in (JSON, MSGPACK):
+        body = asyncio.run(codec.encode_answers([result.encode(binary=True) for result in results], kind))
+        raw = json.loads(body) if kind == JSON else msgpack.unpackb(body)
+        assert [_sound(Result.decode(one)) for one in raw["results"]] == [_sound(result) for result in results]
+
+
+@pytest.mark.parametrize("kind", [NDJSON, MSGPACK_STREAM])
+def test_a_line_is_a_result_with_its_index(kind: str) -> None:
+    line = codec.encode_line(7, Result("i", Status.OK, stdout="a\nb").encode(binary=True), kind)
+    raw = json.loads(line) if kind == NDJSON else msgpack.unpackb(line)
+    assert raw["index"] == 7
+    assert Result.decode(raw).stdout == "a\nb"
+    assert line.count(b"\n") == 1
+
+
+def _sound(result: Result) -> tuple[str, str, Any]:
+    shown = [text.encode("utf-8", "replace").decode() for text in (result.stdout, result.value or "")]
+    return shown[0], shown[1], result.files
