@@ -189,7 +189,8 @@ class _Cache:
         if self._path and self._path.exists():
             for line in self._path.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
-                self.known[row.pop("key")] = Outcome(**row)
+                key = row.pop("key")
+                self.known[key] = Outcome(**row)
 
     def key(self, call: Mapping[str, Any], turn: int) -> str:
         what = json.dumps([turn, self._python, call["code"], call.get("stdin", ""), call["limits"]["timeout_s"]])

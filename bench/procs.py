@@ -74,6 +74,11 @@ def mounts(pid: int) -> int:
         return 0
 
 
+def is_zombie(pid: int) -> bool:
+    """Whether it has ended and nobody has waited for it."""
+    return _stat(pid)[:1] == ["Z"]
+
+
 def command(pid: int) -> str:
     """Its command line, shortened to what tells it apart."""
     try:

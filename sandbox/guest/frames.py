@@ -11,6 +11,8 @@ import socket
 import struct
 
 _LENGTHS = struct.Struct("<II")
+_FD = struct.Struct("i")
+_FD_ROOM = socket.CMSG_SPACE(_FD.size)
 _CHUNK = 1 << 18
 
 
@@ -31,8 +33,9 @@ class Frames:
 
     def receive(self) -> list[tuple[dict, list[bytes]]]:
         """Wait for bytes once; return the frames that are now whole. Raises EOFError when the peer has gone."""
-        data, fds, _flags, _address = socket.recv_fds(self.sock, _CHUNK, 4)
-        self.fds += fds
+        data, ancillary, _flags, _address = self.sock.recvmsg(_CHUNK, _FD_ROOM)
+        for _level, _type, fd in ancillary:  # one descriptor at a time is all that the executor sends
+            self.fds.append(_FD.unpack(fd)[0])
         if not data:
             raise EOFError
         buffer = self._buffer

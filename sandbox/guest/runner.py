@@ -67,7 +67,7 @@ def prepare() -> None:
     for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         raw = _Output(fd, "wb", closefd=False)
         raw.name = f"<{name}>"
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, newline="\n", write_through=True)  # type: ignore[type-var]
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, newline="\n", write_through=True)
         stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -20,11 +20,9 @@ import mmap
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 
@@ -66,7 +64,7 @@ class Running:
             os.close(fd)
         self.fds = []
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _remove(self.folder)
 
 
 class Zygote:
@@ -145,7 +143,7 @@ class Zygote:
             running.fds.append(running.files_fd)
             fds.append((running.files_fd, runner.FILES_FD))
         if self.layers.tmpfs is None:
-            running.folder = tempfile.mkdtemp(prefix="rstar-call-")
+            running.folder = _make_folder()
         self.marks[running.slot] = 0
         self.layers.before_fork()
         try:
@@ -258,6 +256,22 @@ class Zygote:
             pass
         finally:
             os._exit(0)
+
+
+# At level `none` a call has a plain folder. What that takes is imported only there: it brings 30 mappings along, and
+# every fork pays for each.
+
+
+def _make_folder() -> str:
+    import tempfile
+
+    return tempfile.mkdtemp(prefix="rstar-call-")
+
+
+def _remove(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _settle(sock: socket.socket) -> socket.socket:
