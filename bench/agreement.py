@@ -2,8 +2,8 @@
 
     python -m bench.agreement [--calls FILE.jsonl] [--at-least 0.995] [--fresh-cache FILE] [--json]
 
-A call whose two fresh runs differ from each other (random numbers, clocks, addresses) has no right answer: it is counted
-as unsettled and left out of the share that `--at-least` is about. Every other difference is shown, grouped by cause.
+A call whose two fresh runs differ from each other (random numbers, clocks, addresses) has no right answer: it is
+counted as unsettled and left out of the share that `--at-least` is about. Other differences are shown, by cause.
 """
 
 from __future__ import annotations

@@ -6,30 +6,37 @@ Every step is the one before and one thing more, on the same warm interpreter an
 
     floor       fork(2), run the compiled code with stdout on a memory file, exit; no isolation
     os.fork     the floor with Python's own os.fork, for comparison; later steps build on the floor
-    namespaces  own PID, mount, IPC and UTS namespaces          seccomp   the system call filter
-    tmpfs       a private scratch folder                        runner    compile, echo, report, files: the whole guest
-    identity    uid, capabilities, rlimits, no_new_privs        executor  zygote loop and executor process, calls in frames
+    namespaces  own PID, mount, IPC and UTS namespaces
+    tmpfs       a private scratch folder
+    identity    uid, capabilities, rlimits, no_new_privs
+    seccomp     the system call filter
+    runner      the whole guest: compile, echo, report, output files, answer
+    executor    the zygote's loop and the executor process, calls in frames
     http        the gateway too: HTTP in batches of 64 from a client on the same cores
 
-CPU is everything that the service's side spends: the calls' own processes, as the kernel accounts them, and the zygote,
-executor and gateway by `sum_exec_runtime`; the client is left out. Steps take turns within a round, and medians over the
-rounds are compared, so that what else the machine does hits all alike.
+CPU is everything that the service's side spends: the calls' own processes, as the kernel accounts them, and zygote,
+executor and gateway by `sum_exec_runtime`; the client is left out. The first steps run on every core at once as the
+last two do, since cores share caches and often more (`--at-once 1` runs them alone). Steps take turns within a round,
+and medians over the rounds are compared, so that what else the machine does hits all alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import select
 import shutil
 import socket
+import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +46,7 @@ from bench import procs, report, service
 from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ExecutorConfig
-from sandbox.executor import core, frames
+from sandbox.executor import core
 from sandbox.executor.work import Work
 from sandbox.types import Call, Profile
 
@@ -55,6 +62,9 @@ AT_MOST = 2.5
 """CPU of a call over HTTP as a multiple of the floor: what the project promises."""
 BATCH = 64
 WAIT_S = 120.0
+_LENGTHS = struct.Struct("<II")
+FIRST_JAIL = 900
+"""Jails of servers that run beside us count from 0; ours take other uids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = report.parser("layers", __doc__ or "")
     parser.add_argument("--calls", type=report.count, default=256, help="calls per step and round (default: 256)")
     parser.add_argument("--rounds", type=report.count, default=5, help="rounds (default: 5)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--at-once", type=report.count, default=cores, help="zygotes that fork at once (default: cores)"
+    )
     parser.add_argument("--profiles", type=_profiles, default=tuple(CODES), help="of " + ",".join(CODES))
     parser.add_argument("--at-most", type=float, default=AT_MOST, help="exit 1 over so many floors (default: 2.5)")
     return parser
@@ -94,7 +108,10 @@ def _measure(args: argparse.Namespace) -> int:
     python = service.guest_python(args.python)
     costs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     with ExitStack() as stack:
-        jails = {name: stack.enter_context(_jail(python, name)) for name in args.profiles}
+        jails = {
+            name: [stack.enter_context(_jail(python, name, number)) for number in range(args.at_once)]
+            for name in args.profiles
+        }
         executor = stack.enter_context(_executor(python))
         server = stack.enter_context(service.running(python))
         bar = stack.enter_context(report.progress())
@@ -113,10 +130,13 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _round(
-    guest: _Jail, executor: _Executor, server: service.Service, profile: str, calls: int
+    jails: Sequence[_Jail], executor: _Executor, server: service.Service, profile: str, calls: int
 ) -> Iterator[tuple[str, Cost]]:
     for step in IN_JAIL:
-        yield step, guest.measure(step, CODES[profile], calls)
+        for guest in jails:
+            guest.start(step, CODES[profile], -(-calls // len(jails)))
+        costs = [guest.cost(step) for guest in jails]
+        yield step, Cost(_mean(cost.cpu_ms for cost in costs), _mean(cost.wall_ms for cost in costs) / len(jails))
     yield "executor", executor.measure(CODES[profile], calls)
     yield "http", asyncio.run(_over_http(server, CODES[profile], calls))
 
@@ -140,6 +160,7 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
         "bench": "layers",
         "calls": args.calls,
         "rounds": args.rounds,
+        "at_once": args.at_once,
         "at_most": args.at_most,
         "holds": all(profile["ratio"] <= args.at_most for profile in profiles.values()),
         "profiles": profiles,
@@ -149,25 +170,33 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
 class _Jail:
     """A jail with a measuring zygote of one profile, and our end of its socket."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, plan: Mapping[str, Any]) -> None:
         self._sock = sock
-        self._unpacker = frames.Unpacker(1 << 30)
+        self._plan = plan
+        self._calls = 0
+        self._received = b""
 
-    def configure(self, plan: Mapping[str, Any], profile: str, process: subprocess.Popen[bytes]) -> None:
-        self._sock.sendall(frames.pack({"op": "configure", "plan": plan, "profile": profile}))
+    def configure(self, profile: str, process: subprocess.Popen[bytes]) -> None:
+        self._sock.sendall(_frame({"op": "configure", "plan": self._plan, "profile": profile, "blobs": []}))
         header = self._receive()
         if header["op"] != "ready":
             raise report.BenchFailed(f"expected ready from the measuring zygote, got {header}")
         pages = max(_mapped_pages(pid) for pid in procs.tree(process.pid))
-        self._sock.sendall(frames.pack({"op": "serve", "address_space": pages * os.sysconf("SC_PAGE_SIZE")}))
+        space = pages * os.sysconf("SC_PAGE_SIZE")
+        self._sock.sendall(_frame({"op": "serve", "address_space": space, "blobs": []}))
 
-    def measure(self, step: str, code: str, calls: int) -> Cost:
-        """Run `calls` calls as far as `step`."""
-        order = frames.Unpacker(1 << 30)
-        order.feed(Work.decode(0, {"code": code}).order(1, 0, 0.0))
-        ((header, blobs),) = order
-        self._sock.sendall(frames.pack({**header, "op": "measure", "step": step, "calls": calls}, blobs))
-        took = self._receive()
+    def start(self, step: str, code: str, calls: int) -> None:
+        """Have it run `calls` calls as far as `step`."""
+        order = _first_frame(Work.decode(0, {"code": code}).order(1, 0, 0.0))
+        assert order is not None
+        header, body, _ = order
+        measure = {**header, "op": "measure", "step": step, "calls": calls, "plan": self._plan}
+        self._calls = calls
+        self._sock.sendall(_frame(measure, body))
+
+    def cost(self, step: str) -> Cost:
+        """What those calls have cost. Raises `BenchFailed` if one failed."""
+        took, calls = self._receive(), self._calls
         if took["op"] != "measured":
             raise report.BenchFailed(f"{step}: expected measured, got {took}")
         if took["failed"]:
@@ -175,24 +204,24 @@ class _Jail:
         return Cost((took["cpu_ms"] + took["own_cpu_ms"]) / calls, took["wall_ms"] / calls)
 
     def _receive(self) -> dict[str, Any]:
-        while True:
-            if whole := list(self._unpacker):  # it answers one order at a time
-                return whole[0][0]
+        while (frame := _first_frame(self._received)) is None:
             _wait_readable(self._sock)
             data = self._sock.recv(1 << 16)
             if not data:
                 raise report.BenchFailed("the measuring zygote ended; what it printed is above")
-            self._unpacker.feed(data)
+            self._received += data
+        header, _, self._received = frame
+        return header
 
 
 @contextmanager
-def _jail(python: str, profile: str) -> Iterator[_Jail]:
+def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
     """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
     with tempfile.TemporaryDirectory(prefix="rstar-layers-") as folder:
         for path in (*core.GUEST.glob("*.py"), Path(__file__).with_name("layers_guest.py")):
             shutil.copy(path, folder)
-        number = 900 + list(CODES).index(profile)  # uids that no running server's jails have
-        base, count = jail.host_uids(number, 8)
+        place = FIRST_JAIL + number * len(CODES) + list(CODES).index(profile)
+        base, count = jail.host_uids(place, 1)
         interpreter = jail.Interpreter.find(python)
         argv = ("/python/bin/python3", "-s", "-B", "/guest/layers_guest.py", "--fd", "{fd}")
         spec = jail.JailSpec(
@@ -203,8 +232,8 @@ def _jail(python: str, profile: str) -> Iterator[_Jail]:
             with theirs:
                 process = subprocess.Popen(jail.command(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
             try:
-                guest = _Jail(ours)
-                guest.configure(jail.call_plan(spec), profile, process)
+                guest = _Jail(ours, jail.call_plan(spec))
+                guest.configure(profile, process)
                 yield guest
             finally:
                 process.kill()
@@ -292,6 +321,26 @@ def _cost(meter: procs.Meter, wall_s: float, calls: Sequence[tuple[str, float]])
         raise report.BenchFailed(f"{len(bad)} of {n} calls ended as {bad[0]}, expected ok")
     cpu_ms = own_s * 1e3 + sum(cpu_ms for _, cpu_ms in calls)
     return Cost(cpu_ms / n, wall_s * 1e3 / n, whole_s * 1e3 / n)
+
+
+def _frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """As `guest/frames.py` reads it."""
+    head = json.dumps(header).encode()
+    return _LENGTHS.pack(len(head), len(body)) + head + body
+
+
+def _first_frame(data: bytes) -> tuple[dict[str, Any], bytes, bytes] | None:
+    """(header, body, what comes after) of the first frame, if it is whole."""
+    if len(data) < _LENGTHS.size:
+        return None
+    head_size, body_size = _LENGTHS.unpack_from(data)
+    body = _LENGTHS.size + head_size
+    end = body + body_size
+    return (json.loads(data[_LENGTHS.size : body]), data[body:end], data[end:]) if len(data) >= end else None
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
 
 
 def _wait_readable(sock: socket.socket) -> None:

@@ -2,16 +2,20 @@
 
 Run by path beside the guest's own modules, as `layers_guest.py --fd N`. It is the real zygote with one more order:
 
-    measure {step, calls, call...} + code    measured   {cpu_ms, wall_ms, own_cpu_ms}: totals of that many calls
+    measure {step, calls, plan, call...} + code    measured   {cpu_ms, wall_ms, own_cpu_ms}: totals of that many calls
 
-Calls run one after another, so what is measured is their cost and not the queue. `cpu_ms` is what the kernel says of the
-call's process (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
+Calls of one zygote run one after another, so what is measured is their cost and not a queue. `cpu_ms` is what the
+kernel says of the calls' processes (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
 """
+
+from __future__ import annotations
 
 import os
 import resource
 import sys
 import time
+from types import CodeType
+from typing import Any, NoReturn
 
 import capture
 import confine
@@ -27,11 +31,11 @@ class MeasuringZygote(zygote.Zygote):
     failed = 0
     is_mute = False
 
-    def send(self, header, *blobs):
+    def send(self, header: dict[str, Any], *blobs: bytes) -> None:
         if not self.is_mute:
             super().send(header, *blobs)
 
-    def _do_measure(self, header, blobs):
+    def _do_measure(self, header: dict[str, Any], blobs: list[bytes]) -> None:
         step, code = header["step"], compile(blobs[0], runner.SCRIPT, "exec")
         self.failed, self.is_mute = 0, True
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -48,7 +52,7 @@ class MeasuringZygote(zygote.Zygote):
         took = {"cpu_ms": child_ms, "own_cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
         self.send({"op": "measured", "failed": self.failed, **took})
 
-    def _bare(self, step, call, code):
+    def _bare(self, step: str, call: dict[str, Any], code: CodeType) -> None:
         """Fork, confine as far as `step`, run, leave; output goes to a memory file as in the real thing."""
         depth = max(STEPS.index(step), 1)
         fork = os.fork if step == "os.fork" else zygote._fork
@@ -65,16 +69,16 @@ class MeasuringZygote(zygote.Zygote):
             self.failed += 1
         os.close(out)
 
-    def _bare_child(self, depth, call, code, out):
+    def _bare_child(self, depth: int, call: dict[str, Any], code: CodeType, out: int) -> NoReturn:
         try:
             os.dup2(out, 1)
-            _confine(self.layers, self.plan, depth, call)
+            _confine(self.layers, call["plan"], depth, call)
             exec(code, {"__name__": "__main__"})
             os._exit(0)
         finally:
             os._exit(1)
 
-    def _whole(self, call, blobs):
+    def _whole(self, call: dict[str, Any], blobs: list[bytes]) -> None:
         """The zygote's own fork, runner and answer, all but the frame that would carry it."""
         self._do_call(call, blobs)
         (running,) = self.running.values()
@@ -86,8 +90,8 @@ class MeasuringZygote(zygote.Zygote):
             self.failed += 1
 
 
-def _confine(layers, plan, depth, call):
-    """The first layers of `confine.Confinement.enter`: 2 namespaces, 3 scratch folder, 4 identity and limits, 5 filter."""
+def _confine(layers: Any, plan: dict[str, Any], depth: int, call: dict[str, Any]) -> None:
+    """The first layers of `confine.Confinement.enter`: 2 namespaces, 3 the scratch folder, 4 identity, 5 the filter."""
     uid = plan["uid_base"]
     if depth in (2, 3):
         confine._check(confine._libc.unshare(plan["unshare"]), "unshare")

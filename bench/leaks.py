@@ -30,7 +30,7 @@ from rich.progress import Progress, TaskID
 from bench import procs, report, service
 from bench.calls import load_calls, sample_calls
 from sandbox.client import AsyncClient
-from sandbox.types import Call
+from sandbox.types import Call, Status
 
 MARK = 1000
 """Calls between two counts."""
@@ -118,6 +118,7 @@ def _search(args: argparse.Namespace) -> int:
         "abandoned_batches": load.abandoned,
         "killed_zygotes": load.killed,
         "statuses": dict(statuses.most_common()),
+        "unavailable": dict(load.unavailable.most_common(20)),
         "marks": [asdict(mark) for mark in marks],
         "grown": leaks,
         "left_behind": left,
@@ -134,6 +135,8 @@ class _Load:
 
     def __init__(self, server: service.Service, args: argparse.Namespace, bar: Progress, task: TaskID) -> None:
         self.calls = self.abandoned = self.killed = 0
+        self.unavailable: Counter[str] = Counter()
+        """Why calls got no verdict, which none should."""
         self._server = server
         self._source = args.source
         self._rng = random.Random(args.seed)
@@ -150,6 +153,9 @@ class _Load:
             async for _, result in client.stream(calls):
                 statuses[result.status.value] += 1
                 self.calls += 1
+                if result.status is Status.UNAVAILABLE:
+                    assert result.error is not None
+                    self.unavailable[result.error.message] += 1
                 self._bar.advance(self._task)
         killing.cancel()
         return statuses
@@ -253,6 +259,8 @@ def _show(figures: Mapping[str, Any]) -> None:
     names = list(marks[0])
     report.show("held by the server at rest", names, [[f"{mark[name]:,}" for name in names] for mark in marks])
     report.show("calls ended as", ("status", "calls"), figures["statuses"].items())
+    for why, calls in figures["unavailable"].items():
+        print(f"leaks: {calls} calls got no verdict: {why}", file=sys.stderr)
     for name, (then, now) in figures["grown"].items():
         print(f"leaks: {name} grew from {then:,} to {now:,}", file=sys.stderr)
     for line in figures["left_behind"]:

@@ -1,8 +1,9 @@
 """A call's own clock: the time it has run, or slept by its own choice, but not the time it waited for a core.
 
 Own time is wall time minus `run_delay`, which the kernel's scheduler keeps for every task: the nanoseconds it was ready
-to run and did not (second field of /proc/PID/schedstat, Documentation/scheduler/sched-stats.rst). The same code has used
-the same own time on an idle and on a swamped machine.
+to run and did not (second field of /proc/PID/schedstat, Documentation/scheduler/sched-stats.rst). The same code has
+used the same own time on an idle and on a swamped machine. Only the main thread's waiting is known: what a call's
+threads and children wait for counts as its own time.
 """
 
 from __future__ import annotations
@@ -35,3 +36,12 @@ def waited_s(pid: int) -> float:
         return 0.0
     finally:
         os.close(fd)
+
+
+def is_alone(pid: int) -> bool:
+    """Whether a call is one process with one thread: the more it starts, the longer each waits, through nobody else."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            return not children.read(1) and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return True

@@ -3,7 +3,8 @@
 Invariants:
 - A call is in the queue, or with one zygote, or waiting to be retried, or answered.
 - There is no task per call. Only one that outlives its `timeout_s` in wall time gets one, to watch its own clock.
-- Calls start in the order they came, on the family with most free slots, from the leanest zygote that has what they import.
+- Calls start in the order they came, on the family with most free slots, from the leanest zygote that has what they
+  import.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from sandbox import jail, runtime
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ProtocolError
 from sandbox.executor import clock, imports, verdict
-from sandbox.executor.family import Family, Zygote
+from sandbox.executor.family import MAX_SLOTS, Family, Zygote
 from sandbox.executor.verdict import WireResult
-from sandbox.executor.work import Work
+from sandbox.executor.work import GRACE_S, Work
 from sandbox.types import Profile
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ GUEST_ENV = {
     "MKL_NUM_THREADS": "1",
 }
 SLOTS_PER_CORE = 8
-"""Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep their memory small."""
-RETRY_S = 0.05
+"""Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep memory small."""
+RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
 
 Answer = Callable[[int, WireResult], None]
 
@@ -69,7 +70,7 @@ class Executor:
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        families = min(config.zygotes or cores, self.slots)
+        families = max(min(config.zygotes or cores, self.slots), -(-self.slots // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
         self.families = [self._family(n, -(-self.slots // families), profiles) for n in range(families)]
 
@@ -101,11 +102,13 @@ class Executor:
         work = self._works.pop(seq, None)
         if work is None:
             return
-        work.cancelled = True
+        work.drop()
         for zygote in self._zygotes():
             for ticket, other in zygote.calls.items():
                 if other is work:
+                    work.give_up_at = min(work.give_up_at, time.monotonic() + GRACE_S)
                     zygote.send({"op": "kill", "id": ticket})
+                    return
 
     def pump(self) -> None:
         """Start what can be started. Call after `submit`."""
@@ -147,9 +150,7 @@ class Executor:
         return None
 
     def _start(self, work: Work, family: Family, zygote: Zygote) -> None:
-        ticket = next(self._tickets)
-        zygote.calls[ticket] = work
-        zygote.link.write(work.order(ticket, family.free.pop(), time.monotonic()))
+        zygote.start(work, next(self._tickets), family.free.pop(), time.monotonic())
         if not work.modules <= zygote.modules:
             self._count_missed(work.modules - zygote.modules)
 
@@ -165,6 +166,7 @@ class Executor:
 
     def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None:
         self._stop_clock(work)
+        was_killed = header.get("signal") == signal.SIGKILL
         try:
             result = verdict.judge(
                 header,
@@ -173,12 +175,12 @@ class Executor:
                 attempts=work.attempts,
                 asked_files=work.call.get("return_files", []),
                 timeout_s=work.timeout_s,
-                late=work.out_of_time and header.get("signal") == signal.SIGKILL,
+                late=work.out_of_time and was_killed,
             )
         except ProtocolError as why:
             self._retry(work, str(why))
             raise
-        if work.starved:
+        if work.starved and was_killed:
             result = work.no_verdict("Starved", f"got no core within {clock.HARD_CAP} times its {work.timeout_s:g} s")
         self._settle(work, result)
         self.pump()
@@ -200,7 +202,9 @@ class Executor:
         self.counts["overdue"] += 1
         assert self._nursery is not None
         work.clock = trio.CancelScope()
-        self._nursery.start_soon(self._watch_clock, work, time.monotonic() - wall_s, pidfd, work.clock)
+        now = time.monotonic()
+        started = now - max(0.0, min(wall_s, now - work.ordered_at))
+        self._nursery.start_soon(self._watch_clock, work, started, pidfd, work.clock)
 
     async def _watch_clock(self, work: Work, started: float, pidfd: int, scope: trio.CancelScope) -> None:
         """End a call once its own clock has run out; see `clock`."""
@@ -208,21 +212,22 @@ class Executor:
         try:
             with scope:
                 pid = clock.host_pid(pidfd)
-                while pid is not None:
+                while pid is not None and not scope.cancel_called:
                     wall = time.monotonic() - started
                     left = limit - (wall - clock.waited_s(pid))
-                    work.out_of_time, work.starved = left <= 0, wall >= clock.HARD_CAP * limit and left > 0
+                    work.starved = left > 0 and wall >= clock.HARD_CAP * limit and clock.is_alone(pid)
+                    work.out_of_time = not work.starved and (left <= 0 or wall >= clock.HARD_CAP * limit)
                     if work.out_of_time or work.starved:
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                         return
                     await trio.sleep(max(left, 0.001))
-        except ProcessLookupError:
-            pass  # it has just ended by itself
+        except OSError as why:  # gone by itself just now; or what came is no pidfd, and `_end_wedged` has the last word
+            log.debug("an overdue call was not killed: %s", why)
         finally:
             os.close(pidfd)
 
     async def _retry_later(self, work: Work, why: str) -> None:
-        await trio.sleep(RETRY_S * 2**work.attempts)
+        await trio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2**work.attempts))
         self._retry(work, why)
         self.pump()
 

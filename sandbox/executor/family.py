@@ -1,9 +1,9 @@
 """A jail and the zygotes in it: one for each profile, each forked from the next leaner one.
 
 Invariants:
-- Each profile has one keeper task, which brings its zygote to life, serves it, and when it dies hands its calls back and
-  starts anew. A zygote that dies takes no other along, but for the leanest: it holds the jail, so all go.
-- A zygote that sends anything but a valid frame is finished. It is hostile ground.
+- Each profile has one keeper task, which brings its zygote to life, serves it, and when it dies hands its calls back
+  and starts anew. A zygote that dies takes no other along, but for the leanest: it holds the jail, so all go.
+- A zygote that sends anything but a valid frame is hostile ground, and so is all that it could reach: the jail goes.
 - A slot (which is also a uid inside) belongs to at most one call at a time.
 """
 
@@ -21,7 +21,7 @@ from sandbox.errors import NodeError, ProtocolError
 from sandbox.executor import frames
 from sandbox.executor.imports import ORDER
 from sandbox.executor.link import Link
-from sandbox.executor.work import RETURN_BYTES, Work
+from sandbox.executor.work import Work
 from sandbox.types import Profile
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 START_S = 60.0
 """A zygote that has not warmed up by then will not. The richest takes two seconds on an idle core."""
 START_TRIES = 3
+MAX_SLOTS = 4096
+"""Of one family: a zygote has so many places to mark what it has started (`guest/zygote.py`)."""
 BACK_OFF_S = (0.0, 0.05, 0.2, 1.0, 5.0)
 
 
@@ -45,14 +47,20 @@ class Owner(Protocol):
 class Zygote:
     """One warm interpreter, from outside: its socket, its process, and the calls it is running by ticket."""
 
-    def __init__(self, profile: Profile, link: Link) -> None:
+    def __init__(self, profile: Profile, link: Link, process: subprocess.Popen[bytes] | None) -> None:
         self.profile = profile
         self.link = link
+        self.jail = process
         self.calls: dict[int, Work] = {}
         self.modules: frozenset[str] = frozenset()
         self.python = ""
         self.was_warm = False
-        self._unpacker = frames.Unpacker(max_body_bytes=RETURN_BYTES + (1 << 30))
+        self._unpacker = frames.Unpacker()
+
+    def start(self, work: Work, ticket: int, slot: int, now: float) -> None:
+        self.calls[ticket] = work
+        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, work.most_bytes)
+        self.link.write(work.order(ticket, slot, now))
 
     def send(self, header: dict[str, Any]) -> None:
         self.link.write(frames.pack(header))
@@ -102,7 +110,7 @@ class Family:
                 for profile in self._profiles:
                     nursery.start_soon(self._keep, profile)
         finally:
-            self._end_jail()
+            self._end_jail(self._process)
 
     def kill(self) -> None:
         """End the jail at once; the keepers start another."""
@@ -113,8 +121,14 @@ class Family:
         failures = 0
         while True:
             await trio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
-            zygote = Zygote(profile, await self._birth(profile))
-            why = await self._live(zygote)
+            ours, theirs = socket.socketpair()
+            link = Link(ours)
+            try:
+                with theirs:
+                    zygote = await self._birth(profile, link, theirs)
+                why = await self._live(zygote)
+            finally:
+                link.close()
             failures = 0 if zygote.was_warm else failures + 1
             self._bury(zygote, why)
             if failures >= START_TRIES and not self._has_served:
@@ -139,6 +153,7 @@ class Family:
             except trio.TooSlowError:
                 return f"not warm after {START_S:g} s"
             except ProtocolError as why:
+                self._end_jail(zygote.jail)
                 return str(why)
             finally:
                 nursery.cancel_scope.cancel()
@@ -148,35 +163,39 @@ class Family:
         if not whole:
             raise ProtocolError("it ended before it was warm")
         header = whole[0][0]
-        if header["op"] != "ready":
-            raise ProtocolError(f"expected ready, got {header['op'][:40]!r}")
-        zygote.modules = frozenset(str(name) for name in header.get("modules", ()))
-        zygote.python = str(header.get("python", ""))[:40]
-        for line in header.get("missing", ())[:20]:
-            log.info("zygote %s: %s", zygote.profile, str(line)[:300])
+        if header["op"] != "ready" or len(whole) > 1:
+            raise ProtocolError(f"expected ready, got {frames.text(header, 'op')!r} and {len(whole) - 1} more")
+        zygote.modules = frozenset(frames.texts(header, "modules"))
+        zygote.python = frames.text(header, "python")
+        for line in frames.texts(header, "missing")[:20]:
+            log.info("zygote %s: %s", zygote.profile, line)
         zygote.send({"op": "serve", "address_space": _address_space(zygote.link.peer_pid)})
 
     def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
-        ticket = header.get("id")
-        work = zygote.calls.get(ticket) if isinstance(ticket, int) else None
+        ticket: Any = header.get("id")
+        work = zygote.calls.get(ticket) if type(ticket) is int else None
         if work is None:
-            raise ProtocolError(f"{header['op'][:40]!r} about call {str(ticket)[:40]!r}, which it does not have")
+            raise ProtocolError(f"{frames.text(header, 'op')!r} about a call that it does not have")
+        if sum(map(len, blobs)) > work.most_bytes:
+            raise ProtocolError("more came than the call may have written")
         match header["op"]:
             case "done":
                 self._release(zygote, ticket, work)
                 self._owner.on_done(zygote, work, header, blobs)
             case "failed":
+                why = frames.text(header, "why")
                 self._release(zygote, ticket, work)
-                self._owner.on_failed(work, str(header.get("why"))[:500])
+                self._owner.on_failed(work, why)
             case "overdue":
-                if not zygote.link.fds:
-                    raise ProtocolError("overdue without a pidfd")
-                self._owner.on_overdue(work, frames.number(header, "wall_ms") / 1e3, zygote.link.fds.pop(0))
-            case other:
-                raise ProtocolError(f"unexpected {other[:40]!r}")
+                wall_s = frames.number(header, "wall_ms") / 1e3
+                if not zygote.link.fds or work.clock is not None:
+                    raise ProtocolError("overdue without a pidfd, or for the second time")
+                self._owner.on_overdue(work, wall_s, zygote.link.fds.pop(0))
+            case _:
+                raise ProtocolError(f"unexpected {frames.text(header, 'op')!r}")
 
-    def _release(self, zygote: Zygote, ticket: int | None, work: Work) -> None:
-        del zygote.calls[ticket]  # type: ignore[arg-type]
+    def _release(self, zygote: Zygote, ticket: int, work: Work) -> None:
+        del zygote.calls[ticket]
         self.free.append(work.slot)
 
     def _bury(self, zygote: Zygote, why: str) -> None:
@@ -184,29 +203,24 @@ class Family:
         log.warning("zygote %s: %s; %d calls go back, and it is started anew", zygote.profile, why, len(zygote.calls))
         if self.zygotes.get(zygote.profile) is zygote:
             del self.zygotes[zygote.profile]
-        zygote.link.close()
         lost = list(zygote.calls.values())
         zygote.calls.clear()
         self.free += [work.slot for work in lost]
         if zygote.profile is Profile.BARE:
-            self._end_jail()
+            self._end_jail(zygote.jail)
         self._notify()
         self._owner.on_lost(lost, why)
 
-    async def _birth(self, profile: Profile) -> Link:
-        ours, theirs = socket.socketpair()
-        link = Link(ours)
+    async def _birth(self, profile: Profile, link: Link, theirs: socket.socket) -> Zygote:
         link.want_credentials()
-        with theirs:
-            place = self._profiles.index(profile)
-            if place == 0:
-                self._start_jail(theirs)
-                link.write(frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
-            else:
-                parent = await self._living(self._profiles[place - 1])
-                order = frames.pack({"op": "spawn", "profile": profile.value})
-                await parent.link.write_with(order, theirs.fileno())
-        return link
+        place = self._profiles.index(profile)
+        if place > 0:
+            parent = await self._living(self._profiles[place - 1])
+            parent.link.write(frames.pack({"op": "spawn", "profile": profile.value}), theirs.fileno())
+            return Zygote(profile, link, parent.jail)
+        self._process = self._start_jail(theirs)
+        link.write(frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
+        return Zygote(profile, link, self._process)
 
     async def _living(self, profile: Profile) -> Zygote:
         while profile not in self.zygotes:
@@ -217,20 +231,19 @@ class Family:
         self._changed.set()
         self._changed = trio.Event()
 
-    def _start_jail(self, sock: socket.socket) -> None:
+    def _start_jail(self, sock: socket.socket) -> subprocess.Popen[bytes]:
         argv = jail.command(self._spec, sock.fileno())
         try:
-            self._process = subprocess.Popen(
-                argv, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-            )
+            return subprocess.Popen(argv, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         except OSError as why:
             raise NodeError(f"cannot start the jail: {why}") from None
 
-    def _end_jail(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()  # a killed process: the kernel tears the jail down and this returns in milliseconds
-            self._process = None
+    @staticmethod
+    def _end_jail(process: subprocess.Popen[bytes] | None) -> None:
+        """Idempotent. All in the jail dies with the launcher, which is killed, so the wait is one of milliseconds."""
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
 def _address_space(pid: int) -> int:

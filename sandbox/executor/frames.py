@@ -1,8 +1,8 @@
 """Frames between executor and zygote, this side: two little-endian u32 lengths, a JSON header, then raw bytes.
 
-`guest/frames.py` is the same for the other side. What arrives here comes from hostile ground: lengths are bounded before
-anything is kept, a header must be an object with the fields its kind needs, and whatever else is a `ProtocolError`,
-which costs the zygote its life and nothing more.
+`guest/frames.py` is the same for the other side. What arrives here comes from hostile ground: lengths are bounded
+before anything is kept, a header must be an object with the fields its kind needs, and whatever else is a
+`ProtocolError`, which costs the zygote its life and nothing more.
 """
 
 from __future__ import annotations
@@ -28,33 +28,38 @@ def pack(header: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
 class Unpacker:
     """Frames out of a hostile byte stream: `feed` bytes, then iterate over (header, blobs) that are whole."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self) -> None:
+        self.max_body_bytes = 0
+        """No body may be longer; whoever expects one says so before."""
         self._buffer = bytearray()
-        self._max_body = max_body_bytes
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
         buffer, start = self._buffer, 0
-        while len(buffer) - start >= 8:
-            head_size, body_size = _LENGTHS.unpack_from(buffer, start)
-            if head_size > MAX_HEADER_BYTES or body_size > self._max_body:
-                raise ProtocolError(f"frame of {head_size} + {body_size} bytes from a zygote is over its bounds")
-            body = start + 8 + head_size
-            if len(buffer) < body + body_size:
-                break
-            frame = _decode(bytes(buffer[start + 8 : body]), bytes(buffer[body : body + body_size]))
-            start = body + body_size
-            yield frame
-        del buffer[:start]
+        try:
+            while len(buffer) - start >= 8:
+                head_size, body_size = _LENGTHS.unpack_from(buffer, start)
+                if head_size > MAX_HEADER_BYTES or body_size > self.max_body_bytes:
+                    raise ProtocolError(f"frame of {head_size} + {body_size} bytes from a zygote is over its bounds")
+                body = start + 8 + head_size
+                if len(buffer) < body + body_size:
+                    break
+                frame = _decode(bytes(buffer[start + 8 : body]), bytes(buffer[body : body + body_size]))
+                start = body + body_size
+                yield frame
+        finally:
+            del buffer[:start]
 
 
 def _decode(head: bytes, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
     try:
         header = json.loads(head)
         sizes = header["blobs"]
-        if sum(sizes) != len(body) or any(type(size) is not int or size < 0 for size in sizes):
+        if type(sizes) is not list or any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError("blobs are no lengths")
+        if sum(sizes) != len(body):
             raise ValueError("blobs do not add up")
         if not isinstance(header["op"], str):
             raise ValueError("no op")
@@ -71,5 +76,25 @@ def number(header: dict[str, Any], name: str) -> float:
     """A finite number out of a header, or `ProtocolError`."""
     value: Any = header.get(name)
     if type(value) not in (int, float) or not -1e15 < value < 1e15:
-        raise ProtocolError(f"a zygote sent {name}={str(value)[:40]!r}, expected a number")
+        raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected a number")
     return float(value)
+
+
+def text(header: dict[str, Any], name: str) -> str:
+    """The beginning of a text out of a header, fit for a log, or `ProtocolError`."""
+    return _shown(header.get(name), name)
+
+
+def texts(header: dict[str, Any], name: str) -> list[str]:
+    """The same for a list of texts."""
+    values: Any = header.get(name)
+    if type(values) is not list:
+        raise ProtocolError(f"a zygote sent {type(values).__name__} as {name}, expected a list")
+    return [_shown(value, name) for value in values]
+
+
+def _shown(value: Any, name: str) -> str:
+    if type(value) is not str:
+        raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected text")
+    start = value[:300]
+    return start if start.isprintable() else ascii(start)

@@ -21,6 +21,8 @@ def run_once(call: Call, config: ExecutorConfig) -> Result:
     try:
         return Result.decode(trio.run(_run, call, alone))
     except BaseExceptionGroup as errors:
+        if errors.subgroup(KeyboardInterrupt):
+            raise KeyboardInterrupt from None
         ours, rest = errors.split(SandboxError)
         if ours is None or rest is not None:
             raise

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import trio
@@ -17,18 +19,22 @@ from sandbox.errors import ProtocolError, SandboxError
 from sandbox.executor.core import Executor
 from sandbox.executor.link import Link
 from sandbox.executor.verdict import WireResult
+from sandbox.types import unavailable
 
 FRAME_CALLS = 64
 FRAME_BYTES = 8 << 20
 STATS_S = 1.0
+FLUSH_S = 5.0
+"""At the end, for what is still to be sent."""
+
+Frames = AsyncGenerator[list[Any], None]
 
 
 async def serve(sock: socket.socket) -> int:
     """Until the gateway closes its end, or after "drain" when all is answered. Returns an exit code."""
     link = Link(sock)
-    frames = _frames(link, wire.Unpacker())
     failure = ""
-    async with trio.open_nursery() as nursery:
+    async with trio.open_nursery() as nursery, aclosing(_frames(link, wire.Unpacker())) as frames:
         nursery.start_soon(link.flush_forever)
         try:
             first = await anext(frames, None)
@@ -38,8 +44,10 @@ async def serve(sock: socket.socket) -> int:
         except* SandboxError as errors:
             failure = _first_line(errors)
             link.write(wire.pack(["failed", failure]))
-            await _flushed(link)
+        with trio.move_on_after(FLUSH_S):
+            await link.flushed()
         nursery.cancel_scope.cancel()
+    link.close()
     return 1 if failure else 0
 
 
@@ -53,17 +61,22 @@ class _Service:
         self._draining = False
         self._executor = Executor(config, self._answer)
 
-    async def run(self, frames: Any) -> None:
+    async def run(self, frames: Frames) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._executor.run)
             nursery.start_soon(self._announce)
-            nursery.start_soon(self._send_results)
+            nursery.start_soon(self._send_results, nursery.cancel_scope)
             nursery.start_soon(self._send_stats)
             async for frame in frames:
                 self._obey(frame)
-                if self._draining and self._executor.is_idle:
+                if self._is_drained:
                     break
             nursery.cancel_scope.cancel()
+        self._pass_on()
+
+    @property
+    def _is_drained(self) -> bool:
+        return self._draining and self._executor.is_idle
 
     def _obey(self, frame: list[Any]) -> None:
         match frame:
@@ -95,16 +108,18 @@ class _Service:
         self._results.append((seq, result))
         self._have_results.set()
 
-    async def _send_results(self) -> None:
+    async def _send_results(self, whole: trio.CancelScope) -> None:
         while True:
             await self._have_results.wait()
             self._have_results = trio.Event()
-            results, self._results = self._results, []
-            for batch in _batches(results):
-                self._link.write(wire.pack(["results", batch]))
-            if self._draining and self._executor.is_idle:
-                await _flushed(self._link)
-                self._link.close()
+            self._pass_on()
+            if self._is_drained:
+                whole.cancel()
+
+    def _pass_on(self) -> None:
+        results, self._results = self._results, []
+        for batch in _batches(results):
+            self._link.write(_packed(batch))
 
     async def _send_stats(self) -> None:
         while True:
@@ -112,13 +127,21 @@ class _Service:
             self._link.write(wire.pack(["stats", self._executor.stats()]))
 
 
+def _packed(batch: list[tuple[int, WireResult]]) -> bytes:
+    try:
+        return wire.pack(["results", batch])
+    except ProtocolError as why:  # an operator's ceilings may grant more than a frame takes
+        none = [(seq, unavailable(r["id"], "ResultTooLarge", str(why), r["attempts"])) for seq, r in batch]
+        return wire.pack(["results", [(seq, result.encode(binary=True)) for seq, result in none]])
+
+
 def _batches(results: list[tuple[int, WireResult]]) -> list[list[tuple[int, WireResult]]]:
     """In frames of at most 64 results, and of about 8 MiB where they are large."""
-    batches: list[list[tuple[int, WireResult]]] = [[]]
+    batches: list[list[tuple[int, WireResult]]] = []
     size = 0
     for seq, result in results:
-        weight = len(result["stdout"]) + len(result["stderr"]) + sum(map(len, result["files"].values()))
-        if batches[-1] and (len(batches[-1]) == FRAME_CALLS or size + weight > FRAME_BYTES):
+        weight = sum(map(len, (result["stdout"], result["stderr"], result["value"] or "", *result["files"].values())))
+        if not batches or len(batches[-1]) == FRAME_CALLS or size + weight > FRAME_BYTES:
             batches.append([])
             size = 0
         batches[-1].append((seq, result))
@@ -126,17 +149,11 @@ def _batches(results: list[tuple[int, WireResult]]) -> list[list[tuple[int, Wire
     return batches
 
 
-async def _frames(link: Link, unpacker: wire.Unpacker) -> Any:
+async def _frames(link: Link, unpacker: wire.Unpacker) -> Frames:
     while data := await link.read():
         unpacker.feed(data)
         for frame in unpacker:
             yield frame
-
-
-async def _flushed(link: Link) -> None:
-    with trio.move_on_after(5):
-        while link.backlog and link.is_open:
-            await trio.sleep(0.01)
 
 
 def _first_line(errors: BaseExceptionGroup[SandboxError]) -> str:

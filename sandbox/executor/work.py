@@ -13,6 +13,8 @@ from sandbox.types import LIMIT_FIELDS, Profile, unavailable
 
 RETURN_BYTES = 16 << 20
 """The most that one call's returned files may hold together: a result travels in one piece."""
+REPORT_BYTES = 16 << 10
+"""More than the report's fixed part and its error texts take (`guest/runner.py`)."""
 GRACE_S = 10.0
 """What a zygote gets beyond the hard cap to say that a call has ended, before it counts as wedged."""
 
@@ -28,6 +30,7 @@ class Work:
     profile: Profile
     attempts: int = 1
     slot: int = -1
+    ordered_at: float = 0.0
     give_up_at: float = 0.0
     clock: trio.CancelScope | None = None
     out_of_time: bool = False
@@ -47,10 +50,22 @@ class Work:
     def timeout_s(self) -> float:
         return self.limits["timeout_s"]
 
+    @property
+    def most_bytes(self) -> int:
+        """No outcome is longer: stdout, stderr, a report of value and traceback, and returned files."""
+        return 4 * (int(self.limits["output_kb"]) << 10) + REPORT_BYTES + RETURN_BYTES
+
+    def drop(self) -> None:
+        """Nobody waits for it any more: it stays where it is, but small."""
+        self.cancelled = True
+        self.call = {}
+        self.modules = set()
+
     def order(self, ticket: int, slot: int, now: float) -> bytes:
         """The frame that has a zygote run this."""
         call, limits = self.call, self.limits
         self.slot = slot
+        self.ordered_at = now
         self.give_up_at = now + clock.HARD_CAP * self.timeout_s + GRACE_S
         files = call.get("files", {})
         header = {
@@ -67,12 +82,20 @@ class Work:
             "return_files": call.get("return_files", []),
             "files": list(files),
         }
-        return frames.pack(header, [_text(call["code"]), _text(call.get("stdin", "")), *files.values()])
+        return frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), *files.values()])
 
     def no_verdict(self, kind: str, message: str) -> WireResult:
         """The result that says it is us."""
         return unavailable(self.call.get("id", ""), kind, message, self.attempts).encode(binary=True)
 
 
-def _text(text: str) -> bytes:
+def _code(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
+
+
+def _input(text: str) -> bytes:
+    """Lone surrogates stand for the bytes that were no UTF-8 (PEP 383), as far as they can."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,51 @@
+"""The baseline runs a call as `python main.py` would, and ends it on time."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from bench.fresh import FreshRun, interpreters
+
+
+def _run(code: str, *, wrapped: bool = True, **fields: Any) -> FreshRun:
+    with interpreters(sys.executable, wrapped=wrapped) as fresh:
+        return fresh.run({"code": code, **fields})
+
+
+def test_a_script_prints_reads_and_exits() -> None:
+    run = _run("print(input()); raise SystemExit(3)", wrapped=False, stdin="hello\n")
+    assert (run.stdout, run.exit_code, run.timed_out) == ("hello\n", 3, False)
+    assert run.cpu_s > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "error", "exit_code"),
+    [
+        ("1 + 1", "2", None, 0),
+        ("1 + 1;", None, None, 0),
+        ("print(1)", None, None, 0),
+        ("x = 2\nx\nx = 3", None, None, 0),
+        ("1 / 0", None, "ZeroDivisionError", 1),
+        ("def f(:", None, "SyntaxError", 1),
+        ("import sys; sys.exit(2)", None, "SystemExit", 2),
+        ("import sys; sys.exit()", None, None, 0),
+    ],
+)
+def test_the_wrapper_reports_value_and_error(code: str, value: str | None, error: str | None, exit_code: int) -> None:
+    run = _run(code)
+    assert (run.report.get("value"), run.report.get("error"), run.exit_code) == (value, error, exit_code)
+
+
+def test_an_endless_call_is_ended() -> None:
+    run = _run("while True: pass", limits={"timeout_s": 0.2})
+    assert run.timed_out
+    assert run.wall_s < 30
+
+
+def test_runs_come_back_in_order() -> None:
+    with interpreters(sys.executable) as fresh:
+        runs = fresh.run_all([{"code": f"print({n})"} for n in range(6)])
+    assert [run.stdout for run in runs] == [f"{n}\n" for n in range(6)]

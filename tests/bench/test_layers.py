@@ -1,0 +1,42 @@
+"""The layers are measured as they are run, and the sums are right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import layers
+from sandbox import jail
+
+
+def _costs(values: dict[str, float]) -> dict[tuple[str, str], list[layers.Cost]]:
+    return {("bare", step): [layers.Cost(values.get(step, 1.0), 1.0)] * 3 for step in layers.STEPS}
+
+
+@pytest.mark.parametrize(("whole", "holds"), [(2.4, True), (2.6, False)])
+def test_the_promise_is_about_the_whole_call_over_the_floor(whole: float, holds: bool) -> None:
+    args = argparse.Namespace(profiles=("bare",), calls=1, rounds=3, at_once=1, at_most=2.5)
+    figures = layers.summarise(_costs({"http": whole}), args)
+    assert figures["profiles"]["bare"]["ratio"] == whole
+    assert figures["holds"] is holds
+
+
+def test_an_unknown_profile_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        layers.main(["--profiles", "bare,huge"])
+    assert leaving.value.code == 2
+    assert "huge" in capsys.readouterr().err
+
+
+@pytest.mark.runtime
+def test_every_step_is_measured(guest_python: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if jail.choose("auto") is not jail.Level.NAMESPACES:
+        pytest.skip("needs isolation=namespaces")
+    sizes = ["--calls", "8", "--rounds", "1", "--profiles", "bare", "--at-most", "1e9"]
+    assert layers.main([*sizes, "--python", str(guest_python), "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out.splitlines()[-1])["profiles"]["bare"]["steps"]
+    assert list(steps) == list(layers.STEPS)
+    assert all(step["cpu_ms"] > 0 and step["wall_ms"] > 0 for step in steps.values())

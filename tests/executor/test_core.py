@@ -1,0 +1,252 @@
+"""Every call is answered exactly once, whatever becomes of the zygotes; what they do wrong is never a verdict."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from sandbox.config import ExecutorConfig
+from sandbox.errors import NodeError
+from sandbox.executor import core
+from sandbox.executor.core import Executor
+from sandbox.types import Profile, Status
+from tests.executor.calling import OWN_PYTHON
+from tests.executor.zygotes import HOSTILE, Driven, Peer, driven
+
+
+@pytest.mark.trio
+async def test_calls_are_answered_with_what_their_zygote_said(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch) as driver:
+        results = await driver.run(*(f"slow 99 {n}" for n in range(50)), id="name")
+        assert [result.stdout for result in results] == [f"slow 99 {n}" for n in range(50)]
+        assert {(result.id, result.status, result.attempts) for result in results} == {("name", Status.OK, 1)}
+        driver.check_at_rest()
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.trio
+async def test_a_hostile_zygote_costs_a_retry(
+    what: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch) as driver:
+        (result,) = await driver.run(f"{what} 1")
+        ends_after_its_answer = what == "twice"
+        assert (result.status, result.attempts) == (Status.OK, 1 if ends_after_its_answer else 2)
+        await driver.run("ok")
+        driver.check_at_rest()
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.trio
+async def test_a_zygote_that_stays_hostile_is_no_verdict(
+    what: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch) as driver:
+        (result,) = await driver.run(what)
+        if what != "twice":
+            assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
+            assert result.error is not None
+            assert result.error.type == "NodeError"
+            assert len(result.error.message) < 1000
+            assert result.error.message.isprintable()
+        assert (await driver.run("ok"))[0].status is Status.OK
+        driver.check_at_rest()
+
+
+@pytest.mark.parametrize("what", [what for what in HOSTILE if what not in ("die", "kill_jail")])
+@pytest.mark.parametrize("profile", [Profile.BARE, Profile.NUMERIC])
+@pytest.mark.trio
+async def test_a_zygote_that_breaks_the_protocol_loses_its_jail(
+    what: str, profile: Profile, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch, zygotes=1) as driver:
+        await driver.run(f"{what} 1", profile=profile)
+        await driver.executor.wait_ready()
+        (jail, *_) = driver.fleet.jails
+        with trio.fail_after(1000):
+            while any(peer.is_open for peer in jail.peers):
+                await trio.sleep(1)
+        (result,) = await driver.run("ok", profile=profile)
+        assert result.status is Status.OK
+
+
+@pytest.mark.trio
+async def test_a_zygote_that_dies_takes_no_other_along(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch, zygotes=1) as driver:
+        bystander = driver.submit("slow 9", profile=Profile.BARE)
+        (result,) = await driver.run("die 1", profile=Profile.NUMERIC)
+        await driver.all_of(bystander)
+        assert result.attempts == 2
+        assert driver.answers[bystander[0]].attempts == 1
+        assert len(driver.fleet.jails) == 1
+
+
+@pytest.mark.trio
+async def test_a_call_that_did_not_start_is_tried_later(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch, attempts=100) as driver:
+        before = trio.current_time()
+        (result,) = await driver.run("failed 50")
+        assert (result.status, result.attempts) == (Status.OK, 51)
+        assert trio.current_time() - before < 51 * core.LONGEST_RETRY_S
+        driver.check_at_rest()
+
+
+@pytest.mark.trio
+async def test_a_cancelled_call_is_not_answered_and_its_slot_is_free(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch, zygotes=1, slots=2, profiles=("bare",)) as driver:
+        running = driver.submit("hang", "hang")
+        queued = [seq + 2 for seq in running]
+        for seq in queued:
+            driver.executor.submit(seq, {"code": "ok"})
+        driver.executor.pump()
+        for seq in (*queued, *running):
+            driver.executor.cancel(seq)
+        assert (await driver.run("ok", "ok", "ok"))[2].status is Status.OK
+        assert not {*running, *queued} & {*driver.answers} - {1000, 1001, 1002}
+        driver.check_at_rest()
+
+
+@pytest.mark.trio
+async def test_a_cancelled_call_that_will_not_end_costs_the_jail(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+        (seq,) = driver.submit("hang")
+        await trio.testing.wait_all_tasks_blocked()
+        for peer in driver.fleet.peers:
+            peer.calls.clear()  # a kill now finds nothing
+        driver.executor.cancel(seq)
+        before = trio.current_time()
+        assert (await driver.run("ok"))[0].status is Status.OK
+        assert trio.current_time() - before < 20, "long before a call of 10 s may take"
+
+
+@pytest.mark.trio
+async def test_unknown_cancels_are_fine(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
+    async with driven(monkeypatch) as driver:
+        (seq,) = driver.submit("ok")
+        await driver.all_of([seq])
+        for number in (seq, seq, -1, 10**30):
+            driver.executor.cancel(number)
+        driver.check_at_rest()
+
+
+def test_zygotes_that_never_start_end_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for start in (Peer.end, partial(Peer.garbage, _ticket=0), partial(Peer.say, data=b'\2\0\0\0\0\0\0\0{}')):
+
+        async def main(start: Any = start) -> None:
+            with trio.fail_after(10_000):
+                async with driven_from(monkeypatch, start):
+                    pytest.fail("it says that it is ready")
+
+        with pytest.raises(BaseExceptionGroup) as raised:
+            trio.run(main, clock=MockClock(autojump_threshold=0))
+        assert raised.group_contains(NodeError)
+
+
+def driven_from(monkeypatch: pytest.MonkeyPatch, start: Any) -> Any:
+    from tests.executor import zygotes
+
+    class Sick(zygotes.Fleet):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.on_start = start
+
+    monkeypatch.setattr(zygotes, "Fleet", Sick)
+    return driven(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [
+        {"op": "ready"},
+        {"op": "ready", "modules": 5, "python": "3", "missing": []},
+        {"op": "ready", "modules": ["a", 5], "python": "3", "missing": []},
+        {"op": "ready", "modules": [], "python": {}, "missing": []},
+        {"op": "ready", "modules": [], "python": "3", "missing": {"a": 1}},
+        {"op": "ready", "modules": [], "python": "3", "missing": [[]]},
+        {"op": "done", "modules": [], "python": "3", "missing": []},
+    ],
+)
+@pytest.mark.trio
+async def test_a_zygote_that_is_warm_in_no_sane_way_is_started_anew(
+    ready: dict[str, Any], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    from tests.executor import zygotes
+
+    async with driven(monkeypatch) as driver:
+        sick = iter([True])
+
+        def start(peer: Peer) -> None:
+            peer.say(zygotes.frame(ready)) if next(sick, False) else peer.warm()
+
+        driver.fleet.on_start = start
+        (result,) = await driver.run("kill_jail 1", profile=Profile.BARE)
+        assert (result.status, result.attempts) == (Status.OK, 2)
+
+
+def test_many_slots_are_spread_over_enough_families() -> None:
+    config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygotes=1, slots=10_000)
+    families = Executor(config, lambda *_: None).families
+    assert len(families) == 3
+    assert max(max(one.free) for one in families) < 4096
+
+
+BEHAVIOURS = st.sampled_from(["ok", "slow", "failed", *(what for what in HOSTILE if what != "hang")])
+CALLS = st.lists(
+    st.tuples(BEHAVIOURS, st.integers(0, 4), st.sampled_from([Profile.BARE, Profile.NUMERIC]), st.booleans()), max_size=25
+)
+
+
+@settings(max_examples=60)
+@given(CALLS, st.integers(1, 3), st.integers(1, 5))
+def test_every_call_is_answered_exactly_once(calls: list[Any], families: int, slots: int) -> None:
+    async def main() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            async with driven(monkeypatch, zygotes=families, slots=max(families, slots)) as driver:
+                await _live_through(driver, calls)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+async def _live_through(driver: Driven, calls: list[Any]) -> None:
+    wanted = []
+    for seq, (what, times, profile, is_cancelled) in enumerate(calls):
+        code = f"{what} {times} {seq}"
+        driver.executor.submit(seq, {"code": code, "profile": profile.value})
+        if seq % 3 == 0:
+            driver.executor.pump()
+        if is_cancelled:
+            if seq % 2:
+                await trio.sleep(0.005)
+            driver.executor.cancel(seq)
+        else:
+            wanted.append(seq)
+    driver.executor.pump()
+    await driver.all_of(wanted)
+    for seq in wanted:
+        result = driver.answers[seq]
+        assert result.status in (Status.OK, Status.UNAVAILABLE)
+        assert result.attempts <= 3
+        if result.status is Status.OK and result.stdout:
+            assert result.stdout.endswith(f" {seq}"), "the answer is its own"
+    with trio.fail_after(10_000):
+        while any(zygote.calls for family in driver.executor.families for zygote in family.zygotes.values()):
+            await trio.sleep(1)  # cancelled ones end, or cost their jail
+    await driver.run("ok")
+    driver.check_at_rest()

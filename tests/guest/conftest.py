@@ -1,0 +1,23 @@
+"""A lean zygote in a real jail, one for each file of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.executor.calling import Caller, executor
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Caller]:
+    with executor() as caller:
+        yield caller
+
+
+@pytest.fixture(scope="module")
+def libraries(guest_python: Path) -> Iterator[Caller]:
+    """The same with the libraries of the guest runtime."""
+    with executor(guest_python, profiles=("numeric",)) as caller:
+        yield caller

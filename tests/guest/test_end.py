@@ -1,0 +1,143 @@
+"""How a call ends: exits, signals, exit handlers, and what is still flushed."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from sandbox.types import Status
+from tests.executor.calling import Caller
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "stderr"),
+    [
+        *[("", 0, ""), ("None", 0, ""), ("0", 0, ""), ("False", 0, ""), ("True", 1, ""), ("3", 3, ""), ("-1", 255, "")],
+        *[("300", 44, ""), ("'text'", 1, "text\n"), ("[1, 2]", 1, "[1, 2]\n"), ("2.0", 1, "2.0\n"), ("''", 1, "\n")],
+    ],
+)
+def test_sys_exit_means_what_it_means_to_python(guest: Caller, argument: str, code: int, stderr: str) -> None:
+    result = guest.run(f"import sys\nprint('before')\nsys.exit({argument})\nprint('after')")
+    assert (result.status, result.exit_code) == (Status.ERROR if code else Status.OK, code)
+    assert (result.stdout, result.stderr) == ("before\n", stderr)
+    assert (result.error is not None and result.error.type) == ("SystemExit" if code else False)
+
+
+def test_an_exit_leaves_no_value(guest: Caller) -> None:
+    assert guest.run("import sys\nsys.exit(0)").value is None
+
+
+def test_os_exit_ends_at_once_and_keeps_what_was_written(guest: Caller) -> None:
+    result = guest.run("import os, atexit\natexit.register(print, 'never')\nprint('before', end='')\nos._exit(3)")
+    assert (result.status, result.exit_code, result.stdout) == (Status.ERROR, 3, "before")
+    assert result.error is not None
+    assert (result.error.type, result.error.message) == ("SystemExit", "3")
+    assert guest.run("import os\nos._exit(0)").status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        ("import ctypes\nctypes.string_at(0)", signal.SIGSEGV),
+        ("import os\nos.abort()", signal.SIGSEGV),  # PID 1 outlives its own SIGABRT; abort(3) then takes a hlt
+    ],
+)
+def test_a_crash_is_killed_by_its_signal(guest: Caller, code: str, number: signal.Signals) -> None:
+    result = guest.run("print('before')\n" + code)
+    assert (result.status, result.signal, result.exit_code) == (Status.KILLED, number, None)
+    assert result.stdout == "before\n"
+    assert result.error is not None
+    assert result.error.type == number.name
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSTOP", "SIGHUP", "SIGSEGV"])
+def test_a_call_is_init_so_it_cannot_signal_itself_to_death(guest: Caller, name: str) -> None:
+    """pid_namespaces(7): to PID 1 come only signals that it handles, from inside; no handler, no signal."""
+    result = guest.run(f"import os, signal\nos.kill(os.getpid(), signal.{name})\nprint('alive')")
+    assert (result.status, result.stdout) == (Status.OK, "alive\n")
+
+
+def test_a_signal_that_is_handled_is_handled(guest: Caller) -> None:
+    code = "import os, signal\nsignal.signal(15, lambda *_: print('caught'))\nos.kill(os.getpid(), 15)"
+    assert guest.run(code).stdout == "caught\n"
+    interrupted = guest.run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(5)")
+    assert interrupted.error is not None
+    assert (interrupted.error.type, interrupted.exit_code) == ("KeyboardInterrupt", 130)
+
+
+def test_an_alarm_of_the_code_works(guest: Caller) -> None:
+    code = """
+import signal, time
+def late(*_):
+    raise TimeoutError("own alarm")
+signal.signal(signal.SIGALRM, late)
+signal.setitimer(signal.ITIMER_REAL, 0.02)
+time.sleep(30)
+"""
+    result = guest.run(code)
+    assert result.error is not None
+    assert (result.status, result.error.type) == (Status.ERROR, "TimeoutError")
+
+
+def test_exit_handlers_run_in_their_order(guest: Caller) -> None:
+    result = guest.run("import atexit\natexit.register(print, 'first')\natexit.register(print, 'second')\nprint('end')")
+    assert result.stdout == "end\nsecond\nfirst\n"
+
+
+def test_exit_handlers_run_after_an_error_too(guest: Caller) -> None:
+    result = guest.run("import atexit\natexit.register(print, 'handler')\n1/0")
+    assert (result.status, result.stdout) == (Status.ERROR, "handler\n")
+    assert result.error is not None
+    assert result.error.type == "ZeroDivisionError"
+
+
+def test_an_exit_handler_that_raises_changes_nothing(guest: Caller) -> None:
+    result = guest.run("import atexit\natexit.register(lambda: 1/0)\natexit.register(print, 'other')\n5")
+    assert (result.status, result.value, result.stdout) == (Status.OK, "5", "other\n")
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_globals_are_let_go(guest: Caller) -> None:
+    code = "class Speaking:\n    def __del__(self):\n        print('gone')\nx = Speaking()\nprint('end')"
+    assert guest.run(code).stdout == "end\ngone\n"
+
+
+def test_a_file_that_was_never_closed_is_whole(guest: Caller) -> None:
+    result = guest.run("f = open('out.txt', 'w')\nf.write('kept')\nNone", return_files=("out.txt",))
+    assert result.files == {"out.txt": b"kept"}
+
+
+def test_a_closed_or_replaced_stdout_is_survived(guest: Caller) -> None:
+    assert guest.run("import sys\nprint(1)\nsys.stdout.close()").stdout == "1\n"
+    assert guest.run("import os\nprint(1)\nos.close(1)\nos.close(2)").status is Status.OK
+    assert guest.run("import sys\nsys.stdout = None\nsys.stderr = None\nprint(2)\n3").value == "3"
+    broken = guest.run("import sys\nclass Bad:\n    def write(self, text): raise OSError\nsys.stderr = Bad()\n1/0")
+    assert broken.error is not None
+    assert broken.error.type == "ZeroDivisionError"
+    assert "ZeroDivisionError" in broken.stderr
+
+
+def test_redirected_output_goes_where_it_was_sent(guest: Caller) -> None:
+    code = (
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as s: print('in')\nprint(s.getvalue())"
+    )
+    assert guest.run(code).stdout == "in\n\n"
+
+
+def test_closing_the_report_loses_only_its_words(guest: Caller) -> None:
+    result = guest.run("import os\nos.closerange(3, 10)\nraise ValueError('x')")
+    assert result.status is Status.ERROR
+    assert "ValueError: x" in result.stderr
+
+
+def test_a_forged_report_is_no_verdict(guest: Caller) -> None:
+    forged = "import os, struct\nos.write(3, struct.pack('<6i', 3, -1, 0, 0, -1, 8) + b'yes')\n"
+    assert guest.run(forged + "os._exit(1)").status is Status.MEMORY_LIMIT, "its own loss"
+    result = guest.run(forged + "os._exit(7)")
+    assert (result.exit_code, result.value) == (7, None)
+    for junk in ("b'\\xff' * 1000", "struct.pack('<6i', 2**31 - 1, 2**31 - 1, -5, 9, 9, 255)", "b''"):
+        answered = guest.run(f"import os, struct\nos.write(3, {junk})\nos._exit(1)")
+        assert answered.status is Status.ERROR
+        assert answered.error is not None
+        assert (answered.error.type, answered.error.message) == ("SystemExit", "1")

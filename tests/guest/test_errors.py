@@ -1,0 +1,229 @@
+"""What is said of an uncaught exception: in `error`, and on stderr as Python says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.types import CallError, Result, Status
+from tests.executor.calling import Caller
+
+
+def error_of(result: Result) -> CallError:
+    assert result.status is Status.ERROR, result
+    assert result.exit_code == 1
+    assert result.error is not None
+    return result.error
+
+
+def test_an_exception_has_type_message_line_and_traceback(guest: Caller) -> None:
+    result = guest.run("x = 1\n\nprint('here')\ny = x / 0\nprint('never')")
+    error = error_of(result)
+    assert (error.type, error.message, error.line) == ("ZeroDivisionError", "division by zero", 4)
+    assert (result.stdout, result.value) == ("here\n", None)
+    assert result.stderr == error.traceback
+    assert error.traceback.splitlines()[:3] == [
+        "Traceback (most recent call last):",
+        '  File "main.py", line 4, in <module>',
+        "    y = x / 0",
+    ]
+    assert error.traceback.endswith("\nZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import json\njson.loads('{')",
+        "from fractions import Fraction\nFraction('x')",
+        "import re\nre.compile('(')",
+        "sorted([1, 'a'], key=lambda v: v + 1)",
+        "1/0",
+        "x = 5\nx +\\\n  'a'",
+    ],
+)
+def test_tracebacks_show_the_codes_frames_alone(guest: Caller, code: str) -> None:
+    trace = error_of(guest.run(code)).traceback
+    files = [line for line in trace.splitlines() if line.startswith("  File ")]
+    assert files
+    assert all(line.startswith('  File "main.py"') for line in files), trace
+    assert "runner" not in trace
+    assert "zygote" not in trace
+
+
+def test_the_line_is_the_innermost_of_the_code(guest: Caller) -> None:
+    error = error_of(guest.run("import json\ndef f():\n    json.loads('{')\n\nf()"))
+    assert error.line == 3
+    assert error.traceback.count("File") == 2
+
+
+def test_modules_beside_the_script_are_the_codes_own(guest: Caller) -> None:
+    error = error_of(guest.run("import other\nother.f()", files={"other.py": b"def f():\n    1/0\n"}))
+    assert "other.py" in error.traceback
+    assert "    1/0" in error.traceback
+    assert error.line == 2
+
+
+def test_the_last_expression_has_its_line_too(guest: Caller) -> None:
+    for code in ("x = 1\n# two\n1/0", "x = 1\nif x:\n    pass\n1/0", "'''a\n'''\n1/0", "x = 1; y = 2\n\n1/0"):
+        assert error_of(guest.run(code)).line == 4 - (code.count("\n") == 2), code
+
+
+@pytest.mark.parametrize("blank", ["\f", "\v", "\x1c", "\x85", "\u2028"])
+def test_source_lines_are_pythons_lines(guest: Caller, blank: str) -> None:
+    error = error_of(guest.run(f"x = 'a{blank}b'\ny = 1\n1/0"))
+    assert error.line == 3
+    assert "    1/0\n" in error.traceback
+
+
+def test_chained_exceptions_show_both(guest: Caller) -> None:
+    code = "try:\n    1/0\nexcept ZeroDivisionError as why:\n    raise ValueError('outer') from why"
+    error = error_of(guest.run(code))
+    assert error.type == "ValueError"
+    assert "The above exception was the direct cause" in error.traceback
+    assert error.traceback.index("division by zero") < error.traceback.index("outer")
+    context = error_of(guest.run("try:\n    1/0\nexcept ZeroDivisionError:\n    {}['k']"))
+    assert "During handling of the above exception" in context.traceback
+    assert (context.type, context.message) == ("KeyError", "'k'")
+
+
+def test_exception_groups_show_their_members(guest: Caller) -> None:
+    error = error_of(guest.run("raise ExceptionGroup('both', [ValueError('one'), KeyError('two')])"))
+    assert error.type == "ExceptionGroup"
+    assert "ValueError: one" in error.traceback
+    assert "KeyError: 'two'" in error.traceback
+
+
+def test_a_cycle_of_causes_ends(guest: Caller) -> None:
+    code = "a, b = ValueError('a'), ValueError('b')\na.__cause__, b.__cause__ = b, a\nraise a"
+    assert error_of(guest.run(code)).type == "ValueError"
+
+
+def test_a_thousand_causes_are_survived(guest: Caller) -> None:
+    code = (
+        "last = None\nfor n in range(3000):\n    new = ValueError(n)\n    new.__cause__, last = last, new\nraise last"
+    )
+    error = error_of(guest.run(code))
+    assert (error.type, error.message) == ("ValueError", "2999")
+
+
+def test_a_syntax_error_shows_its_line(guest: Caller) -> None:
+    result = guest.run("x = 1\ny = (2 +\nz = 3")
+    error = error_of(result)
+    assert error.type == "SyntaxError"
+    assert error.line in (2, 3)
+    assert 'File "main.py"' in error.traceback
+    assert "Traceback" not in error.traceback
+    assert "y = (2 +" in error.traceback or "z = 3" in error.traceback
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "line"),
+    [
+        ("def f():\nreturn 1", "IndentationError", 2),
+        ("if True:\n\tx = 1\n        y = 2", "TabError", 3),
+        ("print('a'\n", "SyntaxError", 1),
+        ("x = 1\nreturn x", "SyntaxError", 2),
+        ("x = 1\nawait x", "SyntaxError", 2),
+        ("x = 1\nyield x", "SyntaxError", 2),
+        ("print(1)\n1 +", "SyntaxError", 2),
+        ("x = 5\nx = = 5", "SyntaxError", 2),
+        ("print 'hello'", "SyntaxError", 1),
+        ("'abc", "SyntaxError", 1),
+        ("x = 1\n    y = 2", "IndentationError", 2),
+        ("from __future__ import braces", "SyntaxError", 1),
+        ("x = 1\nfrom __future__ import annotations", "SyntaxError", 2),
+        ("```python\nprint(1)\n```", "SyntaxError", 1),
+    ],
+)
+def test_code_that_does_not_compile_prints_nothing(guest: Caller, code: str, kind: str, line: int) -> None:
+    result = guest.run(code)
+    error = error_of(result)
+    assert (error.type, error.line, result.stdout) == (kind, line, "")
+
+
+def test_a_syntax_error_in_code_that_code_compiles_is_on_the_line_that_compiles(guest: Caller) -> None:
+    assert error_of(guest.run("x = 1\neval('1 +')")).line == 2
+
+
+def test_endless_recursion_is_said_shortly(guest: Caller) -> None:
+    error = error_of(guest.run("def f(n):\n    return f(n + 1)\nf(0)"))
+    assert (error.type, error.line) == ("RecursionError", 2)
+    assert len(error.traceback) < 20_000
+
+
+def test_code_too_deep_for_the_parser_is_an_error(guest: Caller) -> None:
+    for code in ("(" * 5000 + ")" * 5000, "-" * 100_000 + "1", "[" * 90 + "]" * 90 + "\nx" + ".a" * 3000):
+        result = guest.run(code)
+        assert result.error is not None
+        assert result.error.type in ("SyntaxError", "RecursionError", "MemoryError", "NameError")
+
+
+@pytest.mark.parametrize("method", ["__str__", "__repr__"])
+def test_an_exception_that_cannot_be_shown_is_shown(guest: Caller, method: str) -> None:
+    code = f"class Bad(Exception):\n    def {method}(self):\n        1/0\nraise Bad(1)"
+    error = error_of(guest.run(code))
+    assert error.type == "Bad"
+    assert "Bad" in error.traceback
+
+
+@pytest.mark.parametrize("raised", ["1/0", "raise SystemExit(5)", "raise KeyboardInterrupt", "return 5"])
+def test_a_value_that_cannot_be_shown_is_an_end_of_its_kind(guest: Caller, raised: str) -> None:
+    result = guest.run(f"class Bad:\n    def __repr__(self):\n        {raised}\nBad()")
+    assert result.status is Status.ERROR
+    assert result.error is not None
+    kinds = ("ZeroDivisionError", "SystemExit", "KeyboardInterrupt", "TypeError")
+    assert result.error.type in kinds
+    assert result.value is None
+
+
+def test_a_hook_of_the_codes_own_speaks_instead(guest: Caller) -> None:
+    result = guest.run("import sys\nsys.excepthook = lambda kind, *_: print('hook', kind.__name__)\n1/0")
+    assert (result.stdout, result.stderr) == ("hook ZeroDivisionError\n", "")
+    assert error_of(result).type == "ZeroDivisionError"
+
+
+def test_a_hook_that_fails_does_not_hide_the_error(guest: Caller) -> None:
+    result = guest.run("import sys\nsys.excepthook = lambda *_: {}['k']\n1/0")
+    assert error_of(result).type == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        ("class Outer:\n    class Inner(Exception): pass\nraise Outer.Inner('x')", "Outer.Inner", "x"),
+        ("raise ValueError", "ValueError", ""),
+        ("raise ValueError(1, 2)", "ValueError", "(1, 2)"),
+        ("raise 5", "TypeError", "exceptions must derive from BaseException"),
+        ("assert 1 == 2, 'not so'", "AssertionError", "not so"),
+        ("undefined", "NameError", "name 'undefined' is not defined"),
+        ("import not_there", "ModuleNotFoundError", "No module named 'not_there'"),
+        ("raise BaseException('base')", "BaseException", "base"),
+        ("raise GeneratorExit", "GeneratorExit", ""),
+        ("raise ValueError('\\ud800')", "ValueError", "?"),
+        ("raise ValueError('\\0')", "ValueError", "\0"),
+    ],
+)
+def test_errors_are_named_as_python_names_them(guest: Caller, code: str, kind: str, message: str) -> None:
+    error = error_of(guest.run(code))
+    assert (error.type, error.message) == (kind, message)
+
+
+def test_a_long_message_is_cut_and_the_end_of_a_long_traceback_kept(guest: Caller) -> None:
+    result = guest.run("raise ValueError('a' * 100_000 + 'end')", output_kb=256)
+    error = error_of(result)
+    assert error.message == "a" * 8192
+    assert error.traceback.endswith("aend\n")
+    cut = guest.run("import sys\nsys.excepthook = lambda *_: 0\nraise ValueError('a' * 100_000 + 'end')", output_kb=16)
+    assert error_of(cut).traceback.endswith("aend\n")
+    assert len(error_of(cut).traceback) == 16 << 10
+    assert "traceback" in cut.truncated
+
+
+def test_warnings_go_to_stderr_once_for_each_place(guest: Caller) -> None:
+    code = "import warnings\nfor _ in range(3):\n    warnings.warn('careful')\nNone"
+    for _ in range(2):
+        result = guest.run(code)
+        assert result.status is Status.OK
+        assert result.stderr.count("UserWarning: careful") == 1
+        assert "main.py:3" in result.stderr
+    assert "SyntaxWarning" in guest.run("x = 5\nx is 5").stderr

@@ -1,0 +1,98 @@
+"""Files in before the run, and back after it: regular ones below the working folder, whole or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.types import Status
+from tests.executor.calling import Caller
+
+ODD = {"a b/ü 東/🐍.bin": bytes(range(256)), "-dash": b"1", "deep/" * 30 + "x": b"2", "x" * 255: b"3", "'\"$;": b"4"}
+
+
+def test_files_go_in_and_come_back_unchanged(guest: Caller) -> None:
+    result = guest.run("import os\nos.path.exists('deep')", files=ODD, return_files=tuple(ODD))
+    assert (result.status, result.value, result.truncated) == (Status.OK, "True", ())
+    assert result.files == ODD
+
+
+def test_an_empty_file_is_a_file(guest: Caller) -> None:
+    assert guest.run("", files={"empty": b""}, return_files=("empty",)).files == {"empty": b""}
+
+
+def test_changed_and_new_files_come_back(guest: Caller) -> None:
+    code = "import os\nopen('in.txt', 'a').write('+')\nos.makedirs('new/sub')\nopen('new/sub/f', 'wb').write(b'1')"
+    result = guest.run(code, files={"in.txt": b"was"}, return_files=("in.txt", "new/sub/f"))
+    assert result.files == {"in.txt": b"was+", "new/sub/f": b"1"}
+
+
+def test_files_come_back_however_the_code_ends(guest: Caller) -> None:
+    for end, status in (("1/0", Status.ERROR), ("import sys\nsys.exit(3)", Status.ERROR)):
+        result = guest.run(f"f = open('f', 'w')\nf.write('kept')\n{end}", return_files=("f",))
+        assert (result.status, result.files) == (status, {"f": b"kept"})
+
+
+def test_files_come_back_from_where_the_call_began(guest: Caller) -> None:
+    code = "import os\nopen('f', 'w').write('1')\nos.mkdir('d')\nos.chdir('d')\nopen('f', 'w').write('2')\nNone"
+    assert guest.run(code, return_files=("f",)).files == {"f": b"1"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "pass",
+        "os.mkdir('f')",
+        "os.symlink('/etc/passwd', 'f')",
+        "os.symlink('real', 'f')\nopen('real', 'w').write('x')",
+        "os.mkfifo('f')",
+        "os.symlink('f', 'f')",
+        "import socket\nsocket.socket(socket.AF_UNIX).bind('f')",
+        "open('f', 'w').write('x')\nos.chmod('f', 0)",
+    ],
+)
+def test_what_is_no_readable_file_does_not_come_back(guest: Caller, make: str) -> None:
+    result = guest.run(f"import os\n{make}\nNone", return_files=("f",))
+    assert result.files == {}
+    assert result.truncated == ()
+
+
+def test_a_link_in_the_middle_of_a_path_leads_nowhere_else(guest: Caller) -> None:
+    """There is nothing in the jail that the call could not have printed as well."""
+    result = guest.run("import os\nos.symlink('/python', 'd')\nNone", return_files=("d/pyvenv.cfg",))
+    assert result.status is Status.OK
+
+
+def test_a_file_over_what_may_come_back_is_said(guest: Caller) -> None:
+    code = "open('big', 'wb').truncate(3 << 20)\nopen('small', 'w').write('x')\nNone"
+    whole = guest.run(code, return_files=("big", "small"), disk_mb=4)
+    assert {name: len(data) for name, data in whole.files.items()} == {"big": 3 << 20, "small": 1}
+    code = "for name in 'ab': open(name, 'wb').truncate(10 << 20)\nopen('small', 'w').write('x')\nNone"
+    result = guest.run(code, return_files=("a", "b", "small"))
+    assert {name: len(data) for name, data in result.files.items()} == {"a": 10 << 20, "small": 1}
+    assert "files" in result.truncated
+
+
+def test_a_sparse_file_costs_what_it_seems(guest: Caller) -> None:
+    result = guest.run("open('big', 'wb').truncate(60 << 20)\nNone", return_files=("big",))
+    assert (result.files, result.truncated) == ({}, ("files",))
+
+
+def test_files_that_do_not_fit_are_the_callers_to_see(guest: Caller) -> None:
+    result = guest.run("1", files={"big": bytes(3 << 20)}, disk_mb=1)
+    assert result.status is not Status.OK
+    assert result.error is not None
+    assert "No space left" in result.error.message + result.stderr
+
+
+def test_a_file_where_a_folder_should_be_is_said(guest: Caller) -> None:
+    result = guest.run("1", files={"a": b"", "a/b": b""})
+    assert result.status is not Status.OK
+    assert result.error is not None
+    assert result.error.type != "SystemExit"
+
+
+def test_forged_files_are_only_those_that_were_asked_for(guest: Caller) -> None:
+    forged = "import os, struct\nos.write(4, struct.pack('<IQ', {}, {}) + b'abc')\nos._exit(0)"
+    assert guest.run(forged.format(0, 3), return_files=("f",)).files == {"f": b"abc"}
+    for index, size in ((1, 3), (2**32 - 1, 3), (0, 4), (0, 2**64 - 1)):
+        assert guest.run(forged.format(index, size), return_files=("f",)).files == {}

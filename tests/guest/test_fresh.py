@@ -1,0 +1,123 @@
+"""Each call starts from the same state: nothing of another is there, and chance is chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.types import Status
+from tests.executor.calling import Caller, call
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import random\nrandom.random()",
+        "import random\nrandom.getrandbits(64), random.gauss(0, 1)",
+        "import uuid\nuuid.uuid4()",
+        "import uuid\nuuid.uuid1()",
+        "import tempfile\ntempfile.mktemp()",
+        "import secrets\nsecrets.token_hex()",
+        "import os\nos.urandom(8)",
+        "import random\nrandom.Random().random()",
+        "import random\nrandom.SystemRandom().random()",
+        "import tempfile\nwith tempfile.NamedTemporaryFile() as f: name = f.name\nname",
+    ],
+)
+def test_chance_differs_between_calls(guest: Caller, code: str) -> None:
+    results = guest.run_all([call(code)] * 4)
+    assert all(result.status is Status.OK for result in results), results
+    assert len({result.value for result in results}) == 4
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize(
+    "draw",
+    ["random.rand()", "random.default_rng().random()", "random.randint(1 << 60)", "random.RandomState().rand()"],
+)
+def test_chance_of_numpy_differs_between_calls(libraries: Caller, draw: str) -> None:
+    results = libraries.run_all([call(f"import numpy as np\nnp.{draw}")] * 4)
+    assert len({result.value for result in results}) == 4
+
+
+def test_a_seed_gives_the_same_every_time(guest: Caller) -> None:
+    results = guest.run_all([call("import random\nrandom.seed(7)\nrandom.random()")] * 3)
+    assert {result.value for result in results} == {"0.32383276483316237"}
+
+
+def test_hashes_are_the_same_every_time(guest: Caller) -> None:
+    results = guest.run_all([call("list({'a', 'b', 'c', 'd'}), hash('x')")] * 3)
+    assert len({result.value for result in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("leave", "look"),
+    [
+        ("open('left', 'w').write('x')", "import os\nos.listdir('.'), os.listdir('/tmp')"),
+        ("import os\nos.mkdir('/tmp/left')", "import os\nos.listdir('/tmp')"),
+        ("import os\nos.environ['LEFT'] = '1'", "import os\nsorted(os.environ.items())"),
+        ("import os\nos.chdir('/')", "import os\nos.getcwd()"),
+        ("import sys\nsys.path.insert(0, '/left')", "import sys\nsys.path"),
+        ("import sys\nsys.setrecursionlimit(77777)", "import sys\nsys.getrecursionlimit()"),
+        ("import sys, types\nsys.modules['left'] = types.ModuleType('left')", "import sys\n'left' in sys.modules"),
+        ("import signal\nsignal.signal(10, lambda *_: 0)", "import signal\n[signal.getsignal(n) for n in (2, 10, 17)]"),
+        ("import builtins\nbuiltins.left = 1", "import builtins\nhasattr(builtins, 'left')"),
+        ("import math\nmath.pi = 3", "import math\nmath.pi"),
+        ("left = 1", "sorted(name for name in globals() if name != 'left') + ['left' in globals()]"),
+        ("import gc\ngc.disable()", "import gc\ngc.isenabled(), gc.get_threshold()"),
+        ("import os\nos.umask(0)", "import os\nos.umask(0)"),
+        ("import decimal\ndecimal.getcontext().prec = 3", "import decimal\ndecimal.Decimal(1) / 3"),
+        ("import warnings\nwarnings.simplefilter('error')", "import warnings\nwarnings.filters"),
+        ("import sys\nsys.stdout = None", "import sys\nsys.stdout.name, sys.stdout.encoding, sys.stdout.errors"),
+        ("import sys\nsys.excepthook = sys.displayhook = print", "import sys\nsys.excepthook is sys.__excepthook__"),
+        ("import atexit\natexit.register(print, 'left')", "1"),
+        ("import resource\nresource.setrlimit(7, (9, 9))", "import resource\nresource.getrlimit(7)"),
+        ("import time, os\nos.environ['TZ'] = 'Asia/Tokyo'\ntime.tzset()", "import time\ntime.tzname, time.timezone"),
+        ("import locale\nlocale.setlocale(locale.LC_ALL, 'C')", "import locale\nlocale.setlocale(locale.LC_ALL)"),
+        ("import threading\nthreading.stack_size(1 << 20)", "import threading\nthreading.stack_size()"),
+        ("import sys\nsys.settrace(print)\nsys.setprofile(None)", "import sys\nsys.gettrace(), sys.getprofile()"),
+        ("import linecache\nlinecache.cache.clear()", "import linecache\nlinecache.getline('main.py', 1)"),
+        ("import socket\nsocket.setdefaulttimeout(1)", "import socket\nsocket.getdefaulttimeout()"),
+    ],
+)
+def test_nothing_survives_a_call(guest: Caller, leave: str, look: str) -> None:
+    before = guest.run(look)
+    assert before.status is Status.OK, before
+    assert guest.run(f"{leave}\nNone").status is Status.OK
+    after = guest.run(look)
+    assert (after.status, after.value, after.stdout) == (before.status, before.value, before.stdout)
+
+
+def test_what_a_call_changes_it_sees(guest: Caller) -> None:
+    """So that the test above is not passed by calls that change nothing."""
+    code = "import os\nos.environ['A'] = '1'\nos.chdir('/')\nos.environ['A'], os.getcwd()"
+    assert guest.run(code).value == "('1', '/')"
+
+
+def test_the_environment_is_the_same_short_list(guest: Caller) -> None:
+    names = guest.run("import os\nsorted(os.environ)").value
+    assert names is not None
+    assert set(eval(names)) <= {
+        *("HOME", "LANG", "LC_CTYPE", "LOGNAME", "MKL_NUM_THREADS", "MPLBACKEND", "OMP_NUM_THREADS"),
+        *("OPENBLAS_NUM_THREADS", "PATH", "PYTHONHASHSEED", "PYTHONPATH", "USER"),
+    }
+
+
+def test_the_working_folder_is_empty_private_and_writable(guest: Caller) -> None:
+    code = "import os\nabout = os.stat('.')\nos.getcwd(), os.listdir(), oct(about.st_mode), about.st_uid == os.getuid()"
+    assert guest.run(code).value == "('/tmp', [], '0o40700', True)"
+
+
+def test_of_the_zygote_nothing_is_in_sight(guest: Caller) -> None:
+    code = "import sys\n{'zygote', 'runner', 'confine', 'capture', 'frames', 'pages', 'profiles'} & set(sys.modules)"
+    assert guest.run(code).value == "set()"
+    assert guest.run("import sys\n'/guest' in sys.path").value == "False"
+    assert guest.run("import os\nos.path.exists('/proc/self') or os.path.exists('/proc/1')").value == "False"
+    assert guest.run("import os\nos.getpid(), os.getppid()").value == "(1, 0)"
+    assert guest.run("import threading\nthreading.enumerate() == [threading.main_thread()]").value == "True"
+
+
+def test_the_first_call_and_the_hundredth_are_alike(guest: Caller) -> None:
+    code = "import sys, gc\nlen(sys.modules), sys.getrecursionlimit(), len(globals())"
+    results = guest.run_all([call(code)] * 100)
+    assert len({result.value for result in results}) == 1
+    assert {result.attempts for result in results} == {1}

@@ -1,0 +1,239 @@
+"""Each limit, reached from both sides: what still fits is fine, what does not is said by its own status or error."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.types import Result, Status
+from tests.executor.calling import Caller, call
+
+KB = 1024
+
+
+def kind(result: Result) -> str:
+    """The type of an ordinary error."""
+    assert result.status is Status.ERROR, result
+    assert result.error is not None
+    return result.error.type
+
+
+# output
+
+
+@pytest.mark.parametrize("write", ["print('x' * {}, end='')", "import os\nos.write(1, b'x' * {})\nNone"])
+def test_output_of_just_the_limit_is_fine(guest: Caller, write: str) -> None:
+    result = guest.run(write.format(3 * KB), output_kb=3)
+    assert (result.status, result.stdout, result.truncated) == (Status.OK, "x" * 3 * KB, ())
+
+
+@pytest.mark.parametrize("over", [1, 2, 4095, 4096, 4097, 100_000])
+def test_output_over_the_limit_is_cut_and_said(guest: Caller, over: int) -> None:
+    result = guest.run(f"print('x' * {3 * KB + over}, end='')", output_kb=3)
+    assert (result.status, result.stdout, result.truncated) == (Status.OUTPUT_LIMIT, "x" * 3 * KB, ("stdout",))
+    assert result.value is None
+
+
+@pytest.mark.parametrize(
+    ("code", "cut"),
+    [
+        ("while True: print('flood')", ("stdout",)),
+        ("while True: print('flood', end='', flush=True)", ("stdout",)),
+        ("import sys\nwhile True: print('flood', file=sys.stderr)", ("stderr",)),
+        ("import sys\nwhile True: sys.stdout.buffer.write(b'flood')", ("stdout",)),
+        ("import sys\nwhile True: sys.stdout.write('flood')", ("stdout",)),
+        ("while True:\n    try: print('flood')\n    except BaseException: pass", ("stdout",)),
+        ("import warnings\nwarnings.simplefilter('always')\nwhile True: warnings.warn('flood')", ("stderr",)),
+        (
+            "from threading import Thread\ndef f():\n  while True: print('flood')\nfor _ in 'ab': Thread(target=f).start()",
+            ("stdout",),
+        ),
+    ],
+)
+def test_a_flood_ends_the_call(guest: Caller, code: str, cut: tuple[str, ...]) -> None:
+    result = guest.run(code, timeout_s=20)
+    assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, cut)
+    assert len(result.stdout + result.stderr) == 64 * KB
+    assert result.usage.run_ms < 20_000
+
+
+@pytest.mark.parametrize("code", ["os.write(1, b'flood' * 1000)", "os.system('flood')", "print('flood' * 1000)"])
+def test_a_flood_past_our_own_streams_is_refused_and_said(guest: Caller, code: str) -> None:
+    """The descriptor itself is bounded, so what writes elsewhere gets EPERM; the verdict is read off the length."""
+    caught = f"import os\nfor _ in range(100):\n    try: {code}\n    except OSError: pass"
+    if "system" in code:
+        program = "import os\nwhile True: os.write(1, b'flood')"
+        caught = f"import subprocess, sys\nsubprocess.run([sys.executable, '-S', '-c', {program!r}], stderr=-3)"
+    result = guest.run(caught, timeout_s=20)
+    assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stdout",))
+    assert result.stdout.replace("\n", "") == ("flood" * 20_000)[: len(result.stdout.replace("\n", ""))]
+    assert len(result.stdout) == 64 * KB
+
+
+def test_both_streams_have_their_own_limit(guest: Caller) -> None:
+    full = f"import sys\nprint('x' * {64 * KB}, end='')\nprint('y' * {64 * KB}, end='', file=sys.stderr)"
+    assert guest.run(full).status is Status.OK
+    result = guest.run(full + "\nimport os\nos.write(1, b'x')\nos.write(2, b'y')")
+    assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stdout", "stderr"))
+
+
+def test_output_can_be_no_more_than_read_by_seeking(guest: Caller) -> None:
+    for code in ("os.lseek(1, 1 << 40, 0)", "os.lseek(1, 1 << 40, 0)\nos.write(2, b'x')"):
+        result = guest.run("import os\n" + code)
+        assert result.status is Status.OUTPUT_LIMIT
+        assert len(result.stdout) <= 66 * KB
+    assert guest.run("import os\nprint('secret')\nos.lseek(1, 0, 0)\nNone").stdout == ""
+    assert kind(guest.run("import os\nos.ftruncate(1, 1 << 30)")) in ("PermissionError", "OSError")
+
+
+# time
+
+
+@pytest.mark.parametrize(
+    "end", ["while True: pass", "import time\ntime.sleep(99)", "input()\ninput = open(0)\nwhile True: pass"]
+)
+def test_time_up_returns_what_was_printed(guest: Caller, end: str) -> None:
+    result = guest.run(f"print('one')\nprint('two', end='')\n{end}", timeout_s=0.2, stdin="x")
+    assert (result.status, result.stdout) == (Status.TIMEOUT, "one\ntwo")
+    assert (result.signal, result.exit_code, result.value) == (9, None, None)
+    assert result.error is not None
+    assert (result.error.type, result.error.message) == ("Timeout", "used up its 0.2 s")
+    assert 200 <= result.usage.run_ms < 5000
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        "import signal\nfor n in {*range(1, 65)} - {9, 19, 32, 33}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+        "import re\nre.match('(a+)+$', 'a' * 100 + 'b')",
+        "9 ** 9 ** 9",
+        "import threading\nthreading.Thread(target=threading.Event().wait).start()",
+        "import os\nwhile os.fork() < 0: pass\nwhile True: pass",
+        "import atexit, time\natexit.register(time.sleep, 1000)",
+        "class A:\n    def __del__(self):\n        while True: pass\na = A()",
+        "class A:\n    def __repr__(self):\n        while True: pass\nA()",
+    ],
+)
+def test_no_code_outlives_its_time(guest: Caller, code: str) -> None:
+    assert guest.run(code, timeout_s=0.3).status is Status.TIMEOUT
+
+
+# memory
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = [0] * (1 << 28)",
+        "x = bytearray(1 << 30)",
+        "x = []\nwhile True: x.append(bytes(1 << 20))",
+        "' ' * (1 << 32)",
+        "x = {}\nn = 0\nwhile True:\n    x[n] = str(n)\n    n += 1",
+        "def f():\n    x = []\n    while True: x.append([])\nf()",
+    ],
+)
+def test_memory_over_the_limit_is_said(guest: Caller, code: str) -> None:
+    result = guest.run(f"print('before')\n{code}", memory_mb=64)
+    assert (result.status, result.stdout, result.exit_code) == (Status.MEMORY_LIMIT, "before\n", 1)
+    assert result.error is not None
+    assert result.error.type == "MemoryError"
+
+
+def test_memory_within_the_limit_is_there(guest: Caller) -> None:
+    """What the warm interpreter itself maps is not the call's."""
+    result = guest.run("x = bytearray(56 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\nlen(x)", memory_mb=64)
+    assert (result.status, result.value) == (Status.OK, str(56 << 20))
+    assert result.usage.peak_memory_mb > 56
+
+
+def test_a_memory_error_that_is_caught_is_none(guest: Caller) -> None:
+    result = guest.run("try:\n    x = bytearray(1 << 34)\nexcept MemoryError:\n    print('caught')\n1", memory_mb=64)
+    assert (result.status, result.stdout, result.value) == (Status.OK, "caught\n", "1")
+
+
+@pytest.mark.runtime
+def test_an_array_over_the_limit_is_said(libraries: Caller) -> None:
+    result = libraries.run("import numpy as np\nx = np.ones((1 << 14, 1 << 14))", memory_mb=256)
+    assert result.status is Status.MEMORY_LIMIT
+    assert libraries.run("import numpy as np\nnp.ones(1 << 24).sum()", memory_mb=256).value == "np.float64(16777216.0)"
+
+
+# disk, inodes, processes, descriptors
+
+
+@pytest.mark.parametrize("where", ["x", "/tmp/x", "sub/x"])
+def test_a_full_disk_is_the_codes_oserror(guest: Caller, where: str) -> None:
+    code = f"import os\nos.makedirs('sub')\nwith open({where!r}, 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
+    result = guest.run(code, disk_mb=4)
+    assert kind(result) == "OSError"
+    assert "Errno 28" in result.stderr or "Errno 27" in result.stderr
+    assert guest.run("open('x', 'wb').write(bytes(3 << 20))\nNone", disk_mb=4).status is Status.OK
+
+
+def test_many_files_are_bounded_too(guest: Caller) -> None:
+    result = guest.run("for n in range(100_000): open(f'f{n}', 'w').close()")
+    assert kind(result) == "OSError"
+    assert "No space left" in result.stderr
+    assert guest.run("for n in range(1000): open(f'f{n}', 'w').close()").status is Status.OK
+
+
+def test_a_file_may_not_seem_larger_than_the_disk(guest: Caller) -> None:
+    assert kind(guest.run("open('x', 'wb').truncate(1 << 40)", disk_mb=4)) == "OSError"
+
+
+def test_processes_are_bounded(guest: Caller) -> None:
+    code = """
+import os, time
+born = 0
+try:
+    while born < 500:
+        if os.fork() == 0:
+            time.sleep(1000)
+        born += 1
+except BlockingIOError:
+    print("no more")
+print(born)
+"""
+    result = guest.run(code, processes=8)
+    assert result.status is Status.OK
+    assert result.stdout.startswith("no more\n")
+    assert int(result.stdout.split()[-1]) <= 8
+
+
+def test_threads_count_as_processes(guest: Caller) -> None:
+    code = """
+import threading
+gate = threading.Event()
+threads = []
+try:
+    for _ in range(500):
+        threads.append(threading.Thread(target=gate.wait))
+        threads[-1].start()
+except RuntimeError:
+    print("no more")
+gate.set()
+"""
+    assert guest.run(code, processes=8).stdout == "no more\n"
+
+
+def test_a_fork_bomb_harms_no_neighbour(guest: Caller) -> None:
+    code = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    bomb = guest.submit(call(code, timeout_s=0.5, processes=16))
+    for _ in range(5):
+        assert guest.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=60).value == "0"
+    assert guest.answer(bomb).status is Status.TIMEOUT
+    assert guest.run("1").attempts == 1
+
+
+def test_descriptors_are_bounded(guest: Caller) -> None:
+    result = guest.run("import os\nfds = []\nwhile True: fds.append(os.dup(0))")
+    assert kind(result) == "OSError"
+    assert "Too many open files" in result.stderr
+    assert guest.run("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))").status is Status.ERROR
+
+
+def test_a_call_sees_its_own_descriptors_alone(guest: Caller) -> None:
+    code = "import os\nseen = []\nfor fd in range(4096):\n  try: seen += [os.fstat(fd) and fd]\n  except OSError: pass\nseen"
+    assert guest.run(code).value == "[0, 1, 2, 3]"
+    assert guest.run(code, stdin="x").value == "[0, 1, 2, 3]"
+    assert guest.run(code, return_files=("x",)).value == "[0, 1, 2, 3, 4]"
