@@ -69,11 +69,13 @@ FIRST_JAIL = 900
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds per call. `ticks_cpu_ms` is the CPU again, by clock tick over the whole tree, where it was taken."""
+    """Milliseconds per call. `ticks_cpu_ms` is the CPU again, by clock tick over the whole tree, where it was taken, and
+    `faults` the page faults of call and zygote: what a fork shares is copied when it is first written to."""
 
     cpu_ms: float
     wall_ms: float
     ticks_cpu_ms: float | None = None
+    faults: float | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +138,11 @@ def _round(
         for guest in jails:
             guest.start(step, CODES[profile], -(-calls // len(jails)))
         costs = [guest.cost(step) for guest in jails]
-        yield step, Cost(_mean(cost.cpu_ms for cost in costs), _mean(cost.wall_ms for cost in costs) / len(jails))
+        wall_ms = _mean(cost.wall_ms for cost in costs) / len(jails)
+        yield (
+            step,
+            Cost(_mean(cost.cpu_ms for cost in costs), wall_ms, faults=_mean(cost.faults or 0 for cost in costs)),
+        )
     yield "executor", executor.measure(CODES[profile], calls)
     yield "http", asyncio.run(_over_http(server, CODES[profile], calls))
 
@@ -149,12 +155,14 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
         steps = {}
         for step in STEPS:
             taken = costs[name, step]
-            ticks = [cost.ticks_cpu_ms for cost in taken if cost.ticks_cpu_ms is not None]
             steps[step] = {
                 "cpu_ms": report.median(cost.cpu_ms for cost in taken),
                 "wall_ms": report.median(cost.wall_ms for cost in taken),
                 "floors": report.median(cost.cpu_ms / least for cost, least in zip(taken, floor, strict=True)),
-            } | ({"ticks_cpu_ms": report.median(ticks)} if ticks else {})
+            }
+            for extra in ("ticks_cpu_ms", "faults"):
+                if values := [value for cost in taken if (value := getattr(cost, extra)) is not None]:
+                    steps[step][extra] = report.median(values)
         profiles[name] = {"steps": steps, "ratio": steps["http"]["floors"]}
     return {
         "bench": "layers",
@@ -201,7 +209,8 @@ class _Jail:
             raise report.BenchFailed(f"{step}: expected measured, got {took}")
         if took["failed"]:
             raise report.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
-        return Cost((took["cpu_ms"] + took["own_cpu_ms"]) / calls, took["wall_ms"] / calls)
+        cpu_ms = (took["cpu_ms"] + took["own_cpu_ms"]) / calls
+        return Cost(cpu_ms, took["wall_ms"] / calls, faults=took["faults"] / calls)
 
     def _receive(self) -> dict[str, Any]:
         while (frame := _first_frame(self._received)) is None:
@@ -361,10 +370,12 @@ def _show(figures: Mapping[str, Any]) -> None:
         for step, cost in profile["steps"].items():
             added = "" if step == "os.fork" else f"{cost['cpu_ms'] - before:+.2f}"
             before = before if step == "os.fork" else cost["cpu_ms"]
-            rows.append((step, f"{cost['cpu_ms']:.2f}", added, f"{cost['wall_ms']:.2f}", f"{cost['floors']:.2f}"))
+            faults = f"{cost['faults']:.0f}" if "faults" in cost else None
+            numbers = (f"{cost[unit]:.2f}" for unit in ("wall_ms", "floors"))
+            rows.append((step, f"{cost['cpu_ms']:.2f}", added, *numbers, faults))
         verdict = "holds" if profile["ratio"] <= figures["at_most"] else "is over"
         title = f"{name}: {profile['ratio']:.2f} floors, {verdict} {figures['at_most']:g}"
-        report.show(title, ("step", "CPU ms", "added", "wall ms", "floors"), rows)
+        report.show(title, ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
 
 
 def _draw(axes: Any, profiles: Mapping[str, Any]) -> None:

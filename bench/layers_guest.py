@@ -2,7 +2,7 @@
 
 Run by path beside the guest's own modules, as `layers_guest.py --fd N`. It is the real zygote with one more order:
 
-    measure {step, calls, plan, call...} + code    measured   {cpu_ms, wall_ms, own_cpu_ms}: totals of that many calls
+    measure {step, calls, plan, call...} + code    measured   {cpu_ms, wall_ms, own_cpu_ms, faults}: totals
 
 Calls of one zygote run one after another, so what is measured is their cost and not a queue. `cpu_ms` is what the
 kernel says of the calls' processes (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
@@ -38,7 +38,7 @@ class MeasuringZygote(zygote.Zygote):
     def _do_measure(self, header: dict[str, Any], blobs: list[bytes]) -> None:
         step, code = header["step"], compile(blobs[0], runner.SCRIPT, "exec")
         self.failed, self.is_mute = 0, True
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()
         for _ in range(header["calls"]):
             if step == "runner":
@@ -49,7 +49,10 @@ class MeasuringZygote(zygote.Zygote):
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.is_mute = False
         child_ms = (children.ru_utime + children.ru_stime - used.ru_utime - used.ru_stime) * 1e3
-        took = {"cpu_ms": child_ms, "own_cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
+        faults = (
+            children.ru_minflt - used.ru_minflt + resource.getrusage(resource.RUSAGE_SELF).ru_minflt - own.ru_minflt
+        )
+        took = {"faults": faults, "cpu_ms": child_ms, "own_cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
         self.send({"op": "measured", "failed": self.failed, **took})
 
     def _bare(self, step: str, call: dict[str, Any], code: CodeType) -> None:

@@ -193,9 +193,11 @@ class Executor:
         self.pump()
 
     def on_lost(self, works: list[Work], why: str) -> None:
-        for work in reversed(works):
+        """Others of that jail may be dead too and not yet known to be, so the next attempt waits a moment."""
+        assert self._nursery is not None
+        for work in works:
             self._stop_clock(work)
-            self._retry(work, why)
+            self._nursery.start_soon(self._retry_later, work, why)
         self.pump()
 
     def on_overdue(self, work: Work, wall_s: float, pidfd: int) -> None:

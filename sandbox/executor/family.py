@@ -238,12 +238,12 @@ class Family:
         except OSError as why:
             raise NodeError(f"cannot start the jail: {why}") from None
 
-    @staticmethod
-    def _end_jail(process: subprocess.Popen[bytes] | None) -> None:
+    def _end_jail(self, process: subprocess.Popen[bytes] | None) -> None:
         """Idempotent. All in the jail dies with the launcher, which is killed, so the wait is one of milliseconds."""
         if process is not None:
             process.kill()
             process.wait()
+            self.zygotes = {name: zygote for name, zygote in self.zygotes.items() if zygote.jail is not process}
 
 
 def _address_space(pid: int) -> int:

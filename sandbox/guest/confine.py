@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import os
 import resource
 import struct
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# Without the interpreter lock let go and without ctypes' own copy of errno, each of which would write to more pages
+# that a call must first copy: the zygote and a call have one thread.
+_libc = ctypes.PyDLL(None)
+_libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
 
 _CLONE_NEWPID = 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
@@ -115,8 +119,8 @@ def _drop_bounding_set() -> None:
     cap = 0
     while _libc.prctl(_PR_CAPBSET_DROP, cap, 0, 0, 0) == 0:
         cap += 1
-    if ctypes.get_errno() != 22:  # EINVAL: past the last capability this kernel knows
-        raise OSError(ctypes.get_errno(), f"prctl(CAPBSET_DROP, {cap})")
+    if _libc.__errno_location()[0] != errno.EINVAL:  # which is: past the last capability this kernel knows
+        _check(-1, f"prctl(CAPBSET_DROP, {cap})")
 
 
 class _Filter:
@@ -133,5 +137,5 @@ class _Filter:
 
 def _check(result: int, what: str) -> None:
     if result < 0:
-        number = ctypes.get_errno()
+        number = _libc.__errno_location()[0]
         raise OSError(number, f"{what}: {os.strerror(number)}")

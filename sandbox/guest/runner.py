@@ -16,6 +16,7 @@ from __future__ import annotations
 import __future__
 
 import _ast as ast
+import _thread
 import atexit
 import builtins
 import gc
@@ -62,8 +63,15 @@ class _Output(io.FileIO):
             os._exit(1)  # the file is full; the verdict is read off its length
 
 
-def prepare() -> None:
-    """What every call needs and no call changes, done once in the zygote: standard streams, names, lines."""
+_main = types.ModuleType("__main__")
+
+
+def prepare(folder: str) -> None:
+    """What every call needs and no call changes, done once in the zygote: standard streams, an empty `__main__`, paths.
+
+    `folder` is the working folder of calls, where it is the same for all. Doing it here rather than in each call is not
+    about time but about memory: whatever a call writes to, the kernel copies first, a page at a time.
+    """
     for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         raw = _Output(fd, "wb", closefd=False)
         raw.name = f"<{name}>"
@@ -71,18 +79,24 @@ def prepare() -> None:
         stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    _main.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
+    sys.modules["__main__"] = _main
+    for name in ("zygote", "runner", "confine", "frames", "capture", "pages", "profiles"):
+        sys.modules.pop(name, None)  # the code may bring files of these names
+    sys.argv = [SCRIPT]
+    sys.path[0] = folder or os.devnull
     _describe_an_error()
 
 
 def run(call: dict, source: bytes, stdin_given: bool, files: list) -> None:
     """Run `source` and leave by `os._exit`. `files` are (relative path, content) pairs for the working folder."""
-    code, module = 70, None
+    code = 70
     try:
-        module = _fresh_main(stdin_given)
+        _start(stdin_given)
         _lay_files(files)
         report = _Report(call["output"])
-        code = _run_script(call, source, module, report)
-        code = _finish(module, code)
+        code = _run_script(call, source, report)
+        code = _finish(code)
         report.files_cut = _return_files(call["return_files"])
         report.send()
     except SystemExit as leaving:  # raised by what ran at exit
@@ -91,14 +105,9 @@ def run(call: dict, source: bytes, stdin_given: bool, files: list) -> None:
         os._exit(code & 0xFF)
 
 
-def _fresh_main(stdin_given: bool) -> types.ModuleType:
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
-    for name in ("zygote", "runner", "confine", "frames", "capture", "pages", "profiles"):
-        sys.modules.pop(name, None)
-    sys.modules["__main__"] = module
-    sys.argv = [SCRIPT]
-    sys.path[0] = os.getcwd()
+def _start(stdin_given: bool) -> None:
+    if sys.path[0] == os.devnull:
+        sys.path[0] = os.getcwd()
     if stdin_given:
         raw = io.BufferedReader(io.FileIO(0, closefd=False))
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape")
@@ -106,7 +115,6 @@ def _fresh_main(stdin_given: bool) -> types.ModuleType:
     _forget_randomness()
     getattr(warnings, "_filters_mutated", int)()  # "once per place" starts anew
     gc.enable()
-    return module
 
 
 def _forget_randomness() -> None:
@@ -117,6 +125,9 @@ def _forget_randomness() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(os.urandom(4), "little"))  # a third of the cost of seed()
+    sympy_random: Any = sys.modules.get("sympy.core.random")
+    if sympy_random is not None:
+        _Random.seed(sympy_random.rng)
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile._name_sequence = None  # it goes by the process id, which is always 1 here
@@ -132,8 +143,8 @@ def _lay_files(files: list) -> None:
             file.write(content)
 
 
-def _run_script(call: dict, source: bytes, module: types.ModuleType, report: _Report) -> int:
-    scope = module.__dict__
+def _run_script(call: dict, source: bytes, report: _Report) -> int:
+    scope = _main.__dict__
     try:
         text = source.decode("utf-8", "surrogatepass")
         linecache.cache[SCRIPT] = (len(text), None, text.splitlines(True), SCRIPT)
@@ -277,15 +288,15 @@ def _say(text: str) -> None:
         os.write(2, text.encode("utf-8", "backslashreplace"))
 
 
-def _finish(module: types.ModuleType, code: int) -> int:
+def _finish(code: int) -> int:
     """What an interpreter does at its end: wait for threads, run exit handlers, let go of globals, flush."""
     try:
-        if threading.active_count() > 1:
+        if _thread._count():  # how many threads were started and have not ended
             threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except Exception as error:
         _say(_traceback_text(error))
-    module.__dict__.clear()  # files close, finalizers speak
+    _main.__dict__.clear()  # files close, finalizers speak
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -37,10 +37,27 @@ _FIRST_FREE_FD = 10
 """Descriptors below this are spoken for in a call (0 to 4), so what the zygote holds stays above."""
 _MAX_SLOTS = 4096
 _CONFINED = 1
-_fork = ctypes.PyDLL(None, use_errno=True).fork
+_libc = ctypes.PyDLL(None)
+_libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
+_fork = _libc.fork
 """fork(2) with the interpreter lock held and without Python's own after-fork work (os.fork), which repairs what other
 threads may have left half done and writes to 170 pages to do it. A zygote has one thread (asserted), so nothing is half
 done; of the registered hooks only reseeding matters, and the runner does that. It halves the cost of a small call."""
+
+
+_NO_SIGNALS = bytes(128)  # sigset_t
+_SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)
+_SIG_BLOCK, _SIG_SETMASK = 0, 2
+_SFD_CLOEXEC = 0o2000000
+
+
+def _signal_fd() -> int:
+    """A descriptor that is readable when a child has died (signalfd(2)): no handler, so none for a call to undo."""
+    _libc.sigprocmask(_SIG_BLOCK, _SIGCHLD_ONLY, None)
+    fd = _libc.signalfd(-1, _SIGCHLD_ONLY, _SFD_CLOEXEC)
+    if fd < 0:
+        raise OSError(_libc.__errno_location()[0], "signalfd")
+    return int(fd)
 
 
 class Running:
@@ -76,23 +93,18 @@ class Zygote:
         self.running: dict[int, Running] = {}  # by process id
         self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
         self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
-        self.wake, wake_end = socket.socketpair()
-        self.wake.setblocking(False)
-        wake_end.setblocking(False)
-        self.wake_end = wake_end
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_end.fileno(), warn_on_full_buffer=False)
+        self.deaths = _signal_fd()
         self.poll = select.poll()
-        self.poll.register(self.wake, select.POLLIN)
+        self.poll.register(self.deaths, select.POLLIN)
         self.poll.register(incoming.sock, select.POLLIN)
 
     def serve(self) -> None:
         """Until the executor goes away."""
-        sock_fd, wake_fd = self.frames.sock.fileno(), self.wake.fileno()
+        sock_fd = self.frames.sock.fileno()
         while True:
             ready = [fd for fd, _ in self.poll.poll(self._patience_ms())]
-            if wake_fd in ready:
-                self.wake.recv(4096)
+            if self.deaths in ready:
+                os.read(self.deaths, 4096)
                 self._reap()
             if sock_fd in ready:
                 for header, blobs in self.frames.receive():
@@ -150,7 +162,7 @@ class Zygote:
             running.started = time.monotonic()
             running.pid = _fork()
             if running.pid < 0:
-                raise OSError(ctypes.get_errno(), "fork")
+                raise OSError(_libc.__errno_location()[0], "fork")
             if running.pid == 0:
                 self._child(running, call, blobs, fds)
         finally:
@@ -159,8 +171,7 @@ class Zygote:
     def _child(self, running: Running, call: dict, blobs: list, fds: list) -> None:
         """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return."""
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _libc.sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
             for fd, name in fds:
                 os.dup2(fd, name)
             os.closerange(5 if call["return_files"] else 4, 1 << 20)
@@ -247,6 +258,7 @@ class Zygote:
                 running.folder = None
                 running.close()
             self.frames.sock.close()
+            os.close(self.deaths)
             self.layers.settle()
             child = Zygote(frames.Frames(_settle(sock)), self.layers)
             self.__dict__.clear()
@@ -300,7 +312,7 @@ def main() -> None:
         header = first[0][0]  # configure; nothing else comes before we answer
         zygote = Zygote(incoming, confine.Confinement(header["plan"]))
         confine.lower_for_good()
-        runner.prepare()
+        runner.prepare(zygote.layers.tmpfs or "")
         zygote.become(header["profile"])
         zygote.serve()
     except EOFError:

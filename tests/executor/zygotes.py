@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import json
 import os
 import signal
@@ -17,6 +19,7 @@ import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +29,27 @@ import trio
 from sandbox.config import ExecutorConfig
 from sandbox.executor import core, family
 from sandbox.executor.core import Executor
-from sandbox.types import Call, Result
+from sandbox.jail import Interpreter
+from sandbox.types import Call, Limits, Result
 from tests.executor.calling import OWN_PYTHON
+
+_find = cache(Interpreter.find)
+
+__all__ = ["HOSTILE", "Driven", "Fleet", "Limits", "Peer", "done", "driven", "frame"]
 
 HOSTILE = (
     *("die", "garbage", "huge_head", "huge_body", "nobody", "other", "twice", "half", "late", "no_pidfd", "floods_fds"),
-    *("wrong_types", "deep", "not_a_number", "ready_again", "no_op", "too_much", "fake_pidfd", "two_overdue", "kill_jail"),
+    *(
+        "wrong_types",
+        "deep",
+        "not_a_number",
+        "ready_again",
+        "no_op",
+        "too_much",
+        "fake_pidfd",
+        "two_overdue",
+        "kill_jail",
+    ),
 )
 """All that a zygote may do wrong in answer to a call."""
 
@@ -81,6 +99,7 @@ class Peer:
             self.sock.close()
             for fd in self.fds:
                 os.close(fd)
+            self.fds.clear()
 
     def say(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         """What does not fit is lost, as by a zygote that dies in the middle."""
@@ -107,7 +126,7 @@ class Peer:
                 break
             self.fds += fds
             buffer += data
-            while len(buffer) >= 8:
+            while self.is_open and len(buffer) >= 8:
                 head, body = struct.unpack_from("<II", buffer)
                 if len(buffer) < 8 + head + body:
                     break
@@ -125,7 +144,6 @@ class Peer:
             case "call":
                 code = body[: header["blobs"][0]].decode()
                 self.calls[header["id"]] = code
-                self.fleet.slots_in_use(header["slot"], +1)
                 self.fleet.behave(self, header["id"], code)
             case "kill" if header["id"] in self.calls:
                 self.say(done(header["id"], code=None, signal=signal.SIGKILL))
@@ -183,14 +201,19 @@ class Peer:
         self.say(frame({"op": "overdue", "id": ticket, "wall_ms": 10.0}))
 
     def fake_pidfd(self, ticket: int) -> None:
+        self.overdue(ticket, -1e14)
+
+    def overdue(self, ticket: int, wall_ms: float) -> None:
         with open(os.devnull) as null:
-            self.say(frame({"op": "overdue", "id": ticket, "wall_ms": -1e14}), (null.fileno(),))
+            self.say(frame({"op": "overdue", "id": ticket, "wall_ms": wall_ms}), (null.fileno(),))
 
     def two_overdue(self, ticket: int) -> None:
-        own = os.pidfd_open(self.fleet.victim.pid)
-        self.say(frame({"op": "overdue", "id": ticket, "wall_ms": 0.0}), (own,))
-        self.say(frame({"op": "overdue", "id": ticket, "wall_ms": 0.0}), (own,))
-        os.close(own)
+        with subprocess.Popen(["sleep", "1000"]) as victim:
+            own = os.pidfd_open(victim.pid)
+            for _ in range(2):
+                self.say(frame({"op": "overdue", "id": ticket, "wall_ms": 0.0}), (own,))
+            os.close(own)
+            victim.kill()
 
     def floods_fds(self, ticket: int) -> None:
         with open(os.devnull) as null:
@@ -219,16 +242,13 @@ class Peer:
 class Fleet:
     """All zygotes of an executor."""
 
-    def __init__(self, nursery: trio.Nursery, victim: subprocess.Popen[bytes]) -> None:
-        self.victim = victim
-        """A process that may be ended."""
+    def __init__(self, nursery: trio.Nursery) -> None:
         self.peers: list[Peer] = []
         self.jails: list[Jail] = []
         self.started: Counter[str] = Counter()
         """How often each code came."""
         self.on_start = Peer.warm
         self._nursery = nursery
-        self._slots: Counter[int] = Counter()
 
     def start_jail(self, _family: family.Family, sock: socket.socket) -> Jail:
         self.jails.append(Jail())
@@ -245,13 +265,10 @@ class Fleet:
         self.started[code] += 1
         name, times, *_ = (*code.split(), "1000000")
         act = getattr(peer, name if self.started[code] <= int(times) else "ok")
-        if name == "slow":
+        if inspect.iscoroutinefunction(act):
             self._nursery.start_soon(act, ticket)
         else:
             act(ticket)
-
-    def slots_in_use(self, slot: int, change: int) -> None:
-        self._slots[slot] += change
 
 
 class Driven:
@@ -262,6 +279,7 @@ class Driven:
         self.answers: dict[int, Result] = {}
         self.fleet: Fleet
         self._changed = trio.Event()
+        self._seqs = itertools.count(1000)
 
     def _answer(self, seq: int, result: dict[str, Any]) -> None:
         assert seq not in self.answers, "answered twice"
@@ -270,7 +288,7 @@ class Driven:
         self._changed = trio.Event()
 
     def submit(self, *codes: str, **more: Any) -> list[int]:
-        seqs = [len(self.answers) + 1000 + n for n in range(len(codes))]
+        seqs = list(itertools.islice(self._seqs, len(codes)))
         for seq, code in zip(seqs, codes, strict=True):
             self.executor.submit(seq, Call(code, **more).encode(binary=True))
         self.executor.pump()
@@ -298,21 +316,18 @@ class Driven:
 async def driven(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Driven]:
     """An executor whose zygotes are fakes and whose clock is Trio's; ready, and at rest at the end."""
     settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygotes": 2, "slots": 4, **settings}
-    victim = subprocess.Popen(["sleep", "1000"])
-    with monkeypatch.context() as patch, victim:
+    with monkeypatch.context() as patch:
         patch.setattr(core, "time", SimpleNamespace(monotonic=trio.current_time))
+        patch.setattr(Interpreter, "find", _find)
         driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings))
         before = len(os.listdir("/proc/self/fd"))
-        try:
-            async with trio.open_nursery() as nursery:
-                driver.fleet = Fleet(nursery, victim)
-                patch.setattr(family.Family, "_start_jail", lambda self, sock: driver.fleet.start_jail(self, sock))
-                nursery.start_soon(driver.executor.run)
-                await driver.executor.wait_ready()
-                yield driver
-                nursery.cancel_scope.cancel()
-            for peer in driver.fleet.peers:
-                peer.end()
-            assert len(os.listdir("/proc/self/fd")) == before, "descriptors leaked"
-        finally:
-            victim.kill()
+        async with trio.open_nursery() as nursery:
+            driver.fleet = Fleet(nursery)
+            patch.setattr(family.Family, "_start_jail", lambda self, sock: driver.fleet.start_jail(self, sock))
+            nursery.start_soon(driver.executor.run)
+            await driver.executor.wait_ready()
+            yield driver
+            nursery.cancel_scope.cancel()
+        for peer in driver.fleet.peers:
+            peer.end()
+        assert len(os.listdir("/proc/self/fd")) == before, "descriptors leaked"

@@ -1,0 +1,180 @@
+"""Frames from hostile ground: whatever the bytes are, there is a frame or a `ProtocolError`, in bounded memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import sandbox
+from sandbox.errors import ProtocolError
+from sandbox.executor import frames
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+HEADERS = st.dictionaries(st.text(), JSON).filter(lambda header: "op" not in header and "blobs" not in header)
+
+
+def unpacker(most: int = 1 << 20) -> frames.Unpacker:
+    made = frames.Unpacker()
+    made.max_body_bytes = most
+    return made
+
+
+def raw(header: bytes, body: bytes = b"") -> bytes:
+    return struct.pack("<II", len(header), len(body)) + header + body
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal as JSON has it, where a NaN is one."""
+    return json.dumps(one) == json.dumps(other)
+
+
+@given(HEADERS, st.text(), st.lists(st.binary()), st.data())
+def test_frames_survive_any_cutting(header: dict[str, Any], op: str, blobs: list[bytes], data: st.DataObject) -> None:
+    stream = frames.pack({**header, "op": op}, blobs) * 2
+    received, made, start = [], unpacker(), 0
+    while start < len(stream):
+        end = data.draw(st.integers(start + 1, len(stream)))
+        made.feed(stream[start:end])
+        received += list(made)
+        start = end
+    assert len(received) == 2
+    assert all(same(got, {**header, "op": op, "blobs": [len(b) for b in blobs]}) for got, _ in received)
+    assert [got for _, got in received] == [blobs, blobs]
+
+
+def test_the_guests_copy_speaks_the_same() -> None:
+    path = Path(sandbox.__file__).parent / "guest" / "frames.py"
+    spec = importlib.util.spec_from_file_location("rstar_guest_frames", path)
+    assert spec is not None
+    assert spec.loader is not None
+    guest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(guest)
+    header = {"op": "call", "files": ["ü/\ud800"], "n": 2**63}
+    assert guest.pack(dict(header), b"a", b"", b"\xff") == frames.pack(dict(header), [b"a", b"", b"\xff"])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frames.pack(dict(header), [b"a", b"", b"\xff"]))
+        assert guest.Frames(theirs).receive() == [({**header, "blobs": [1, 0, 1]}, [b"a", b"", b"\xff"])]
+
+
+@given(st.lists(st.binary(), max_size=5))
+def test_any_bytes_are_frames_or_an_error(chunks: list[bytes]) -> None:
+    made = unpacker()
+    try:
+        for chunk in chunks:
+            made.feed(chunk)
+            for header, blobs in made:
+                assert isinstance(header["op"], str)
+                assert all(isinstance(blob, bytes) for blob in blobs)
+    except ProtocolError as why:
+        assert len(str(why)) < 500
+
+
+@given(JSON, st.binary())
+@example({"op": "x", "blobs": [True]}, b"a")
+@example({"op": "x", "blobs": [-1, 2]}, b"a")
+@example({"op": "x", "blobs": {"": 1}}, b"")
+@example({"op": "x", "blobs": [1.0]}, b"a")
+@example({"op": "x", "blobs": ""}, b"")
+@example({"op": 5, "blobs": []}, b"")
+@example({"op": "x", "blobs": [10**400]}, b"")
+@example({"op": "x", "blobs": [float("nan")]}, b"")
+def test_any_header_is_a_frame_or_an_error(header: Any, body: bytes) -> None:
+    made = unpacker()
+    made.feed(raw(json.dumps(header).encode(), body))
+    try:
+        ((got, blobs),) = list(made)
+    except ProtocolError as why:
+        assert len(str(why)) < 500
+    else:
+        assert same(got, header)
+        assert b"".join(blobs) == body
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"null",
+        b"\xff",
+        b'{"op": "x", "blobs": [], "a": ' + b"[" * (1 << 19),
+        b'{"op": "x", "blobs": [], "a": ' + b'{"a":' * (1 << 17),
+        b'{"op": "x", "blobs": [], "a": ' + b"9" * 100_000 + b"}",
+        b'{"op": "x", "blobs": [' + b"9" * 4000 + b"]}",
+        b'{"op": "x"}',
+        b'{"blobs": []}',
+        b'{"op": "x", "blobs": []} {}',
+    ],
+)
+def test_headers_made_to_break_a_decoder_are_errors(header: bytes) -> None:
+    made = unpacker()
+    made.feed(raw(header))
+    with pytest.raises(ProtocolError) as raised:
+        list(made)
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("lengths", [((1 << 20) + 1, 0), (2**32 - 1, 0), (2, (1 << 20) + 1), (2, 2**32 - 1)])
+def test_lengths_over_the_bounds_are_refused_before_anything_is_kept(lengths: tuple[int, int]) -> None:
+    made = unpacker()
+    made.feed(struct.pack("<II", *lengths))
+    with pytest.raises(ProtocolError, match="over its bounds"):
+        list(made)
+
+
+def test_frames_before_a_broken_one_are_given_once() -> None:
+    made = unpacker()
+    made.feed(raw(b'{"op": "x", "blobs": []}') + raw(b"no"))
+    whole = iter(made)
+    assert next(whole)[0]["op"] == "x"
+    with pytest.raises(ProtocolError):
+        next(whole)
+    with pytest.raises(ProtocolError):
+        list(made)
+
+
+@given(JSON)
+@example(True)
+@example(float("nan"))
+@example(float("inf"))
+@example(10**400)
+@example(2**70)
+def test_a_number_is_finite_or_an_error(value: Any) -> None:
+    try:
+        got = frames.number({"n": value}, "n")
+    except ProtocolError as why:
+        assert len(str(why)) < 500
+    else:
+        assert type(got) is float
+        assert abs(got) < 1e15
+        assert type(value) in (int, float)
+
+
+@given(JSON)
+@example("line\nline")
+@example("x" * 10_000)
+@example("\x1b[31m")
+@example("\ud800")
+def test_a_text_is_short_and_printable_or_an_error(value: Any) -> None:
+    for read, header in ((frames.text, value), (frames.texts, [value])):
+        try:
+            got = read({"t": header}, "t")
+        except ProtocolError as why:
+            assert len(str(why)) < 500
+        else:
+            assert isinstance(value, str)
+            (shown,) = got if isinstance(got, list) else [got]
+            assert shown.isprintable()
+            assert len(shown) < 4000
