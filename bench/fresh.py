@@ -115,7 +115,7 @@ class Fresh:
 @contextmanager
 def interpreters(python: str, *, wrapped: bool = False) -> Iterator[Fresh]:
     """A `Fresh` with a folder of its own, removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="rstar-fresh-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-fresh-") as folder:
         yield Fresh(python, Path(folder), wrapped=wrapped)
 
 

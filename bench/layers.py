@@ -69,8 +69,8 @@ FIRST_JAIL = 900
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds per call. `ticks_cpu_ms` is the CPU again, by clock tick over the whole tree, where it was taken, and
-    `faults` the page faults of call and zygote: what a fork shares is copied when it is first written to."""
+    """Milliseconds per call. Where they were taken: `ticks_cpu_ms` is the CPU again, by clock tick over the whole tree,
+    and `faults` the page faults of call and zygote: what a fork shares is copied when it is first written to."""
 
     cpu_ms: float
     wall_ms: float
@@ -226,7 +226,7 @@ class _Jail:
 @contextmanager
 def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
     """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
-    with tempfile.TemporaryDirectory(prefix="rstar-layers-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-layers-") as folder:
         for path in (*core.GUEST.glob("*.py"), Path(__file__).with_name("layers_guest.py")):
             shutil.copy(path, folder)
         place = FIRST_JAIL + number * len(CODES) + list(CODES).index(profile)

@@ -40,6 +40,7 @@ GUEST_ENV = {
     "USER": "sandbox",
     "LOGNAME": "sandbox",
     "MPLBACKEND": "Agg",
+    "LD_BIND_NOW": "1",  # see guest/zygote.py
     "PYTHONHASHSEED": "0",  # the same code gets the same answer in every zygote
     # One thread each: calls share the cores, and a zygote that has threads cannot fork.
     "OPENBLAS_NUM_THREADS": "1",

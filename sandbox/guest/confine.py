@@ -19,6 +19,9 @@ import struct
 # that a call must first copy: the zygote and a call have one thread.
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
+# Looked up here: looking a symbol up in the call would have it read the C library's tables anew.
+_unshare, _setns, _mount, _capset = _libc.unshare, _libc.setns, _libc.mount, _libc.capset
+_prctl, _syscall = _libc.prctl, _libc.syscall
 
 _CLONE_NEWPID = 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
@@ -58,18 +61,18 @@ class Confinement:
     def before_fork(self) -> None:
         """From here on, the next child is PID 1 of a namespace of its own."""
         if self._unshare_pid:
-            _check(_libc.unshare(_CLONE_NEWPID), "unshare(CLONE_NEWPID)")
+            _check(_unshare(_CLONE_NEWPID), "unshare(CLONE_NEWPID)")
 
     def after_fork(self) -> None:
         """Undo `before_fork` in the zygote: a process may have only one namespace waiting for its children."""
         if self._unshare_pid:
-            _check(_libc.setns(self._home, _CLONE_NEWPID), "setns(own PID namespace)")
+            _check(_setns(self._home, _CLONE_NEWPID), "setns(own PID namespace)")
 
     def enter(self, slot: int, limits: dict) -> None:
         """Confine this process for good. Mounts come first (they need privilege), then the identity that had the
         privilege goes, then what it may use, and the filter last, since it forbids most of what came before."""
         if self._unshare:
-            _check(_libc.unshare(self._unshare), "unshare(mount, IPC, UTS)")
+            _check(_unshare(self._unshare), "unshare(mount, IPC, UTS)")
         uid = self._uid_base + slot if self._uid_base is not None else None
         if self.tmpfs:
             _mount_scratch(self.tmpfs, limits["disk_mb"], self._inodes, uid)
@@ -78,14 +81,14 @@ class Confinement:
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)  # away from 0: the kernel clears every capability set (capabilities(7))
         elif self._drop_caps:
-            _check(_libc.capset(_CAP_HEADER, _NO_CAPS), "capset(none)")
+            _check(_capset(_CAP_HEADER, _NO_CAPS), "capset(none)")
         if self.tmpfs:
             os.chdir(self.tmpfs)  # as the owner: whoever mounted it may not even look inside
         self._bound(limits)
         # After setresuid, which clears it. A zygote that dies takes its calls along.
-        _check(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
+        _check(_prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
         if self._no_new_privs:
-            _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
+            _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
         if self._filter:
             self._filter.load()
 
@@ -111,13 +114,13 @@ def _mount_scratch(where: str, size_mb: int, inodes: int, uid: int | None) -> No
     owner = f",uid={uid},gid={uid}" if uid is not None else ""
     options = f"size={size_mb}m,nr_inodes={inodes},mode=0700{owner}".encode()
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    _check(_libc.mount(b"scratch", where.encode(), b"tmpfs", flags, options), f"mount(tmpfs, {where})")
+    _check(_mount(b"scratch", where.encode(), b"tmpfs", flags, options), f"mount(tmpfs, {where})")
 
 
 def _drop_bounding_set() -> None:
     """No program that a call executes can gain a capability, whoever owns its file."""
     cap = 0
-    while _libc.prctl(_PR_CAPBSET_DROP, cap, 0, 0, 0) == 0:
+    while _prctl(_PR_CAPBSET_DROP, cap, 0, 0, 0) == 0:
         cap += 1
     if _libc.__errno_location()[0] != errno.EINVAL:  # which is: past the last capability this kernel knows
         _check(-1, f"prctl(CAPBSET_DROP, {cap})")
@@ -132,7 +135,7 @@ class _Filter:
         self._header = struct.pack("HxxxxxxQ", len(program) // 8, address)
 
     def load(self) -> None:
-        _check(_libc.syscall(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._header), "seccomp(SET_MODE_FILTER)")
+        _check(_syscall(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._header), "seccomp(SET_MODE_FILTER)")
 
 
 def _check(result: int, what: str) -> None:

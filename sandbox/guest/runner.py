@@ -85,7 +85,6 @@ def prepare(folder: str) -> None:
         sys.modules.pop(name, None)  # the code may bring files of these names
     sys.argv = [SCRIPT]
     sys.path[0] = folder or os.devnull
-    _describe_an_error()
 
 
 def run(call: dict, source: bytes, stdin_given: bool, files: list) -> None:
@@ -297,6 +296,10 @@ def _finish(code: int) -> int:
     except Exception as error:
         _say(_traceback_text(error))
     _main.__dict__.clear()  # files close, finalizers speak
+    return _flush(code)
+
+
+def _flush(code: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -337,8 +340,10 @@ class _Report:
         self.out_of_memory = False
 
     def send(self) -> None:
-        if self.value is None and self.error is None and not self.files_cut:
-            return
+        if self.value is not None or self.error is not None or self.files_cut:
+            _write_all(REPORT_FD, self.encode())
+
+    def encode(self) -> bytes:
         value, value_cut = _encode(self.value or "", self.limit)
         kind, message, trace, line = self.error or ("", "", "", None)
         trace_bytes, trace_cut = _encode_end(trace, self.limit)
@@ -350,7 +355,7 @@ class _Report:
             sizes[1] = -1
         bits = VALUE_CUT * value_cut | TRACEBACK_CUT * trace_cut | FILES_CUT * self.files_cut
         bits |= OUT_OF_MEMORY * self.out_of_memory
-        _write_all(REPORT_FD, REPORT.pack(*sizes, -1 if line is None else line, bits) + b"".join(texts))
+        return REPORT.pack(*sizes, -1 if line is None else line, bits) + b"".join(texts)
 
 
 def report_size(limit: int) -> int:
@@ -375,9 +380,37 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _describe_an_error() -> None:
-    """The first traceback an interpreter formats is slow; every later one is not."""
-    try:
-        exec(compile("1/0", SCRIPT, "exec"), {})
-    except ZeroDivisionError as error:
-        _traceback_text(error)
+_SCRIPTS = (
+    b"print(1 + 1)",
+    b"import math\ndef f(n):\n    return n * 2\n\nfor i in range(3):\n    print(f'{f(i)}', math.sqrt(i))\n",
+    b"x = [1, 2, 3]\nsum(x)",
+    b"1 / 0",
+    b"x = (",
+)
+
+
+def rehearse() -> None:
+    """Run a few scripts in the zygote itself, into nowhere, often enough that the interpreter has settled.
+
+    It rewrites its own bytecode and fills its caches as it goes (PEP 659); done here, no call has to do it again in
+    memory that it must first copy.
+    """
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    names = dict(_main.__dict__)
+    for _ in range(20):
+        for source in _SCRIPTS:
+            _start(False)
+            _lay_files([])
+            report = _Report(1024)
+            _run_script({"output": 1024, "echo": True}, source, report)
+            report.encode()
+            _return_files([])
+            _flush(0)
+            _main.__dict__.clear()
+            _main.__dict__.update(names)
+    gc.disable()
+    linecache.cache.pop(SCRIPT)
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    os.close(nowhere)

@@ -39,7 +39,7 @@ _MAX_SLOTS = 4096
 _CONFINED = 1
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
-_fork = _libc.fork
+_fork, _sigprocmask = _libc.fork, _libc.sigprocmask
 """fork(2) with the interpreter lock held and without Python's own after-fork work (os.fork), which repairs what other
 threads may have left half done and writes to 170 pages to do it. A zygote has one thread (asserted), so nothing is half
 done; of the registered hooks only reseeding matters, and the runner does that. It halves the cost of a small call."""
@@ -53,7 +53,7 @@ _SFD_CLOEXEC = 0o2000000
 
 def _signal_fd() -> int:
     """A descriptor that is readable when a child has died (signalfd(2)): no handler, so none for a call to undo."""
-    _libc.sigprocmask(_SIG_BLOCK, _SIGCHLD_ONLY, None)
+    _sigprocmask(_SIG_BLOCK, _SIGCHLD_ONLY, None)
     fd = _libc.signalfd(-1, _SIGCHLD_ONLY, _SFD_CLOEXEC)
     if fd < 0:
         raise OSError(_libc.__errno_location()[0], "signalfd")
@@ -118,6 +118,7 @@ class Zygote:
     def become(self, profile: str) -> None:
         """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
         missing = profiles.load(profile)
+        runner.rehearse()
         if threading.active_count() != 1:
             raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
         pages.settle()
@@ -171,7 +172,7 @@ class Zygote:
     def _child(self, running: Running, call: dict, blobs: list, fds: list) -> None:
         """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return."""
         try:
-            _libc.sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
+            _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
             for fd, name in fds:
                 os.dup2(fd, name)
             os.closerange(5 if call["return_files"] else 4, 1 << 20)
@@ -298,6 +299,7 @@ def _settle(sock: socket.socket) -> socket.socket:
 
 
 def main() -> None:
+    os.environ.pop("LD_BIND_NOW", None)  # it was for this process: symbols bound late are bound in each call anew
     sock = _settle(socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1])))
     while True:  # occupy what is below, so that nothing the zygote opens later is there
         fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
