@@ -51,7 +51,8 @@ def count(text: str) -> int:
 
 def run_as_command(name: str, work: Callable[[], int]) -> int:
     """`work`, its failures turned into a line on stderr and an exit code. SIGTERM cleans up as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before_term = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         return work()
     except KeyboardInterrupt:
@@ -59,6 +60,9 @@ def run_as_command(name: str, work: Callable[[], int]) -> int:
     except (BenchFailed, SandboxError, OSError, ValueError) as why:
         print(f"{name}: {why}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, before_term)
 
 
 def machine() -> dict[str, Any]:

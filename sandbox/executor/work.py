@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,10 @@ RETURN_BYTES = 16 << 20
 """The most that one call's returned files may hold together: a result travels in one piece."""
 REPORT_BYTES = 16 << 10
 """More than the report's fixed part and its error texts take (`guest/runner.py`)."""
+MOST_S = 1e6
+"""Eleven days; a zygote's poll(2) cannot wait for much more."""
+MOST_PROCESSES = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+"""What this process may not raise, no call can be given."""
 GRACE_S = 10.0
 """What a zygote gets beyond the hard cap to say that a call has ended, before it counts as wedged."""
 
@@ -48,7 +53,7 @@ class Work:
 
     @property
     def timeout_s(self) -> float:
-        return self.limits["timeout_s"]
+        return min(self.limits["timeout_s"], MOST_S)
 
     @property
     def most_bytes(self) -> int:
@@ -68,6 +73,7 @@ class Work:
         self.ordered_at = now
         self.give_up_at = now + clock.HARD_CAP * self.timeout_s + GRACE_S
         files = call.get("files", {})
+        processes = int(limits["processes"])
         header = {
             "op": "call",
             "id": ticket,
@@ -75,7 +81,7 @@ class Work:
             "timeout_s": self.timeout_s,
             "memory": int(limits["memory_mb"]) << 20,
             "output": int(limits["output_kb"]) << 10,
-            "processes": int(limits["processes"]),
+            "processes": processes if MOST_PROCESSES < 0 else min(processes, MOST_PROCESSES),
             "disk_mb": int(limits["disk_mb"]),
             "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES),
             "echo": call.get("echo", True),

@@ -113,6 +113,7 @@ def _start(stdin_given: bool) -> None:
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _forget_randomness()
     getattr(warnings, "_filters_mutated", int)()  # "once per place" starts anew
+    gc.freeze()  # also sets the counters to 0: no collection in a small call goes over what the zygote left
     gc.enable()
 
 

@@ -1,0 +1,177 @@
+"""`rstar-sandbox run` and `run_once`, end to end: one call in a real jail, ending as under Python itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox.config import ExecutorConfig
+from sandbox.errors import ConfigError, IsolationError, NodeError, SandboxError
+from sandbox.executor import run_once
+from sandbox.executor.family import Family
+from sandbox.jail import choose
+from sandbox.types import Call, Limits, Profile, Result, Status
+from tests.executor.calling import OWN_PYTHON, wait_gone
+from tests.jail.jails import descendants
+
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _machine() -> None:
+    try:
+        choose("auto")
+    except IsolationError as why:
+        pytest.skip(str(why))
+
+
+def python(*args: str, stdin: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+    """Python itself."""
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    argv = [OWN_PYTHON, *args]
+    return subprocess.run(argv, input=stdin, capture_output=True, check=False, cwd=cwd, env=environ, timeout=DEADLINE_S)
+
+
+def ours(*args: str, stdin: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+    """The same code under `rstar-sandbox run`."""
+    argv = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, *args]
+    return subprocess.run(argv, input=stdin, capture_output=True, check=False, cwd=cwd, timeout=DEADLINE_S)
+
+
+def config(**more: object) -> ExecutorConfig:
+    return ExecutorConfig(python=OWN_PYTHON, **more)  # type: ignore[arg-type]
+
+
+SCRIPTS = {
+    "fine": "print('fine')\nimport sys\nprint('also', file=sys.stderr)",
+    "silent": "1 + 1",
+    "input": "import sys\nprint(input())\nprint(sys.stdin.read().upper(), end='')",
+    "bytes": "import sys\nsys.stdout.buffer.write('é\\x00'.encode() + sys.stdin.buffer.read())",
+    "raises": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
+    "chained": "try:\n    {}['k']\nexcept KeyError as why:\n    raise ValueError('outer') from why",
+    "syntax": "print('never')\nx = (1,\n",
+    "exit": "import sys\nprint('x', end='')\nsys.exit(7)",
+    "exit text": "raise SystemExit('said')",
+    "exit none": "raise SystemExit",
+    "os exit": "import os\nos._exit(9)",
+    "interrupt": "raise KeyboardInterrupt",
+    "handlers": "import atexit\natexit.register(print, 'handler')\n1/0",
+    "thread": "import threading\nthreading.Thread(target=print, args=('thread',)).start()",
+    "hook": "import sys\nsys.excepthook = lambda *_: print('hook')\n1/0",
+    "main": "if __name__ == '__main__':\n    print(__name__, __file__, len(__import__('sys').argv))",
+    "group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_ends_as_under_python(name: str, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(SCRIPTS[name])
+    stdin = b"first\nsecond\n\xff"[: 13 if name == "input" else None]
+    expected, got = (run("main.py", stdin=stdin, cwd=tmp_path) for run in (python, ours))
+    shown = expected.stderr.replace(f'"{tmp_path}/main.py"'.encode(), b'"main.py"')
+    assert (got.returncode, got.stdout) == (expected.returncode % 256 if name != "interrupt" else 130, expected.stdout)
+    assert got.stderr == shown
+
+
+def test_code_comes_from_a_pipe_or_the_command_line(tmp_path: Path) -> None:
+    for args, stdin in ((("-",), b"print('piped')"), (("-c", "print(input())"), b"piped\n")):
+        done = ours(*args, stdin=stdin, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"piped\n", b"")
+
+
+def test_files_go_in_and_come_back(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"\xffin")
+    code = "open('out.bin', 'wb').write(open('in.txt', 'rb').read()[::-1])"
+    done = ours("-c", code, "--file", "in.txt", "--return", "out.bin", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "out.bin").read_bytes() == b"ni\xff"
+
+
+def test_json_is_the_whole_result() -> None:
+    done = ours("-c", "print('out')\n6 * 7", "--json", "--echo")
+    result = Result.decode(json.loads(done.stdout))
+    assert (done.returncode, result.status, result.stdout, result.value) == (0, Status.OK, "out\n", "42")
+    assert result.attempts == 1
+    failed = ours("-c", "1/0", "--json")
+    assert failed.returncode == 1
+    assert json.loads(failed.stdout)["error"]["type"] == "ZeroDivisionError"
+
+
+def test_what_is_not_pythons_doing_is_said_in_a_line() -> None:
+    late = ours("-c", "print('kept', flush=True)\nwhile True: pass", "--timeout-s", "0.3")
+    assert (late.returncode, late.stdout) == (124, b"kept\n")
+    assert late.stderr.startswith(b"rstar-sandbox: timed out after ")
+    nowhere = ours("-c", "1", "--python", "/nowhere/python")
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.startswith(b"rstar-sandbox: ")
+    assert nowhere.stderr.count(b"\n") == 1
+
+
+def test_ctrl_c_ends_it_quietly_and_wholly() -> None:
+    argv = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, "-c", "while True: pass"]
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while len(everyone := descendants_of(process)) < 5:  # launcher, init, zygote, call
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, said) == (130, b"")
+    wait_gone(everyone)
+
+
+def descendants_of(process: subprocess.Popen[bytes]) -> list[int]:
+    try:
+        return descendants(process.pid)
+    except FileNotFoundError:
+        return []
+
+
+def test_run_once_is_the_whole_story_of_a_call() -> None:
+    call = Call(
+        "import sys\nprint(input(), open('a/b').read())\nopen('c', 'w').write('back')\n[1, 2]",
+        stdin="in",
+        files={"a/b": b"file"},
+        return_files=("c",),
+        limits=Limits(timeout_s=20.0),
+        id="mine",
+    )
+    result = run_once(call, config())
+    assert (result.id, result.status, result.stdout, result.value) == ("mine", Status.OK, "in file\n", "[1, 2]")
+    assert result.files == {"c": b"back"}
+    assert result.usage.run_ms > 0
+
+
+def test_run_once_leaves_nothing_behind() -> None:
+    before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+    children = set(descendants(os.getpid()))
+    for _ in range(3):
+        assert run_once(Call("1"), config()).value == "1"
+    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+    assert set(descendants(os.getpid())) == children
+
+
+@pytest.mark.runtime
+def test_the_profile_follows_from_the_imports(guest_python: Path) -> None:
+    with_runtime = ExecutorConfig(python=str(guest_python))
+    code = "import sys\nwarm = 'sympy' in sys.modules\nimport sympy\nwarm, sympy.Integer(6).is_prime"
+    assert run_once(Call(code), with_runtime).value == "(True, False)"
+    assert run_once(Call(code, profile=Profile.BARE), with_runtime).value == "(False, False)"
+
+
+def test_what_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        run_once(Call("1"), ExecutorConfig(python=str(tmp_path / "python")))
+    with pytest.raises(SandboxError):
+        run_once(Call("1"), config(isolation="nsjail"))
+    monkeypatch.setattr(Family, "_start_jail", _start_nothing)
+    with pytest.raises(NodeError, match="does not start"):
+        run_once(Call("1"), config())
+
+
+def _start_nothing(_family: Family, _sock: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["true"])
