@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import os
 
-HARD_CAP = 10
-"""Wall time may be this many times the limit, whatever the own clock says; then the node is hopeless, not the call."""
+HARD_CAP, HARD_CAP_S = 10, 60.0
+"""Wall time may be so many times the limit, and always so many seconds, whatever the own clock says; then the node is
+hopeless, not the call. The seconds are for short limits: with eight calls to a core, each gets an eighth of it, and
+little else needs to run on the machine to make that a tenth for a while."""
+
+
+def hard_cap_s(timeout_s: float) -> float:
+    """The wall time after which a call ends."""
+    return max(HARD_CAP * timeout_s, HARD_CAP_S)
 
 
 def host_pid(pidfd: int) -> int | None:

@@ -182,7 +182,8 @@ class Executor:
             self._retry(work, str(why))
             raise
         if work.starved and was_killed:
-            result = work.no_verdict("Starved", f"got no core within {clock.HARD_CAP} times its {work.timeout_s:g} s")
+            cap_s = clock.hard_cap_s(work.timeout_s)
+            result = work.no_verdict("Starved", f"not {work.timeout_s:g} s of a core in {cap_s:g} s")
         self._settle(work, result)
         self.pump()
 
@@ -218,8 +219,9 @@ class Executor:
                 while pid is not None and not scope.cancel_called:
                     wall = time.monotonic() - started
                     left = limit - (wall - clock.waited_s(pid))
-                    work.starved = left > 0 and wall >= clock.HARD_CAP * limit and clock.is_alone(pid)
-                    work.out_of_time = not work.starved and (left <= 0 or wall >= clock.HARD_CAP * limit)
+                    is_capped = wall >= clock.hard_cap_s(limit)
+                    work.starved = left > 0 and is_capped and clock.is_alone(pid)
+                    work.out_of_time = not work.starved and (left <= 0 or is_capped)
                     if work.out_of_time or work.starved:
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                         return

@@ -71,7 +71,7 @@ class Work:
         call, limits = self.call, self.limits
         self.slot = slot
         self.ordered_at = now
-        self.give_up_at = now + clock.HARD_CAP * self.timeout_s + GRACE_S
+        self.give_up_at = now + clock.hard_cap_s(self.timeout_s) + GRACE_S
         files = call.get("files", {})
         processes = int(limits["processes"])
         header = {
