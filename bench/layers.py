@@ -4,13 +4,13 @@
 
 Every step is the one before and one thing more, on the same warm interpreter and the same code:
 
-    floor       fork(2), run the compiled code with stdout on a memory file, exit; no isolation
+    floor       fork(2), compile and run the code with stdout on a memory file, exit; no isolation
     os.fork     the floor with Python's own os.fork, for comparison; later steps build on the floor
     namespaces  own PID, mount, IPC and UTS namespaces
     tmpfs       a private scratch folder
     identity    uid, capabilities, rlimits, no_new_privs
     seccomp     the system call filter
-    runner      the whole guest: compile, echo, report, output files, answer
+    runner      the whole guest: script semantics, echo, report, output files, answer
     executor    the zygote's loop and the executor process, calls in frames
     http        the gateway too: HTTP in batches of 64 from a client on the same cores
 

@@ -14,7 +14,6 @@ import os
 import resource
 import sys
 import time
-from types import CodeType
 from typing import Any, NoReturn
 
 import capture
@@ -36,7 +35,7 @@ class MeasuringZygote(zygote.Zygote):
             super().send(header, *blobs)
 
     def _do_measure(self, header: dict[str, Any], blobs: list[bytes]) -> None:
-        step, code = header["step"], compile(blobs[0], runner.SCRIPT, "exec")
+        step = header["step"]
         self.failed, self.is_mute = 0, True
         used, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()
@@ -44,7 +43,7 @@ class MeasuringZygote(zygote.Zygote):
             if step == "runner":
                 self._whole(header, blobs)
             else:
-                self._bare(step, header, code)
+                self._bare(step, header, blobs[0])
         cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.is_mute = False
@@ -55,8 +54,8 @@ class MeasuringZygote(zygote.Zygote):
         took = {"faults": faults, "cpu_ms": child_ms, "own_cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
         self.send({"op": "measured", "failed": self.failed, **took})
 
-    def _bare(self, step: str, call: dict[str, Any], code: CodeType) -> None:
-        """Fork, confine as far as `step`, run, leave; output goes to a memory file as in the real thing."""
+    def _bare(self, step: str, call: dict[str, Any], source: bytes) -> None:
+        """Fork, confine as far as `step`, compile and run, leave; output goes to a memory file as in the real thing."""
         depth = max(STEPS.index(step), 1)
         fork = os.fork if step == "os.fork" else zygote._fork
         out = capture.bounded_file(call["output"])
@@ -64,7 +63,7 @@ class MeasuringZygote(zygote.Zygote):
             self.layers.before_fork()
         pid = fork()
         if pid == 0:
-            self._bare_child(depth, call, code, out)
+            self._bare_child(depth, call, source, out)
         if depth > 1:
             self.layers.after_fork()
         _, status = os.waitpid(pid, 0)
@@ -72,11 +71,11 @@ class MeasuringZygote(zygote.Zygote):
             self.failed += 1
         os.close(out)
 
-    def _bare_child(self, depth: int, call: dict[str, Any], code: CodeType, out: int) -> NoReturn:
+    def _bare_child(self, depth: int, call: dict[str, Any], source: bytes, out: int) -> NoReturn:
         try:
             os.dup2(out, 1)
             _confine(self.layers, call["plan"], depth, call)
-            exec(code, {"__name__": "__main__"})
+            exec(compile(source, runner.SCRIPT, "exec"), {"__name__": "__main__"})
             os._exit(0)
         finally:
             os._exit(1)

@@ -26,6 +26,7 @@ from rich.table import Table
 from sandbox.errors import SandboxError
 
 CONSOLE = Console(stderr=True)
+OUT = Console()
 
 
 class BenchFailed(Exception):
@@ -82,7 +83,6 @@ def machine() -> dict[str, Any]:
 def finish(figures: Mapping[str, Any], *, as_json: bool) -> None:
     """Print `figures` with the machine's facts, if that was asked for."""
     if as_json:
-        CONSOLE.file.flush()
         print(json.dumps({**figures, "machine": machine()}), flush=True)
 
 
@@ -93,7 +93,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*("-" if cell is None else str(cell) for cell in row))
-    CONSOLE.print(table)
+    OUT.print(table)
 
 
 def progress() -> Progress:

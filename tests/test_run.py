@@ -52,7 +52,7 @@ SCRIPTS = {
     "fine": "print('fine')\nimport sys\nprint('also', file=sys.stderr)",
     "silent": "1 + 1",
     "input": "import sys\nprint(input())\nprint(sys.stdin.read().upper(), end='')",
-    "bytes": "import sys\nsys.stdout.buffer.write('é\\x00'.encode() + sys.stdin.buffer.read())",
+    "bytes": "import sys\nsys.stdout.buffer.write('é\\x00'.encode())\nprint(sys.stdin.buffer.read())",
     "raises": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
     "chained": "try:\n    {}['k']\nexcept KeyError as why:\n    raise ValueError('outer') from why",
     "syntax": "print('never')\nx = (1,\n",
@@ -64,7 +64,7 @@ SCRIPTS = {
     "handlers": "import atexit\natexit.register(print, 'handler')\n1/0",
     "thread": "import threading\nthreading.Thread(target=print, args=('thread',)).start()",
     "hook": "import sys\nsys.excepthook = lambda *_: print('hook')\n1/0",
-    "main": "if __name__ == '__main__':\n    print(__name__, __file__, len(__import__('sys').argv))",
+    "main": "if __name__ == '__main__':\n    print(__name__, __import__('sys').argv)",
     "group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])",
 }
 

@@ -219,9 +219,10 @@ class Executor:
                 while pid is not None and not scope.cancel_called:
                     wall = time.monotonic() - started
                     left = limit - (wall - clock.waited_s(pid))
-                    is_capped = wall >= clock.hard_cap_s(limit)
-                    work.starved = left > 0 and is_capped and clock.is_alone(pid)
-                    work.out_of_time = not work.starved and (left <= 0 or is_capped)
+                    # A fork bomb waits for itself: were that our fault, it would be free of charge.
+                    starves_itself = wall >= clock.HARD_CAP * limit and not clock.is_alone(pid)
+                    work.out_of_time = left <= 0 or starves_itself
+                    work.starved = wall >= clock.hard_cap_s(limit) and not work.out_of_time
                     if work.out_of_time or work.starved:
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                         return

@@ -90,6 +90,7 @@ class Zygote:
     def __init__(self, incoming: frames.Frames, layers: confine.Confinement) -> None:
         self.frames = incoming
         self.layers = layers
+        self.outgoing: list[bytes] = []
         self.running: dict[int, Running] = {}  # by process id
         self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
         self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
@@ -111,9 +112,16 @@ class Zygote:
                     getattr(self, "_do_" + header["op"])(header, blobs)
             if self.deadlines:
                 self._tell_overdue()
+            self._flush()
 
     def send(self, header: dict, *blobs: bytes) -> None:
-        self.frames.sock.sendall(frames.pack(header, *blobs))
+        """Queue a frame; all that one turn of the loop has to say goes out together."""
+        self.outgoing.append(frames.pack(header, *blobs))
+
+    def _flush(self) -> None:
+        if self.outgoing:
+            self.frames.sock.sendall(b"".join(self.outgoing))
+            self.outgoing.clear()
 
     def become(self, profile: str) -> None:
         """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
@@ -124,6 +132,7 @@ class Zygote:
         pages.settle()
         modules = sorted({name.partition(".")[0] for name in sys.modules})
         self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
+        self._flush()
 
     def _do_serve(self, header: dict, _blobs: list) -> None:
         self.layers.address_space = header["address_space"]
@@ -244,6 +253,7 @@ class Zygote:
             if running is None or running.id != call_id:
                 continue
             fd = os.pidfd_open(pid)
+            self._flush()
             frame = frames.pack({"op": "overdue", "id": call_id, "wall_ms": (now - running.started) * 1e3})
             sent = socket.send_fds(self.frames.sock, [frame], [fd])
             self.frames.sock.sendall(frame[sent:])

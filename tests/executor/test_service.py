@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,17 +49,15 @@ def calls_of(zygote: int) -> list[int]:
 
 def start_sleeper(caller: Caller, **more: object) -> tuple[int, int]:
     """A call that will not end: its number, and its process."""
-    return start_one(caller, SLEEP, **more)
-
-
-def start_one(caller: Caller, code: str, **more: object) -> tuple[int, int]:
     known = set(_all_calls(caller))
-    seq = caller.submit(call(code, **more))
-    while True:  # it has no way to tell us but to be there
+    seq = caller.submit(call(SLEEP, **more))
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:  # it has no way to tell us but to be there
         new = set(_all_calls(caller)) - known
         if new:
             return seq, new.pop()
-        caller.receive()
+        time.sleep(0.01)
+    pytest.fail("the call did not start")
 
 
 def _all_calls(caller: Caller) -> list[int]:
@@ -69,6 +68,11 @@ def _all_calls(caller: Caller) -> list[int]:
         except FileNotFoundError:
             continue
     return [pid for pid in found if "zygote" in _command(pid) or "python" in _command(pid)]
+
+
+def host_parent(pid: int) -> int:
+    """Who forked a process, as the host counts them."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _command(pid: int) -> str:
@@ -114,16 +118,18 @@ def test_a_sleeper_is_timed_out_at_its_limit_and_not_before(lean: Caller) -> Non
 @pytest.mark.slow
 def test_a_busy_neighbour_on_its_core_costs_a_call_no_time_of_its_own(lean: Caller) -> None:
     """Pinned to one core with three that never pause, it waits three quarters of the time, and gets to its end."""
-    core = min(os.sched_getaffinity(0))
+    zygote = jail_of(lean)[2]
+    cores = os.sched_getaffinity(zygote)
+    core = min(cores)
     spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
         for process in spin:
             os.sched_setaffinity(process.pid, {core})
-        code = "import time\nwhile time.process_time() < 0.7: pass\n'through'"
-        seq, pid = start_one(lean, code, timeout_s=1.0)
-        os.sched_setaffinity(pid, {core})
-        result = lean.answer(seq)
+        code = "import time\nwhile time.process_time() < 0.8: pass\n'through'"
+        os.sched_setaffinity(zygote, {core})  # its calls inherit that
+        result = lean.run(code, timeout_s=1.0)
     finally:
+        os.sched_setaffinity(zygote, cores)
         for process in spin:
             process.kill()
             process.wait()
@@ -182,12 +188,9 @@ def test_a_call_whose_zygote_is_killed_each_time_gets_no_verdict() -> None:
     with executor(attempts=2) as caller:
         seq, _ = start_sleeper(caller)
         os.kill(jail_of(caller)[2], signal.SIGKILL)
-        while True:
+        while not (again := _all_calls(caller)):
             assert caller.receive()
-            again = [pid for pid in _all_calls(caller) if _command(pid)]
-            if again and children(caller.process.pid):
-                os.kill(jail_of(caller)[2], signal.SIGKILL)
-                break
+        os.kill(host_parent(again[0]), signal.SIGKILL)
         result = caller.answer(seq)
         assert (result.status, result.attempts) == (Status.UNAVAILABLE, 2)
         assert result.error is not None

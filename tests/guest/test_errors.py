@@ -101,8 +101,22 @@ def test_a_thousand_causes_are_survived(guest: Caller) -> None:
     code = (
         "last = None\nfor n in range(3000):\n    new = ValueError(n)\n    new.__cause__, last = last, new\nraise last"
     )
-    error = error_of(guest.run(code))
+    error = error_of(guest.run(code, output_kb=4096))
     assert (error.type, error.message) == ("ValueError", "2999")
+
+
+def test_an_exception_with_odd_attributes_is_an_exception(guest: Caller) -> None:
+    code = (
+        "class Odd(Exception):\n    exceptions = 5\n    __notes__ = 7\n    __suppress_context__ = True\nraise Odd('x')"
+    )
+    error = error_of(guest.run(code))
+    assert (error.type, error.message, error.line) == ("Odd", "x", 5)
+
+
+def test_an_error_longer_than_the_output_may_be_is_output_over_the_limit(guest: Caller) -> None:
+    """As Python prints it; its last words are still in `error`, were it asked for."""
+    result = guest.run("raise ValueError('a' * 100_000)")
+    assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stderr", "traceback"))
 
 
 def test_a_syntax_error_shows_its_line(guest: Caller) -> None:

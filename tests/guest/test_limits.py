@@ -44,7 +44,7 @@ def test_output_over_the_limit_is_cut_and_said(guest: Caller, over: int) -> None
         ("while True:\n    try: print('flood')\n    except BaseException: pass", ("stdout",)),
         ("import warnings\nwarnings.simplefilter('always')\nwhile True: warnings.warn('flood')", ("stderr",)),
         (
-            "from threading import Thread\ndef f():\n  while True: print('flood')\nfor _ in 'ab': Thread(target=f).start()",
+            "from threading import Thread\ndef f():\n while 1: print('flood')\nfor _ in 'ab': Thread(target=f).start()",
             ("stdout",),
         ),
     ],
@@ -233,7 +233,7 @@ def test_descriptors_are_bounded(guest: Caller) -> None:
 
 
 def test_a_call_sees_its_own_descriptors_alone(guest: Caller) -> None:
-    code = "import os\nseen = []\nfor fd in range(4096):\n  try: seen += [os.fstat(fd) and fd]\n  except OSError: pass\nseen"
+    code = "import os\ns = []\nfor fd in range(4096):\n  try: s += [os.fstat(fd) and fd]\n  except OSError: pass\ns"
     assert guest.run(code).value == "[0, 1, 2, 3]"
     assert guest.run(code, stdin="x").value == "[0, 1, 2, 3]"
     assert guest.run(code, return_files=("x",)).value == "[0, 1, 2, 3, 4]"
