@@ -186,8 +186,9 @@ def test_a_jail_killed_under_its_calls_costs_them_a_retry(which: int, two: Calle
 
 def test_a_call_whose_zygote_is_killed_each_time_gets_no_verdict() -> None:
     with executor(attempts=2) as caller:
-        seq, _ = start_sleeper(caller)
-        os.kill(jail_of(caller)[2], signal.SIGKILL)
+        seq, first = start_sleeper(caller)
+        os.kill(host_parent(first), signal.SIGKILL)
+        wait_gone([first])
         while not (again := _all_calls(caller)):
             assert caller.receive()
         os.kill(host_parent(again[0]), signal.SIGKILL)
