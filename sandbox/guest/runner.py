@@ -22,6 +22,7 @@ import builtins
 import gc
 import io
 import linecache
+import mmap
 import os
 import re
 import stat
@@ -51,6 +52,9 @@ _STATEMENT = re.compile(
 _HERE = __file__
 _LIBRARY = tuple({os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))})
 _TRACEBACK_FRAMES = 200
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+_reserve = mmap.mmap(-1, 8 << 20)
+"""Room to say that memory is used up; never touched, so it costs address space alone."""
 
 
 class _Output(io.FileIO):
@@ -92,11 +96,11 @@ def run(call: dict, source: bytes, stdin_given: bool, files: list) -> None:
     code = 70
     try:
         _start(stdin_given)
-        _lay_files(files)
+        home = os.getcwd()
         report = _Report(call["output"])
-        code = _run_script(call, source, report)
+        code = _run_script(call, source, files, report)
         code = _finish(code)
-        report.files_cut = _return_files(call["return_files"])
+        report.files_cut = _return_files(call["return_files"], home)
         report.send()
     except SystemExit as leaving:  # raised by what ran at exit
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -143,11 +147,13 @@ def _lay_files(files: list) -> None:
             file.write(content)
 
 
-def _run_script(call: dict, source: bytes, report: _Report) -> int:
+def _run_script(call: dict, source: bytes, files: list, report: _Report) -> int:
     scope = _main.__dict__
     try:
-        text = source.decode("utf-8", "surrogatepass")
-        linecache.cache[SCRIPT] = (len(text), None, text.splitlines(True), SCRIPT)
+        _lay_files(files)
+        text = _read(source)
+        # Lines as the compiler counts them; str.splitlines would also cut at form feeds and the like.
+        linecache.cache[SCRIPT] = (len(text), None, [line + "\n" for line in text.split("\n")], SCRIPT)
         body, last = _compile(text, call["echo"])
         exec(body, scope)
         value = eval(last, scope) if last else None
@@ -157,9 +163,21 @@ def _run_script(call: dict, source: bytes, report: _Report) -> int:
     except SystemExit as leaving:
         return _exit_code(leaving, report)
     except BaseException as error:
+        if isinstance(error, MemoryError):
+            _reserve.close()
+            report.out_of_memory = True
         report.error = _describe(error)
-        report.out_of_memory = isinstance(error, MemoryError)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _read(source: bytes) -> str:
+    """The text of a script as Python reads it from a file: without a byte order mark, with plain line ends."""
+    text = source.decode("utf-8", "surrogatepass")
+    if text[:1] == "\ufeff":
+        text = text[1:]
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text
 
 
 def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | None]:
@@ -168,7 +186,7 @@ def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | No
     Cutting the text before its last unindented line is exact when both parts compile, and half as much work as going
     by the syntax tree, which is what everything else gets.
     """
-    if not echo or text.rstrip().endswith(";"):
+    if not echo:
         return _compile_all(text), None
     start = _last_line(text)
     if ";" not in text[start:]:
@@ -197,10 +215,17 @@ def _last_line(text: str) -> int:
 def _compile_tree(text: str) -> tuple[types.CodeType, types.CodeType | None]:
     tree: Any = compile(text, SCRIPT, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr):
+    if tree.body and isinstance(tree.body[-1], ast.Expr) and not _is_hidden(text, tree.body[-1]):
         last = ast.Expression(tree.body.pop().value)
     body = compile(tree, SCRIPT, "exec", dont_inherit=True)
     return body, compile(last, SCRIPT, "eval", body.co_flags & _FUTURE, dont_inherit=True) if last else None
+
+
+def _is_hidden(text: str, last: Any) -> bool:
+    """Whether a `;` follows the last expression, as notebooks hide it."""
+    lines = text.encode().split(b"\n")[last.end_lineno - 1 :]
+    lines[0] = lines[0][last.end_col_offset :]
+    return b"\n".join(lines).lstrip(b" \t\f\\\n")[:1] == b";"
 
 
 def _compile_all(text: str) -> types.CodeType:
@@ -220,12 +245,15 @@ def _exit_code(leaving: SystemExit, report: _Report) -> int:
 
 def _describe(error: BaseException) -> tuple:
     """Type, message, traceback and line of an uncaught exception; the traceback also goes to stderr."""
-    _keep_users_frames(error, set())
+    _keep_users_frames(error)
     text = _traceback_text(error)
     if sys.excepthook is sys.__excepthook__:
         _say(text)
     else:
-        sys.excepthook(type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except BaseException as why:
+            _say(f"Error in sys.excepthook:\n{_traceback_text(why)}\nOriginal exception was:\n{text}")
     return type(error).__qualname__, _message(error), text, _line(error)
 
 
@@ -236,14 +264,19 @@ def _traceback_text(error: BaseException) -> str:
         return f"{type(error).__qualname__}: {_message(error)}\n"
 
 
-def _keep_users_frames(error: BaseException | None, seen: set) -> None:
+def _keep_users_frames(error: BaseException) -> None:
     """Cut the frames of the runner and of libraries out of an exception, its causes, and its group's members."""
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    error.__traceback__ = _users_part(error.__traceback__)
-    for other in (error.__cause__, error.__context__, *getattr(error, "exceptions", ())):
-        _keep_users_frames(other, seen)
+    seen: set = {id(None)}
+    found: list = [error]
+    while found:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _users_part(one.__traceback__)
+        found += (one.__cause__, one.__context__)
+        if isinstance(one, _GROUP):
+            found += one.exceptions
 
 
 def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -303,18 +336,19 @@ def _finish(code: int) -> int:
 def _flush(code: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None:
+                stream.flush()
         except Exception:
             code = code or 120  # what Python itself exits with when its output cannot be flushed
     return code
 
 
-def _return_files(paths: list) -> bool:
+def _return_files(paths: list, home: str) -> bool:
     """Write the asked-for files to descriptor 4; say whether something did not fit. Only regular files, no links."""
     cut = False
     for index, path in enumerate(paths):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(os.path.join(home, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             continue
         with open(fd, "rb") as file:
@@ -402,11 +436,10 @@ def rehearse() -> None:
     for _ in range(20):
         for source in _SCRIPTS:
             _start(False)
-            _lay_files([])
             report = _Report(1024)
-            _run_script({"output": 1024, "echo": True}, source, report)
+            _run_script({"output": 1024, "echo": True}, source, [], report)
             report.encode()
-            _return_files([])
+            _return_files([], "")
             _flush(0)
             _main.__dict__.clear()
             _main.__dict__.update(names)

@@ -14,6 +14,7 @@ End of file on the socket ends the zygote and with it every call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import heapq
 import mmap
@@ -25,6 +26,8 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Iterator
 
 import capture
 import confine
@@ -242,7 +245,7 @@ class Zygote:
     def _patience_ms(self) -> float | None:
         if not self.deadlines:
             return None
-        return max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1)
+        return min(1e9, max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1))
 
     def _tell_overdue(self) -> None:
         """Wall time is up. Whether the call's own time is, the executor decides; it gets the process by pidfd."""
@@ -264,7 +267,7 @@ class Zygote:
         if os.fork():
             sock.close()
             return
-        try:
+        with _to_the_end():
             for running in self.running.values():
                 running.folder = None
                 running.close()
@@ -275,10 +278,18 @@ class Zygote:
             self.__dict__.clear()
             child.become(header["profile"])
             child.serve()
-        except EOFError:
-            pass
-        finally:
-            os._exit(0)
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[None]:
+    """What runs in here ends this process: with 0 when the executor has gone, else with 1 and a traceback."""
+    try:
+        yield
+    except EOFError:
+        os._exit(0)
+    except BaseException:  # the last frame of a process: whatever it is, it is told and nothing runs after it
+        traceback.print_exc()
+    os._exit(1)
 
 
 # At level `none` a call has a plain folder. What that takes is imported only there: it brings 30 mappings along, and
@@ -316,7 +327,7 @@ def main() -> None:
         if fd >= _FIRST_FREE_FD:
             os.close(fd)
             break
-    try:
+    with _to_the_end():
         incoming = frames.Frames(sock)
         first: list = []
         while not first:
@@ -327,10 +338,6 @@ def main() -> None:
         runner.prepare(zygote.layers.tmpfs or "")
         zygote.become(header["profile"])
         zygote.serve()
-    except EOFError:
-        pass
-    finally:
-        os._exit(0)
 
 
 if __name__ == "__main__":
