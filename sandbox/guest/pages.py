@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import gc
 
+import immortal
+
 _HUGE = 2 << 20
 _MADV_COLLAPSE = 25
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -20,6 +22,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def settle() -> int:
     """Give back what is free, freeze what is left, collapse it. Returns the number of huge pages."""
     gc.collect()
+    immortal.immortalize()
     where = {id(thing) // _HUGE for thing in gc.get_objects()}
     gc.freeze()
     gc.disable()

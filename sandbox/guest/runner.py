@@ -85,7 +85,7 @@ def prepare(folder: str) -> None:
         setattr(sys, f"__{name}__", stream)
     _main.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = _main
-    for name in ("zygote", "runner", "confine", "frames", "capture", "pages", "profiles"):
+    for name in ("zygote", "runner", "confine", "frames", "capture", "immortal", "pages", "profiles"):
         sys.modules.pop(name, None)  # the code may bring files of these names
     sys.argv = [SCRIPT]
     sys.path[0] = folder or os.devnull
@@ -95,6 +95,8 @@ def run(call: dict, source: bytes, stdin_given: bool, files: list) -> None:
     """Run `source` and leave by `os._exit`. `files` are (relative path, content) pairs for the working folder."""
     code = 70
     try:
+        gc.freeze()  # also sets the counters to 0: no collection in a small call goes over what the zygote left
+        gc.enable()
         _start(stdin_given)
         home = os.getcwd()
         report = _Report(call["output"])
@@ -117,8 +119,6 @@ def _start(stdin_given: bool) -> None:
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _forget_randomness()
     getattr(warnings, "_filters_mutated", int)()  # "once per place" starts anew
-    gc.freeze()  # also sets the counters to 0: no collection in a small call goes over what the zygote left
-    gc.enable()
 
 
 def _forget_randomness() -> None:
@@ -443,7 +443,6 @@ def rehearse() -> None:
             _flush(0)
             _main.__dict__.clear()
             _main.__dict__.update(names)
-    gc.disable()
     linecache.cache.pop(SCRIPT)
     os.dup2(stderr, 2)
     os.close(stderr)
