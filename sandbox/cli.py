@@ -102,8 +102,10 @@ def runtime(args: argparse.Namespace) -> int:
     """Make the Python that runs the calls, unless it is there; print its path."""
     from sandbox import runtime as runtimes
 
-    python = Path(args.python or sys.executable)
-    version = runtimes.version_of(python) if args.python else sys.version_info[:2]
+    if args.python:
+        python, version = Path(args.python), runtimes.version_of(Path(args.python))
+    else:
+        python, version = runtimes.best_base()
     folder = Path(args.path).absolute() if args.path else runtimes.default_folder(version)
     if args.check and not runtimes.is_whole(folder):
         raise runtimes.RuntimeFailed(f"no finished runtime at {folder}; run `rstar-sandbox runtime`")
@@ -206,7 +208,9 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _runtime_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", metavar="PY", help="the Python to make it with (default: this one)")
+    parser.add_argument(
+        "--python", metavar="PY", help="the Python to make it with (default: 3.13 or 3.12 if found, else this one)"
+    )
     parser.add_argument("--path", metavar="DIR", help="where (default: $RSTAR_RUNTIME, or under ~/.local/share)")
     parser.add_argument("--force", action="store_true", help="make it anew")
     parser.add_argument("--check", action="store_true", help="make nothing; fail if it is not there")

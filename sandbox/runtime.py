@@ -39,6 +39,9 @@ REQUIREMENTS = (
 OLDEST_PYTHON = (3, 11)
 """The oldest that the pins have wheels for."""
 
+BEST_PYTHONS = ((3, 13), (3, 12))
+"""Tried in this order before the server's own."""
+
 _MARKER = "rstar-runtime.json"
 _TRIAL = "import mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
 _REPORT = "import sys; print(sys.version_info[0], sys.version_info[1])"
@@ -49,10 +52,13 @@ class RuntimeFailed(SandboxError):
 
 
 def default_python(environ: Mapping[str, str] = os.environ) -> Path:
-    """The interpreter of the runtime, for this Python's version or else any. Raises `ConfigError` if there is none."""
+    """The interpreter of the runtime, that of the newest Python if there are several. Raises `ConfigError` for none."""
     own = default_folder(sys.version_info[:2], environ)
-    others = [] if "RSTAR_RUNTIME" in environ else sorted(own.parent.glob(f"runtime-*-{_pins()}"), reverse=True)
-    for folder in (own, *others):
+    if "RSTAR_RUNTIME" in environ:
+        there = [own]
+    else:
+        there = sorted(own.parent.glob(f"runtime-*-{_pins()}"), key=_version_in_name, reverse=True)
+    for folder in there:
         if is_whole(folder):
             return folder / "bin" / "python"
     raise ConfigError(f"no Python for the calls at {own}; run `rstar-sandbox runtime` first, or name one with --python")
@@ -90,6 +96,34 @@ def make(python: Path, folder: Path, *, force: bool = False) -> Path:
     return folder / "bin" / "python"
 
 
+def best_base(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[int, int]]:
+    """The Python to make a runtime with: the newest tried one on PATH or among pyenv's, else the one that runs this.
+
+    From 3.12 on an interpreter can leave objects uncounted, so that a call copies fewer pages (guest/immortal.py):
+    `print` gains a fifth, `sympy.solve` a half.
+    """
+    pyenv = Path(environ.get("PYENV_ROOT") or Path(environ.get("HOME") or Path.home()) / ".pyenv") / "versions"
+    for version in BEST_PYTHONS:
+        name = f"python{version[0]}.{version[1]}"
+        if sys.version_info[:2] == version:
+            return Path(sys.executable), version
+        on_path = shutil.which(name, path=environ.get("PATH"))
+        for found in ([Path(on_path)] if on_path else []) + sorted(pyenv.glob(f"*/bin/{name}"), reverse=True):
+            if _can_make_environments(found, version):
+                return found, version
+    return Path(sys.executable), sys.version_info[:2]
+
+
+def _can_make_environments(python: Path, version: tuple[int, int]) -> bool:
+    """Whether it is what its name says, CPython with its lock, and has venv; a pyenv shim may be none of it."""
+    report = "import ensurepip, sys, venv; print(sys.implementation.name, *sys.version_info[:2], sys.abiflags)"
+    try:
+        done = subprocess.run([python, "-I", "-c", report], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.stdout.split() == ["cpython", str(version[0]), str(version[1])]
+
+
 def version_of(python: Path) -> tuple[int, int]:
     """The version of an interpreter. Raises `ConfigError` if it is none, or too old for the pins."""
     try:
@@ -100,6 +134,11 @@ def version_of(python: Path) -> tuple[int, int]:
     if (major, minor) < OLDEST_PYTHON:
         raise ConfigError(f"--python {python}: expected Python 3.11 or later, got {major}.{minor}")
     return major, minor
+
+
+def _version_in_name(folder: Path) -> tuple[int, ...]:
+    numbers = folder.name.split("-")[1].split(".")
+    return tuple(int(number) for number in numbers if number.isdigit())
 
 
 def _pins() -> str:

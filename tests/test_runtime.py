@@ -129,16 +129,36 @@ def test_the_folder_follows_the_environment() -> None:
     assert runtime.default_folder((3, 12), {"RSTAR_RUNTIME": "/r", "XDG_DATA_HOME": "/d"}) == Path("/r")
 
 
-def test_a_runtime_of_another_version_will_do(tmp_path: Path, builds: list[Path]) -> None:
+def test_the_runtime_of_the_newest_python_is_taken(tmp_path: Path, builds: list[Path]) -> None:
     environ = {"HOME": str(tmp_path)}
     with pytest.raises(ConfigError, match="run `rstar-sandbox runtime` first"):
         runtime.default_python(environ)
-    other = runtime.default_folder((3, 99), environ)
-    _make(other)
-    assert runtime.default_python(environ) == other / "bin" / "python"
-    own = runtime.default_folder(HERE, environ)
-    _make(own)
-    assert runtime.default_python(environ) == own / "bin" / "python"
+    for version in ((3, 9), HERE, (3, 99)):
+        folder = runtime.default_folder(version, environ)
+        _make(folder)
+        assert runtime.default_python(environ) == folder / "bin" / "python"
+    _make(runtime.default_folder((3, 98), environ))
+    assert runtime.default_python(environ) == folder / "bin" / "python"
+
+
+def _pretend(python: Path, says: str) -> Path:
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f"#!/bin/sh\necho '{says}'\n")
+    python.chmod(0o755)
+    return python
+
+
+def test_a_runtime_is_made_with_the_newest_tried_python(tmp_path: Path) -> None:
+    pyenv = _pretend(tmp_path / "pyenv/versions/3.13.1/bin/python3.13", "cpython 3 13")
+    shim = _pretend(tmp_path / "shims/python3.13", "no such version is active")
+    environ = {"PATH": str(shim.parent), "PYENV_ROOT": str(tmp_path / "pyenv")}
+    assert runtime.best_base(environ) == (pyenv, (3, 13))
+
+
+def test_a_runtime_is_made_with_our_own_python_where_no_better_is_found(tmp_path: Path) -> None:
+    freethreaded = _pretend(tmp_path / "python3.13", "cpython 3 13 t") if HERE < (3, 12) else tmp_path / "none"
+    environ = {"PATH": str(freethreaded.parent), "PYENV_ROOT": str(tmp_path / "nowhere")}
+    assert runtime.best_base(environ) == (Path(sys.executable), HERE)
 
 
 def test_a_failing_step_says_what_pip_said() -> None:

@@ -16,7 +16,16 @@ import sys
 import types
 
 _IMMORTAL = 0xFFFFFFFF
-_CODE_PARTS = ("co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_name", "co_qualname", "co_filename")
+_CODE_PARTS = (
+    "co_consts",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_name",
+    "co_qualname",
+    "co_filename",
+)
 
 
 def is_possible() -> bool:
@@ -45,7 +54,9 @@ def _addresses() -> list:
     found = gc.get_objects()
     seen = set(map(id, found))
     for thing in found:  # grows as it goes
-        parts = [getattr(thing, name) for name in _CODE_PARTS] if type(thing) is types.CodeType else gc.get_referents(thing)
+        parts = (
+            [getattr(thing, name) for name in _CODE_PARTS] if type(thing) is types.CodeType else gc.get_referents(thing)
+        )
         for part in parts:
             if id(part) not in seen:
                 seen.add(id(part))

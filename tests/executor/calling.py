@@ -22,8 +22,8 @@ from sandbox.types import Call, Limits, Result
 from tests.jail.jails import descendants
 
 DEADLINE_S = 60
-OWN_PYTHON = sys._base_executable  # type: ignore[attr-defined]
-"""The interpreter under this test's environment: a guest without packages."""
+OWN_PYTHON: str = os.environ.get("GUEST_PYTHON") or sys._base_executable  # type: ignore[attr-defined]
+"""A guest without packages: the interpreter under this test's environment, or the one that `GUEST_PYTHON` names."""
 
 
 class Caller:
