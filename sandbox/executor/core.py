@@ -129,9 +129,9 @@ class Executor:
             "running": sum(len(zygote.calls) for zygote in self._zygotes()),
             "slots": self.slots,
             "zygotes": Counter(zygote.profile.value for zygote in self._zygotes()),
-            "zygote_restarts": sum(family.deaths for family in self.families),
-            "retried": self.counts["retried"],
-            "overdue": self.counts["overdue"],
+            "zygote_restarts_total": sum(family.deaths for family in self.families),
+            "retried_total": self.counts["retried"],
+            "overdue_total": self.counts["overdue"],
             "missed_imports": dict(self.missed_imports.most_common(20)),
         }
 

@@ -169,7 +169,7 @@ def test_a_zygote_killed_under_its_calls_costs_them_a_retry(two: Caller) -> None
     assert (result.status, result.attempts) == (Status.TIMEOUT, 2)
     assert os.path.exists(f"/proc/{bystander}"), "others are undisturbed"
     assert two.run(code, profile="numeric", stdin="x").stdout == "answered\n"
-    two.until(lambda: two.stats.get("zygote_restarts") == 1)
+    two.until(lambda: two.stats.get("zygote_restarts_total") == 1)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["launcher", "init", "zygote"])
