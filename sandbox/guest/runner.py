@@ -329,7 +329,10 @@ def _finish(code: int) -> int:
         atexit._run_exitfuncs()
     except Exception as error:
         _say(_traceback_text(error))
-    _main.__dict__.clear()  # files close, finalizers speak
+    scope = _main.__dict__
+    for name in list(scope):  # files close, finalizers speak, and find `print` while they do
+        if name != "__builtins__":
+            scope.pop(name, None)
     return _flush(code)
 
 
