@@ -24,7 +24,7 @@ import trio
 from sandbox import jail, runtime
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ProtocolError
-from sandbox.executor import clock, imports, verdict
+from sandbox.executor import clock, verdict
 from sandbox.executor.family import MAX_SLOTS, Family, Zygote
 from sandbox.executor.verdict import WireResult
 from sandbox.executor.work import GRACE_S, Work
@@ -268,6 +268,3 @@ class Executor:
                 if any(w.give_up_at < now for z in family.zygotes.values() for w in z.calls.values()):
                     log.error("a zygote has not answered in time; its jail is ended")
                     family.kill()
-
-
-__all__ = ["Executor", "imports"]

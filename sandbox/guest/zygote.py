@@ -39,6 +39,7 @@ import runner
 _FIRST_FREE_FD = 10
 """Descriptors below this are spoken for in a call (0 to 4), so what the zygote holds stays above."""
 _MAX_SLOTS = 4096
+_STALE_DEADLINES = 64
 _CONFINED = 1
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
@@ -75,6 +76,7 @@ class Running:
         self.disk_limit: int = call["return_bytes"]
         self.pid = 0
         self.started = 0.0
+        self.deadline: float | None = None  # until it has passed
         self.fds: list[int] = []
         self.files_fd = -1
         self.folder: str | None = None
@@ -149,7 +151,7 @@ class Zygote:
             self.send({"op": "failed", "id": running.id, "why": str(why)})
             return
         self.running[running.pid] = running
-        heapq.heappush(self.deadlines, (running.started + call["timeout_s"], running.pid, running.id))
+        self._await_deadline(running, running.started + call["timeout_s"])
 
     def _fork(self, running: Running, call: dict, blobs: list) -> None:
         out = capture.bounded_file(running.output_limit)
@@ -247,6 +249,15 @@ class Zygote:
             return None
         return min(1e9, max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1))
 
+    def _await_deadline(self, running: Running, deadline: float) -> None:
+        """Ended calls leave theirs in the heap; it is made anew before they outnumber the living, since memory of a
+        zygote is what every fork pays for."""
+        running.deadline = deadline
+        heapq.heappush(self.deadlines, (deadline, running.pid, running.id))
+        if len(self.deadlines) > _STALE_DEADLINES + 2 * len(self.running):
+            self.deadlines = [(r.deadline, r.pid, r.id) for r in self.running.values() if r.deadline is not None]
+            heapq.heapify(self.deadlines)
+
     def _tell_overdue(self) -> None:
         """Wall time is up. Whether the call's own time is, the executor decides; it gets the process by pidfd."""
         now = time.monotonic()
@@ -255,6 +266,7 @@ class Zygote:
             running = self.running.get(pid)
             if running is None or running.id != call_id:
                 continue
+            running.deadline = None
             fd = os.pidfd_open(pid)
             self._flush()
             frame = frames.pack({"op": "overdue", "id": call_id, "wall_ms": (now - running.started) * 1e3})
