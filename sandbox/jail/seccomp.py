@@ -43,12 +43,12 @@ Rule = int | tuple[When, ...]
 
 _FILES = """
     read write open close stat fstat lstat poll lseek pread64 pwrite64 readv writev access pipe select dup dup2
-    fcntl flock fsync fdatasync truncate ftruncate getdents getcwd chdir fchdir rename mkdir rmdir creat link unlink
-    symlink readlink chmod fchmod chown fchown lchown umask utime mknod statfs fstatfs readahead setxattr lsetxattr
+    flock fsync fdatasync truncate ftruncate getdents getcwd chdir fchdir rename mkdir rmdir creat link unlink
+    symlink readlink chmod fchmod chown fchown lchown umask utime mknod statfs fstatfs setxattr lsetxattr
     fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr removexattr lremovexattr fremovexattr
-    getdents64 fadvise64 utimes openat mkdirat mknodat fchownat futimesat newfstatat unlinkat renameat linkat
+    getdents64 utimes openat mkdirat mknodat fchownat futimesat newfstatat unlinkat renameat linkat
     symlinkat readlinkat fchmodat faccessat pselect6 ppoll utimensat fallocate dup3 pipe2 preadv pwritev renameat2
-    copy_file_range preadv2 pwritev2 statx close_range openat2 faccessat2 fchmodat2
+    copy_file_range statx close_range openat2 faccessat2 fchmodat2
 """
 # mlock is bounded by RLIMIT_MEMLOCK; mincore answers only for files that the caller may write.
 _MEMORY = """
@@ -73,7 +73,7 @@ _SIGNALS_AND_TIME = """
 _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
 # On the ends of a socketpair, the only sockets there are. No setsockopt: SO_ATTACH_FILTER brings BPF, and SO_PASSCRED
 # a name that other calls could send to.
-_SOCKETPAIRS = "sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockname getpeername getsockopt"
+_SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
 
 # libc tries this first and does without where it "does not exist"; with EPERM it would give up. The same holds for what
 # kernels add later (from map_shadow_stack on).
@@ -82,6 +82,7 @@ NEWER = X86_64["map_shadow_stack"]
 
 _NAMESPACES = 0x7E020000  # every CLONE_NEW* that clone takes
 _CLONE_PARENT = 0x8000
+_NOT_OUT_OF_BAND = 0x1  # MSG_OOB: of no use here, and a way out of browsers' sandboxes (CVE-2025-38236)
 _CHECKED: dict[str, tuple[When, ...]] = {
     "clone": (When(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
     # AF_UNIX, and streams only (with or without SOCK_CLOEXEC, SOCK_NONBLOCK): the calls of a zygote share its network
@@ -91,12 +92,25 @@ _CHECKED: dict[str, tuple[When, ...]] = {
     "ioctl": (When(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
     "prctl": (When(0, (3, 15, 16, 39)),),
+    # Descriptors, their flags, and locks. No leases (a call could have others wait to open what it owns), no F_NOTIFY
+    # (it tells what others read), no owners and signals, no hints, which stay with files that all calls share.
+    "fcntl": (When(1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
+    # No flags: RWF_NOWAIT tells what others have read lately.
+    "preadv2": (When(5, (0,)),),
+    "pwritev2": (When(5, (0,)),),
+    "sendto": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
+    "recvfrom": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
+    "sendmsg": (When(2, (0,), mask=_NOT_OUT_OF_BAND),),
+    "recvmsg": (When(2, (0,), mask=_NOT_OUT_OF_BAND),),
+    "sendmmsg": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
+    "recvmmsg": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
 }
 
 # Refused, among all that is not named, and why where it is not plain:
 #   memfd_create, shm*, sem*, msg*, mq_*  memory that no rlimit and no tmpfs size counts
 #   socket, bind, connect, inotify_*      ways for one call to reach or watch another
 #   splice, tee, vmsplice, sendfile       put the page cache of shared files into pipes (Dirty Pipe); Python falls back
+#   readahead, fadvise64                  decide what is in the page cache, which is everybody's
 #   sync, syncfs                          would flush the host's disks
 #   unshare, setns, clone's namespaces    a user namespace of its own would give a call all capabilities within
 #   io_uring_*, bpf, userfaultfd, perf_event_open, keyctl, io_submit   kernel code that Python does not need

@@ -7,9 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -92,8 +93,17 @@ def call(code: str, **more: Any) -> Call:
 
 
 @contextmanager
-def executor(python: str | Path = OWN_PYTHON, **settings: Any) -> Iterator[Caller]:
-    """An executor that is ready, with `settings` of an `ExecutorConfig`; of one lean zygote if nothing else is said."""
+def executor(
+    python: str | Path = OWN_PYTHON,
+    *,
+    server: Sequence[str] = (sys.executable,),
+    process_options: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> Iterator[Caller]:
+    """An executor that is ready, with `settings` of an `ExecutorConfig`; of one lean zygote if nothing else is said.
+
+    `server` is the command that its own Python is, `process_options` are those of its `Popen`.
+    """
     settings = {"isolation": "auto", "profiles": ("bare",), "zygotes": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
@@ -104,8 +114,8 @@ def executor(python: str | Path = OWN_PYTHON, **settings: Any) -> Iterator[Calle
     ours, theirs = socket.socketpair()
     ours.settimeout(DEADLINE_S)
     with theirs:
-        argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
-        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        argv = [*server, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
+        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, **process_options)
     with ours, process:
         try:
             caller = Caller(process, ours)

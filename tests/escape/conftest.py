@@ -1,0 +1,43 @@
+"""The targets as a fixture: every attack is made on each, unless `--isolation LEVEL` picks one level."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.escape import expected, targets
+from tests.escape.targets import Host, Target
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "target" not in metafunc.fixturenames:
+        return
+    level = metafunc.config.getoption("--isolation")
+    names = [name for name in targets.NAMES if level in (None, name.partition(" ")[0])]
+    metafunc.parametrize("target", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    if os.uname().machine != "x86_64":
+        pytest.skip("attacks are written for x86_64")
+    with targets.a_host(tmp_path_factory.mktemp("host")) as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def target(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with targets.target(request.param, host, tmp_path_factory.mktemp("target")) as target:
+        yield target
+
+
+@pytest.fixture(autouse=True)
+def _expected(request: pytest.FixtureRequest) -> None:
+    """What is listed as not to be stopped must succeed."""
+    if "target" in request.fixturenames:
+        name = request.node.callspec.params["target"]
+        what = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")
+        if why := expected.reason(name, what):
+            request.applymarker(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))

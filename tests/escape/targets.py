@@ -1,0 +1,202 @@
+"""What is attacked: an executor at one level of isolation, as one identity, with secrets all around it.
+
+An attack is code that says BREACH as soon as it has got hold of something. `Target.repels` runs it as a call and wants
+it to come to its end without; `plainly` runs the same code where nothing stops it, and wants the BREACH. Attackers
+know everything about the host but its secrets: pids, paths and ports are in `HOST`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox.errors import IsolationError
+from sandbox.jail import choose
+from sandbox.types import Call, Result, Status
+from tests.executor import calling
+from tests.executor.calling import OWN_PYTHON, Caller, call
+from tests.jail.jails import REPOSITORY, is_readable_to_others, system_python
+
+NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
+NOBODY = 65_534
+SLOTS = 4
+DEADLINE_S = calling.DEADLINE_S
+
+PRELUDE = r"""
+import ctypes, errno, fcntl, os, re, resource, signal, socket, struct, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+def raw(number, *arguments):
+    ctypes.set_errno(0)
+    got = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
+    return got if got != -1 else -ctypes.get_errno()
+def breach(what): os.write(1, f"BREACH {what}\n".encode())
+def look(data):
+    for token in set(re.findall(rb"CANARY-\w{32}", data)): breach(token.decode())
+def read(path, limit=1 << 20):
+    try:
+        with open(path, "rb", buffering=0) as file: return file.read(limit) or b""
+    except OSError: return b""
+def tried(what, *arguments):
+    try: return what(*arguments)
+    except OSError as why: return why
+"""
+
+
+def canary() -> str:
+    return "CANARY-" + secrets.token_hex(16)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine around the jail, with its secrets; `facts` is what attackers know of it."""
+
+    facts: dict[str, Any]
+    environ: dict[str, str]
+    secret: str
+    """In the server's environment and command line, in files, in shared memory, and sent to whoever connects."""
+
+    def knowing(self, code: str) -> str:
+        return f"{PRELUDE}HOST = {self.facts!r}\n{code}\nos.write(1, b'END\\n')\n"
+
+
+class Target:
+    """One executor under attack."""
+
+    def __init__(self, name: str, caller: Caller, host: Host) -> None:
+        self.name = name
+        self.level, _, identity = name.partition(" as ")
+        self.is_ordinary = bool(identity) or os.geteuid() != 0
+        self.caller = caller
+        self.host = host
+
+    def run(self, code: str, **more: Any) -> Result:
+        """One call that attacks, whatever comes of it."""
+        return self.caller.run(self.host.knowing(code), **more)
+
+    def call(self, code: str, **more: Any) -> Call:
+        return call(self.host.knowing(code), **more)
+
+    def repels(self, code: str, **more: Any) -> Result:
+        """Run an attack to its end; it must not have got anything."""
+        return repelled(self.run(code, **more))
+
+    def is_well(self) -> None:
+        """Every slot still answers, at the first attempt, and as ever."""
+        calls = [call(f"print({n} * 7)") for n in range(2 * self.caller.ready["slots"])]
+        for n, result in enumerate(self.caller.run_all(calls)):
+            assert (result.status, result.stdout, result.attempts) == (Status.OK, f"{n * 7}\n", 1), result
+
+
+def repelled(result: Result) -> Result:
+    assert "BREACH" not in result.stdout, result.stdout
+    assert result.stdout.endswith("END\n"), f"the attack did not come to its end: {result}"
+    return result
+
+
+def plainly(host: Host, code: str, folder: Path) -> None:
+    """The control: without a jail the attack succeeds, so that its failure in one means something."""
+    argv = [OWN_PYTHON, "-c", host.knowing(code)]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, cwd=folder, timeout=DEADLINE_S, start_new_session=True
+    )
+    assert "BREACH" in done.stdout, f"stopped by something other than a jail: {done.stdout}{done.stderr}"
+
+
+@contextmanager
+def a_host(folder: Path) -> Iterator[Host]:
+    """Secrets in files, environment, command line and memory of a process, shared memory, and behind sockets."""
+    secret = canary()
+    with ExitStack() as stack:
+        file = folder / "secret"
+        file.write_text(secret)
+        shared = Path(f"/dev/shm/escape-{secrets.token_hex(8)}")
+        shared.write_text(secret)
+        stack.callback(shared.unlink)
+        environ = {"API_KEY": secret}
+        argv = [sys.executable, "-c", "import sys; kept = bytearray(sys.argv[1], 'ascii'); sys.stdin.read()", secret]
+        victim = stack.enter_context(
+            subprocess.Popen(argv, stdin=subprocess.PIPE, env={**os.environ, **environ}, start_new_session=True)
+        )
+        stack.callback(victim.kill)
+        path = f"{folder}/socket"
+        servers = [_server(socket.AF_INET, ("127.0.0.1", 0)), _server(socket.AF_UNIX, path)]
+        abstract = f"\0escape-{secrets.token_hex(8)}"
+        servers.append(_server(socket.AF_UNIX, abstract))
+        for server in servers:
+            stack.enter_context(server)
+        for each in (folder, *folder.parents[:2]):
+            each.chmod(0o755)
+        file.chmod(0o644)
+        os.chmod(path, 0o777)
+        shared.chmod(0o666)
+        facts = {
+            "file": str(file),
+            "folder": str(folder),
+            "shm": str(shared),
+            "pid": victim.pid,
+            "server": victim.pid,
+            "port": servers[0].getsockname()[1],
+            "path": path,
+            "abstract": abstract,
+            "uid": os.getuid(),
+        }
+        yield Host(facts, environ, secret)
+        assert victim.poll() is None, "an attack ended a process of the host"
+
+
+def _server(family: int, address: Any) -> socket.socket:
+    server = socket.socket(family)
+    server.bind(address)
+    server.listen(64)
+    return server
+
+
+@contextmanager
+def target(name: str, host: Host, folder: Path) -> Iterator[Target]:
+    """The executor of that name; skips, with the reason, where this machine does not grant it."""
+    level, _, identity = name.partition(" as ")
+    try:
+        choose(level)
+    except IsolationError as why:
+        pytest.skip(str(why))
+    server, guest = sys.executable, OWN_PYTHON
+    options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["folder"]}
+    if identity:
+        if os.geteuid() != 0:
+            pytest.skip(f"{name}: this is an ordinary user already")
+        server = _python_for_all(folder)
+        guest = str(Path(server).resolve())
+        options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    argv = [server, "-X", f"secret={host.secret}"]
+    with calling.executor(guest, server=argv, process_options=options, isolation=level, slots=SLOTS) as caller:
+        facts = {**host.facts, "server": caller.process.pid}
+        yield Target(name, caller, Host(facts, host.environ, host.secret))
+
+
+def _python_for_all(folder: Path) -> str:
+    """An environment with what the executor needs that an ordinary user can start, too."""
+    system = system_python()
+    if system is None or not is_readable_to_others():
+        pytest.skip("an ordinary user needs a system Python 3.11 and a repository that others may read")
+    about = subprocess.run([system, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True)
+    if about.stdout.split() != [str(n) for n in sys.version_info[:2]]:
+        pytest.skip(f"an ordinary user needs a system Python of this version, not {about.stdout.strip()}")
+    home = folder / "environment"
+    subprocess.run([system, "-m", "venv", "--without-pip", home], check=True, capture_output=True)
+    (packages,) = home.glob("lib/python*/site-packages")
+    (packages / "all.pth").write_text(f"{REPOSITORY}\n{sysconfig.get_path('purelib')}\n")
+    for path in (folder, *folder.parents[:2]):
+        path.chmod(0o755)
+    return str(home / "bin/python")

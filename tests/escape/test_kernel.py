@@ -1,0 +1,184 @@
+"""Attacks on the kernel's own doors: system calls that are not for sandboxed code, by every way into the kernel."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sandbox.jail.syscalls import X86_64
+from tests.escape.targets import Host, Target, plainly
+
+DOORS: dict[str, str] = {
+    "other processes": "ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd process_madvise process_mrelease",
+    "kernel code": "bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit",
+    "keyrings": "add_key request_key keyctl",
+    "modules and other kernels": "init_module finit_module delete_module kexec_load kexec_file_load reboot",
+    "mounts": "mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount fspick mount_setattr",
+    "namespaces": "unshare setns",
+    "files past the path": "open_by_handle_at name_to_handle_at fanotify_init fanotify_mark",
+    "identities": "setuid setgid setreuid setregid setresuid setresgid setgroups capset",
+    "clocks and names": "settimeofday clock_settime adjtimex clock_adjtime sethostname setdomainname",
+    "hardware": "iopl ioperm modify_ldt swapon swapoff acct quotactl syslog",
+    "priorities": "setpriority sched_setscheduler sched_setparam sched_setattr sched_setaffinity ioprio_set",
+    "memory of other nodes": "migrate_pages move_pages mbind set_mempolicy",
+    "networks": "socket connect bind listen accept accept4 setsockopt",
+    "System V IPC": "shmget shmat shmctl semget semop semctl semtimedop msgget msgsnd msgrcv msgctl",
+    "message queues": "mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify",
+    "watching files": "inotify_init inotify_init1 inotify_add_watch",
+    "pipes full of page cache": "splice tee vmsplice sendfile readahead fadvise64",
+    "memory without limits": "memfd_create memfd_secret",
+    "filters": "seccomp landlock_create_ruleset landlock_restrict_self personality",
+}
+"""What an attacker would ask a kernel for first."""
+
+KNOCK = """
+for name, number in {numbers!r}.items():
+    # Arguments that do no harm where the call is let in: bad pointers, bad descriptors, no flag that exists.
+    got = raw(number, *{special!r}.get(name, [-1] * 6))
+    if got not in (-errno.EPERM, -errno.ENOSYS): breach(name)
+"""
+SPECIAL: dict[str, list[int]] = {
+    "msgget": [0x7FFFFFF1, 0],
+    "semget": [0x7FFFFFF1, 0, 0],
+    "shmget": [0x7FFFFFF1, 0, 0],
+    "sync": [],
+}
+
+
+def knock(names: str) -> str:
+    return KNOCK.format(numbers={name: X86_64[name] for name in names.split()}, special=SPECIAL)
+
+
+@pytest.mark.parametrize("what", DOORS)
+def test_system_call(what: str, target: Target) -> None:
+    target.repels(knock(DOORS[what]))
+
+
+@pytest.mark.parametrize("what", DOORS)
+def test_system_call_is_let_in_elsewhere(what: str, host: Host, tmp_path: Path) -> None:
+    plainly(host, knock(DOORS[what]), tmp_path)
+
+
+@cache
+def _allowed() -> frozenset[str]:
+    """What Python and its libraries need of a kernel, for what calls are there for; nothing else need be let in."""
+    from sandbox.jail.seccomp import EPERM, rule_of
+
+    return frozenset(name for name, number in X86_64.items() if rule_of(number) != EPERM)
+
+
+def test_every_number_that_is_not_for_calls(target: Target) -> None:
+    target.repels(knock(" ".join(X86_64.keys() - _allowed())))
+
+
+def test_numbers_that_do_not_exist_yet(target: Target) -> None:
+    # 335 and 336 are uprobes' own ways back, which kill whoever is not under one.
+    numbers = {f"number {n}": n for n in (*range(337, 424), *range(453, 1024), 0x3FFFFFFF)}
+    target.repels(KNOCK.format(numbers=numbers, special={}))
+
+
+MACHINE = """
+import mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex({code!r}))
+got = ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+if got > 0: breach(got)
+"""
+ENTRIES = {
+    # mov eax, 20 (getpid of i386); int 0x80; ret
+    "of i386 by int 0x80": "b814000000cd80c3",
+    # mov eax, 0x40000027 (getpid of x32, which kernels are seldom built with, or plain getpid); syscall; ret
+    "of x32": "b8270000400f05c3",
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_entry_into_the_kernel(entry: str, target: Target) -> None:
+    result = target.run(MACHINE.format(code=ENTRIES[entry]))
+    assert "BREACH" not in result.stdout
+    assert result.status in ("killed", "ok"), result
+
+
+def test_entry_into_the_kernel_exists_elsewhere(host: Host, tmp_path: Path) -> None:
+    plainly(host, MACHINE.format(code=ENTRIES["of i386 by int 0x80"]), tmp_path)
+
+
+ARGUMENTS = {
+    "a user namespace by unshare": "if raw(272, 0x10000000) == 0: breach('unshare')",
+    "a user namespace by clone": """
+pid = raw(56, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)
+if pid == 0: os._exit(0)
+if pid > 0: breach('clone')
+""",
+    "a user namespace by clone3": """
+args = struct.pack('8Q', 0x10000000, 0, 0, 0, signal.SIGCHLD, 0, 0, 0)
+pid = raw(435, args, len(args))
+if pid == 0: os._exit(0)
+if pid > 0: breach('clone3')
+""",
+    "a sibling, outside of our namespace, by CLONE_PARENT": """
+pid = raw(56, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0)
+if pid == 0: os._exit(0)
+if pid > 0: breach('clone')
+""",
+    "what files the page cache holds, by RWF_NOWAIT": """
+fd = os.open(os.__file__, os.O_RDONLY)
+got = tried(os.preadv, fd, [bytearray(1)], 0, 8)
+if got == 1 or getattr(got, 'errno', 0) == errno.EAGAIN: breach(got)
+""",
+    "out-of-band data in Unix sockets, an old friend of escapes": """
+ours, theirs = socket.socketpair()
+if tried(ours.send, b'x', socket.MSG_OOB) == 1: breach('sent')
+""",
+    "a lease on a shared file": """
+for path in (os.__file__, sys.executable, '/etc/passwd', '/python/bin/python3', '/guest/zygote.py'):
+    fd = tried(os.open, path, os.O_RDONLY)
+    for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK):
+        if isinstance(fd, int) and not isinstance(tried(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind), OSError): breach(path)
+""",
+    "news of what others read, by dnotify": """
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)
+if not isinstance(tried(fcntl.fcntl, fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS), OSError): breach('watching')
+""",
+    "signals on behalf of a descriptor": """
+ours, theirs = socket.socketpair()
+if not isinstance(tried(fcntl.fcntl, ours, fcntl.F_SETOWN, os.getpid()), OSError): breach('F_SETOWN')
+if not isinstance(tried(fcntl.fcntl, ours, 10, signal.SIGUSR1), OSError): breach('F_SETSIG')
+if raw(72, ours.fileno(), 15, struct.pack('ii', 1, os.getpid())) == 0: breach('F_SETOWN_EX')
+""",
+    "a hint for a shared inode": """
+fd = os.open('/dev/null', os.O_RDWR)
+if raw(72, fd, 1036, struct.pack('Q', 2)) == 0: breach('F_SET_RW_HINT')
+""",
+    "typing into a terminal": """
+import termios
+for fd in range(5):
+    if not isinstance(tried(fcntl.ioctl, fd, termios.TIOCSTI, b'x'), OSError): breach(fd)
+    got = tried(fcntl.ioctl, fd, termios.TIOCGPGRP, bytes(4))
+    if getattr(got, 'errno', 0) != errno.EPERM: breach(got)
+""",
+    "a look at interfaces through any descriptor": """
+for fd in range(5):
+    got = tried(fcntl.ioctl, fd, 0x8912, bytes(16))
+    if getattr(got, 'errno', 0) not in (errno.EPERM, errno.EBADF): breach(got)
+""",
+    "speculation and dumps by prctl": """
+for option in (4, 22, 23, 24, 26, 28, 47, 50, 53, 59, 65, 67, 0x59616d61):
+    got = raw(157, option, 0, 0, 0, 0)
+    if got != -errno.EPERM: breach((option, got))
+""",
+}
+"""Calls that are let in, with arguments that should not be."""
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_asking_for(what: str, target: Target) -> None:
+    target.repels(ARGUMENTS[what])
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_what_is_asked_for_is_granted_elsewhere(what: str, host: Host, tmp_path: Path) -> None:
+    plainly(host, ARGUMENTS[what], tmp_path)
