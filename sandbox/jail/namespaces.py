@@ -22,6 +22,7 @@ from sandbox.jail import kernel, lifeline, root, userns
 from sandbox.jail.spec import JailSpec
 
 HOSTNAME = "sandbox"
+ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 REFUSED = 78
 """Exit status when the machine does not grant a layer (EX_CONFIG); stderr says which."""
 # What the guest needs to set up a call: mounts and namespaces, the slot's uid, the bounding set, and ending calls.
@@ -46,7 +47,7 @@ def main() -> NoReturn:
         os.close(held)
         os._exit(_be_init(spec, fd, alive))
     os.close(fd)  # so that the guest's end of the socket is the only one
-    _retire()
+    retire()
     os._exit(lifeline.watch(parent, init))
 
 
@@ -57,31 +58,41 @@ def enter(spec: JailSpec) -> None:
     rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they end those rights.
     """
     proc = userns.own_proc()  # while there is a /proc: the id maps are written through it when there is none
-    with _layer("no_new_privs"):
-        kernel.no_new_privileges()
-    privileged = kernel.CAP_SYS_ADMIN in kernel.effective_capabilities()
-    if not privileged:
-        with _layer("user namespace", "enable unprivileged user namespaces, or start as root"):
-            userns.become_root()
-    elif hidden := root.unreadable(spec.python):
-        raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
-    with _layer("mount namespace", "grant CAP_SYS_ADMIN"):
-        kernel.unshare(kernel.CLONE_NEWNS)
-    with _layer("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
-        root.build(spec)
-    with _layer("namespaces and id map", "raise user.max_user_namespaces, or give the container more ids"):
+    privileged = lay_out_root(spec)
+    with layer("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
+        root.enter()
+    with layer("namespaces and id map", ID_MAP_REMEDY):
         userns.enter(INNER, userns.id_map(spec.uid_base, spec.uid_count, proc), proc)
     os.close(proc)
-    with _layer("user ids"):
+    with layer("user ids"):
         userns.become_first_id(privileged=privileged)
-    with _layer("hostname"):
+    with layer("hostname"):
         kernel.set_hostname(HOSTNAME)
-    with _layer("capabilities"):
+    with layer("capabilities"):
         kernel.bound_capabilities(KEPT)
 
 
+def lay_out_root(spec: JailSpec) -> bool:
+    """The first half of `enter`, up to a root that is ready in an own mount namespace. Returns whether the host's
+    rights were there for it; without them it is in a user namespace of its own."""
+    with layer("no_new_privs"):
+        kernel.no_new_privileges()
+    privileged = kernel.CAP_SYS_ADMIN in kernel.effective_capabilities()
+    if not privileged:
+        with layer("user namespace", "enable unprivileged user namespaces, or start as root"):
+            userns.become_root()
+    elif hidden := root.unreadable(spec.python):
+        raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
+    with layer("mount namespace", "grant CAP_SYS_ADMIN"):
+        kernel.unshare(kernel.CLONE_NEWNS)
+    with layer("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
+        root.lay_out(spec)
+    return privileged
+
+
 @contextmanager
-def _layer(name: str, remedy: str = "") -> Iterator[None]:
+def layer(name: str, remedy: str = "") -> Iterator[None]:
+    """What the kernel refuses in here is refused by this name."""
     try:
         yield
     except OSError as why:
@@ -101,11 +112,11 @@ def _be_init(spec: JailSpec, fd: int, alive: int) -> int:
     if guest == 0:
         lifeline.become_guest(spec, fd)
     lifeline.close_all_but()
-    _retire()
+    retire()
     return lifeline.reap(guest)
 
 
-def _retire() -> None:
+def retire() -> None:
     """From here on this process only waits. Its memory still holds the environment that the server gave it."""
     kernel.drop_capabilities()
     kernel.hide_memory()

@@ -12,7 +12,8 @@ from sandbox.jail.spec import SLOT_UID, JailSpec, Level
 
 CALL_INODES = 4096
 """Files in a call's scratch folder: each costs the kernel about 1 KiB that disk_mb does not count."""
-NOT_BUILT = frozenset({Level.NSJAIL, Level.LANDLOCK})
+NOT_BUILT = frozenset({Level.LANDLOCK})
+LAUNCHERS = {Level.NSJAIL: "nsjail", Level.NAMESPACES: "namespaces", Level.NONE: "plain"}
 
 
 def command(spec: JailSpec, fd: int) -> list[str]:
@@ -23,14 +24,13 @@ def command(spec: JailSpec, fd: int) -> list[str]:
     """
     refuse_unbuilt(spec.level)
     assert fd > 2, "standard streams are not passed on"
-    launcher = "plain" if spec.level is Level.NONE else "namespaces"
-    return [sys.executable, "-I", "-m", f"sandbox.jail.{launcher}", spec.encode(), str(fd)]
+    return [sys.executable, "-I", "-m", f"sandbox.jail.{LAUNCHERS[spec.level]}", spec.encode(), str(fd)]
 
 
 def call_plan(spec: JailSpec) -> dict[str, Any]:
     """What the guest does around each call, as JSON: `guest.confine` carries it out."""
     refuse_unbuilt(spec.level)
-    confined = spec.level is Level.NAMESPACES
+    confined = spec.level in (Level.NSJAIL, Level.NAMESPACES)
     return {
         "level": spec.level.value,
         "unshare_pid": confined,

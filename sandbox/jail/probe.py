@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import kernel, seccomp, userns
-from sandbox.jail.plan import refuse_unbuilt
-from sandbox.jail.spec import Level
+from sandbox.jail import kernel, nsjail_binary, seccomp, userns
+from sandbox.jail.interpreter import Interpreter
+from sandbox.jail.plan import command, refuse_unbuilt
+from sandbox.jail.spec import JailSpec, Level
 from sandbox.jail.uids import host_uids
 
 AUTO = "auto"
 MIB = 1 << 20
 # Over this a probe's mounts are laid, in its own mount namespace: the one folder that every Linux host has.
 _STAGE = "/proc"
+_GUEST_DIR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "guest")
+_TRIAL_S = 60
+_TRIAL_TEXT = 1000
+NSJAIL = "nsjail"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +46,45 @@ def probe(environ: Mapping[str, str] = os.environ) -> tuple[Layer, ...]:
     return (*(_tried(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL)), _nsjail(environ))
 
 
-def choose(asked: str, layers: tuple[Layer, ...] | None = None) -> Level:
+def choose(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping[str, str] = os.environ) -> Level:
     """The level to run at: what was asked for, or for `auto` the strongest there is, which is never `none`.
 
-    Raises `ConfigError` for a name that is no level, `IsolationError` when the machine lacks a layer of the level.
+    Raises `ConfigError` for a name that is no level, `IsolationError` when the machine lacks a layer of the level, and
+    when RSTAR_NSJAIL names no program.
     """
     try:
-        # Of the levels that isolate only this one is built so far.
-        level = Level.NAMESPACES if asked == AUTO else Level(asked)
+        level = None if asked == AUTO else Level(asked)
     except ValueError:
         raise ConfigError(f"isolation={asked!r}: expected one of {AUTO}, {', '.join(Level)}") from None
-    refuse_unbuilt(level)
-    if level is Level.NAMESPACES:
-        _require(layers if layers is not None else tuple(_tried(*attempt) for attempt in _REQUIRED))
+    if level is not None:
+        refuse_unbuilt(level)
+    if level is Level.NONE:
+        return level
+    if layers is None:
+        layers = tuple(_tried(*attempt) for attempt in _REQUIRED)
+        if level is not Level.NAMESPACES:
+            layers = (*layers, _nsjail(environ))
+    if level is None:
+        if environ.get(nsjail_binary.VARIABLE):
+            nsjail_binary.find(environ)
+        level = Level.NSJAIL if any(layer.name == NSJAIL and layer.ok for layer in layers) else Level.NAMESPACES
+    _require(level, layers)
     return level
 
 
-def _require(layers: tuple[Layer, ...]) -> None:
+def _require(level: Level, layers: tuple[Layer, ...]) -> None:
     required = {name for name, _, _ in _REQUIRED}
     missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in required and not layer.ok]
     if missing:
         raise IsolationError(
-            f"isolation={Level.NAMESPACES.value}: this machine lacks {'; '.join(missing)}. Start as root with "
+            f"isolation={level.value}: this machine lacks {'; '.join(missing)}. Start as root with "
             "CAP_SYS_ADMIN, or allow unprivileged user namespaces (sysctl user.max_user_namespaces and "
             "kernel.apparmor_restrict_unprivileged_userns, and in a container its seccomp profile), or ask for "
             "isolation=none by name"
         )
+    lacks = next((layer.found for layer in layers if layer.name == NSJAIL and not layer.ok), None)
+    if level is Level.NSJAIL and lacks:
+        raise IsolationError(f"isolation={level.value}: {lacks}; or ask for isolation={Level.NAMESPACES.value}")
 
 
 def _tried(name: str, attempt: Callable[[], str], purpose: str) -> Layer:
@@ -237,10 +256,27 @@ def _make_and_remove(folder: str) -> None:
 
 
 def _nsjail(environ: Mapping[str, str]) -> Layer:
-    asked = environ.get("RSTAR_NSJAIL")
-    path = shutil.which(asked or "nsjail", path=environ.get("PATH", os.defpath))
-    missing = f"no program at RSTAR_NSJAIL={asked}" if asked else "not on PATH, and RSTAR_NSJAIL is not set"
-    return Layer("nsjail", path is not None, path or missing, "level nsjail (not built yet)")
+    try:
+        path = nsjail_binary.find(environ)
+        _try_nsjail(environ)
+    except (ConfigError, OSError, subprocess.TimeoutExpired) as why:
+        return Layer(NSJAIL, False, str(why), "level nsjail")
+    return Layer(NSJAIL, True, path, "level nsjail")
+
+
+def _try_nsjail(environ: Mapping[str, str]) -> None:
+    """A jail around a line of this Python, by the same launcher and policy as a zygote's. Takes half a second."""
+    holds = "os.getuid() == 0 and os.getpid() > 1 and not os.listdir('/tmp') and not os.path.exists('/proc')"
+    spec = JailSpec(Level.NSJAIL, Interpreter.find(sys.executable), _GUEST_DIR, {}, (), *host_uids(0, 1))
+    spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({holds}))"))
+    with open(os.devnull) as null:  # in place of the socket
+        argv, fd = command(spec, null.fileno()), null.fileno()
+        run = subprocess.run(
+            argv, pass_fds=[fd], env=environ, stdin=null, capture_output=True, timeout=_TRIAL_S, check=False
+        )
+    if run.returncode:
+        said = run.stderr.decode(errors="replace").strip() or f"the jail does not hold (status {run.returncode})"
+        raise IsolationError(f"a trial failed: {said[:_TRIAL_TEXT]}")
 
 
 def _expect(holds: bool, found: str, otherwise: str) -> str:

@@ -22,7 +22,8 @@ from sandbox.jail import kernel
 from sandbox.jail.interpreter import HOME, Interpreter
 from sandbox.jail.spec import GUEST, JailSpec
 
-# Mounted on for a moment, until pivot_root: every Linux host has it, and nothing that we mount comes from it.
+# Mounted on for a moment, until the root is entered or moved: every Linux host has it, and nothing that we mount comes
+# from it.
 STAGE = "/proc"
 LARGE_BYTES = 4 << 20
 """From here on one more mount is cheaper than a copy in every jail's memory."""
@@ -36,8 +37,8 @@ ETC = {
 _READ_ONLY = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 
 
-def build(spec: JailSpec) -> None:
-    """Make the root in this (new, own) mount namespace, move into it, and let go of the host's."""
+def lay_out(spec: JailSpec) -> None:
+    """Make the root in this (new, own) mount namespace, at `STAGE`."""
     # First of all: whatever is mounted from here on must not appear on the host.
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("jail", STAGE, "tmpfs", kernel.MS_NOSUID, "mode=755")
@@ -49,6 +50,15 @@ def build(spec: JailSpec) -> None:
     _make_devices()
     # Last, when nothing is left to create: read-only as a file system, not only as a mount of it.
     kernel.mount("jail", STAGE, flags=kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID, options="mode=755")
+
+
+def move_to(folder: str) -> None:
+    """Take what was laid out to `folder`, for another program to enter; what `STAGE` hid is there again."""
+    kernel.mount(STAGE, folder, flags=kernel.MS_MOVE)
+
+
+def enter() -> None:
+    """Move into what was laid out, and let go of the host's root."""
     os.chdir(STAGE)
     # Old and new root on one spot: the old one ends on top and is detached, and no folder for it stays behind.
     kernel.pivot_root(".", ".")

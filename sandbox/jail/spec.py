@@ -24,7 +24,7 @@ class Level(StrEnum):
     """How strong a jail is, from the strongest down."""
 
     NSJAIL = "nsjail"
-    """nsjail around the zygote. Not built yet."""
+    """nsjail around the zygote."""
     NAMESPACES = "namespaces"
     """Our own namespaces and read-only root."""
     LANDLOCK = "landlock"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import Interpreter, JailSpec, choose, host_uids
+from sandbox.jail import Interpreter, JailSpec, Level, choose, host_uids
 from sandbox.runtime import default_python
 from tests.jail import jails
 
@@ -55,23 +56,40 @@ def python() -> Interpreter:
 def guest_dir(tmp_path: Path) -> Path:
     (tmp_path / "guest").mkdir()
     (tmp_path / "guest" / "zygote.py").write_text("raise SystemExit(3)")
+    shutil.copy(jails.REPOSITORY / "sandbox/guest/init.py", tmp_path / "guest")
     return tmp_path / "guest"
 
 
-@pytest.fixture(params=["root with a range of uids", "root with one uid", "ordinary user"])
+WAYS = ("root with a range of uids", "root with one uid", "ordinary user")
+
+
+@pytest.fixture(scope="session")
+def nsjail(machine: None) -> None:
+    try:
+        choose("nsjail")
+    except IsolationError as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(params=[*WAYS, *(f"nsjail, {name}" for name in WAYS)])
 def way(request: pytest.FixtureRequest, machine: None, python: Interpreter, guest_dir: Path) -> Way:
-    if request.param == "ordinary user":
+    name: str = request.param
+    level = Level.NAMESPACES
+    if name.startswith("nsjail"):
+        request.getfixturevalue("nsjail")
+        level = Level.NSJAIL
+    if name.endswith("ordinary user"):
         system = jails.system_python()
         if os.geteuid() != 0:
-            return Way(request.param, jails.spec_for(python, (None, 0), guest_dir), ordinary=False)
+            return Way(name, jails.spec_for(python, (None, 0), guest_dir, level), ordinary=False)
         if system is None or not jails.is_readable_to_others():
             pytest.skip("ordinary user: needs a system Python 3.11 and a repository that others may read")
         for folder in (guest_dir, guest_dir.parent, guest_dir.parent.parent, guest_dir.parent.parent.parent):
             folder.chmod(0o755)  # pytest's own, closed to others
-        return Way(request.param, jails.spec_for(find(system), (None, 0), guest_dir), ordinary=True)
+        return Way(name, jails.spec_for(find(system), (None, 0), guest_dir, level), ordinary=True)
     if os.geteuid() != 0:
-        pytest.skip(f"{request.param}: needs root")
-    uids = host_uids(7, 10) if "range" in request.param else (None, 0)
-    if "range" in request.param and uids[0] is None:
+        pytest.skip(f"{name}: needs root")
+    uids = host_uids(7, 10) if "range" in name else (None, 0)
+    if "range" in name and uids[0] is None:
         pytest.skip("range of uids: this container has too few")
-    return Way(request.param, jails.spec_for(python, uids, guest_dir), ordinary=False)
+    return Way(name, jails.spec_for(python, uids, guest_dir, level), ordinary=False)

@@ -123,8 +123,10 @@ def is_readable_to_others() -> bool:
     return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (REPOSITORY, *REPOSITORY.parents))
 
 
-def spec_for(python: Interpreter, uids: tuple[int | None, int], guest_dir: Path) -> JailSpec:
-    return JailSpec(Level.NAMESPACES, python, str(guest_dir), ENV, (), *uids)
+def spec_for(
+    python: Interpreter, uids: tuple[int | None, int], guest_dir: Path, level: Level = Level.NAMESPACES
+) -> JailSpec:
+    return JailSpec(level, python, str(guest_dir), ENV, (), *uids)
 
 
 def _output(argv: list[str]) -> str:

@@ -59,7 +59,7 @@ tell(seen)
     seen = set(way.ask(code))
     libraries = {target for _, target in way.spec.python.libraries}
     folders = {str(folder) for path in libraries for folder in Path(path).parents} - {"/"}
-    own = {"/dev", "/etc", "/guest", "/python", "/tmp", "/python/bin", "/guest/zygote.py"}
+    own = {"/dev", "/etc", "/guest", "/python", "/tmp", "/python/bin", "/guest/zygote.py", "/guest/init.py"}
     devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "shm")}
     etc = {f"/etc/{name}" for name in ("passwd", "group", "hosts")}
     rest = {path for path in seen if not path.startswith("/python/")}
@@ -166,7 +166,8 @@ os.waitpid(child, 0)
         assert int(steps[2]) <= 1 << 20
         assert files == ["large", "mine", "mine2"]
         assert mount == os.strerror(1)
-        uids = {jails.host_uid(pid) for pid in jails.descendants(jail.process.pid)}
+        outside = 2 if way.spec.level is Level.NSJAIL else 0  # the launcher and nsjail, which only wait
+        uids = {jails.host_uid(pid) for pid in jails.descendants(jail.process.pid)[outside:]}
         if base is not None:
             assert uids == {base, base + 1003}
         assert 0 not in uids
@@ -216,7 +217,8 @@ def test_killing_the_outer_process_takes_the_jail_down(way: Way, number: signal.
     with way.started(FAMILY) as jail:
         assert jail.answer() == "ready"
         inside = [os.pidfd_open(pid) for pid in jails.descendants(jail.process.pid)[1:]]
-        assert len(inside) == 4  # init, the guest, and its two
+        # Init, the guest, and its two; and nsjail.
+        assert len(inside) == (5 if way.spec.level is Level.NSJAIL else 4)
         jail.process.send_signal(number)
         assert jail.process.wait(jails.DEADLINE_S) == -number
         assert jail.is_silent()
@@ -232,10 +234,12 @@ def test_the_end_of_the_guest_ends_what_it_started(way: Way) -> None:
         assert jail.is_silent()
 
 
-@pytest.mark.parametrize("level", [Level.NAMESPACES, Level.NONE])
+@pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES, Level.NONE])
 def test_jail_lives_as_long_as_the_server_and_not_its_threads(
-    machine: None, python: Interpreter, guest_dir: Path, level: Level
+    request: pytest.FixtureRequest, machine: None, python: Interpreter, guest_dir: Path, level: Level
 ) -> None:
+    if level is Level.NSJAIL:
+        request.getfixturevalue("nsjail")
     ours, theirs = socket.socketpair()
     ours.settimeout(jails.DEADLINE_S)
     fd = theirs.fileno()

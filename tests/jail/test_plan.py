@@ -47,19 +47,19 @@ def test_guest_environment_is_the_spec_and_the_packages() -> None:
     assert spec(Level.NONE, env={"A": "1"}).guest_env() == {"A": "1"}
 
 
-@pytest.mark.parametrize("level", [Level.NSJAIL, Level.LANDLOCK])
-def test_levels_to_come_are_refused(level: Level) -> None:
+def test_levels_to_come_are_refused() -> None:
     for build in (lambda one: command(one, 3), call_plan):
-        with pytest.raises(IsolationError, match=f"isolation={level.value}: not built yet"):
-            build(spec(level))
+        with pytest.raises(IsolationError, match="isolation=landlock: not built yet"):
+            build(spec(Level.LANDLOCK))
 
 
-def test_plan_is_json_and_has_every_layer() -> None:
-    plan = json.loads(json.dumps(call_plan(spec(uid_base=HIGH_UIDS, uid_count=2000))))
+@pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
+def test_plan_is_json_and_has_every_layer(level: Level) -> None:
+    plan = json.loads(json.dumps(call_plan(spec(level, uid_base=HIGH_UIDS, uid_count=2000))))
     assert plan.pop("unshare") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
     assert b64decode(plan.pop("seccomp")) == seccomp.program()
     assert plan == {
-        "level": "namespaces",
+        "level": level.value,
         "unshare_pid": True,
         "tmpfs": "/tmp",
         "inodes": 4096,

@@ -1,0 +1,101 @@
+"""The text that nsjail is started with, as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox.jail import JailSpec, Level, kernel, namespaces
+from sandbox.jail.nsjail_config import CAPABILITIES, Start, config, quoted
+from tests.jail.test_plan import PYTHON
+
+START = Start(fd=7, alive=9, root="/run/root", log="/run/nsjail.log", id_map="0 1381171200 1064", nice=5)
+
+GOLDEN = """\
+name: "rstar-sandbox"
+mode: ONCE
+hostname: "sandbox"
+cwd: "/"
+log_level: WARNING
+keep_env: false
+keep_caps: false
+cap: "CAP_SYS_ADMIN"
+cap: "CAP_SETUID"
+cap: "CAP_SETGID"
+cap: "CAP_SETPCAP"
+cap: "CAP_KILL"
+disable_no_new_privs: false
+clone_newuser: true
+clone_newpid: true
+clone_newns: true
+clone_newnet: true
+clone_newipc: true
+clone_newuts: true
+clone_newcgroup: false
+iface_no_lo: true
+mount_proc: false
+time_limit: 0
+disable_rl: true
+log_file: "/run/nsjail.log"
+nice_level: 5
+uidmap { inside_id: "0" outside_id: "1381171200" count: 1064 }
+gidmap { inside_id: "0" outside_id: "1381171200" count: 1064 }
+mount { src: "/run/root" dst: "/" is_bind: true is_dir: true rw: false nosuid: true }
+pass_fd: 7
+pass_fd: 9
+envar: "PYTHONPATH=/python/packages0"
+envar: "GREETING=\\042h\\303\\251\\042\\012"
+exec_bin { path: "/python/bin/python3" arg: "-I" arg: "-S" arg: "-B" arg: "/guest/init.py" arg: "9" \
+arg: "/python/bin/python3" arg: "-s" arg: "-B" arg: "/guest/zygote.py" arg: "--fd" arg: "7" }
+"""
+
+
+def spec(**more: object) -> JailSpec:
+    return JailSpec(Level.NSJAIL, PYTHON, "/src/guest", **more)  # type: ignore[arg-type]
+
+
+def test_whole_text() -> None:
+    assert config(spec(env={"GREETING": '"h\u00e9"\n'}), START) == GOLDEN
+
+
+def test_capabilities_are_those_that_calls_need() -> None:
+    assert {getattr(kernel, name) for name in CAPABILITIES} == namespaces.KEPT
+
+
+def unquoted(literal: str) -> str:
+    """What protobuf's text format reads, slowly."""
+    assert literal[0] == literal[-1] == '"'
+
+    def read(text: str) -> Iterator[int]:
+        for octal, plain in re.findall(r"\\([0-7]{3})|([ !#-\[\]-~])", text):
+            yield int(octal, 8) if octal else ord(plain)
+
+    inside = literal[1:-1]
+    assert re.fullmatch(r"(?:\\[0-7]{3}|[ !#-\[\]-~])*", inside)
+    return bytes(read(inside)).decode()
+
+
+@given(st.text())
+def test_any_text_is_one_literal(text: str) -> None:
+    assert unquoted(quoted(text)) == text
+
+
+@given(st.dictionaries(st.text(min_size=1), st.text()), st.lists(st.text(), min_size=1))
+def test_no_text_adds_a_field(env: dict[str, str], argv: list[str]) -> None:
+    lines = config(spec(env=env, argv=tuple(argv)), START).splitlines()
+    names = [line.split()[0] for line in lines]
+    expected = [line.split()[0] for line in GOLDEN.splitlines() if not line.startswith('envar: "GREETING')]
+    assert [name for name in names if name != "envar:"] == [name for name in expected if name != "envar:"]
+    assert names.count("envar:") == len({"PYTHONPATH": "", **env})
+
+
+@pytest.mark.parametrize("id_map", ["0 65534 1", "0 0 1"])
+def test_one_id_is_mapped_as_said(id_map: str) -> None:
+    inside, outside, count = id_map.split()
+    fields = f'{{ inside_id: "{inside}" outside_id: "{outside}" count: {count} }}'
+    text = config(spec(), Start(7, 9, "/run/root", "/run/nsjail.log", id_map, 0))
+    assert f"uidmap {fields}\ngidmap {fields}\n" in text
