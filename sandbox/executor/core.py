@@ -16,6 +16,7 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import trio
 
 from sandbox import jail, runtime
 from sandbox.config import ExecutorConfig
-from sandbox.errors import ProtocolError
+from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor import clock, verdict
 from sandbox.executor.family import MAX_SLOTS, Family, Zygote
 from sandbox.executor.verdict import WireResult
@@ -82,11 +83,36 @@ class Executor:
 
     async def run(self) -> None:
         """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""
+        tree = self._plant()
+        try:
+            await self._run()
+        finally:
+            if tree is not None:
+                tree.close()
+
+    async def _run(self) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for family in self.families:
                 nursery.start_soon(family.run)
             nursery.start_soon(self._end_wedged)
+
+    def _plant(self) -> jail.Tree | None:
+        """Control groups for all slots, if the machine grants any; without them, limits hold for each process."""
+        if self.level is jail.Level.NONE:
+            return None
+        try:
+            tree = jail.Tree(sum(family.slots.count for family in self.families))
+        except IsolationError as why:
+            log.warning("no control groups, so limits hold for each process of a call: %s", why)
+            return None
+        log.info("control groups: %s", tree)
+        first = 0
+        for family in self.families:
+            family.slots.equip(tree.groups[first : first + family.slots.count])
+            family.doors = partial(_doors, tree, first)
+            first += family.slots.count
+        return tree
 
     async def wait_ready(self) -> None:
         """Until every zygote has been warm once."""
@@ -151,7 +177,15 @@ class Executor:
         return None
 
     def _start(self, work: Work, family: Family, zygote: Zygote) -> None:
-        zygote.start(work, next(self._tickets), family.free.pop(), time.monotonic())
+        slot = family.free.pop()
+        try:
+            family.slots.begin(slot, work.most_memory(family.inherited), work.most_processes)
+        except OSError as why:
+            family.park(slot)
+            assert self._nursery is not None
+            self._nursery.start_soon(self._retry_later, work, f"its control group cannot be set: {why}")
+            return
+        zygote.start(work, next(self._tickets), slot, time.monotonic())
         if not work.modules <= zygote.modules:
             self._count_missed(work.modules - zygote.modules)
 
@@ -168,6 +202,9 @@ class Executor:
     def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None:
         self._stop_clock(work)
         was_killed = header.get("signal") == signal.SIGKILL
+        if was_killed and work.spent is not None and work.spent.was_squeezed and not work.out_of_time:
+            self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
+            return
         try:
             result = verdict.judge(
                 header,
@@ -177,6 +214,7 @@ class Executor:
                 asked_files=work.call.get("return_files", []),
                 timeout_s=work.timeout_s,
                 late=work.out_of_time and was_killed,
+                spent=work.spent,
             )
         except ProtocolError as why:
             self._retry(work, str(why))
@@ -268,3 +306,8 @@ class Executor:
                 if any(w.give_up_at < now for z in family.zygotes.values() for w in z.calls.values()):
                     log.error("a zygote has not answered in time; its jail is ended")
                     family.kill()
+
+
+def _doors(tree: jail.Tree, first: int, slot: int) -> list[int]:
+    """Into the group of one family's slot, whose first is so far on."""
+    return tree.doors(first + slot)

@@ -10,8 +10,10 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import trio
@@ -21,6 +23,7 @@ from sandbox.errors import NodeError, ProtocolError
 from sandbox.executor import frames
 from sandbox.executor.imports import ORDER
 from sandbox.executor.link import Link
+from sandbox.executor.slot import Slots
 from sandbox.executor.work import Work
 from sandbox.types import Profile
 
@@ -42,6 +45,7 @@ class Owner(Protocol):
     def on_failed(self, work: Work, why: str) -> None: ...
     def on_overdue(self, work: Work, wall_s: float, pidfd: int) -> None: ...
     def on_lost(self, works: list[Work], why: str) -> None: ...
+    def pump(self) -> None: ...
 
 
 class Zygote:
@@ -78,7 +82,11 @@ class Family:
     """One jail's worth of zygotes and slots."""
 
     def __init__(self, spec: jail.JailSpec, profiles: tuple[Profile, ...], slots: int, owner: Owner) -> None:
-        self.free = list(range(slots - 1, -1, -1))
+        self.slots = Slots(slots)
+        self.doors: Callable[[int], list[int]] | None = None
+        """Opens the ways into a slot's control group, where there are such groups."""
+        self.inherited = 0
+        """Bytes of its own that the largest zygote has had: what a call may come to copy by writing to it."""
         self.zygotes: dict[Profile, Zygote] = {}
         self.deaths = 0
         self._spec = spec
@@ -88,6 +96,11 @@ class Family:
         self._changed = trio.Event()
         self._has_served = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def free(self) -> list[int]:
+        return self.slots.free
 
     @property
     def is_complete(self) -> bool:
@@ -107,6 +120,7 @@ class Family:
         """Keep every zygote alive until cancelled; then kill the jail."""
         try:
             async with trio.open_nursery() as nursery:
+                self._nursery = nursery
                 for profile in self._profiles:
                     nursery.start_soon(self._keep, profile)
         finally:
@@ -169,7 +183,18 @@ class Family:
         zygote.python = frames.text(header, "python")
         for line in frames.texts(header, "missing")[:20]:
             log.info("zygote %s: %s", zygote.profile, line)
-        zygote.send({"op": "serve", "address_space": _address_space(zygote.link.peer_pid)})
+        mapped, private = _memory_of(zygote.link.peer_pid)
+        self.inherited = max(self.inherited, private)
+        if zygote.profile is Profile.BARE and self.doors is not None:
+            self._hand_over(zygote.link, self.doors)
+        zygote.send({"op": "serve", "address_space": mapped})
+
+    def _hand_over(self, link: Link, doors: Callable[[int], list[int]]) -> None:
+        """The ways into the groups, to the zygote from which all others are forked."""
+        for slot in range(self.slots.count):
+            for fd in doors(slot):
+                link.write(frames.pack({"op": "door", "slot": slot}), fd)
+                os.close(fd)
 
     def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
         ticket: Any = header.get("id")
@@ -196,7 +221,22 @@ class Family:
 
     def _release(self, zygote: Zygote, ticket: int, work: Work) -> None:
         del zygote.calls[ticket]
-        self.free.append(work.slot)
+        work.spent = self.slots.end(work.slot)
+        self.give_back(work.slot)
+
+    def give_back(self, slot: int) -> None:
+        """A call has left its slot; it is free at once, or as soon as the kernel agrees."""
+        if not self.slots.give_back(slot):
+            self.park(slot)
+
+    def park(self, slot: int) -> None:
+        """Not to be used just now."""
+        assert self._nursery is not None
+        self._nursery.start_soon(self._settle, slot)
+
+    async def _settle(self, slot: int) -> None:
+        await self.slots.settle(slot)
+        self._owner.pump()
 
     def _bury(self, zygote: Zygote, why: str) -> None:
         self.deaths += 1
@@ -205,7 +245,9 @@ class Family:
             del self.zygotes[zygote.profile]
         lost = list(zygote.calls.values())
         zygote.calls.clear()
-        self.free += [work.slot for work in lost]
+        for work in lost:
+            self.slots.end(work.slot)
+            self.give_back(work.slot)
         if zygote.profile is Profile.BARE:
             self._end_jail(zygote.jail)
         self._notify()
@@ -246,10 +288,11 @@ class Family:
             self.zygotes = {name: zygote for name, zygote in self.zygotes.items() if zygote.jail is not process}
 
 
-def _address_space(pid: int) -> int:
-    """Bytes that a process maps (first field of /proc/PID/statm, in pages)."""
+def _memory_of(pid: int) -> tuple[int, int]:
+    """Bytes that a process maps, and those in memory that are no file's (/proc/PID/statm counts pages)."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
-            return int(statm.read().split()[0]) * 4096
+            mapped, resident, shared = map(int, statm.read().split()[:3])
+            return mapped * 4096, (resident - shared) * 4096
     except OSError as why:
         raise ProtocolError(f"its process {pid} cannot be read: {why}") from None

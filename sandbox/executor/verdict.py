@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox.executor.frames import number
+from sandbox.jail import Spent
 from sandbox.types import Status
 
 _REPORT = struct.Struct("<6i")
@@ -56,14 +57,17 @@ def judge(
     asked_files: list[str],
     timeout_s: float,
     late: bool,
+    spent: Spent | None = None,
 ) -> WireResult:
-    """The result of a call whose process has ended; `late` if we ended it for its time. Raises `ProtocolError`."""
+    """The result of a call whose process has ended; `late` if we ended it for its time, `spent` what the kernel counted
+    of all its processes, if it did. Raises `ProtocolError`."""
     stdout, stderr, report_bytes, files = (*blobs, b"", b"", b"", b"")[:4]
     report = Report.parse(report_bytes)
     code = None if done.get("code") is None else int(number(done, "code"))
     ended_by = None if done.get("signal") is None else int(number(done, "signal"))
     out_cut, err_cut = done.get("out_cut") is True, done.get("err_cut") is True
-    status = _status(code, late, out_cut or err_cut, report)
+    was_oom = ended_by == signal.SIGKILL and spent is not None and spent.was_oom
+    status = _status(code, late, out_cut or err_cut, was_oom, report)
     cuts = {
         "stdout": out_cut,
         "stderr": err_cut,
@@ -85,21 +89,33 @@ def judge(
         "usage": {
             "queue_ms": 0.0,
             "run_ms": number(done, "wall_ms"),
-            "cpu_ms": number(done, "cpu_ms"),
-            "peak_memory_mb": round(number(done, "peak_kb") / 1024, 1),
+            "cpu_ms": _cpu_ms(done, spent),
+            "peak_memory_mb": round(_peak_bytes(done, spent) / (1 << 20), 1),
         },
         "attempts": attempts,
         "clamped": {},
     }
 
 
-def _status(code: int | None, late: bool, flooded: bool, report: Report) -> Status:
+def _cpu_ms(done: dict[str, Any], spent: Spent | None) -> float:
+    """Of all its processes, or where nobody counted those, of the first and what it waited for."""
+    first = number(done, "cpu_ms")
+    return first if spent is None or spent.cpu_ms is None else round(spent.cpu_ms, 3)
+
+
+def _peak_bytes(done: dict[str, Any], spent: Spent | None) -> float:
+    """Of all its processes together, without what they share with the zygote; else of the largest, with that."""
+    largest = number(done, "peak_kb") * 1024
+    return largest if spent is None or spent.peak_bytes is None else max(0, spent.peak_bytes)
+
+
+def _status(code: int | None, late: bool, flooded: bool, was_oom: bool, report: Report) -> Status:
     if flooded:  # before the time-out: how far a flood got in its time depends on the load, that it flooded does not
         return Status.OUTPUT_LIMIT
     if late:
         return Status.TIMEOUT
     if code is None:
-        return Status.KILLED
+        return Status.MEMORY_LIMIT if was_oom else Status.KILLED
     if code == 0:
         return Status.OK
     return Status.MEMORY_LIMIT if report.bits & _OUT_OF_MEMORY else Status.ERROR
@@ -117,6 +133,8 @@ def _error(
     if status is Status.KILLED:
         name = _signal_name(ended_by)
         return _words(name, f"killed by signal {ended_by} ({name})")
+    if status is Status.MEMORY_LIMIT and code is None:
+        return _words("MemoryLimit", "its processes together used up memory_mb; the kernel ended them")
     if report.error is None:
         return _words("SystemExit", str(code))
     kind, message, trace, line = report.error

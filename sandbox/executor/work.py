@@ -10,6 +10,7 @@ import trio
 
 from sandbox.executor import clock, frames, imports
 from sandbox.executor.verdict import WireResult
+from sandbox.jail import Spent
 from sandbox.types import LIMIT_FIELDS, Profile, unavailable
 
 RETURN_BYTES = 16 << 20
@@ -40,6 +41,7 @@ class Work:
     clock: trio.CancelScope | None = None
     out_of_time: bool = False
     starved: bool = False
+    spent: Spent | None = None
     cancelled: bool = False
 
     @classmethod
@@ -60,6 +62,20 @@ class Work:
         """No outcome is longer: stdout, stderr, a report of value and traceback, and returned files."""
         return 4 * (int(self.limits["output_kb"]) << 10) + REPORT_BYTES + RETURN_BYTES
 
+    def most_memory(self, inherited: int) -> int:
+        """Bytes that its processes may hold together before the kernel ends them, in a zygote with so many of its own.
+
+        What is in its files and its output is memory, too, and so is a copied page of the zygote's. All have room of
+        their own, so that a call within each of its limits is never ended for their sum.
+        """
+        disk = int(self.limits["disk_mb"]) << 20
+        return inherited + (int(self.limits["memory_mb"]) << 20) + disk + self.most_bytes
+
+    @property
+    def most_processes(self) -> int:
+        asked = int(self.limits["processes"])
+        return asked if MOST_PROCESSES < 0 else min(asked, MOST_PROCESSES)
+
     def drop(self) -> None:
         """Nobody waits for it any more: it stays where it is, but small."""
         self.cancelled = True
@@ -73,7 +89,6 @@ class Work:
         self.ordered_at = now
         self.give_up_at = now + clock.hard_cap_s(self.timeout_s) + GRACE_S
         files = call.get("files", {})
-        processes = int(limits["processes"])
         header = {
             "op": "call",
             "id": ticket,
@@ -81,7 +96,7 @@ class Work:
             "timeout_s": self.timeout_s,
             "memory": int(limits["memory_mb"]) << 20,
             "output": int(limits["output_kb"]) << 10,
-            "processes": processes if MOST_PROCESSES < 0 else min(processes, MOST_PROCESSES),
+            "processes": self.most_processes,
             "disk_mb": int(limits["disk_mb"]),
             "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES),
             "echo": call.get("echo", True),

@@ -49,6 +49,7 @@ class Confinement:
         self.address_space = 0  # bytes the zygote itself maps; the executor says so, since there is no /proc here
         if self._drop_caps:
             _drop_bounding_set()
+        self.doors: dict[int, list[int]] = {}  # by slot
         self._home = -1
         self.settle()
 
@@ -67,6 +68,11 @@ class Confinement:
         """Undo `before_fork` in the zygote: a process may have only one namespace waiting for its children."""
         if self._unshare_pid:
             _check(_setns(self._home, _CLONE_NEWPID), "setns(own PID namespace)")
+
+    def join(self, slot: int) -> None:
+        """Be counted and bounded with the control groups of the slot, to which we were given descriptors."""
+        for door in self.doors.get(slot, ()):
+            os.write(door, b"0")
 
     def enter(self, slot: int, limits: dict) -> None:
         """Confine this process for good. Mounts come first (they need privilege), then the identity that had the

@@ -4,6 +4,7 @@ Owns its running calls: it forks them, reaps them, and sends each one's outcome 
 takes orders over one socket from the executor, which alone decides about time:
 
     configure {plan, profile}   first            ready   {profile, python, missing}
+    door {slot} + a descriptor  to its groups
     serve {address_space}       limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
     call {id, slot, ...} + code, stdin, files     failed  {id, why}      the call did not start; nothing ran
     kill {id}                                     overdue {id, wall_ms} + a pidfd, once, when timeout_s has passed
@@ -142,6 +143,9 @@ class Zygote:
     def _do_serve(self, header: dict, _blobs: list) -> None:
         self.layers.address_space = header["address_space"]
 
+    def _do_door(self, header: dict, _blobs: list) -> None:
+        self.layers.doors.setdefault(header["slot"], []).append(self.frames.fds.pop(0))
+
     def _do_call(self, call: dict, blobs: list) -> None:
         running = Running(call)
         try:
@@ -186,6 +190,7 @@ class Zygote:
     def _child(self, running: Running, call: dict, blobs: list, fds: list) -> None:
         """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return."""
         try:
+            self.layers.join(running.slot)  # first, so that every page the call copies counts as its own
             _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
             for fd, name in fds:
                 os.dup2(fd, name)

@@ -8,6 +8,8 @@
 Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
 """
 
+from sandbox.jail.cgroups import Tree
+from sandbox.jail.group import Group, Spent
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.plan import call_plan, command
 from sandbox.jail.probe import Layer, choose, probe
@@ -16,10 +18,13 @@ from sandbox.jail.uids import host_uids
 
 __all__ = [
     "SLOT_UID",
+    "Group",
     "Interpreter",
     "JailSpec",
     "Layer",
     "Level",
+    "Spent",
+    "Tree",
     "call_plan",
     "choose",
     "command",

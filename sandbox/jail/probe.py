@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import kernel, nsjail_binary, seccomp, userns
+from sandbox.jail import cgroups, kernel, nsjail_binary, seccomp, userns
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.plan import command, refuse_unbuilt
 from sandbox.jail.spec import JailSpec, Level
@@ -220,39 +220,34 @@ def _landlock() -> str:
     return f"ABI {kernel.landlock_abi()}"
 
 
-def _cgroup2() -> str:
-    with open("/proc/self/cgroup", encoding="utf-8") as file:
-        path = next((line[3:].strip() for line in file if line.startswith("0::")), "/")
-    mounted = _mounted("cgroup2")
-    folder = os.path.join(mounted[0], path.lstrip("/"))
-    with open(f"{folder}/cgroup.controllers", encoding="ascii") as file:
-        controllers = file.read().split()
-    _make_and_remove(folder)
-    return _expect({"memory", "pids"} <= set(controllers), f"{folder}: writable", f"{folder}: no memory, pids there")
+def _control_groups() -> str:
+    """A group is made, a process goes in, uses 4 MiB under a limit of one process, and is counted."""
+    tree = cgroups.Tree(1)
+    try:
+        group, doors = tree.groups[0], tree.doors(0)
+        group.begin(64 * MIB, 1)
+        child = os.fork()
+        if child == 0:
+            os._exit(_fill(doors))
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            raise OSError("a process could not enter, or its limit did not hold")
+        peak = group.end().peak_bytes
+        return _expect(peak is None or peak >= 4 * MIB, str(tree), f"4 MiB were counted as {peak} bytes")
+    finally:
+        tree.close()
 
 
-def _cgroup1() -> str:
-    folders = _mounted("cgroup")
-    wanted = [folder for folder in folders if os.path.basename(folder) in ("memory", "pids")]
-    if len(wanted) < 2:
-        raise OSError(f"no memory and pids hierarchies among {folders}")
-    for folder in wanted:
-        _make_and_remove(folder)
-    return f"{', '.join(wanted)}: writable"
-
-
-def _mounted(kind: str) -> list[str]:
-    with open("/proc/self/mounts", encoding="utf-8") as file:
-        places = [fields[1] for line in file if (fields := line.split())[2] == kind]
-    if not places:
-        raise OSError(f"no file system of type {kind} is mounted")
-    return places
-
-
-def _make_and_remove(folder: str) -> None:
-    path = f"{folder}/probe-{os.getpid()}"
-    os.mkdir(path)
-    os.rmdir(path)
+def _fill(doors: list[int]) -> int:
+    for door in doors:
+        os.write(door, b"0")
+    bytearray(b"x" * (4 * MIB))
+    try:
+        child = os.fork()
+    except BlockingIOError:
+        return 0
+    if child == 0:
+        os._exit(0)
+    return 1
 
 
 def _nsjail(environ: Mapping[str, str]) -> Layer:
@@ -303,6 +298,5 @@ _OPTIONAL: tuple[_Attempt, ...] = (
     ("uid range", _uid_range, "a host uid of its own for every call at once"),
     ("schedstat", _schedstat, "time limits on a call's own clock, whatever the load"),
     ("Landlock", _landlock, "level landlock (not built yet)"),
-    ("cgroup v2", _cgroup2, "memory and process limits over a whole call (not built yet)"),
-    ("cgroup v1", _cgroup1, "the same, on older hosts (not built yet)"),
+    ("control groups", _control_groups, "limits and counts of a whole call; else limits hold for each process"),
 )

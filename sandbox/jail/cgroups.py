@@ -1,0 +1,185 @@
+"""Control groups: the kernel counts and bounds what a whole call uses, however many processes it starts.
+
+    where the server runs / rstar-sandbox-PID-RANDOM / 0, 1, 2 ...      a group per slot, made once, used by many calls
+
+- Version 1 is three hierarchies (memory, pids, and cpuacct where there is one), version 2 is one; `Tree` hides which.
+- A tree belongs to one executor, which holds a lock on it (flock(2)) for as long as it lives. A tree that nobody has
+  locked is left over from one that was killed, and whoever plants the next tree removes it.
+- Groups are made below the one the server runs in, so that the operator's limits on the server hold for its calls.
+- A call enters by a file that was opened out here (`Tree.doors`): the kernel goes by the rights of the opener. Nothing
+  in a jail sees a file system of groups.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from sandbox.errors import IsolationError
+from sandbox.jail.group import OPEN_FILES, V1, Dialect, Group, kill_members
+
+PREFIX = "rstar-sandbox-"
+LONGEST_END_S = 5.0
+"""For killed processes to be gone from a group; they need milliseconds, and more only on a swamped machine."""
+MOST_DOORS = 3
+OTHER_FILES = 256
+"""Descriptors that a process needs for all else."""
+_TRIES = 5
+
+
+class Tree:
+    """One executor's groups. Raises `IsolationError` where this process may not make any."""
+
+    def __init__(self, slots: int) -> None:
+        _want_files(slots)
+        self._dialect, homes = _find()
+        self._folders: dict[str, str] = {}  # by the name of the hierarchy
+        self._locks: dict[str, int] = {}  # by folder: hierarchies may be mounted together
+        self.groups: list[Group] = []
+        """One for each slot."""
+        try:
+            for name, home in homes.items():
+                self._folders[name] = self._planted(home)
+            for number in range(slots):
+                self.groups.append(self._made(number))
+        except OSError as why:
+            self.close()
+            raise IsolationError(f"cgroups: {why}") from None
+
+    def __str__(self) -> str:
+        return f"{self._dialect.name}, {', '.join(self._locks)}"
+
+    def doors(self, number: int) -> list[int]:
+        """Descriptors to which a process writes "0" to enter the group of a slot. The caller closes them."""
+        return [_open(f"{folder}/{number}/{self._dialect.door}", os.O_WRONLY) for folder in self._locks]
+
+    def close(self) -> None:
+        """Kill what is left in the groups, and remove them. Idempotent; what cannot be removed now, the next tree
+        sweeps up."""
+        for group in self.groups:
+            group.close()
+        for folder, lock in self._locks.items():
+            _remove(folder)
+            os.close(lock)
+        self.groups = []
+        self._locks = {}
+
+    def _planted(self, home: str) -> str:
+        for folder in self._locks:
+            if os.path.dirname(folder) == home:
+                return folder
+        _sweep(home)
+        folder, lock = _plant(home)
+        self._locks[folder] = lock
+        return folder
+
+    def _made(self, number: int) -> Group:
+        for folder in self._locks:
+            os.mkdir(f"{folder}/{number}")
+        return Group(self._dialect, {name: f"{folder}/{number}" for name, folder in self._folders.items()})
+
+
+def _find() -> tuple[Dialect, dict[str, str]]:
+    """The dialect, and where this process may make groups in each hierarchy."""
+    homes = own_folders()
+    if missing := [name for name in (V1.memory, V1.pids) if name not in homes]:
+        raise IsolationError(f"cgroups: no hierarchy of {' or '.join(missing)} is mounted")
+    return V1, {name: homes[name] for name in (V1.memory, V1.pids, V1.cpu_time) if name in homes}
+
+
+def own_folders() -> dict[str, str]:
+    """The folder of the group this process is in, for each controller of version 1, and for version 2 under ""."""
+    folders: dict[str, str] = {}
+    paths = dict(_own_paths())
+    for root, place, kind, options in _mounts():
+        names = [""] if kind == "cgroup2" else [name for name in options.split(",") if name in paths]
+        for name in names if kind in ("cgroup", "cgroup2") else []:
+            below = os.path.relpath(paths.get(name, "/"), root)
+            inside = not below.startswith("..")  # else what is mounted is another part of the hierarchy than ours
+            folders.setdefault(name, os.path.normpath(f"{place}/{below}") if inside else place)
+    return folders
+
+
+def _own_paths() -> Iterator[tuple[str, str]]:
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        for line in file:
+            _number, names, path = line.rstrip("\n").split(":", 2)
+            for name in names.split(","):
+                yield name, path
+
+
+def _mounts() -> Iterator[tuple[str, str, str, str]]:
+    """Root, mount point, type and the file system's options, of every mount (proc_pid_mountinfo(5))."""
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        for line in file:
+            mount, _, system = line.partition(" - ")
+            root, place = mount.split()[3:5]
+            kind, _source, options = system.split()[:3]
+            yield root, place, kind, options
+
+
+def _plant(home: str) -> tuple[str, int]:
+    """A new group and a lock on it, both ours."""
+    for _ in range(_TRIES):
+        folder = f"{home}/{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        os.mkdir(folder)
+        with suppress(FileNotFoundError):
+            lock = _open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(folder):
+                return folder, lock
+            os.close(lock)  # a sweep came between the making and the lock
+    raise OSError(errno.EAGAIN, "others remove what is made here", home)
+
+
+def _sweep(home: str) -> None:
+    """Remove the trees of executors that have ended without doing so."""
+    for name in os.listdir(home):
+        if not name.startswith(PREFIX):
+            continue
+        with suppress(FileNotFoundError):
+            lock = _open(f"{home}/{name}", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(f"{home}/{name}")
+            except BlockingIOError:
+                pass  # its executor lives
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: str) -> None:
+    """A tree with all in it, as far as that is possible in a little while."""
+    deadline = time.monotonic() + LONGEST_END_S
+    for place, _, _ in os.walk(folder, topdown=False):
+        while True:
+            try:
+                os.rmdir(place)
+                break
+            except FileNotFoundError:
+                break
+            except OSError:  # EBUSY: somebody is in it
+                kill_members(place)
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.005)
+
+
+def _want_files(slots: int) -> None:
+    """Files of the groups stay open, and the zygote holds a door to each: it takes its limit from here."""
+    wanted = (OPEN_FILES + MOST_DOORS) * slots + OTHER_FILES
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and wanted > most:
+        raise IsolationError(f"cgroups: {slots} slots need {wanted} descriptors, got {most}; raise ulimit -n")
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC)

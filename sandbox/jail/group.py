@@ -1,0 +1,182 @@
+"""One slot's control group: limits before a call, counts after it, read from files that stay open.
+
+- A limit is written only where it differs from the one that is set: most calls have the same.
+- Counters never go back, so what one call used is a difference; only the peak is reset.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+MOST_BYTES, MOST_PROCESSES = 1 << 62, 1 << 22
+"""Limits beyond every machine that the kernel still takes (pids.max: PID_MAX_LIMIT)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a version of control groups calls its files (kernel: admin-guide/cgroup-v1/, admin-guide/cgroup-v2.rst)."""
+
+    name: str
+    memory: str
+    pids: str
+    cpu_time: str
+    """The hierarchies; all but the last are needed."""
+    once: tuple[tuple[str, str], ...]
+    """Files of the memory hierarchy that are written when a group is made; those of a kernel without swap may lack."""
+    limit: str
+    peak: str
+    kills: str
+    """Under oom_kill: how many in the group the kernel has killed for want of memory, whosever limit it was."""
+    refusals: str
+    refusals_key: bytes
+    """How often the group's own limit has refused memory."""
+    cpu: str
+    cpu_key: bytes
+    cpu_per_ms: float
+    door: str
+    """What a process writes "0" to."""
+
+
+V1 = Dialect(
+    name="version 1",
+    memory="memory",
+    pids="pids",
+    cpu_time="cpuacct",
+    once=(("memory.swappiness", "0"),),
+    limit="memory.limit_in_bytes",
+    peak="memory.max_usage_in_bytes",
+    kills="memory.oom_control",
+    refusals="memory.failcnt",
+    refusals_key=b"",
+    cpu="cpuacct.usage",
+    cpu_key=b"",
+    cpu_per_ms=1e6,
+    door="tasks",  # not cgroup.procs: moving one thread takes none of the machine's locks on forks (cgroup-v1)
+)
+OPEN_FILES = 5
+"""Descriptors that a `Group` holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What one call used, all its processes together. None: the kernel does not count that here."""
+
+    cpu_ms: float | None
+    peak_bytes: int | None
+    was_oom: bool = False
+    """The kernel killed one of its processes, since together they were at their limit of memory."""
+    was_squeezed: bool = False
+    """The kernel killed one of its processes for want of memory, but the limit was another's: the machine's, or that of
+    whoever runs the server."""
+
+
+class Group:
+    """Made over `folders`, which exist: the group in each hierarchy. Raises `OSError`."""
+
+    def __init__(self, dialect: Dialect, folders: Mapping[str, str]) -> None:
+        self._dialect = dialect
+        self._memory, self._pids = folders[dialect.memory], folders[dialect.pids]
+        self._limits: tuple[int, int] | None = None
+        self._base = 0
+        for name, text in dialect.once:
+            with suppress(OSError):
+                _write(f"{self._memory}/{name}", text)
+        self._fds: list[int] = []
+        self._peak = self._opened(f"{self._memory}/{dialect.peak}", os.O_RDWR)
+        self._kills = self._opened(f"{self._memory}/{dialect.kills}", os.O_RDONLY)
+        self._refusals = self._opened(f"{self._memory}/{dialect.refusals}", os.O_RDONLY)
+        self._members = self._opened(f"{self._pids}/pids.current", os.O_RDONLY)
+        cpu = folders.get(dialect.cpu_time)
+        self._cpu = self._opened(f"{cpu}/{dialect.cpu}", os.O_RDONLY) if cpu else -1
+        self._last = self._counts()
+
+    def begin(self, memory: int, processes: int) -> None:
+        """Bound the next call to so many bytes and processes."""
+        memory, processes = min(memory, MOST_BYTES), min(processes, MOST_PROCESSES)
+        if self._limits != (memory, processes):
+            self._limits = None  # unknown, should this fail half-way
+            _write(f"{self._memory}/{self._dialect.limit}", str(memory))
+            _write(f"{self._pids}/pids.max", str(processes))
+            self._limits = (memory, processes)
+        if self._peak >= 0:
+            # What is there already (cached files, mostly) is not this call's.
+            os.pwrite(self._peak, b"0", 0)
+            self._base = int(os.pread(self._peak, 64, 0))
+
+    def end(self) -> Spent:
+        """What was used since `begin`."""
+        before, self._last = self._last, self._counts()
+        kills, refusals, cpu = (now - then for now, then in zip(self._last, before, strict=True))
+        return Spent(
+            cpu_ms=cpu / self._dialect.cpu_per_ms if self._cpu >= 0 else None,
+            peak_bytes=int(os.pread(self._peak, 64, 0)) - self._base if self._peak >= 0 else None,
+            was_oom=kills > 0 and refusals > 0,
+            was_squeezed=kills > 0 and not refusals,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the kernel counts nobody in it any more."""
+        return int(os.pread(self._members, 64, 0)) == 0
+
+    def kill(self) -> None:
+        """Every process in it that this PID namespace sees, at once."""
+        kill_members(self._pids)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+    def _opened(self, path: str, flags: int) -> int:
+        """-1 where the kernel, or the hierarchy, has no such file."""
+        try:
+            fd = os.open(path, flags | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return -1
+        self._fds.append(fd)
+        return fd
+
+    def _counts(self) -> tuple[int, int, int]:
+        """What only grows: kills, refusals, CPU time."""
+        dialect = self._dialect
+        return (
+            _number(self._kills, b"oom_kill"),
+            _number(self._refusals, dialect.refusals_key),
+            _number(self._cpu, dialect.cpu_key),
+        )
+
+
+def kill_members(folder: str) -> None:
+    """SIGKILL to every process in the group at `folder`."""
+    with suppress(FileNotFoundError), open(f"{folder}/cgroup.procs", encoding="ascii") as members:
+        for pid in map(int, members.read().split()):
+            if pid > 0:  # 0 stands for a process of another PID namespace
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _number(fd: int, key: bytes) -> int:
+    """A file's only number, or the one after `key` among lines of "key number"; 0 where the kernel does not count."""
+    if fd < 0:
+        return 0
+    text = os.pread(fd, 1024, 0)
+    if not key:
+        return int(text)
+    for line in text.splitlines():
+        name, _, number = line.partition(b" ")
+        if name == key:
+            return int(number)
+    return 0
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,0 +1,144 @@
+"""A slot is bounded before its call, asked after it, and free only once the kernel counts nobody in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from sandbox.executor.slot import KILL_AFTER_S, Slots
+from sandbox.jail import Spent
+from sandbox.jail.group import V1, Group
+
+FILES = {
+    "memory.limit_in_bytes": "0",
+    "memory.max_usage_in_bytes": "0",
+    "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n",
+    "memory.failcnt": "0",
+    "cpuacct.usage": "0",
+    "pids.max": "",
+    "pids.current": "0",
+    "cgroup.procs": "",
+}
+
+
+class Folder:
+    """What a kernel would show of a group, in ordinary files."""
+
+    def __init__(self, path: Path, *missing: str) -> None:
+        self.path = path
+        path.mkdir()
+        for name, text in FILES.items():
+            if name not in missing:
+                self.say(name, text)
+
+    def say(self, name: str, text: str) -> None:
+        (self.path / name).write_text(text)
+
+    def hears(self, name: str) -> str:
+        return (self.path / name).read_text()
+
+    def group(self) -> Group:
+        return Group(V1, {name: str(self.path) for name in ("memory", "pids", "cpuacct")})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "0")
+
+
+def equipped(folder: Folder) -> Slots:
+    slots = Slots(1)
+    slots.equip([folder.group()])
+    slots.free.pop()
+    return slots
+
+
+def test_slots_without_groups_are_free_at_once_and_know_nothing() -> None:
+    slots = Slots(2)
+    assert slots.free.pop() == 0
+    slots.begin(0, 1, 1)
+    assert slots.end(0) is None
+    assert slots.give_back(0)
+    assert slots.free == [1, 0]
+
+
+def test_limits_are_written_where_they_differ_from_the_last(folder: Folder) -> None:
+    slots = equipped(folder)
+    slots.begin(0, 1000, 5)
+    assert (folder.hears("memory.limit_in_bytes"), folder.hears("pids.max")) == ("1000", "5")
+    folder.say("pids.max", "as it was")
+    slots.begin(0, 1000, 5)
+    assert folder.hears("pids.max") == "as it was"
+    slots.begin(0, 1000, 6)
+    assert folder.hears("pids.max")[0] == "6"
+    slots.begin(0, 1 << 100, 1 << 100)
+    assert folder.hears("memory.limit_in_bytes") == str(1 << 62)
+
+
+def test_a_limit_that_could_not_be_written_is_written_again(folder: Folder) -> None:
+    slots = equipped(folder)
+    (folder.path / "pids.max").unlink()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            slots.begin(0, 1000, 5)
+    folder.say("pids.max", "")
+    slots.begin(0, 1000, 5)
+    assert folder.hears("pids.max") == "5"
+
+
+def test_what_a_call_used_is_what_was_added_since_the_last(folder: Folder) -> None:
+    slots = equipped(folder)
+    for cpu_ns, kills, refusals, expected in (
+        (5_000_000, 0, 3, Spent(5.0, 4096)),
+        (12_500_000, 1, 7, Spent(7.5, 4096, was_oom=True)),
+        (12_500_000, 1, 8, Spent(0.0, 4096)),
+        (13_500_000, 2, 8, Spent(1.0, 4096, was_squeezed=True)),
+    ):
+        folder.say("memory.max_usage_in_bytes", "1")
+        slots.begin(0, 1, 1)
+        folder.say("memory.max_usage_in_bytes", "4096\n")
+        folder.say("cpuacct.usage", f"{cpu_ns}\n")
+        folder.say("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+        folder.say("memory.failcnt", f"{refusals}\n")
+        assert slots.end(0) == expected
+
+
+@pytest.mark.parametrize("missing", ["memory.max_usage_in_bytes", "cpuacct.usage", "memory.failcnt"])
+def test_a_kernel_that_does_not_count_something_is_fine(missing: str, tmp_path: Path) -> None:
+    slots = equipped(Folder(tmp_path / "0", missing))
+    slots.begin(0, 1, 1)
+    spent = slots.end(0)
+    assert spent is not None
+    assert (spent.peak_bytes is None) == ("usage_in" in missing)
+    assert (spent.cpu_ms is None) == ("cpuacct" in missing)
+
+
+@pytest.mark.trio
+async def test_a_slot_is_free_only_when_its_group_is_empty(folder: Folder, autojump_clock: MockClock) -> None:
+    slots = equipped(folder)
+    folder.say("pids.current", "3")
+    assert not slots.give_back(0)
+    assert slots.free == []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(slots.settle, 0)
+        await trio.sleep(KILL_AFTER_S)
+        assert slots.free == []
+        folder.say("pids.current", "0")
+    assert slots.free == [0]
+
+
+@pytest.mark.trio
+async def test_who_stays_in_a_slot_is_killed(
+    folder: Folder, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = equipped(folder)
+    folder.say("pids.current", "1")
+    monkeypatch.setattr(Group, "kill", lambda _group: folder.say("pids.current", "0"))
+    before = trio.current_time()
+    await slots.settle(0)
+    assert slots.free == [0]
+    assert KILL_AFTER_S < trio.current_time() - before < 10 * KILL_AFTER_S
