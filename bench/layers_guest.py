@@ -30,20 +30,21 @@ class MeasuringZygote(zygote.Zygote):
     failed = 0
     is_mute = False
 
-    def send(self, header: dict[str, Any], *blobs: bytes) -> None:
+    def send(self, header: dict[str, Any], files: Any = ()) -> None:
         if not self.is_mute:
-            super().send(header, *blobs)
+            super().send(header, files)
 
-    def _do_measure(self, header: dict[str, Any], blobs: list[bytes]) -> None:
+    def _do_measure(self, header: dict[str, Any], body: memoryview) -> None:
         step = header["step"]
         self.failed, self.is_mute = 0, True
+        source = bytes(body[: header["blobs"][0]])
         used, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()
         for _ in range(header["calls"]):
             if step == "runner":
-                self._whole(header, blobs)
+                self._whole(header, body)
             else:
-                self._bare(step, header, blobs[0])
+                self._bare(step, header, source)
         cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.is_mute = False
@@ -80,9 +81,9 @@ class MeasuringZygote(zygote.Zygote):
         finally:
             os._exit(1)
 
-    def _whole(self, call: dict[str, Any], blobs: list[bytes]) -> None:
+    def _whole(self, call: dict[str, Any], body: memoryview) -> None:
         """The zygote's own fork, runner and answer, all but the frame that would carry it."""
-        self._do_call(call, blobs)
+        self._do_call(call, body)
         (running,) = self.running.values()
         pid, status, usage = os.wait4(running.pid, 0)
         del self.running[pid]

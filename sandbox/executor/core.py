@@ -43,6 +43,7 @@ GUEST_ENV = {
     "MPLBACKEND": "Agg",
     "LD_BIND_NOW": "1",  # see guest/zygote.py
     "PYTHONHASHSEED": "0",  # the same code gets the same answer in every zygote
+    "MALLOC_ARENA_MAX": "1",  # each arena reserves 64 MiB of the address space that memory_mb bounds
     # One thread each: calls share the cores, and a zygote that has threads cannot fork.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,8 @@ class Work:
         self.slot = slot
         self.ordered_at = now
         self.give_up_at = now + clock.hard_cap_s(self.timeout_s) + GRACE_S
-        files = call.get("files", {})
+        files, returned = call.get("files", {}), call.get("return_files", [])
+        names = json.dumps([list(files), returned]).encode() if files or returned else b""
         header = {
             "op": "call",
             "id": ticket,
@@ -100,10 +102,9 @@ class Work:
             "disk_mb": int(limits["disk_mb"]),
             "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES),
             "echo": call.get("echo", True),
-            "return_files": call.get("return_files", []),
-            "files": list(files),
+            "returns": len(returned),
         }
-        return frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), *files.values()])
+        return frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), names, *files.values()])
 
     def no_verdict(self, kind: str, message: str) -> WireResult:
         """The result that says it is us."""

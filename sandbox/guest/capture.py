@@ -34,19 +34,20 @@ def bounded_file(limit: int) -> int:
     return fd
 
 
-def written(fd: int, limit: int) -> tuple[bytes, bool]:
-    """What was written to a bounded file, cut at `limit`, and whether there was more.
+def written(fd: int, limit: int) -> tuple[int, bool]:
+    """How many bytes of a bounded file count, `limit` at most, and whether there were more.
 
     The length is where the shared file offset stands. Code can move the offset of its own output, and so garble it;
-    it cannot make this read more than the limit.
+    it cannot make this count more than the limit.
     """
     end = os.lseek(fd, 0, os.SEEK_CUR)
-    return os.pread(fd, min(end, limit), 0), end > limit
+    return min(end, limit), end > limit
 
 
-def readable(content: bytes) -> int:
+def readable(content: memoryview) -> int:
     """A descriptor that reads `content` from its start."""
     fd = os.memfd_create("input", _MFD_CLOEXEC)
-    os.write(fd, content)
+    while content:
+        content = content[os.write(fd, content) :]
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

@@ -1,26 +1,22 @@
 """Frames between executor and zygote, guest side: two little-endian u32 lengths, a JSON header, then raw bytes.
 
-What has a structure is in the header; code, input, output and files follow as bytes, cut apart by the lengths that the
-header lists under "blobs". The executor has its own copy of this and trusts nothing that comes out of here.
+The header has numbers and names of ours alone; what is a call's (code, input, names of files, output) follows as
+bytes, cut apart by the lengths that the header lists under "blobs", and never leaves memory that is `apart`. The
+executor has its own copy of this and trusts nothing that comes out of here.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
+
+import apart
 
 _LENGTHS = struct.Struct("<II")
 _FD = struct.Struct("i")
 _FD_ROOM = socket.CMSG_SPACE(_FD.size)
-_CHUNK = 1 << 18
-
-
-def pack(header: dict, *blobs: bytes) -> bytes:
-    """One frame."""
-    header["blobs"] = [len(blob) for blob in blobs]
-    head = json.dumps(header, separators=(",", ":")).encode()
-    return b"".join([_LENGTHS.pack(len(head), sum(header["blobs"])), head, *blobs])
 
 
 class Frames:
@@ -29,33 +25,103 @@ class Frames:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.fds: list[int] = []
-        self._buffer = bytearray()
+        self._room = apart.room(apart.ROOM)
+        self._start = self._end = 0  # of what has come and was not given yet
 
-    def receive(self) -> list[tuple[dict, list[bytes]]]:
-        """Wait for bytes once; return the frames that are now whole. Raises EOFError when the peer has gone."""
-        data, ancillary, _flags, _address = self.sock.recvmsg(_CHUNK, _FD_ROOM)
+    def receive(self) -> list[tuple[dict, memoryview]]:
+        """Wait for bytes once; return the frames that are now whole, as header and body. A body is good until the next
+        `receive`. Raises EOFError when the peer has gone."""
+        self._make_room()
+        size, ancillary, _flags, _address = self.sock.recvmsg_into([self._room[self._end :]], _FD_ROOM)
         for _level, _type, fd in ancillary:  # one descriptor at a time is all that the executor sends
             self.fds.append(_FD.unpack(fd)[0])
-        if not data:
+        if not size:
             raise EOFError
-        buffer = self._buffer
-        buffer += data
-        frames, start = [], 0
-        while len(buffer) - start >= 8:
-            head_size, body_size = _LENGTHS.unpack_from(buffer, start)
-            body = start + 8 + head_size
-            if len(buffer) < body + body_size:
+        self._end += size
+        frames = []
+        while self._end - self._start >= 8:
+            head_size, body_size = _LENGTHS.unpack_from(self._room, self._start)
+            body = self._start + 8 + head_size
+            if self._end - body < body_size:
                 break
-            header = json.loads(buffer[start + 8 : body])
-            frames.append((header, _cut(buffer, body, header["blobs"])))
-            start = body + body_size
-        del buffer[:start]
+            header = json.loads(bytes(self._room[self._start + 8 : body]))
+            frames.append((header, self._room[body : body + body_size]))
+            self._start = body + body_size
         return frames
 
+    def _make_room(self) -> None:
+        """Move what is left to the front, into room that takes the rest of its frame."""
+        left, room, size = self._room[self._start : self._end], self._room, apart.ROOM
+        if len(left) >= 8:
+            size = max(size, 8 + sum(_LENGTHS.unpack_from(left)))
+        if len(room) != size:
+            self._room = apart.room(size)
+        if self._start or self._room is not room:
+            self._room[: len(left)] = left
+            self._start, self._end = 0, len(left)
 
-def _cut(buffer: bytearray, start: int, sizes: list[int]) -> list[bytes]:
-    blobs = []
+
+class Outbox:
+    """Frames on their way out of a blocking socket: gathered, then sent together."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._room = apart.room(apart.ROOM)
+        self._end = 0
+
+    def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
+        """Queue a frame whose blobs are the first so many bytes of `files`, (descriptor, length) each."""
+        header["blobs"] = [size for _, size in files]
+        head = json.dumps(header, separators=(",", ":")).encode()
+        body_size = sum(header["blobs"])
+        whole = 8 + len(head) + body_size
+        if self._end + whole > len(self._room):
+            self.flush()
+            if whole > len(self._room):
+                self._room = apart.room(whole)
+        room, at = self._room, self._end
+        _LENGTHS.pack_into(room, at, len(head), body_size)
+        at += 8
+        room[at : at + len(head)] = head
+        at += len(head)
+        for fd, size in files:
+            if size:
+                read_whole(fd, room[at : at + size])
+                at += size
+        self._end = at
+
+    def add_with(self, header: dict, fd: int) -> None:
+        """Send all, and last a frame that carries a descriptor."""
+        self.add(header)
+        room = self._room[: self._end]
+        sent = socket.send_fds(self._sock, [room], [fd])
+        self._sock.sendall(room[sent:])
+        self._end = 0
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        if self._end:
+            self._sock.sendall(self._room[: self._end])
+            self._end = 0
+            if len(self._room) > apart.ROOM:
+                self._room = apart.room(apart.ROOM)
+
+
+def read_whole(fd: int, into: memoryview) -> None:
+    """The first bytes of a file, in place; zeros where it ends before that."""
+    done = 0
+    while done < len(into):
+        got = os.preadv(fd, [into[done:]], done)
+        if not got:
+            into[done:] = bytes(len(into) - done)
+            return
+        done += got
+
+
+def cut(body: memoryview, sizes: list[int]) -> list[memoryview]:
+    """A body's blobs."""
+    blobs, start = [], 0
     for size in sizes:
-        blobs.append(bytes(buffer[start : start + size]))
+        blobs.append(body[start : start + size])
         start += size
     return blobs

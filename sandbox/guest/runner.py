@@ -21,6 +21,7 @@ import atexit
 import builtins
 import gc
 import io
+import json
 import linecache
 import mmap
 import os
@@ -53,7 +54,7 @@ _HERE = __file__
 _LIBRARY = tuple({os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))})
 _TRACEBACK_FRAMES = 200
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
-_reserve = mmap.mmap(-1, 8 << 20)
+_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 """Room to say that memory is used up; never touched, so it costs address space alone."""
 
 
@@ -85,24 +86,27 @@ def prepare(folder: str) -> None:
         setattr(sys, f"__{name}__", stream)
     _main.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = _main
-    for name in ("zygote", "runner", "confine", "frames", "capture", "immortal", "pages", "profiles"):
+    for name in ("zygote", "runner", "apart", "confine", "frames", "capture", "immortal", "pages", "profiles"):
         sys.modules.pop(name, None)  # the code may bring files of these names
     sys.argv = [SCRIPT]
     sys.path[0] = folder or os.devnull
 
 
-def run(call: dict, source: bytes, stdin_given: bool, files: list) -> None:
-    """Run `source` and leave by `os._exit`. `files` are (relative path, content) pairs for the working folder."""
+def run(call: dict, blobs: list) -> None:
+    """Run a call and leave by `os._exit`. `blobs` are its code, input, names and files; names are a JSON list of two
+    lists, of the files that follow and of those to return."""
     code = 70
     try:
         gc.freeze()  # also sets the counters to 0: no collection in a small call goes over what the zygote left
         gc.enable()
-        _start(stdin_given)
+        source, stdin, names, *contents = blobs
+        _start(bool(stdin))
         home = os.getcwd()
+        laid, returned = json.loads(bytes(names)) if names else ([], [])
         report = _Report(call["output"])
-        code = _run_script(call, source, files, report)
+        code = _run_script(call, bytes(source), list(zip(laid, contents)), report)
         code = _finish(code)
-        report.files_cut = _return_files(call["return_files"], home)
+        report.files_cut = _return_files(returned, home)
         report.send()
     except SystemExit as leaving:  # raised by what ran at exit
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -260,7 +264,7 @@ def _describe(error: BaseException) -> tuple:
 def _traceback_text(error: BaseException) -> str:
     try:
         return "".join(traceback.TracebackException.from_exception(error).format())
-    except Exception:  # a __str__ of the user's that raises, or no memory left to format with
+    except BaseException:  # a __str__ of the user's that raises, or no memory left to format with
         return f"{type(error).__qualname__}: {_message(error)}\n"
 
 
@@ -297,7 +301,7 @@ def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except BaseException:
         return "<exception str() failed>"
 
 

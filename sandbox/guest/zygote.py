@@ -6,7 +6,8 @@ takes orders over one socket from the executor, which alone decides about time:
     configure {plan, profile}   first            ready   {profile, python, missing}
     door {slot} + a descriptor  to its groups
     serve {address_space}       limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
-    call {id, slot, ...} + code, stdin, files     failed  {id, why}      the call did not start; nothing ran
+    call {id, slot, ...} + code, stdin, names, files
+                                                  failed  {id, why}      the call did not start; nothing ran
     kill {id}                                     overdue {id, wall_ms} + a pidfd, once, when timeout_s has passed
     spawn {profile} + a socket                    fork a child zygote that adds a profile and serves the socket
 
@@ -30,6 +31,7 @@ import time
 import traceback
 from collections.abc import Iterator
 
+import apart
 import capture
 import confine
 import frames
@@ -96,7 +98,8 @@ class Zygote:
     def __init__(self, incoming: frames.Frames, layers: confine.Confinement) -> None:
         self.frames = incoming
         self.layers = layers
-        self.outgoing: list[bytes] = []
+        self.inbox = apart.Inbox()
+        self.outbox = frames.Outbox(incoming.sock)
         self.running: dict[int, Running] = {}  # by process id
         self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
         self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
@@ -114,20 +117,15 @@ class Zygote:
                 os.read(self.deaths, 4096)
                 self._reap()
             if sock_fd in ready:
-                for header, blobs in self.frames.receive():
-                    getattr(self, "_do_" + header["op"])(header, blobs)
+                for header, body in self.frames.receive():
+                    getattr(self, "_do_" + header["op"])(header, body)
             if self.deadlines:
                 self._tell_overdue()
-            self._flush()
+            self.outbox.flush()  # all that one turn of the loop has to say, together
 
-    def send(self, header: dict, *blobs: bytes) -> None:
-        """Queue a frame; all that one turn of the loop has to say goes out together."""
-        self.outgoing.append(frames.pack(header, *blobs))
-
-    def _flush(self) -> None:
-        if self.outgoing:
-            self.frames.sock.sendall(b"".join(self.outgoing))
-            self.outgoing.clear()
+    def send(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
+        """Queue a frame, with the first so many bytes of `files`, (descriptor, length) each."""
+        self.outbox.add(header, files)
 
     def become(self, profile: str) -> None:
         """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
@@ -138,18 +136,18 @@ class Zygote:
         pages.settle()
         modules = sorted({name.partition(".")[0] for name in sys.modules})
         self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
-        self._flush()
+        self.outbox.flush()
 
-    def _do_serve(self, header: dict, _blobs: list) -> None:
+    def _do_serve(self, header: dict, _body: memoryview) -> None:
         self.layers.address_space = header["address_space"]
 
-    def _do_door(self, header: dict, _blobs: list) -> None:
+    def _do_door(self, header: dict, _body: memoryview) -> None:
         self.layers.doors.setdefault(header["slot"], []).append(self.frames.fds.pop(0))
 
-    def _do_call(self, call: dict, blobs: list) -> None:
+    def _do_call(self, call: dict, body: memoryview) -> None:
         running = Running(call)
         try:
-            self._fork(running, call, blobs)
+            self._fork(running, call, body)
         except OSError as why:  # out of processes, memory or descriptors: not the code's doing
             running.close()
             self.send({"op": "failed", "id": running.id, "why": str(why)})
@@ -157,7 +155,7 @@ class Zygote:
         self.running[running.pid] = running
         self._await_deadline(running, running.started + call["timeout_s"])
 
-    def _fork(self, running: Running, call: dict, blobs: list) -> None:
+    def _fork(self, running: Running, call: dict, body: memoryview) -> None:
         out = capture.bounded_file(running.output_limit)
         running.fds.append(out)
         err = capture.bounded_file(running.output_limit)
@@ -165,16 +163,18 @@ class Zygote:
         report = capture.bounded_file(runner.report_size(running.output_limit))
         running.fds.append(report)
         fds = [(out, 1), (err, 2), (report, runner.REPORT_FD)]
-        if blobs[1]:
-            stdin = capture.readable(blobs[1])
+        code_size, stdin_size = call["blobs"][:2]
+        if stdin_size:
+            stdin = capture.readable(body[code_size : code_size + stdin_size])
             running.fds.append(stdin)
             fds.append((stdin, 0))
-        if call["return_files"]:
+        if call["returns"]:
             running.files_fd = capture.bounded_file(running.disk_limit)
             running.fds.append(running.files_fd)
             fds.append((running.files_fd, runner.FILES_FD))
         if self.layers.tmpfs is None:
             running.folder = _make_folder()
+        self.inbox.put(body)
         self.marks[running.slot] = 0
         self.layers.before_fork()
         try:
@@ -183,29 +183,29 @@ class Zygote:
             if running.pid < 0:
                 raise OSError(_libc.__errno_location()[0], "fork")
             if running.pid == 0:
-                self._child(running, call, blobs, fds)
+                self._child(running, call, fds)
         finally:
             self.layers.after_fork()
+            self.inbox.shrink()
 
-    def _child(self, running: Running, call: dict, blobs: list, fds: list) -> None:
+    def _child(self, running: Running, call: dict, fds: list) -> None:
         """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return."""
         try:
             self.layers.join(running.slot)  # first, so that every page the call copies counts as its own
             _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
             for fd, name in fds:
                 os.dup2(fd, name)
-            os.closerange(5 if call["return_files"] else 4, 1 << 20)
+            os.closerange(5 if call["returns"] else 4, 1 << 20)
             if running.folder is not None:
                 os.chdir(running.folder)
             self.layers.enter(running.slot, call)
-            files = list(zip(call["files"], blobs[2:]))
         except BaseException as why:
             os.write(runner.REPORT_FD, f"{type(why).__name__}: {why}".encode())
             os._exit(1)
         # The page goes once it is marked: from here on nothing can pretend that confinement failed.
         self.marks[running.slot] = _CONFINED
         self.marks.close()
-        runner.run(call, blobs[0], bool(blobs[1]), files)
+        runner.run(call, frames.cut(self.inbox.body, call["blobs"]))
 
     def _reap(self) -> None:
         while True:
@@ -222,28 +222,32 @@ class Zygote:
     def _answer(self, running: Running, status: int, usage: resource.struct_rusage) -> None:
         wall_ms = (time.monotonic() - running.started) * 1e3
         limit = running.output_limit
-        out, out_cut = capture.written(running.fds[0], limit)
-        err, err_cut = capture.written(running.fds[1], limit)
-        report, _ = capture.written(running.fds[2], runner.report_size(limit))
-        files = capture.written(running.files_fd, running.disk_limit)[0] if running.files_fd >= 0 else b""
-        running.close()
+        out, err, report = running.fds[:3]
+        out_size, out_cut = capture.written(out, limit)
+        err_size, err_cut = capture.written(err, limit)
+        report_size, _ = capture.written(report, runner.report_size(limit))
         if self.marks[running.slot] != _CONFINED:
-            self.send({"op": "failed", "id": running.id, "why": report.decode("utf-8", "replace")})
-            return
-        done = {
-            "op": "done",
-            "id": running.id,
-            "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-            "wall_ms": round(wall_ms, 3),
-            "cpu_ms": round((usage.ru_utime + usage.ru_stime) * 1e3, 3),
-            "peak_kb": usage.ru_maxrss,
-            "out_cut": out_cut,
-            "err_cut": err_cut,
-        }
-        self.send(done, out, err, report, files)
+            why = os.pread(report, report_size, 0).decode("utf-8", "replace")
+            self.send({"op": "failed", "id": running.id, "why": why})
+        else:
+            done = {
+                "op": "done",
+                "id": running.id,
+                "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+                "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+                "wall_ms": round(wall_ms, 3),
+                "cpu_ms": round((usage.ru_utime + usage.ru_stime) * 1e3, 3),
+                "peak_kb": usage.ru_maxrss,
+                "out_cut": out_cut,
+                "err_cut": err_cut,
+            }
+            blobs = [(out, out_size), (err, err_size), (report, report_size)]
+            if running.files_fd >= 0:
+                blobs.append((running.files_fd, capture.written(running.files_fd, running.disk_limit)[0]))
+            self.send(done, blobs)
+        running.close()
 
-    def _do_kill(self, header: dict, _blobs: list) -> None:
+    def _do_kill(self, header: dict, _body: memoryview) -> None:
         for running in self.running.values():
             if running.id == header["id"]:
                 os.kill(running.pid, signal.SIGKILL)
@@ -273,13 +277,11 @@ class Zygote:
                 continue
             running.deadline = None
             fd = os.pidfd_open(pid)
-            self._flush()
-            frame = frames.pack({"op": "overdue", "id": call_id, "wall_ms": (now - running.started) * 1e3})
-            sent = socket.send_fds(self.frames.sock, [frame], [fd])
-            self.frames.sock.sendall(frame[sent:])
+            late = {"op": "overdue", "id": call_id, "wall_ms": (now - running.started) * 1e3}
+            self.outbox.add_with(late, fd)
             os.close(fd)
 
-    def _do_spawn(self, header: dict, _blobs: list) -> None:
+    def _do_spawn(self, header: dict, _body: memoryview) -> None:
         sock = socket.socket(fileno=self.frames.fds.pop(0))
         if os.fork():
             sock.close()

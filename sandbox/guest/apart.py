@@ -1,0 +1,54 @@
+"""Memory that no fork gets: what calls send and write passes through the zygote here, and nowhere else.
+
+A fork copies all memory of its parent, freed or not, and code can read all of its own. So other calls' code, input and
+output must never lie in what a fork copies. These pages do not: the kernel gives a child zeros in their place
+(madvise(2), MADV_WIPEONFORK, Linux 4.14). Only `Inbox` is copied, and it holds what the very next call may see.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+_WIPE_ON_FORK = 18
+ROOM = 1 << 18
+"""Bytes for what is usual; what needs more gets room of its own, for as long as it takes."""
+
+
+def room(size: int) -> memoryview:
+    """At least `size` writable bytes, apart."""
+    return memoryview(_private(size, apart=True))
+
+
+class Inbox:
+    """What the next call has been sent. Written whole before each fork: no trace of the call before is left."""
+
+    def __init__(self) -> None:
+        self._usual = _private(ROOM, apart=False)
+        self._dirty = 0
+        self.body = memoryview(b"")
+
+    def put(self, body: memoryview) -> None:
+        """Hold a copy of `body`, until the next `put` or `shrink`."""
+        size = len(body)
+        if size > ROOM:
+            self.body = memoryview(_private(size, apart=False))
+            self.body[:size] = body
+            return
+        usual = self._usual
+        usual[:size] = body
+        if self._dirty > size:
+            usual[size : self._dirty] = bytes(self._dirty - size)
+        self._dirty = size
+        self.body = memoryview(usual)[:size]
+
+    def shrink(self) -> None:
+        """After the fork: let go of room that was for one call alone."""
+        if len(self.body) > ROOM:
+            self.body = memoryview(b"")
+
+
+def _private(size: int, *, apart: bool) -> mmap.mmap:
+    pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if apart:
+        pages.madvise(_WIPE_ON_FORK)
+    return pages
