@@ -100,7 +100,7 @@ def _confine(layers: Any, plan: dict[str, Any], depth: int, call: dict[str, Any]
         confine._check(confine._libc.unshare(plan["unshare"]), "unshare")
     if depth == 3:
         owner = None if uid is None else uid + call["slot"]
-        confine._mount_scratch(plan["tmpfs"], call["disk_mb"], plan["inodes"], owner)
+        confine._mount_scratch(plan["tmpfs"], call["disk"], plan["inodes"], owner)
     if depth == 4:
         kept, layers._filter = layers._filter, None
         layers.enter(call["slot"], call)

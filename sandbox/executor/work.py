@@ -20,6 +20,8 @@ REPORT_BYTES = 16 << 10
 """More than the report's fixed part and its error texts take (`guest/runner.py`)."""
 MOST_S = 1e6
 """Eleven days; a zygote's poll(2) cannot wait for much more."""
+OPEN_FILES = 256
+"""Descriptors a call may hold: more than any tool call needs, little enough that exhausting them is cheap."""
 MOST_PROCESSES = resource.getrlimit(resource.RLIMIT_NPROC)[1]
 """What this process may not raise, no call can be given."""
 GRACE_S = 10.0
@@ -99,7 +101,8 @@ class Work:
             "memory": int(limits["memory_mb"]) << 20,
             "output": int(limits["output_kb"]) << 10,
             "processes": self.most_processes,
-            "disk_mb": int(limits["disk_mb"]),
+            "disk": int(limits["disk_mb"]) << 20,
+            "open_files": OPEN_FILES,
             "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES),
             "echo": call.get("echo", True),
             "returns": len(returned),

@@ -130,6 +130,7 @@ class Zygote:
     def become(self, profile: str) -> None:
         """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
         missing = profiles.load(profile)
+        self.layers.rehearse()
         runner.rehearse()
         if threading.active_count() != 1:
             raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
