@@ -15,8 +15,8 @@ ROOM = 1 << 18
 
 
 def room(size: int) -> memoryview:
-    """At least `size` writable bytes, apart."""
-    return memoryview(_private(size, apart=True))
+    """So many writable bytes, apart."""
+    return memoryview(_private(size, apart=True))[:size]
 
 
 class Inbox:
@@ -31,7 +31,7 @@ class Inbox:
         """Hold a copy of `body`, until the next `put` or `shrink`."""
         size = len(body)
         if size > ROOM:
-            self.body = memoryview(_private(size, apart=False))
+            self.body = memoryview(_private(size, apart=False))[:size]
             self.body[:size] = body
             return
         usual = self._usual

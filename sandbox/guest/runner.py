@@ -86,8 +86,8 @@ def prepare(folder: str) -> None:
         setattr(sys, f"__{name}__", stream)
     _main.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = _main
-    for name in ("zygote", "runner", "apart", "confine", "frames", "capture", "immortal", "pages", "profiles"):
-        sys.modules.pop(name, None)  # the code may bring files of these names
+    for file in os.listdir(os.path.dirname(_HERE)):
+        sys.modules.pop(file.partition(".")[0], None)  # the code may bring files of these names
     sys.argv = [SCRIPT]
     sys.path[0] = folder or os.devnull
 

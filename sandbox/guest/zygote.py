@@ -134,6 +134,7 @@ class Zygote:
         runner.rehearse()
         if threading.active_count() != 1:
             raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
+        pages.settle_code()
         pages.settle()
         modules = sorted({name.partition(".")[0] for name in sys.modules})
         self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
@@ -197,6 +198,10 @@ class Zygote:
             for fd, name in fds:
                 os.dup2(fd, name)
             os.closerange(5 if call["returns"] else 4, 1 << 20)
+            if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
+                os.close(0)
+                os.open(os.devnull, os.O_RDONLY)
+            os.setpgid(0, 0)  # else it could signal the zygote's group
             if running.folder is not None:
                 os.chdir(running.folder)
             self.layers.enter(running.slot, call)

@@ -1,0 +1,35 @@
+"""The interpreter's code in huge pages: it goes on running, and what a fork would fault in is not faulted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
+CODE = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import os, resource, pages
+def work():
+    return sum(len(str(n ** 3)) for n in range(2000)), sorted("huge pages"), eval("[n for n in range(9)][::-1]")
+def faults():
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return os.wait4(child, 0)[2].ru_minflt
+before, cost = work(), min(faults() for _ in range(5))
+replaced = pages.settle_code()
+print(replaced, work() == before, min(faults() for _ in range(5)) <= cost, pages.settle_code() == replaced)
+"""
+
+
+def test_code_runs_on_in_huge_pages() -> None:
+    done = subprocess.run([sys.executable, "-I", "-c", CODE], capture_output=True, text=True, check=True, timeout=60)
+    replaced, same, cheaper, again = done.stdout.split()
+    assert (same, cheaper) == ("True", "True")
+    if replaced == "0":
+        pytest.skip("this kernel or interpreter has no code that fills huge pages")
+    assert again == "True"
