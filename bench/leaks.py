@@ -29,6 +29,7 @@ from rich.progress import Progress, TaskID
 
 from bench import procs, report, service
 from bench.calls import load_calls, sample_calls
+from bench.leftovers import Leftovers, cgroups
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Status
 
@@ -62,8 +63,6 @@ CRUEL: tuple[dict[str, Any], ...] = (
 )
 REST_S = 30.0
 """A server at rest has had the same processes for a second. It gets so long to come to it."""
-SHARED_FOLDERS = (Path("/tmp"), Path("/dev/shm"), Path("/run"))
-OURS = "rstar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +102,14 @@ def _search(args: argparse.Namespace) -> int:
     marks: list[Holdings] = []
     statuses: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="bench-leaks-") as folder:
-        before = _shared_files()
+        leftovers = Leftovers(Path(folder))
         with service.running(args.python, environ={"TMPDIR": folder}) as server, report.progress() as bar:
             load = _Load(server, args, bar, bar.add_task("calls", total=n))
             for done in range(0, n, args.mark):
                 statuses += asyncio.run(load.run(min(args.mark, n - done)))
-                marks.append(_holdings(server, load.calls, Path(folder), before))
+                marks.append(_holdings(server, load.calls, leftovers))
             pids = server.processes()
-        left = _left_behind(pids, Path(folder), before)
+        left = leftovers.found(pids)
     leaks = grown(marks, args.settled)
     figures = {
         "bench": "leaks",
@@ -207,7 +206,7 @@ def grown(marks: Sequence[Holdings], settled: int) -> dict[str, list[float]]:
     return found
 
 
-def _holdings(server: service.Service, calls: int, folder: Path, before: set[str]) -> Holdings:
+def _holdings(server: service.Service, calls: int, leftovers: Leftovers) -> Holdings:
     pids = _at_rest(server)
     return Holdings(
         calls=calls,
@@ -215,8 +214,8 @@ def _holdings(server: service.Service, calls: int, folder: Path, before: set[str
         zombies=sum(procs.is_zombie(pid) for pid in pids),
         descriptors=sum(map(procs.descriptors, pids)),
         mounts=procs.mounts(os.getpid()) + sum(map(procs.mounts, pids)),
-        cgroups=len(_cgroups()),
-        temporary_files=len(_temporary(folder, before)),
+        cgroups=len(cgroups()),
+        temporary_files=len(leftovers.files()),
         memory_mb=round(procs.pss_mb(pids), 1),
     )
 
@@ -230,28 +229,6 @@ def _at_rest(server: service.Service) -> list[int]:
         if (now := server.processes()) != pids:
             pids, since = now, time.monotonic()
     return pids
-
-
-def _left_behind(pids: Sequence[int], folder: Path, before: set[str]) -> list[str]:
-    """Processes and files that are there though the server has ended."""
-    give_up = time.monotonic() + 5.0
-    while (alive := [pid for pid in pids if procs.command(pid)]) and time.monotonic() < give_up:
-        time.sleep(0.1)
-    return [f"process: {procs.command(pid)}" for pid in alive] + sorted(_temporary(folder, before))
-
-
-def _temporary(folder: Path, before: set[str]) -> set[str]:
-    return {str(path) for path in folder.rglob("*")} | _shared_files() - before
-
-
-def _shared_files() -> set[str]:
-    """What bears our name in the folders that all processes share."""
-    return {str(path) for folder in SHARED_FOLDERS if folder.is_dir() for path in folder.iterdir() if OURS in path.name}
-
-
-def _cgroups() -> list[str]:
-    """Control groups that bear our name."""
-    return [name for _, names, _ in os.walk("/sys/fs/cgroup") for name in names if OURS in name]
 
 
 def _show(figures: Mapping[str, Any]) -> None:

@@ -15,15 +15,21 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
-def tree(root: int) -> list[int]:
-    """`root` and all that descend from it, parents first."""
-    children = defaultdict(list)
+def children() -> defaultdict[int, list[int]]:
+    """Every process's children, by its id; an empty list for those that have none."""
+    found = defaultdict(list)
     for pid in _numbers(_PROC):
         if fields := _stat(pid):
-            children[int(fields[1])].append(pid)
+            found[int(fields[1])].append(pid)
+    return found
+
+
+def tree(root: int) -> list[int]:
+    """`root` and all that descend from it, parents first."""
+    below = children()
     found = [root] if _stat(root) else []
     for pid in found:
-        found += children[pid]
+        found += below[pid]
     return found
 
 
@@ -74,9 +80,14 @@ def mounts(pid: int) -> int:
         return 0
 
 
+def state(pid: int) -> str:
+    """A letter: "R" for running, "S" for sleeping, "T" for stopped, "Z" for a zombie; empty if it is gone."""
+    return "".join(_stat(pid)[:1])
+
+
 def is_zombie(pid: int) -> bool:
     """Whether it has ended and nobody has waited for it."""
-    return _stat(pid)[:1] == ["Z"]
+    return state(pid) == "Z"
 
 
 def command(pid: int) -> str:

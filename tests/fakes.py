@@ -35,6 +35,7 @@ class FakeExecutor(asyncio.Protocol):
         self.start = start
         """"ready", "failed", "exit" or "silent": what follows the "configure"."""
         self.settings: dict[str, Any] = {}
+        self.hurry = False
         self.calls: dict[int, dict[str, Any]] = {}
         """All it ever got, by seq."""
         self.cancelled: list[int] = []
@@ -82,8 +83,9 @@ class FakeExecutor(asyncio.Protocol):
             self.heard.append(kind)
             getattr(self, f"_{kind}")(*parts)
 
-    def _configure(self, settings: dict[str, Any]) -> None:
+    def _configure(self, settings: dict[str, Any], hurry: bool) -> None:
         self.settings = settings
+        self.hurry = hurry
         if self.start == "ready":
             about = {"slots": self.slots, "isolation": "none", "profiles": ["bare"], "pid": 1, "python": "3.11.0"}
             self.send("ready", about)

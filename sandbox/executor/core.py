@@ -59,13 +59,14 @@ Answer = Callable[[int, WireResult], None]
 class Executor:
     """`submit` and `cancel` from one task; results come through `answer(seq, result)`."""
 
-    def __init__(self, config: ExecutorConfig, answer: Answer) -> None:
+    def __init__(self, config: ExecutorConfig, answer: Answer, *, hurry: bool = False) -> None:
         cores = len(os.sched_getaffinity(0))
         self.level = jail.choose(config.isolation)
         self.slots = config.slots or SLOTS_PER_CORE * cores
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
         self._attempts = config.attempts
         self._answer = answer
+        self._hurry = hurry
         self._queue: deque[Work] = deque()
         self._works: dict[int, Work] = {}
         self._tickets = itertools.count(1)
@@ -80,7 +81,7 @@ class Executor:
     def _family(self, number: int, slots: int, profiles: tuple[Profile, ...]) -> Family:
         base, count = jail.host_uids(number, slots)
         spec = jail.JailSpec(self.level, self.python, str(GUEST), env=GUEST_ENV, uid_base=base, uid_count=count)
-        return Family(spec, profiles, slots, self)
+        return Family(spec, profiles, slots, self, hurry=self._hurry)
 
     async def run(self) -> None:
         """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""
@@ -116,7 +117,7 @@ class Executor:
         return tree
 
     async def wait_ready(self) -> None:
-        """Until every zygote has been warm once."""
+        """Until every family has been complete once; in a hurry, until the first zygote is warm."""
         await self._ready.wait()
 
     def submit(self, seq: int, call: dict[str, Any]) -> None:
@@ -196,7 +197,8 @@ class Executor:
                 self.missed_imports[name[:60]] += 1
 
     def on_ready(self) -> None:
-        if all(family.is_complete for family in self.families):
+        served = (family.has_served for family in self.families)
+        if any(served) if self._hurry else all(served):
             self._ready.set()
         self.pump()
 

@@ -81,7 +81,9 @@ class Zygote:
 class Family:
     """One jail's worth of zygotes and slots."""
 
-    def __init__(self, spec: jail.JailSpec, profiles: tuple[Profile, ...], slots: int, owner: Owner) -> None:
+    def __init__(
+        self, spec: jail.JailSpec, profiles: tuple[Profile, ...], slots: int, owner: Owner, *, hurry: bool = False
+    ) -> None:
         self.slots = Slots(slots)
         self.doors: Callable[[int], list[int]] | None = None
         """Opens the ways into a slot's control group, where there are such groups."""
@@ -89,12 +91,14 @@ class Family:
         """Bytes of its own that the largest zygote has had: what a call may come to copy by writing to it."""
         self.zygotes: dict[Profile, Zygote] = {}
         self.deaths = 0
+        self.has_served = False
+        """Whether all its zygotes have been warm at once; in a hurry, whether any has."""
         self._spec = spec
         self._plan = jail.call_plan(spec)
         self._profiles = tuple(p for p in ORDER if p in profiles or p is Profile.BARE)
         self._owner = owner
         self._changed = trio.Event()
-        self._has_served = False
+        self._hurry = hurry
         self._process: subprocess.Popen[bytes] | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -145,7 +149,7 @@ class Family:
                 link.close()
             failures = 0 if zygote.was_warm else failures + 1
             self._bury(zygote, why)
-            if failures >= START_TRIES and not self._has_served:
+            if failures >= START_TRIES and not self.has_served:
                 raise NodeError(f"the {profile} zygote does not start: {why}")
 
     async def _live(self, zygote: Zygote) -> str:
@@ -157,7 +161,7 @@ class Family:
                     await self._warm(zygote)
                 self.zygotes[zygote.profile] = zygote
                 zygote.was_warm = True
-                self._has_served = self._has_served or self.is_complete
+                self.has_served = self.has_served or self._hurry or self.is_complete
                 self._notify()
                 self._owner.on_ready()
                 while whole := await zygote.receive():

@@ -40,7 +40,8 @@ async def serve(sock: socket.socket) -> int:
             first = await anext(frames, None)
             if first is None or first[0] != "configure":
                 raise ProtocolError("expected a configure frame first")
-            await _Service(link, ExecutorConfig.from_settings(first[1])).run(frames)
+            config, hurry = ExecutorConfig.from_settings(first[1]), first[2:] == [True]
+            await _Service(link, config, hurry=hurry).run(frames)
         except* SandboxError as errors:
             failure = _first_line(errors)
             link.write(wire.pack(["failed", failure]))
@@ -54,12 +55,12 @@ async def serve(sock: socket.socket) -> int:
 class _Service:
     """Ties one executor to one gateway."""
 
-    def __init__(self, link: Link, config: ExecutorConfig) -> None:
+    def __init__(self, link: Link, config: ExecutorConfig, *, hurry: bool) -> None:
         self._link = link
         self._results: list[tuple[int, WireResult]] = []
         self._have_results = trio.Event()
         self._draining = False
-        self._executor = Executor(config, self._answer)
+        self._executor = Executor(config, self._answer, hurry=hurry)
 
     async def run(self, frames: Frames) -> None:
         async with trio.open_nursery() as nursery:
@@ -95,11 +96,12 @@ class _Service:
     async def _announce(self) -> None:
         await self._executor.wait_ready()
         executor = self._executor
+        zygotes = [zygote for family in executor.families for zygote in family.zygotes.values()]
         ready = {
             "slots": executor.slots,
             "isolation": executor.level.value,
-            "profiles": sorted(executor.stats()["zygotes"]),
-            "python": executor.families[0].zygotes and next(iter(executor.families[0].zygotes.values())).python,
+            "profiles": sorted({zygote.profile.value for zygote in zygotes}),
+            "python": next((zygote.python for zygote in zygotes), ""),
             "pid": os.getpid(),
         }
         self._link.write(wire.pack(["ready", ready]))

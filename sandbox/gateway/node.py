@@ -4,7 +4,8 @@ Invariants:
 - A node is `ready` only between the executor's "ready" frame and the first sign of its end: EOF, exit, a broken frame,
   a refusal to start, or `SILENCE_S` without a frame.
 - Whatever ended it, its process group is killed before the owner hears of the loss.
-- A first start that fails is final, and `started` says why; later ones are tried again with back-off.
+- A first start that fails is final, and `started` says why; later ones are tried again with back-off, and in a hurry:
+  calls wait for them.
 
 What the executor is to run is its owner's business (`Owner`, which `dispatch.Dispatcher` is).
 """
@@ -128,7 +129,7 @@ class Node:
         self._process = process
         try:
             link = await self._connect(process)
-            link.send(["configure", self._settings])
+            link.send(["configure", self._settings, self.started.done()])
             async with asyncio.TaskGroup() as watchers:
                 watch = [watchers.create_task(_watch_exit(process, link)), watchers.create_task(_watch_silence(link))]
                 try:

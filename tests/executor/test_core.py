@@ -169,6 +169,16 @@ def test_zygotes_that_never_start_end_the_executor(monkeypatch: pytest.MonkeyPat
         assert raised.group_contains(NodeError)
 
 
+@pytest.mark.trio
+async def test_in_a_hurry_one_warm_zygote_is_enough(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
+    warm = Peer.warm
+    monkeypatch.setattr(Peer, "warm", lambda peer: warm(peer) if peer is peer.fleet.peers[0] else None)
+    async with driven(monkeypatch, hurry=True) as driver:
+        assert [profile for family in driver.executor.families for profile in family.zygotes] == [Profile.BARE]
+        (result,) = await driver.run("ok", profile=Profile.NUMERIC)
+        assert result.status is Status.OK
+
+
 def driven_from(monkeypatch: pytest.MonkeyPatch, start: Any) -> Any:
     from tests.executor import zygotes
 

@@ -274,8 +274,8 @@ class Fleet:
 class Driven:
     """An executor over a fleet, and what it answered."""
 
-    def __init__(self, config: ExecutorConfig) -> None:
-        self.executor = Executor(config, self._answer)
+    def __init__(self, config: ExecutorConfig, hurry: bool) -> None:
+        self.executor = Executor(config, self._answer, hurry=hurry)
         self.answers: dict[int, Result] = {}
         self.fleet: Fleet
         self._changed = trio.Event()
@@ -313,13 +313,13 @@ class Driven:
 
 
 @asynccontextmanager
-async def driven(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Driven]:
+async def driven(monkeypatch: pytest.MonkeyPatch, *, hurry: bool = False, **settings: Any) -> AsyncIterator[Driven]:
     """An executor whose zygotes are fakes and whose clock is Trio's; ready, and at rest at the end."""
     settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygotes": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
         patch.setattr(core, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)
-        driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings))
+        driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings), hurry)
         before = len(os.listdir("/proc/self/fd"))
         async with trio.open_nursery() as nursery:
             driver.fleet = Fleet(nursery)
