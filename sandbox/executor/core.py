@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import signal
 import time
 from collections import Counter, deque
@@ -51,6 +52,8 @@ GUEST_ENV = {
 }
 SLOTS_PER_CORE = 8
 """Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep memory small."""
+LOOK_S = 0.05, 0.25
+"""How often the clock of a call that is overdue is looked at."""
 RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
 
 Answer = Callable[[int, WireResult], None]
@@ -253,7 +256,7 @@ class Executor:
 
     async def _watch_clock(self, work: Work, started: float, pidfd: int, scope: trio.CancelScope) -> None:
         """End a call once its own clock has run out; see `clock`."""
-        limit = work.timeout_s
+        limit, was_alone = work.timeout_s, True
         try:
             with scope:
                 pid = clock.host_pid(pidfd)
@@ -261,13 +264,15 @@ class Executor:
                     wall = time.monotonic() - started
                     left = limit - (wall - clock.waited_s(pid))
                     # A fork bomb waits for itself: were that our fault, it would be free of charge.
-                    starves_itself = wall >= clock.HARD_CAP * limit and not clock.is_alone(pid)
+                    was_alone = was_alone and clock.is_alone(pid)
+                    starves_itself = wall >= clock.HARD_CAP * limit and not was_alone
                     work.out_of_time = left <= 0 or starves_itself
                     work.starved = wall >= clock.hard_cap_s(limit) and not work.out_of_time
                     if work.out_of_time or work.starved:
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                         return
-                    await trio.sleep(max(left, 0.001))
+                    # Not at moments that the code could foresee, and have its children gone.
+                    await trio.sleep(min(max(left, 0.001), random.uniform(*LOOK_S)))
         except OSError as why:  # gone by itself just now; or what came is no pidfd, and `_end_wedged` has the last word
             log.debug("an overdue call was not killed: %s", why)
         finally:

@@ -128,7 +128,7 @@ class Confinement:
 
 def lower_for_good() -> None:
     """Limits that are the same for every call, set once in the zygote and inherited."""
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK):
+    for what in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK):
         resource.setrlimit(what, (0, 0))
 
 

@@ -18,6 +18,9 @@ from typing import NoReturn
 from sandbox.jail import kernel
 from sandbox.jail.spec import JailSpec
 
+NO_CORE = (1, 1)
+"""Not 0: then a dump still goes where kernel.core_pattern is a pipe, to a program of the host's root. At exactly 1 the
+kernel drops that too (fs/coredump.c), and no file is so small."""
 CANNOT_START = 127
 """Exit status when the guest's program could not be run at all, as shells have it."""
 
@@ -31,7 +34,7 @@ def begin() -> int:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.umask(0o022)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, NO_CORE)
     return parent
 
 

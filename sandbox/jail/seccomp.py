@@ -59,7 +59,7 @@ _MEMORY = """
 _PROCESSES = """
     fork vfork execve execveat exit exit_group wait4 waitid kill tkill tgkill pidfd_open pidfd_send_signal getpid gettid
     getppid getpgrp getpgid setpgid getsid setsid getuid geteuid getgid getegid getgroups getresuid getresgid capget
-    uname sysinfo times getrusage getrlimit setrlimit prlimit64 getpriority getcpu arch_prctl set_tid_address
+    uname sysinfo times getrusage getrlimit getpriority getcpu arch_prctl set_tid_address
     restart_syscall sched_yield sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min
     sched_rr_get_interval sched_getaffinity sched_getattr set_robust_list get_robust_list futex futex_waitv rseq
     getrandom
@@ -82,6 +82,7 @@ NEWER = X86_64["map_shadow_stack"]
 
 _NAMESPACES = 0x7E020000  # every CLONE_NEW* that clone takes
 _CLONE_PARENT = 0x8000
+_LIMITS = (0, 1, 2, 3, *range(5, 16))  # RLIMIT_CORE is 4
 _NOT_OUT_OF_BAND = 0x1  # MSG_OOB: of no use here, and a way out of browsers' sandboxes (CVE-2025-38236)
 _CHECKED: dict[str, tuple[When, ...]] = {
     "clone": (When(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
@@ -98,6 +99,9 @@ _CHECKED: dict[str, tuple[When, ...]] = {
     # No flags: RWF_NOWAIT tells what others have read lately.
     "preadv2": (When(5, (0,)),),
     "pwritev2": (When(5, (0,)),),
+    # All limits but RLIMIT_CORE: see lifeline.NO_CORE.
+    "setrlimit": (When(0, _LIMITS),),
+    "prlimit64": (When(1, _LIMITS),),
     "sendto": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
     "recvfrom": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
     "sendmsg": (When(2, (0,), mask=_NOT_OUT_OF_BAND),),

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,7 +60,9 @@ def test_a_process_is_alone_until_it_starts_another(child: subprocess.Popen[byte
 class Machine:
     """A scheduler that keeps a call waiting for a share of the time, and what becomes of the call."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float, *, alone: bool = True) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, share: float, *, alone: Callable[[], bool] = lambda: True
+    ) -> None:
         self.killed_after: float | None = None
         self._patch = monkeypatch
         self._share, self._alone = share, alone
@@ -69,7 +71,7 @@ class Machine:
         """A call that never ends by itself."""
         self._patch.setattr(clock, "host_pid", lambda _fd: 77)
         self._patch.setattr(clock, "waited_s", lambda _pid: self._share * (trio.current_time() - started))
-        self._patch.setattr(clock, "is_alone", lambda _pid: self._alone)
+        self._patch.setattr(clock, "is_alone", lambda _pid: self._alone())
         self._patch.setattr(signal, "pidfd_send_signal", self._kill)
         machine = self
 
@@ -116,11 +118,12 @@ async def test_a_call_without_a_core_is_no_verdict_in_the_end(
 
 
 @pytest.mark.trio
+@pytest.mark.parametrize("alone", [lambda: False, iter([True, False, *[True] * 10_000]).__next__])
 async def test_a_call_that_starves_itself_is_timed_out(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    alone: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """Else a fork bomb would be our fault, and free of charge."""
-    machine = Machine(monkeypatch, 0.99, alone=False)
+    """Else a fork bomb would be our fault, and free of charge; also one that hides its children later."""
+    machine = Machine(monkeypatch, 0.99, alone=alone)
     assert (await machine.run(2.0)).status is Status.TIMEOUT
     assert machine.killed_after is not None
     assert 20.0 <= machine.killed_after < 23.0

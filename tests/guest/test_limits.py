@@ -237,3 +237,11 @@ def test_a_call_sees_its_own_descriptors_alone(guest: Caller) -> None:
     assert guest.run(code).value == "[0, 1, 2, 3]"
     assert guest.run(code, stdin="x").value == "[0, 1, 2, 3]"
     assert guest.run(code, return_files=("x",)).value == "[0, 1, 2, 3, 4]"
+
+
+def test_the_limit_of_core_dumps_stays(guest: Caller) -> None:
+    for limits in ("(0, 0)", "(1, 1)"):
+        result = guest.run(f"import resource\nresource.setrlimit(resource.RLIMIT_CORE, {limits})")
+        assert result.error is not None
+        assert result.error.type in ("ValueError", "PermissionError")  # by Python's version
+    assert guest.run("import resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))").status == "ok"

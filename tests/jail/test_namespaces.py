@@ -119,6 +119,11 @@ def test_environment_is_clean(way: Way, monkeypatch: pytest.MonkeyPatch) -> None
     assert way.ask("tell(dict(os.environ))") == dict(way.spec.guest_env())
 
 
+def test_no_memory_is_dumped_anywhere(way: Way) -> None:
+    """At 1, not 0, which lets dumps go where kernel.core_pattern is a pipe; and no call may lower it."""
+    assert way.ask("import resource\ntell(resource.getrlimit(resource.RLIMIT_CORE))") == [1, 1]
+
+
 def test_host_name_stays_outside(way: Way) -> None:
     assert way.ask("tell(os.uname().nodename)") == namespaces.HOSTNAME
 
