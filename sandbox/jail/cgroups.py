@@ -6,6 +6,8 @@
 - A tree belongs to one executor, which holds a lock on it (flock(2)) for as long as it lives. A tree that nobody has
   locked is left over from one that was killed, and whoever plants the next tree removes it.
 - Groups are made below the one the server runs in, so that the operator's limits on the server hold for its calls.
+- Version 2 has no processes beside groups that are bounded, so there the server and all others in its group move to one
+  beside the tree (`OWN`): in a container, or where systemd has left the group to us, and nowhere else.
 - A call enters by a file that was opened out here (`Tree.doors`): the kernel goes by the rights of the opener. Nothing
   in a jail sees a file system of groups.
 """
@@ -22,15 +24,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from sandbox.errors import IsolationError
-from sandbox.jail.group import OPEN_FILES, V1, Dialect, Group, kill_members
+from sandbox.jail.group import OPEN_FILES, V1, V2, Dialect, Group, kill_members
 
 PREFIX = "rstar-sandbox-"
+OWN = "rstar-sandbox"
 LONGEST_END_S = 5.0
 """For killed processes to be gone from a group; they need milliseconds, and more only on a swamped machine."""
 MOST_DOORS = 3
 OTHER_FILES = 256
 """Descriptors that a process needs for all else."""
 _TRIES = 5
+_NEEDED = {"memory", "pids"}
+"""Of version 2. It counts CPU time in every group."""
 
 
 class Tree:
@@ -77,6 +82,8 @@ class Tree:
         _sweep(home)
         folder, lock = _plant(home)
         self._locks[folder] = lock
+        if self._dialect is V2:
+            _enable(folder)
         return folder
 
     def _made(self, number: int) -> Group:
@@ -88,9 +95,64 @@ class Tree:
 def _find() -> tuple[Dialect, dict[str, str]]:
     """The dialect, and where this process may make groups in each hierarchy."""
     homes = own_folders()
-    if missing := [name for name in (V1.memory, V1.pids) if name not in homes]:
-        raise IsolationError(f"cgroups: no hierarchy of {' or '.join(missing)} is mounted")
-    return V1, {name: homes[name] for name in (V1.memory, V1.pids, V1.cpu_time) if name in homes}
+    lacking = []
+    try:
+        return V2, {"": _divisible(homes)}
+    except OSError as why:
+        lacking.append(f"{V2.name}: {why}")
+    missing = [name for name in (V1.memory, V1.pids) if name not in homes]
+    if not missing:
+        return V1, {name: homes[name] for name in (V1.memory, V1.pids, V1.cpu_time) if name in homes}
+    lacking.append(f"{V1.name}: no hierarchy of {' or '.join(missing)} is mounted")
+    raise IsolationError(f"cgroups: {'; '.join(lacking)}")
+
+
+def _divisible(homes: dict[str, str]) -> str:
+    """The group of version 2 in which bounded ones may be made; made so if need be. Raises `OSError`."""
+    if "" not in homes:
+        raise OSError("it is not mounted")
+    home = homes[""]
+    if os.path.basename(home) == OWN:
+        home = os.path.dirname(home)
+    if missing := sorted(_NEEDED.difference(_read(f"{home}/cgroup.controllers").split())):
+        raise OSError(f"{home} has no {' or '.join(missing)}")
+    if _NEEDED.difference(_read(f"{home}/cgroup.subtree_control").split()):
+        try:
+            _enable(home)
+        except OSError as why:
+            if why.errno != errno.EBUSY:
+                raise
+            _make_room(home)
+            _enable(home)
+    return home
+
+
+def _enable(folder: str) -> None:
+    """Let groups in it be bounded."""
+    _write(f"{folder}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(_NEEDED)))
+
+
+def _make_room(home: str) -> None:
+    """Move whoever is in a group to one below. Only where all of it is ours: it is the whole of what our namespace of
+    groups shows, or systemd says so (systemd.resource-control(5), Delegate=)."""
+    if ("", "/") not in _own_paths() and not _is_delegated(home):
+        raise OSError(f"{home} is not ours to divide; run in a container, or under systemd with Delegate=yes")
+    os.makedirs(f"{home}/{OWN}", exist_ok=True)
+    for _ in range(_TRIES):  # whoever is just being forked is there the next time
+        members = [pid for pid in _read(f"{home}/cgroup.procs").split() if pid != "0"]  # 0: of another PID namespace
+        for pid in members:
+            with suppress(ProcessLookupError):
+                _write(f"{home}/{OWN}/cgroup.procs", pid)
+        if not members:
+            return
+
+
+def _is_delegated(folder: str) -> bool:
+    for name in ("user.delegate", "trusted.delegate"):
+        with suppress(OSError):
+            if os.getxattr(folder, name) == b"1":
+                return True
+    return False
 
 
 def own_folders() -> dict[str, str]:
@@ -179,6 +241,19 @@ def _want_files(slots: int) -> None:
         raise IsolationError(f"cgroups: {slots} slots need {wanted} descriptors, got {most}; raise ulimit -n")
     if soft != resource.RLIM_INFINITY and wanted > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    fd = _open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
 
 
 def _open(path: str, flags: int) -> int:

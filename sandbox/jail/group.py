@@ -24,7 +24,7 @@ class Dialect:
     memory: str
     pids: str
     cpu_time: str
-    """The hierarchies; all but the last are needed."""
+    """The hierarchies; all but the last are needed. Version 2 is the one without a name."""
     once: tuple[tuple[str, str], ...]
     """Files of the memory hierarchy that are written when a group is made; those of a kernel without swap may lack."""
     limit: str
@@ -55,7 +55,23 @@ V1 = Dialect(
     cpu="cpuacct.usage",
     cpu_key=b"",
     cpu_per_ms=1e6,
-    door="tasks",  # not cgroup.procs: moving one thread takes none of the machine's locks on forks (cgroup-v1)
+    door="tasks",  # not cgroup.procs: moving a single thread does not wait for every fork on the machine
+)
+V2 = Dialect(
+    name="version 2",
+    memory="",
+    pids="",
+    cpu_time="",
+    once=(("memory.swap.max", "0"), ("memory.oom.group", "1")),
+    limit="memory.max",
+    peak="memory.peak",
+    kills="memory.events",
+    refusals="memory.events",
+    refusals_key=b"oom",
+    cpu="cpu.stat",
+    cpu_key=b"usage_usec",
+    cpu_per_ms=1e3,
+    door="cgroup.procs",
 )
 OPEN_FILES = 5
 """Descriptors that a `Group` holds."""
@@ -93,6 +109,10 @@ class Group:
         cpu = folders.get(dialect.cpu_time)
         self._cpu = self._opened(f"{cpu}/{dialect.cpu}", os.O_RDONLY) if cpu else -1
         self._last = self._counts()
+        try:
+            self._reset_peak()
+        except OSError:  # version 2 before Linux 6.12: it is that of all calls ever
+            self._peak = -1
 
     def begin(self, memory: int, processes: int) -> None:
         """Bound the next call to so many bytes and processes."""
@@ -102,10 +122,7 @@ class Group:
             _write(f"{self._memory}/{self._dialect.limit}", str(memory))
             _write(f"{self._pids}/pids.max", str(processes))
             self._limits = (memory, processes)
-        if self._peak >= 0:
-            # What is there already (cached files, mostly) is not this call's.
-            os.pwrite(self._peak, b"0", 0)
-            self._base = int(os.pread(self._peak, 64, 0))
+        self._reset_peak()
 
     def end(self) -> Spent:
         """What was used since `begin`."""
@@ -132,6 +149,12 @@ class Group:
             os.close(fd)
         self._fds = []
 
+    def _reset_peak(self) -> None:
+        """What is there already (cached files, mostly) is not the next call's."""
+        if self._peak >= 0:
+            os.pwrite(self._peak, b"0", 0)
+            self._base = int(os.pread(self._peak, 64, 0))
+
     def _opened(self, path: str, flags: int) -> int:
         """-1 where the kernel, or the hierarchy, has no such file."""
         try:
@@ -153,6 +176,9 @@ class Group:
 
 def kill_members(folder: str) -> None:
     """SIGKILL to every process in the group at `folder`."""
+    with suppress(FileNotFoundError):  # version 1, or before Linux 5.14
+        _write(f"{folder}/cgroup.kill", "1")
+        return
     with suppress(FileNotFoundError), open(f"{folder}/cgroup.procs", encoding="ascii") as members:
         for pid in map(int, members.read().split()):
             if pid > 0:  # 0 stands for a process of another PID namespace

@@ -190,7 +190,7 @@ def test_too_few_descriptors_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_hierarchies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "_mounts", lambda: iter([("/", "/", "ext4", "rw")]))
-    with pytest.raises(IsolationError, match="no hierarchy of memory or pids is mounted"):
+    with pytest.raises(IsolationError, match="2: it is not mounted; version 1: no hierarchy of memory or pids is"):
         Tree(1)
 
 
