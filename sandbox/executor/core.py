@@ -13,7 +13,9 @@ import itertools
 import logging
 import os
 import random
+import secrets
 import signal
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -82,8 +84,17 @@ class Executor:
         self.families = [self._family(n, -(-self.slots // families), profiles) for n in range(families)]
 
     def _family(self, number: int, slots: int, profiles: tuple[Profile, ...]) -> Family:
-        base, count = jail.host_uids(number, slots)
-        spec = jail.JailSpec(self.level, self.python, str(GUEST), env=GUEST_ENV, uid_base=base, uid_count=count)
+        base, count = jail.host_uids(number, slots, self.level)
+        scratch = f"{tempfile.gettempdir()}/rstar-sandbox-{secrets.token_hex(8)}"
+        spec = jail.JailSpec(
+            self.level,
+            self.python,
+            str(GUEST),
+            env=GUEST_ENV,
+            uid_base=base,
+            uid_count=count,
+            scratch=scratch if self.level is jail.Level.LANDLOCK else None,
+        )
         return Family(spec, profiles, slots, self, hurry=self._hurry)
 
     async def run(self) -> None:

@@ -15,6 +15,8 @@ import os
 import resource
 import struct
 
+import landlock
+
 # Without the interpreter lock let go and without ctypes' own copy of errno, each of which would write to more pages
 # that a call must first copy: the zygote and a call have one thread.
 _libc = ctypes.PyDLL(None)
@@ -49,9 +51,10 @@ class Confinement:
         self._uid_base: int | None = plan["uid_base"]
         self._drop_caps: bool = plan["drop_caps"]
         self._no_new_privs: bool = plan["no_new_privs"]
-        self._filter = _Filter(base64.b64decode(plan["seccomp"])) if plan["seccomp"] else None
+        self._filter = _Filter(base64.b64decode(plan["seccomp"]), plan["own_pid_at"]) if plan["seccomp"] else None
+        self.ground = landlock.Ground(plan["landlock"]) if plan["landlock"] else None
         self.address_space = 0  # bytes the zygote itself maps; the executor says so, since there is no /proc here
-        if self._drop_caps:
+        if plan["drop_bounding"]:
             _drop_bounding_set()
         self.doors: dict[int, list[int]] = {}  # by slot
         self._home = -1
@@ -62,6 +65,8 @@ class Confinement:
         if self._home >= 0:
             os.close(self._home)
         self._home = os.pidfd_open(os.getpid()) if self._unshare_pid else -1
+        if self.ground:
+            self.ground.settle()
 
     def before_fork(self) -> None:
         """From here on, the next child is PID 1 of a namespace of its own."""
@@ -84,6 +89,7 @@ class Confinement:
         are (an id of -1 leaves ids alone)."""
         global _unshare, _mount, _capset, _prctl, _syscall
         kept, address_space, folder = (_unshare, _mount, _capset, _prctl, _syscall), self.address_space, os.getcwd()
+        ground, self.ground = self.ground, None
         _unshare = _mount = _capset = _prctl = _syscall = _libc.getpid
         self.address_space = 0
         here = {name: resource.getrlimit(what)[1] for name, what in _BOUNDED.items()}
@@ -92,7 +98,7 @@ class Confinement:
                 self.enter(-1 - (self._uid_base or 0), here)
         finally:
             _unshare, _mount, _capset, _prctl, _syscall = kept
-            self.address_space = address_space
+            self.address_space, self.ground = address_space, ground
             os.chdir(folder)
 
     def enter(self, slot: int, limits: dict) -> None:
@@ -111,9 +117,13 @@ class Confinement:
             _check(_capset(_CAP_HEADER, _NO_CAPS), "capset(none)")
         if self.tmpfs:
             os.chdir(self.tmpfs)  # as the owner: whoever mounted it may not even look inside
+        if self.ground:
+            self.ground.enter(slot)
         self._bound(limits)
         # After setresuid, which clears it. A zygote that dies takes its calls along.
         _check(_prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
+        if self.ground:
+            self.ground.leave()
         if self._no_new_privs:
             _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
         if self._filter:
@@ -122,6 +132,8 @@ class Confinement:
     def _bound(self, limits: dict) -> None:
         _setrlimit = resource.setrlimit
         for name, what in _BOUNDED.items():
+            if name == "processes" and self.ground is not None and self._uid_base is None:
+                continue  # the kernel counts all that a uid has, and this one is the server's
             most = limits[name] + self.address_space if name == "memory" else limits[name]
             _setrlimit(what, (most, most))
 
@@ -151,12 +163,15 @@ def _drop_bounding_set() -> None:
 class _Filter:
     """A seccomp program (struct sock_fprog) in memory, ready to load."""
 
-    def __init__(self, program: bytes) -> None:
+    def __init__(self, program: bytes, own_pid_at: list) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))
+        self._own_pid_at = own_pid_at
         address = ctypes.addressof(self._program)
         self._header = struct.pack("HxxxxxxQ", len(program) // 8, address)
 
     def load(self) -> None:
+        for place in self._own_pid_at:
+            struct.pack_into("=I", self._program, place, os.getpid())
         _check(_syscall(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._header), "seccomp(SET_MODE_FILTER)")
 
 

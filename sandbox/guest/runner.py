@@ -439,7 +439,7 @@ def rehearse() -> None:
     """
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
-    names = dict(_main.__dict__)
+    names, first = dict(_main.__dict__), sys.path[0]
     for _ in range(20):
         for source in _SCRIPTS:
             _start(False)
@@ -451,6 +451,7 @@ def rehearse() -> None:
             _main.__dict__.clear()
             _main.__dict__.update(names)
     linecache.cache.pop(SCRIPT)
+    sys.path[0] = first  # not the folder that this runs in
     os.dup2(stderr, 2)
     os.close(stderr)
     os.close(nowhere)

@@ -101,6 +101,7 @@ class Zygote:
         self.inbox = apart.Inbox()
         self.outbox = frames.Outbox(incoming.sock)
         self.running: dict[int, Running] = {}  # by process id
+        self.ending: list[tuple[Running, int, resource.struct_rusage]] = []  # its first process is dead
         self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
         self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
         self.deaths = _signal_fd()
@@ -174,7 +175,9 @@ class Zygote:
             running.files_fd = capture.bounded_file(running.disk_limit)
             running.fds.append(running.files_fd)
             fds.append((running.files_fd, runner.FILES_FD))
-        if self.layers.tmpfs is None:
+        if self.layers.ground is not None:
+            self.layers.ground.prepare(running.slot)
+        elif self.layers.tmpfs is None:
             running.folder = _make_folder()
         self.inbox.put(body)
         self.marks[running.slot] = 0
@@ -197,11 +200,14 @@ class Zygote:
             _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
             for fd, name in fds:
                 os.dup2(fd, name)
+            if self.layers.ground is not None:
+                self.layers.ground.restrict(running.slot)  # while its ruleset is open
             os.closerange(5 if call["returns"] else 4, 1 << 20)
             if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
                 os.close(0)
                 os.open(os.devnull, os.O_RDONLY)
-            os.setpgid(0, 0)  # else it could signal the zygote's group
+            if self.layers.ground is None:  # which has its own time for it
+                os.setpgid(0, 0)  # else it could signal the zygote's group
             if running.folder is not None:
                 os.chdir(running.folder)
             self.layers.enter(running.slot, call)
@@ -214,16 +220,20 @@ class Zygote:
         runner.run(call, frames.cut(self.inbox.body, call["blobs"]))
 
     def _reap(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(ChildProcessError):
+            while True:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            running = self.running.pop(pid, None)
-            if running is not None:  # else a child zygote, whose socket says it
-                self._answer(running, status, usage)
+                if pid == 0:
+                    break
+                running = self.running.pop(pid, None)
+                if running is not None:  # else a child zygote, whose socket says it, or an orphan
+                    self.ending.append((running, status, usage))
+        ground, ending, self.ending = self.layers.ground, self.ending, []
+        for outcome in ending:
+            if ground is None or ground.end(outcome[0].slot):
+                self._answer(*outcome)
+            else:
+                self.ending.append(outcome)
 
     def _answer(self, running: Running, status: int, usage: resource.struct_rusage) -> None:
         wall_ms = (time.monotonic() - running.started) * 1e3

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import struct
+from collections.abc import Iterable, Sequence
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -27,6 +29,7 @@ MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 MNT_DETACH = 0x2
 
+CAP_CHOWN = 0
 CAP_KILL = 5
 CAP_SETGID = 6
 CAP_SETUID = 7
@@ -37,10 +40,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_CAPBSET_READ = 23
 _PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
-_LANDLOCK_CREATE_RULESET = 444
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_RULE_PATH_BENEATH = 1
 _CAPABILITY_V3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,6 +83,11 @@ def set_hostname(name: str) -> None:
 def die_with_parent() -> None:
     """SIGKILL when the thread that forked us ends. Any change of ids undoes it: call it after those."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def adopt_orphans() -> None:
+    """Whatever below this process loses its parent becomes its child (PR_SET_CHILD_SUBREAPER)."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def no_new_privileges() -> None:
@@ -125,6 +135,29 @@ def landlock_abi() -> int:
     abi = int(_libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), version))
     _check(abi, "landlock_create_ruleset")
     return abi
+
+
+def landlock(handled: Sequence[int], rules: Iterable[tuple[str, int]], flags: int) -> None:
+    """Refuse this process for good all of `handled` (struct landlock_ruleset_attr: files, network, scopes), but for the
+    rights that `rules` give beneath paths. Needs no_new_privs."""
+    attributes = struct.pack("<QQQ", *handled)
+    ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    _check(ruleset, "landlock_create_ruleset")
+    try:
+        for path, access in rules:
+            beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            try:
+                rule = struct.pack("<Qi", access, beneath)
+                _check(
+                    _libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0),
+                    "landlock_add_rule",
+                    path,
+                )
+            finally:
+                os.close(beneath)
+        _check(_libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, flags), "landlock_restrict_self")
+    finally:
+        os.close(ruleset)
 
 
 def _check(result: int, call: str, path: str = "") -> None:

@@ -6,30 +6,35 @@ import base64
 import sys
 from typing import Any
 
-from sandbox.errors import IsolationError
 from sandbox.jail import kernel, seccomp
+from sandbox.jail.rules import refuse_unfit, rules
 from sandbox.jail.spec import SLOT_UID, JailSpec, Level
 
 CALL_INODES = 4096
 """Files in a call's scratch folder: each costs the kernel about 1 KiB that disk_mb does not count."""
-NOT_BUILT = frozenset({Level.LANDLOCK})
-LAUNCHERS = {Level.NSJAIL: "nsjail", Level.NAMESPACES: "namespaces", Level.NONE: "plain"}
+LAUNCHERS = {
+    Level.NSJAIL: "nsjail",
+    Level.NAMESPACES: "namespaces",
+    Level.LANDLOCK: "landlock",
+    Level.NONE: "plain",
+}
 
 
 def command(spec: JailSpec, fd: int) -> list[str]:
-    """The argv that starts this jail, with `fd` (a Unix socket) inherited. Raises `IsolationError` for levels to come.
+    """The argv that starts this jail, with `fd` (a Unix socket) inherited.
 
     Start it by `subprocess.Popen(command(spec, fd), pass_fds=[fd])`. Its exit status is the guest's; killing it takes
     the whole jail down, and the end of the process that started it does, too.
     """
-    refuse_unbuilt(spec.level)
     assert fd > 2, "standard streams are not passed on"
     return [sys.executable, "-I", "-m", f"sandbox.jail.{LAUNCHERS[spec.level]}", spec.encode(), str(fd)]
 
 
 def call_plan(spec: JailSpec) -> dict[str, Any]:
-    """What the guest does around each call, as JSON: `guest.confine` carries it out."""
-    refuse_unbuilt(spec.level)
+    """What the guest does around each call, as JSON: `guest.confine` carries it out. Raises `IsolationError` where
+    level `landlock` would lack something."""
+    if spec.level is Level.LANDLOCK:
+        return _landlock_plan(spec)
     confined = spec.level in (Level.NSJAIL, Level.NAMESPACES)
     return {
         "level": spec.level.value,
@@ -39,11 +44,36 @@ def call_plan(spec: JailSpec) -> dict[str, Any]:
         "inodes": CALL_INODES,
         "uid_base": SLOT_UID if confined and spec.uid_base is not None else None,
         "drop_caps": confined,
+        "drop_bounding": confined,
         "no_new_privs": confined,
         "seccomp": base64.b64encode(seccomp.program()).decode() if confined else None,
+        "own_pid_at": [],
+        "landlock": None,
     }
 
 
-def refuse_unbuilt(level: Level) -> None:
-    if level in NOT_BUILT:
-        raise IsolationError(f"isolation={level.value}: not built yet; use {Level.NAMESPACES.value}, or auto")
+def _landlock_plan(spec: JailSpec) -> dict[str, Any]:
+    abi = kernel.landlock_abi()
+    refuse_unfit(spec, abi)
+    has_uids = spec.uid_base is not None
+    program = seccomp.program(seccomp.Policy.OWN_UID if has_uids else seccomp.Policy.SHARED_UID)
+    uid_base = None if spec.uid_base is None else spec.uid_base + SLOT_UID
+    return {
+        "level": spec.level.value,
+        "unshare_pid": False,
+        "unshare": 0,
+        "tmpfs": None,
+        "inodes": CALL_INODES,
+        "uid_base": uid_base,
+        "drop_caps": True,
+        "drop_bounding": has_uids,
+        "no_new_privs": True,
+        "seccomp": base64.b64encode(program).decode(),
+        "own_pid_at": seccomp.own_pid_places(program),
+        "landlock": {
+            **rules(spec, abi).encode(),
+            "folder": f"{spec.scratch}/calls",
+            "uid_base": uid_base,
+            "slots": spec.slots,
+        },
+    }

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import cgroups, kernel, nsjail_binary, seccomp, userns
+from sandbox.jail import cgroups, kernel, nsjail_binary, rules, seccomp, userns
 from sandbox.jail.interpreter import Interpreter
-from sandbox.jail.plan import command, refuse_unbuilt
+from sandbox.jail.plan import command
 from sandbox.jail.spec import JailSpec, Level
 from sandbox.jail.uids import host_uids
 
@@ -52,39 +52,38 @@ def choose(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping
     Raises `ConfigError` for a name that is no level, `IsolationError` when the machine lacks a layer of the level, and
     when RSTAR_NSJAIL names no program.
     """
-    try:
-        level = None if asked == AUTO else Level(asked)
-    except ValueError:
-        raise ConfigError(f"isolation={asked!r}: expected one of {AUTO}, {', '.join(Level)}") from None
-    if level is not None:
-        refuse_unbuilt(level)
-    if level is Level.NONE:
-        return level
-    if layers is None:
-        layers = tuple(_tried(*attempt) for attempt in _REQUIRED)
-        if level is not Level.NAMESPACES:
-            layers = (*layers, _nsjail(environ))
-    if level is None:
+    if asked == AUTO:
         if environ.get(nsjail_binary.VARIABLE):
             nsjail_binary.find(environ)
-        level = Level.NSJAIL if any(layer.name == NSJAIL and layer.ok for layer in layers) else Level.NAMESPACES
-    _require(level, layers)
-    return level
+        wanted = _STRONGEST_FIRST
+    else:
+        try:
+            wanted = (Level(asked),)
+        except ValueError:
+            raise ConfigError(f"isolation={asked!r}: expected one of {AUTO}, {', '.join(Level)}") from None
+    refusals = []
+    for level in wanted:
+        refusal = _refusal(level, layers, environ)
+        if not refusal:
+            return level
+        refusals.append(refusal)
+    if len(refusals) > 1:
+        del refusals[0]  # nobody needs nsjail who has not asked for it
+    raise IsolationError(f"{'. '.join(refusals)}, or ask for isolation=none by name")
 
 
-def _require(level: Level, layers: tuple[Layer, ...]) -> None:
-    required = {name for name, _, _ in _REQUIRED}
-    missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in required and not layer.ok]
-    if missing:
-        raise IsolationError(
-            f"isolation={level.value}: this machine lacks {'; '.join(missing)}. Start as root with "
-            "CAP_SYS_ADMIN, or allow unprivileged user namespaces (sysctl user.max_user_namespaces and "
-            "kernel.apparmor_restrict_unprivileged_userns, and in a container its seccomp profile), or ask for "
-            "isolation=none by name"
-        )
-    lacks = next((layer.found for layer in layers if layer.name == NSJAIL and not layer.ok), None)
-    if level is Level.NSJAIL and lacks:
-        raise IsolationError(f"isolation={level.value}: {lacks}; or ask for isolation={Level.NAMESPACES.value}")
+def _refusal(level: Level, layers: tuple[Layer, ...] | None, environ: Mapping[str, str]) -> str:
+    """What a level lacks on this machine and how to get it; nothing if it is all there."""
+    if level is Level.NSJAIL:
+        row = next((layer for layer in layers or (_nsjail(environ),) if layer.name == NSJAIL), None)
+        if row is None or not row.ok:
+            lacks = row.found if row else "not tried"
+            return f"isolation={level.value}: {lacks}; or ask for isolation={Level.NAMESPACES.value}"
+    needed = _NEEDED.get(level, frozenset())
+    if layers is None:
+        layers = tuple(_tried(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL) if attempt[0] in needed)
+    missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in needed and not layer.ok]
+    return f"isolation={level.value}: this machine lacks {'; '.join(missing)}. {_REMEDIES[level]}" if missing else ""
 
 
 def _tried(name: str, attempt: Callable[[], str], purpose: str) -> Layer:
@@ -217,7 +216,20 @@ def _schedstat() -> str:
 
 
 def _landlock() -> str:
-    return f"ABI {kernel.landlock_abi()}"
+    abi = kernel.landlock_abi()
+    handled = rules.handled(abi)
+    may_change_uids = host_uids(0, 1, Level.LANDLOCK)[0] is not None
+    if abi < rules.TRUNCATES and not may_change_uids:
+        raise IsolationError(f"ABI {abi}; without root and Docker's default capabilities it takes {rules.TRUNCATES}")
+    kernel.no_new_privileges()
+    kernel.landlock(handled, [(_STAGE, rules.READ_FILE)], 0)
+    os.close(os.open(f"{_STAGE}/self/stat", os.O_RDONLY))
+    try:
+        os.close(os.open("/", os.O_RDONLY))
+    except PermissionError:
+        gives = ["files", *(["TCP"] if handled[1] else []), *(["signals, abstract sockets"] if handled[2] else [])]
+        return f"ABI {abi}: {', '.join(gives)}; {'a uid for each slot' if may_change_uids else 'one uid for all calls'}"
+    raise OSError("a ruleset was taken but a refused folder was opened")
 
 
 def _control_groups() -> str:
@@ -297,6 +309,21 @@ _REQUIRED: tuple[_Attempt, ...] = (
 _OPTIONAL: tuple[_Attempt, ...] = (
     ("uid range", _uid_range, "a host uid of its own for every call at once"),
     ("schedstat", _schedstat, "time limits on a call's own clock, whatever the load"),
-    ("Landlock", _landlock, "level landlock (not built yet)"),
+    ("Landlock", _landlock, "level landlock, for containers without namespaces"),
     ("control groups", _control_groups, "limits and counts of a whole call; else limits hold for each process"),
 )
+_STRONGEST_FIRST: tuple[Level, ...] = (Level.NSJAIL, Level.NAMESPACES, Level.LANDLOCK)
+_NEEDED = {
+    Level.NSJAIL: frozenset(name for name, _, _ in _REQUIRED),
+    Level.NAMESPACES: frozenset(name for name, _, _ in _REQUIRED),
+    Level.LANDLOCK: frozenset({"Landlock", "no_new_privs", "seccomp", "rlimits"}),
+}
+_ALLOW_NAMESPACES = (
+    "Start as root with CAP_SYS_ADMIN, or allow unprivileged user namespaces (sysctl user.max_user_namespaces and "
+    "kernel.apparmor_restrict_unprivileged_userns, and in a container its seccomp profile)"
+)
+_REMEDIES = {
+    Level.NSJAIL: _ALLOW_NAMESPACES,
+    Level.NAMESPACES: _ALLOW_NAMESPACES,
+    Level.LANDLOCK: "Start on Linux 5.13 or later with CONFIG_SECURITY_LANDLOCK and landlock among lsm= at boot",
+}

@@ -11,8 +11,10 @@ instead of a chain, whose leaves share their returns. Where a choice was free, i
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from itertools import groupby
 
@@ -124,26 +126,74 @@ POLICY: Mapping[str, Rule] = {
     **dict.fromkeys(_ABSENT.split(), ENOSYS),
     **_CHECKED,
 }
-_NUMBERED: Mapping[int, Rule] = {X86_64[name]: rule for name, rule in POLICY.items()}
+
+# What Landlock leaves open (landlock(7), "Current limitations") and level `namespaces` closes by other means:
+# attributes of files that a call may name, where one call could leave a note for another.
+_ATTRIBUTES = "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
+
+OWN_PID = 0x7FFFFFFF
+"""Stands in a rule for the process that loads the filter, which the guest writes in its place (`own_pid_places`)."""
+_CLONE_THREAD = 0x10000
+# Calls that share the server's own uid. What a call starts could outlive it, so it starts nothing but threads; it
+# signals and limits nobody but itself; and it may not change the files that this uid owns, which Landlock lets it name.
+_STARTING = "fork vfork execve execveat tkill pidfd_open pidfd_send_signal"
+_OWNED = "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat"
+_ITSELF = dict.fromkeys(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], (When(0, (OWN_PID,)),))
 
 
-def verdict(number: int, arguments: Sequence[int], arch: int = ARCH_X86_64) -> int:
+class Policy(StrEnum):
+    """Who a call is, and so how much the filter alone has to hold."""
+
+    NAMESPACED = "namespaced"
+    """In namespaces of its own."""
+    OWN_UID = "own uid"
+    """In the container's namespaces, as a user that no other process has."""
+    SHARED_UID = "shared uid"
+    """In the container's namespaces, as the user that the server is."""
+
+
+POLICIES: Mapping[Policy, Mapping[str, Rule]] = {
+    Policy.NAMESPACED: POLICY,
+    Policy.OWN_UID: {**POLICY, **dict.fromkeys(_ATTRIBUTES.split(), EPERM)},
+    Policy.SHARED_UID: {
+        **POLICY,
+        **dict.fromkeys(f"{_ATTRIBUTES} {_STARTING} {_OWNED}".split(), EPERM),
+        **_ITSELF,
+        "clone": (When(0, (_CLONE_THREAD,), mask=_CLONE_THREAD | _NAMESPACES | _CLONE_PARENT),),
+        "prlimit64": (When(0, (0, OWN_PID)),),
+    },
+}
+_NUMBERED: Mapping[Policy, Mapping[int, Rule]] = {
+    policy: {X86_64[name]: rule for name, rule in rules.items()} for policy, rules in POLICIES.items()
+}
+
+
+def verdict(number: int, arguments: Sequence[int], arch: int = ARCH_X86_64, policy: Policy = Policy.NAMESPACED) -> int:
     """What the policy says to one system call; `arguments` are the six registers, 64 bits each."""
     if arch != ARCH_X86_64 or number >= X32_BIT:
         return KILL
-    rule = rule_of(number)
+    rule = rule_of(number, policy)
     if isinstance(rule, int):
         return rule
     held = all((arguments[when.index] & when.mask) in when.values for when in rule)
     return ALLOW if held else EPERM
 
 
-def rule_of(number: int) -> Rule:
-    return _NUMBERED.get(number, ENOSYS if number >= NEWER else EPERM)
+def rule_of(number: int, policy: Policy = Policy.NAMESPACED) -> Rule:
+    return _NUMBERED[policy].get(number, ENOSYS if number >= NEWER else EPERM)
+
+
+def own_pid_places(program: bytes) -> list[int]:
+    """The offsets, in bytes, at which a program compares with `OWN_PID`."""
+    return [
+        8 * line + 4
+        for line, (code, _, _, k) in enumerate(struct.iter_unpack("<HBBI", program))
+        if code == bpf.IF_EQUAL and k == OWN_PID
+    ]
 
 
 @cache
-def program() -> bytes:
+def program(policy: Policy = Policy.NAMESPACED) -> bytes:
     """The policy as a filter for this machine. Raises `IsolationError` where there is none."""
     if os.uname().machine != "x86_64":
         raise IsolationError(
@@ -155,23 +205,24 @@ def program() -> bytes:
             bpf.Instruction(bpf.LOAD, _ARCH),
             bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, no=_NAMES[KILL]),
             bpf.Instruction(bpf.LOAD, _NUMBER),
-            *_tree(_ranges()),
-            *(line for name, rule in _CHECKED.items() for line in _check(name, rule)),
+            *_tree(_ranges(policy)),
+            *(line for name, rule in POLICIES[policy].items() if type(rule) is tuple for line in _check(name, rule)),
             *(bpf.Instruction(bpf.RETURN, action, label=name) for action, name in _NAMES.items()),
         ]
     )
 
 
 _ARCH, _NUMBER, _ARGUMENTS = 4, 0, 16  # offsets in struct seccomp_data
-_NAMES = {ALLOW: "allow", EPERM: "refuse", ENOSYS: "absent", KILL: "kill"}
+_NAMES = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", KILL: "to end"}  # which no call is named
 
 
-def _ranges() -> list[tuple[int, str]]:
+def _ranges(policy: Policy) -> list[tuple[int, str]]:
     """(first number, where to go), in order; each range ends where the next begins."""
+    names = {X86_64[name]: name for name in POLICIES[policy]}
 
     def target(number: int) -> str:
-        rule = rule_of(number)
-        return _NAMES[rule] if isinstance(rule, int) else next(n for n in _CHECKED if X86_64[n] == number)
+        rule = rule_of(number, policy)
+        return _NAMES[rule] if isinstance(rule, int) else names[number]
 
     merged = [(next(numbers), name) for name, numbers in groupby(range(NEWER + 1), target)]
     return [*merged, (X32_BIT, _NAMES[KILL])]

@@ -8,6 +8,7 @@ nor signals reach from one to the other.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -17,6 +18,8 @@ from sandbox.jail.interpreter import HOME, Interpreter
 
 SLOT_UID = 1000
 """The first uid of calls, inside."""
+UIDS_OF_A_SLOT = 3
+"""At level `landlock`; see `guest/landlock.py`."""
 GUEST = "/guest"
 
 
@@ -28,15 +31,20 @@ class Level(StrEnum):
     NAMESPACES = "namespaces"
     """Our own namespaces and read-only root."""
     LANDLOCK = "landlock"
-    """Landlock file rules, for containers without namespaces. Not built yet."""
+    """Landlock rules, for containers without namespaces."""
     NONE = "none"
     """Rlimits only; asked for by name."""
+
+
+ON_THE_HOST = (Level.LANDLOCK, Level.NONE)
+"""The levels at which the guest sees the host's paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class JailSpec:
     """One jail. Without `argv` it runs the zygote of `guest_dir`; `argv` is for tests, with `{fd}` for the socket's
-    number. `uid_base` is the first of `uid_count` host ids, or None for a single-uid map."""
+    number. `uid_base` is the first of `uid_count` host ids, or None for a single uid. `scratch`, for level `landlock`
+    alone, is the folder that the jail makes for itself and removes."""
 
     level: Level
     python: Interpreter
@@ -45,6 +53,7 @@ class JailSpec:
     argv: tuple[str, ...] = ()
     uid_base: int | None = None
     uid_count: int = 0
+    scratch: str | None = None
 
     def __post_init__(self) -> None:
         if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= SLOT_UID):
@@ -52,15 +61,24 @@ class JailSpec:
                 f"uid_base={self.uid_base}, uid_count={self.uid_count}: expected a base over 0 and a count over "
                 f"{SLOT_UID}, the first slot's uid; take both from host_uids()"
             )
+        if (self.level is Level.LANDLOCK) != (self.scratch is not None):
+            raise ConfigError(f"scratch={self.scratch!r}: expected a path for level landlock, and None for others")
+
+    @property
+    def slots(self) -> int:
+        """At level `landlock`, of how many slots the range has the uids: the call's and two helpers' for each."""
+        return max(0, self.uid_count - SLOT_UID) // UIDS_OF_A_SLOT
 
     @property
     def guest_python(self) -> str:
         """Where the guest's Python is, as the guest sees it."""
-        return self.python.executable if self.level is Level.NONE else f"{HOME}/bin/python3"
+        return self.python.executable if self.level in ON_THE_HOST else f"{HOME}/bin/python3"
 
     @property
     def guest_home(self) -> str:
         """Where `guest_dir` is, as the guest sees it."""
+        if self.scratch is not None:
+            return f"{self.scratch}/guest"
         return self.guest_dir if self.level is Level.NONE else GUEST
 
     def guest_argv(self, fd: int) -> list[str]:
@@ -70,6 +88,8 @@ class JailSpec:
 
     def guest_env(self) -> dict[str, str]:
         """The guest's whole environment."""
+        if self.level is Level.LANDLOCK:
+            return {**self.env, "PATH": os.path.dirname(self.guest_python)}
         paths = () if self.level is Level.NONE else self.python.pythonpath
         return {**({"PYTHONPATH": ":".join(paths)} if paths else {}), **self.env}
 

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+
 from sandbox.jail import kernel
-from sandbox.jail.spec import SLOT_UID
+from sandbox.jail.spec import SLOT_UID, UIDS_OF_A_SLOT, Level
 
 HIGH_UIDS = 1_381_171_200
 """Where ranges start: above every id that distributions, subuid files and systemd hand out."""
 LOWEST = 10_000
 """Ids below belong to users of the host or the container, even where ids are few."""
+NEEDED = frozenset({kernel.CAP_CHOWN, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID, kernel.CAP_SETPCAP})
+"""At level `landlock`: to take a uid, to end what has it, to give it its folder. Docker grants them to root."""
+_OWN = secrets.randbelow(1 << 28)
+"""This process's own beginning: at level `landlock` no namespace keeps the signals of two servers apart."""
 
 
-def host_uids(jail: int, slots: int) -> tuple[int | None, int]:
+def host_uids(jail: int, slots: int, level: Level = Level.NAMESPACES) -> tuple[int | None, int]:
     """(`uid_base`, `uid_count`) for this node's jail number `jail`, counted from 0: ranges of different jails are
     disjoint. (None, 0) where this process may not map a range: not root, or in a container with too few ids.
     """
+    if level is Level.LANDLOCK:
+        if os.getresuid() != (0, 0, 0) or not kernel.effective_capabilities() >= NEEDED:
+            return None, 0
+        return _place(jail, SLOT_UID + UIDS_OF_A_SLOT * slots, _OWN)
     if not {kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SYS_ADMIN} <= kernel.effective_capabilities():
         return None, 0
+    return _place(jail, SLOT_UID + slots)
+
+
+def _place(jail: int, count: int, shift: int = 0) -> tuple[int | None, int]:
     uids, gids = _mapped("/proc/self/uid_map"), _mapped("/proc/self/gid_map")
-    return place(jail, SLOT_UID + slots, max(uids[0], gids[0]), min(uids[1], gids[1]))
+    return place(jail, count, max(uids[0], gids[0]), min(uids[1], gids[1]), shift)
 
 
-def place(jail: int, count: int, first: int, end: int) -> tuple[int | None, int]:
-    """The same as arithmetic, for a machine on which the ids from `first` up to `end` exist."""
-    base = HIGH_UIDS + jail * count
+def place(jail: int, count: int, first: int, end: int, shift: int = 0) -> tuple[int | None, int]:
+    """The same as arithmetic, for a machine on which the ids from `first` up to `end` exist. `shift` moves all ranges;
+    where ids are few, over half of them."""
+    base = HIGH_UIDS + shift + jail * count
     if base + count > end:  # a container's own user namespace: from its top downwards
-        base = end - (jail + 1) * count
+        base = end - shift % max(1, (end - max(first, LOWEST)) // 2) - (jail + 1) * count
     return (base, count) if base >= max(first, LOWEST) else (None, 0)
 
 

@@ -12,7 +12,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from sandbox.jail import choose
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
-from tests.jail.jails import REPOSITORY, is_readable_to_others, system_python
+from tests.jail.jails import is_passable, python_for_all, system_python
 
 NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
 NOBODY = 65_534
@@ -176,27 +175,12 @@ def target(name: str, host: Host, folder: Path) -> Iterator[Target]:
     if identity:
         if os.geteuid() != 0:
             pytest.skip(f"{name}: this is an ordinary user already")
-        server = _python_for_all(folder)
+        server = python_for_all(folder)
         guest = str(Path(server).resolve())
         options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    elif level == "landlock" and os.geteuid() == 0 and not is_passable(guest):
+        guest = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
     argv = [server, "-X", f"secret={host.secret}"]
     with calling.executor(guest, server=argv, process_options=options, isolation=level, slots=SLOTS) as caller:
         facts = {**host.facts, "server": caller.process.pid}
         yield Target(name, caller, Host(facts, host.environ, host.secret))
-
-
-def _python_for_all(folder: Path) -> str:
-    """An environment with what the executor needs that an ordinary user can start, too."""
-    system = system_python()
-    if system is None or not is_readable_to_others():
-        pytest.skip("an ordinary user needs a system Python 3.11 and a repository that others may read")
-    about = subprocess.run([system, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True)
-    if about.stdout.split() != [str(n) for n in sys.version_info[:2]]:
-        pytest.skip(f"an ordinary user needs a system Python of this version, not {about.stdout.strip()}")
-    home = folder / "environment"
-    subprocess.run([system, "-m", "venv", "--without-pip", home], check=True, capture_output=True)
-    (packages,) = home.glob("lib/python*/site-packages")
-    (packages / "all.pth").write_text(f"{REPOSITORY}\n{sysconfig.get_path('purelib')}\n")
-    for path in (folder, *folder.parents[:2]):
-        path.chmod(0o755)
-    return str(home / "bin/python")

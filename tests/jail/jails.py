@@ -8,6 +8,8 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -121,6 +123,28 @@ def system_python() -> str | None:
 def is_readable_to_others() -> bool:
     """Whether ordinary users can import this repository."""
     return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (REPOSITORY, *REPOSITORY.parents))
+
+
+def is_passable(path: str) -> bool:
+    """Whether any user can reach what is there."""
+    return all(folder.stat().st_mode & 0o001 for folder in Path(os.path.realpath(path)).parents)
+
+
+def python_for_all(folder: Path) -> str:
+    """An environment, made in `folder`, with what a server needs that an ordinary user can start, too; or a skip."""
+    system = system_python()
+    if system is None or not is_readable_to_others():
+        pytest.skip("an ordinary user needs a system Python 3.11 and a repository that others may read")
+    about = _output([system, "-c", "import sys; print(*sys.version_info[:2])"])
+    if about.split() != [str(n) for n in sys.version_info[:2]]:
+        pytest.skip(f"an ordinary user needs a system Python of this version, not {about.strip()}")
+    home = folder / "environment"
+    subprocess.run([system, "-m", "venv", "--without-pip", home], check=True, capture_output=True)
+    (packages,) = home.glob("lib/python*/site-packages")
+    (packages / "all.pth").write_text(f"{REPOSITORY}\n{sysconfig.get_path('purelib')}\n")
+    for path in (folder, *folder.parents[:2]):
+        path.chmod(0o755)
+    return str(home / "bin/python")
 
 
 def spec_for(

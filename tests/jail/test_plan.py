@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, command, seccomp
+from sandbox.errors import ConfigError
+from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp
 from sandbox.jail.uids import HIGH_UIDS, LOWEST, place
 
 PYTHON = Interpreter(
@@ -47,10 +47,10 @@ def test_guest_environment_is_the_spec_and_the_packages() -> None:
     assert spec(Level.NONE, env={"A": "1"}).guest_env() == {"A": "1"}
 
 
-def test_levels_to_come_are_refused() -> None:
-    for build in (lambda one: command(one, 3), call_plan):
-        with pytest.raises(IsolationError, match="isolation=landlock: not built yet"):
-            build(spec(Level.LANDLOCK))
+@pytest.mark.parametrize(("level", "scratch"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
+def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch: str | None) -> None:
+    with pytest.raises(ConfigError, match="scratch="):
+        spec(level, scratch=scratch)
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
@@ -65,7 +65,10 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
         "inodes": 4096,
         "uid_base": SLOT_UID,
         "drop_caps": True,
+        "drop_bounding": True,
         "no_new_privs": True,
+        "own_pid_at": [],
+        "landlock": None,
     }
 
 

@@ -12,7 +12,8 @@ from sandbox.jail import Layer, Level, choose, probe
 
 
 def without(name: str) -> tuple[Layer, ...]:
-    return (Layer("seccomp", True, "", ""), Layer(name, False, "refused here", "for a test"))
+    landlock = Layer("Landlock", False, "refused too", "for a test")
+    return (Layer("seccomp", True, "", ""), Layer(name, False, "refused here", "for a test"), landlock)
 
 
 def test_every_layer_says_what_was_found_and_what_it_is_for() -> None:
@@ -44,9 +45,16 @@ def test_none_is_taken_only_by_name() -> None:
     assert choose("none", without("user namespace")) is Level.NONE
 
 
-def test_levels_to_come_are_refused() -> None:
-    with pytest.raises(IsolationError, match="not built yet"):
-        choose("landlock")
+def test_auto_takes_landlock_where_namespaces_are_refused() -> None:
+    layers = (Layer("user namespace", False, "refused here", ""), Layer("Landlock", True, "ABI 4", ""))
+    assert choose("auto", layers) is choose("landlock", layers) is Level.LANDLOCK
+
+
+def test_landlock_that_is_missing_is_refused_by_name() -> None:
+    with pytest.raises(
+        IsolationError, match=r"^isolation=landlock: this machine lacks Landlock \(refused too\)\. Start"
+    ):
+        choose("landlock", without("user namespace"))
 
 
 def test_unknown_level_names_the_known() -> None:

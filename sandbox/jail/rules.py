@@ -1,0 +1,103 @@
+"""What a guest may touch at level `landlock`, as data: Landlock's rights by the kernel's ABI, and who gets which.
+
+Two rulesets hold at once. The zygote's names what Python needs, to read, and the folder of all calls; each call's the
+same and its own folder alone. A ruleset refuses what it handles and does not give, so everything the ABI knows is
+handled: files, TCP, and reaching processes and abstract sockets outside.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandbox.errors import IsolationError
+from sandbox.jail.interpreter import Interpreter
+from sandbox.jail.root import unreadable
+from sandbox.jail.spec import JailSpec
+
+# linux/landlock.h
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG, MAKE_FIFO, MAKE_SYM = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 10, 1 << 12
+REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+_FIRST_FILES = REFER - 1
+_TCP = 0b11  # bind, connect
+_SCOPES = 0b11  # abstract Unix sockets, signals
+_QUIET = 0b101  # LOG_SAME_EXEC_OFF, LOG_SUBDOMAINS_OFF: what hostile code is refused must not fill the host's audit log
+
+TRUNCATES = 3
+"""The first ABI that keeps code from emptying files which it may read and its uid may write."""
+_SCRATCH = (
+    WRITE_FILE | READ_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE
+    | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
+)  # fmt: skip
+DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Both rulesets but for the call's folder, which the guest makes."""
+
+    handled: tuple[int, int, int]
+    """Files, network, scopes (struct landlock_ruleset_attr)."""
+    flags: int
+    paths: tuple[tuple[str, int], ...]
+    scratch: int
+    """The rights in a folder of calls."""
+
+    def encode(self) -> dict[str, Any]:
+        """For the guest, as JSON."""
+        return {"handled": self.handled, "flags": self.flags, "paths": self.paths, "scratch": self.scratch}
+
+
+def rules(spec: JailSpec, abi: int) -> Rules:
+    files, network, scopes = handled(abi)
+    trees = [source for source, _ in spec.python.trees]
+    binaries = [spec.python.binary, *(source for source, _ in spec.python.libraries)]
+    wanted = {
+        **dict.fromkeys((*trees, spec.guest_home), READ_FILE | READ_DIR),
+        **dict.fromkeys(binaries, READ_FILE | EXECUTE),
+        **dict.fromkeys(_settings(spec.python), READ_FILE),
+        **dict.fromkeys((f"/dev/{name}" for name in DEVICES), READ_FILE | WRITE_FILE),
+    }
+    given = tuple((os.path.realpath(path), access & files) for path, access in wanted.items())
+    return Rules((files, network, scopes), _QUIET if abi >= 7 else 0, given, _SCRATCH & files)
+
+
+def refuse_unfit(spec: JailSpec, abi: int) -> None:
+    """Raise `IsolationError` where calls would lack what they need, or the kernel what holds them."""
+    if spec.uid_base is None:
+        if abi < TRUNCATES:
+            raise IsolationError(
+                f"isolation=landlock: an ordinary user needs Landlock ABI {TRUNCATES} (Linux 6.2), got {abi}, at which "
+                "calls could empty the files of this user; start as root with Docker's default capabilities"
+            )
+    elif hidden := unreadable(spec.python) or _impassable(spec):
+        raise IsolationError(
+            f"isolation=landlock: calls run as users of their own, who cannot reach {hidden}; name a Python (--python) "
+            "and a temporary folder (TMPDIR) that all may read, or start as an ordinary user"
+        )
+
+
+def _impassable(spec: JailSpec) -> str | None:
+    """The first folder that only some may pass, on the way to what calls use."""
+    assert spec.scratch is not None
+    wanted = (spec.scratch, spec.python.executable, spec.python.binary, *(source for source, _ in spec.python.trees))
+    ways = dict.fromkeys(
+        above for path in wanted for way in (path, os.path.realpath(path)) for above in Path(way).parents
+    )
+    return next((str(way) for way in ways if way.is_dir() and not way.stat().st_mode & 0o001), None)
+
+
+def handled(abi: int) -> tuple[int, int, int]:
+    """All that an ABI can refuse."""
+    files = _FIRST_FILES | (REFER if abi >= 2 else 0) | (TRUNCATE if abi >= 3 else 0) | (IOCTL_DEV if abi >= 5 else 0)
+    return files, _TCP if abi >= 4 else 0, _SCOPES if abi >= 6 else 0
+
+
+def _settings(python: Interpreter) -> list[str]:
+    """Small files that Python or the loader reads while it starts, where they are."""
+    around = os.path.dirname(os.path.dirname(python.executable))
+    customs = [f"{source}/sitecustomize.py" for source, _ in python.trees]  # Debian's leads to /etc
+    return [path for path in (f"{around}/pyvenv.cfg", "/etc/ld.so.cache", *customs) if os.path.isfile(path)]
