@@ -1,0 +1,15 @@
+# The service's image and its tests: see docker/test.
+ARG IMAGE
+FROM ${IMAGE}
+USER 0:0
+COPY pyproject.toml README.md LICENSE /src/
+COPY sandbox /src/sandbox
+COPY trainer /src/trainer
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --editable '/src[dev]'
+COPY docker /src/docker
+COPY bench /src/bench
+COPY tests /src/tests
+WORKDIR /src
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "pytest", "-p", "no:cacheprovider"]

@@ -1,0 +1,147 @@
+"""What can be told of docker/ without an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox.config import load
+from sandbox.jail import kernel, namespaces
+
+REPOSITORY = Path(__file__).parents[2]
+DOCKER = REPOSITORY / "docker"
+DOCKERFILES = ("sandbox.Dockerfile", "test.Dockerfile")
+
+
+def seccomp() -> Any:
+    spec = importlib.util.spec_from_file_location("docker_seccomp", DOCKER / "seccomp.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def allows(profile: Mapping[str, Any], call: str, *arguments: int) -> bool:
+    """Whether an engine would let a container without capabilities make this call, on x86_64."""
+
+    def holds(condition: Mapping[str, Any]) -> bool:
+        argument = arguments[condition["index"]]
+        match condition["op"]:
+            case "SCMP_CMP_MASKED_EQ":
+                return argument & condition["value"] == condition.get("valueTwo", 0)
+            case "SCMP_CMP_EQ":
+                return bool(argument == condition["value"])
+        raise AssertionError(condition)
+
+    def applies(rule: Mapping[str, Any]) -> bool:
+        includes, excludes = rule.get("includes", {}), rule.get("excludes", {})
+        on_x86_64 = "amd64" in includes.get("arches", ["amd64"]) and "amd64" not in excludes.get("arches", ())
+        return on_x86_64 and not includes.get("caps")
+
+    return any(
+        call in rule["names"]
+        and rule["action"] == "SCMP_ACT_ALLOW"
+        and applies(rule)
+        and all(map(holds, rule.get("args") or ()))
+        for rule in profile["syscalls"]
+    )
+
+
+def test_profile_is_what_its_script_writes() -> None:
+    module = seccomp()
+    assert module.PROFILE.read_text() == module.profile(), "run python docker/seccomp.py"
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("unshare", (kernel.CLONE_NEWUSER,)),
+        ("unshare", (kernel.CLONE_NEWUSER | namespaces.INNER,)),
+        ("unshare", (kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS,)),
+        ("setns", (9, kernel.CLONE_NEWPID)),
+        ("mount", (0, 0, 0, kernel.MS_REC | kernel.MS_PRIVATE, 0)),
+        ("mount", (0, 0, 0, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID, 0)),
+        ("umount2", (0, kernel.MNT_DETACH)),
+        ("pivot_root", (0, 0)),
+        ("sethostname", (0, 7)),
+    ],
+)
+def test_profile_adds_what_level_namespaces_does(call: str, arguments: tuple[int, ...]) -> None:
+    module = seccomp()
+    assert allows(json.loads(module.PROFILE.read_text()), call, *arguments)
+    assert not allows(json.loads(module.BASE.read_text()), call, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("unshare", (0x02000000,)),  # CLONE_NEWCGROUP
+        ("unshare", (kernel.CLONE_NEWUSER | 0x80,)),  # and CLONE_NEWTIME
+        ("setns", (9, kernel.CLONE_NEWNS)),
+        ("setns", (9, 0)),
+        ("mount", (0, 0, 0, 0x100000, 0)),  # MS_SHARED
+        ("umount2", (0, 1)),  # MNT_FORCE
+        ("clone", (kernel.CLONE_NEWUSER,)),
+        ("bpf", (0, 0, 0)),
+        ("open_tree", (0, 0, 0)),
+        ("fsopen", (0, 0)),
+    ],
+)
+def test_profile_adds_nothing_else(call: str, arguments: tuple[int, ...]) -> None:
+    assert not allows(json.loads(seccomp().PROFILE.read_text()), call, *arguments)
+
+
+def test_profile_holds_docker_s_own_whole() -> None:
+    module = seccomp()
+    base, whole = json.loads(module.BASE.read_text()), json.loads(module.PROFILE.read_text())
+    assert whole["syscalls"][: len(base["syscalls"])] == base["syscalls"]
+    assert {**whole, "syscalls": []} == {**base, "syscalls": []}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_what_is_copied_is_there(name: str) -> None:
+    for line in (DOCKER / name).read_text().splitlines():
+        if line.startswith("COPY ") and "--from" not in line:
+            assert [word for word in line.split()[1:-1] if not (REPOSITORY / word).exists()] == []
+
+
+def test_image_runs_as_an_ordinary_user_and_serves() -> None:
+    lines = (DOCKER / "sandbox.Dockerfile").read_text().splitlines()
+    assert [line for line in lines if line.startswith("USER")] == ["USER 10001:10001"]
+    (entry,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT"))
+    assert entry[:2] == ["rstar-sandbox", "serve"]
+    flags = dict(zip((flag.removeprefix("--") for flag in entry[2::2]), entry[3::2], strict=True))
+    assert load(None, {"RSTAR_SANDBOX_TOKEN": "secret"}, flags).host == "0.0.0.0"
+
+
+def test_compose_names_settings_and_files_that_are_there() -> None:
+    text = (DOCKER / "compose.yaml").read_text()
+    environ = dict(re.findall(r"^ +(RSTAR_\w+): ([^\s#]+)", text, re.MULTILINE))
+    assert len(environ) == 2
+    environ |= {"RSTAR_SANDBOX_TOKEN_FILE": ""}
+    assert load(None, {name: value for name, value in environ.items() if value}, {}).isolation == "namespaces"
+    (context, dockerfile) = (re.search(rf"{name}: (\S+)", text)[1] for name in ("context", "dockerfile"))  # type: ignore[index]
+    assert (DOCKER / context / dockerfile).is_file()
+    assert (DOCKER / re.search(r"seccomp:(\S+)", text)[1]).is_file()  # type: ignore[index]
+    assert "privileged" not in text and "cap_add" not in text
+
+
+def test_compose_is_yaml() -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+    service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["sandbox"]
+    assert service["init"] is True
+    assert service["cap_drop"] == ["ALL"]
+
+
+@pytest.mark.parametrize("arguments", [["docker"], ["landlock", "none"]])
+def test_script_refuses_what_is_no_level(arguments: list[str]) -> None:
+    run = subprocess.run([DOCKER / "test", *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert "expected landlock or namespaces, got" in run.stderr
