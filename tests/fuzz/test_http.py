@@ -1,0 +1,158 @@
+"""Whatever body comes, the answer is a result or a refusal that says why, and the service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sandbox.gateway.refusal import KINDS
+from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Status
+from tests.gateway.serving import Served, serving
+
+JSON, MSGPACK = "application/json", "application/msgpack"
+CODES = st.text(max_size=8).map(lambda code: f"# {code}")  # not what the fake executors take as an order
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS: dict[str, Any] = {
+    "code": CODES,
+    "stdin": st.text(max_size=8),
+    "files": st.dictionaries(st.sampled_from(["a", "b/c", "../d", "/e", ""]), st.sampled_from(["", "YQ==", "?"])),
+    "return_files": st.lists(st.sampled_from(["a", "b/c", "..", "\0"]), max_size=3),
+    "limits": st.dictionaries(st.sampled_from([*LIMIT_FIELDS, "cores"]), st.integers(-1, 10**10) | SCALARS, max_size=3),
+    "echo": st.booleans(),
+    "profile": st.sampled_from(["auto", "bare", "rich"]),
+    "id": st.text(max_size=5),
+    "priority": st.integers(-101, 101),
+    "tenant": st.text(max_size=5),
+}
+assert set(FIELDS) == set(CALL_FIELDS)
+SOUND = st.fixed_dictionaries({"code": CODES}, optional={name: FIELDS[name] for name in FIELDS if name != "code"})
+DAMAGE = st.dictionaries(st.sampled_from([*FIELDS, "colour"]), ANYTHING, max_size=2)
+CALLS = st.builds(lambda call, damage: {**call, **damage}, SOUND, st.just({}) | DAMAGE) | ANYTHING
+BATCHES = (
+    st.fixed_dictionaries(
+        {"calls": st.lists(CALLS, max_size=4) | ANYTHING},
+        optional={"defaults": SOUND | ANYTHING, "queue_timeout_s": SCALARS, "colour": SCALARS},
+    )
+    | ANYTHING
+)
+ACCEPTS = st.sampled_from(["", JSON, MSGPACK, "application/x-ndjson", "application/x-msgpack-stream", "text/html, */*"])
+FEW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+
+
+class Asker:
+    """A gateway over fake executors for a whole file of tests, and what it says to a body."""
+
+    def __init__(self, runner: asyncio.Runner, served: Served) -> None:
+        self._runner, self._served = runner, served
+
+    def post(self, path: str, body: bytes, **headers: str) -> tuple[int, str, bytes]:
+        return self._runner.run(self._post(path, body, headers))
+
+    async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self._served.http.post(self._served.url + path, data=body, headers=named) as got:
+            return got.status, got.content_type, await got.read()
+
+    def check(self, path: str, body: bytes, **headers: str) -> None:
+        """Post it, and see that the answer is of a kind that there may be."""
+        status, kind, answer = self.post(path, body, **headers)
+        if status != 200:
+            assert 400 <= status < 500, answer
+            assert status in KINDS
+            error = json.loads(answer)["error"]
+            assert error["type"] == KINDS[status]
+            assert 10 < len(error["message"]) < 2000
+            assert error["message"].isprintable()
+            return
+        for result in _results(kind, answer):
+            assert Status(result["status"]) in (Status.OK, Status.UNAVAILABLE)
+            if result["status"] == "unavailable":
+                assert result["error"]["type"] == "InvalidCall"
+                assert "expected" in result["error"]["message"] or "unknown field" in result["error"]["message"]
+        assert not self._served.dispatcher.ledger.calls, "nothing is forgotten in it"
+
+
+def _results(kind: str, answer: bytes) -> list[dict[str, Any]]:
+    match kind:
+        case "application/x-ndjson":
+            return [json.loads(line) for line in answer.splitlines()]
+        case "application/x-msgpack-stream":
+            unpacker = msgpack.Unpacker()
+            unpacker.feed(answer)
+            return list(unpacker)
+    whole = json.loads(answer) if kind == JSON else msgpack.unpackb(answer)
+    return whole.get("results", [whole])
+
+
+@pytest.fixture(scope="module")
+def asker() -> Iterator[Asker]:
+    with asyncio.Runner() as runner:
+        gateway = serving(batch_calls=100, body_mb=1)
+        served = runner.run(gateway.__aenter__())
+        yield Asker(runner, served)
+        runner.run(gateway.__aexit__(None, None, None))
+
+
+@FEW
+@given(body=BATCHES, accept=ACCEPTS, binary=st.booleans())
+@example(body={"calls": [{"code": "1", "limits": {"timeout_s": float("nan")}}]}, accept="", binary=False)
+@example(body={"calls": [{"code": "1", "priority": float("inf")}]}, accept="", binary=True)
+@example(body={"calls": [{"code": "1"}], "queue_timeout_s": float("inf")}, accept="", binary=False)
+@example(body={"calls": [{"code": "\ud800", "id": "\ud800"}]}, accept="", binary=False)
+@example(body={"calls": [{"code": "1", "return_files": ["\ud800"]}]}, accept="", binary=True)
+def test_any_batch_is_answered_or_refused(asker: Asker, body: Any, accept: str, binary: bool) -> None:
+    sent, kind = _encode(body, binary)
+    asker.check("/v1/batch", sent, Content_Type=kind, Accept=accept)
+
+
+@FEW
+@given(body=CALLS, accept=ACCEPTS, binary=st.booleans(), timeout=st.none() | SCALARS)
+@example(body={"code": "1"}, accept="", binary=True, timeout=float("nan"))
+@example(body={"code": "1"}, accept="", binary=True, timeout=1e300)
+def test_any_call_is_answered_or_refused(asker: Asker, body: Any, accept: str, binary: bool, timeout: Any) -> None:
+    if isinstance(body, dict) and timeout is not None:
+        body = {**body, "queue_timeout_s": timeout}
+    sent, kind = _encode(body, binary)
+    asker.check("/v1/execute", sent, Content_Type=kind, Accept=accept)
+
+
+@FEW
+@given(
+    body=st.binary(max_size=60),
+    path=st.sampled_from(["/v1/batch", "/v1/execute"]),
+    kind=st.sampled_from([JSON, MSGPACK, "text/plain", "application/json; charset=latin-1"]),
+)
+@example(body=b"\x81\xc0\x01", path="/v1/batch", kind=MSGPACK)
+@example(body=b"\x81\x90\x01", path="/v1/batch", kind=MSGPACK)
+@example(body=b"[" * 3000, path="/v1/batch", kind=JSON)
+@example(body=b"\x91" * 3000, path="/v1/batch", kind=MSGPACK)
+@example(body=b'{"code": 1e400}', path="/v1/execute", kind=JSON)
+@example(body=b'{"priority": ' + b"9" * 5000 + b', "code": ""}', path="/v1/execute", kind=JSON)
+def test_any_bytes_are_answered_or_refused(asker: Asker, body: bytes, path: str, kind: str) -> None:
+    asker.check(path, body, Content_Type=kind)
+
+
+@FEW
+@given(at=st.integers(0, 200), gone=st.integers(0, 5), put=st.binary(max_size=5), binary=st.booleans())
+def test_a_damaged_body_is_answered_or_refused(asker: Asker, at: int, gone: int, put: bytes, binary: bool) -> None:
+    call = {"code": "# 1", "stdin": "in", "files": {"a": "YQ=="}, "limits": {"timeout_s": 2.5}, "tenant": "t"}
+    sent, kind = _encode({"calls": [call, call], "defaults": {"echo": False}, "queue_timeout_s": 9}, binary)
+    asker.check("/v1/batch", sent[:at] + put + sent[at + gone :], Content_Type=kind)
+
+
+def _encode(body: Any, binary: bool) -> tuple[bytes, str]:
+    if binary:
+        return msgpack.packb(body, unicode_errors="surrogatepass"), MSGPACK
+    return json.dumps(body).encode(), JSON

@@ -1,0 +1,114 @@
+"""What a zygote says of an ended call is hostile: it becomes a result that is sent and read, or a `ProtocolError`."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sandbox import wire
+from sandbox.errors import ProtocolError
+from sandbox.executor import verdict
+from sandbox.executor.verdict import Report
+from sandbox.types import Result, Status
+
+NUMBERS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-2, 130)
+    | st.floats()
+    | st.sampled_from([10**400, 1e15, -1e15, 2.0**63])
+)
+ANYTHING = NUMBERS | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
+NAMES = ("code", "signal", "wall_ms", "cpu_ms", "peak_kb", "out_cut", "err_cut")
+SANE = st.fixed_dictionaries(
+    {
+        "code": st.none() | st.integers(0, 255),
+        "signal": st.none() | st.integers(0, 64),
+        "wall_ms": st.floats(0, 1e6),
+        "cpu_ms": st.floats(0, 1e6),
+        "peak_kb": st.integers(0, 1 << 30),
+        "out_cut": st.booleans(),
+        "err_cut": st.booleans(),
+    }
+)
+HOSTILE = st.dictionaries(st.sampled_from(NAMES), ANYTHING)
+SIZES = st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> bytes:
+    """Reports with lengths that hold, and with others."""
+    texts = draw(st.lists(st.binary(max_size=20), min_size=4, max_size=4))
+    sizes = [len(text) for text in texts] if draw(st.booleans()) else draw(st.lists(SIZES, min_size=4, max_size=4))
+    numbers = [*sizes, *draw(st.lists(SIZES, min_size=2, max_size=2))]
+    return struct.pack("<6i", *numbers) + b"".join(texts) + draw(st.just(b"") | st.binary(max_size=5))
+
+
+@st.composite
+def file_streams(draw: st.DrawFn) -> bytes:
+    """Returned files, some with an index or a length that is not true, cut off somewhere."""
+    stream = b""
+    for data in draw(st.lists(st.binary(max_size=20), max_size=4)):
+        size = draw(st.just(len(data)) | st.sampled_from([0, 1, 2**64 - 1]))
+        stream += struct.pack("<IQ", draw(st.integers(0, 4) | st.just(2**32 - 1)), size) + data
+    return stream[: draw(st.integers(0, len(stream)) | st.just(len(stream)))]
+
+
+@given(st.binary(max_size=100) | reports())
+@example(b"")
+@example(struct.pack("<6i", *[2**31 - 1] * 6))
+@example(struct.pack("<6i", *[-(2**31)] * 6))
+def test_a_report_is_read_or_it_is_none(data: bytes) -> None:
+    report = Report.parse(data)
+    texts = [report.value or "", *(report.error or ("", "", "", 0))[:3]]
+    assert sum(len(text) for text in texts) <= len(data), "nothing is made up"
+    assert report.error is None or report.error[3] is None or report.error[3] > 0
+
+
+@given(SANE | HOSTILE | st.builds(lambda a, b: {**a, **b}, SANE, HOSTILE), reports(), file_streams(), st.booleans())
+@example({"code": float("nan")}, b"", b"", False)
+@example({"code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": float("inf")}, b"", b"", False)
+def test_any_outcome_is_a_result_or_an_error(done: dict[str, Any], report: bytes, files: bytes, late: bool) -> None:
+    asked = ["a", "b/c", "d"]
+    try:
+        raw = verdict.judge(
+            done,
+            [b"out\xff", b"err", report, files],
+            call_id="c",
+            attempts=2,
+            asked_files=asked,
+            timeout_s=1.5,
+            late=late,
+        )
+    except ProtocolError as why:
+        assert len(str(why)) < 500
+        return
+    unpacker = wire.Unpacker()
+    unpacker.feed(wire.pack(["results", [[1, raw]]]))
+    [[_, [[_, received]]]] = list(unpacker)
+    result = Result.decode(received)
+    assert result.status is not Status.UNAVAILABLE
+    assert (result.status is Status.OK) == (
+        result.exit_code == 0 and not late and "stdout" not in result.truncated and "stderr" not in result.truncated
+    )
+    assert (result.error is None) == (result.status is Status.OK)
+    assert (result.id, result.attempts, result.stdout, result.stderr) == ("c", 2, "out\ufffd", "err")
+    assert set(result.files) <= set(asked)
+
+
+@given(st.lists(st.binary(max_size=30), max_size=6))
+def test_too_few_or_too_many_parts_are_no_matter(blobs: list[bytes]) -> None:
+    done = {"code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": 1}
+    raw = verdict.judge(done, blobs, call_id="", attempts=1, asked_files=[], timeout_s=1.0, late=False)
+    assert Result.decode(raw).stdout == (blobs[0].decode("utf-8", "replace") if blobs else "")
+
+
+@given(file_streams() | st.binary(max_size=60), st.lists(st.text(max_size=3), unique=True, max_size=4))
+def test_returned_files_are_those_asked_for(stream: bytes, asked: list[str]) -> None:
+    files = verdict._files(stream, asked)
+    assert set(files) <= set(asked)
+    assert all(data in stream for data in files.values())
