@@ -74,7 +74,9 @@ class Number:
 # The highs are sanity bounds on the wire; what a node grants is the operator's ceiling (`Limits.clamped`).
 LIMIT_FIELDS: dict[str, Number] = {
     "timeout_s": Number(0.01, 1e9, False, 10.0, "seconds on the call's own clock"),
-    "memory_mb": Number(16, 1e9, True, 512, "MiB of address space beyond the warm interpreter's own"),
+    "memory_mb": Number(
+        16, 1e9, True, 512, "MiB beyond the warm interpreter's own, of each process and of all together"
+    ),
     "output_kb": Number(1, 1e9, True, 64, "KiB kept of stdout, of stderr and of value, each"),
     "processes": Number(1, 1e9, True, 64, "processes and threads at once"),
     "disk_mb": Number(1, 1e9, True, 64, "MiB of private scratch files"),

@@ -17,6 +17,8 @@ from sandbox.config import ExecutorConfig
 from sandbox.errors import NodeError
 from sandbox.executor import core
 from sandbox.executor.core import Executor
+from sandbox.executor.slot import Slots
+from sandbox.jail import Spent
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.zygotes import HOSTILE, Driven, Peer, driven
@@ -100,6 +102,56 @@ async def test_a_call_that_did_not_start_is_tried_later(
         (result,) = await driver.run("failed 50")
         assert (result.status, result.attempts) == (Status.OK, 51)
         assert trio.current_time() - before < 51 * core.LONGEST_RETRY_S
+        driver.check_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("spent", "status", "attempts"),
+    [
+        (None, Status.KILLED, 1),
+        (Spent(1.0, 1), Status.KILLED, 1),
+        (Spent(1.0, 1, was_oom=True), Status.MEMORY_LIMIT, 1),
+        (Spent(1.0, 1, was_squeezed=True), Status.UNAVAILABLE, 3),
+    ],
+)
+@pytest.mark.trio
+async def test_the_kernels_count_tells_one_kill_from_another(
+    spent: Spent | None,
+    status: Status,
+    attempts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: MockClock,
+) -> None:
+    monkeypatch.setattr(Slots, "end", lambda _slots, _number: spent)
+    async with driven(monkeypatch) as driver:
+        (result,) = await driver.run("killed")
+        assert (result.status, result.attempts) == (status, attempts)
+        driver.check_at_rest()
+
+
+@pytest.mark.trio
+async def test_a_slot_that_cannot_be_bounded_costs_a_retry_and_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    refusals = iter([OSError(16, "busy")] * 5)
+    settled = []
+
+    def begin(_slots: Slots, _number: int, _memory: int, _processes: int) -> None:
+        for refusal in refusals:
+            raise refusal
+
+    async def settle(slots: Slots, number: int) -> None:
+        await trio.sleep(0.001)
+        settled.append(number)
+        slots.free.append(number)
+
+    monkeypatch.setattr(Slots, "begin", begin)
+    monkeypatch.setattr(Slots, "settle", settle)
+    async with driven(monkeypatch, attempts=10) as driver:
+        results = await driver.run(*["ok"] * 50)
+        assert {result.status for result in results} == {Status.OK}
+        assert sum(result.attempts for result in results) == 50 + 5
+        assert len(settled) == 5
         driver.check_at_rest()
 
 

@@ -162,6 +162,10 @@ class Peer:
 
     def hang(self, ticket: int) -> None: ...
 
+    def killed(self, ticket: int) -> None:
+        del self.calls[ticket]
+        self.say(done(ticket, code=None, signal=signal.SIGKILL))
+
     def failed(self, ticket: int) -> None:
         del self.calls[ticket]
         self.say(frame({"op": "failed", "id": ticket, "why": "no\nroom" * 1000}))
