@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import pytest
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from sandbox.types import Status
-from tests.executor.calling import OWN_PYTHON, Caller, executor, wait_gone
+from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
 from tests.jail import jails
 
 SECRET = "of-the-server-3f1c"
@@ -141,27 +142,37 @@ def test_environment_is_the_guests(served: Served) -> None:
     assert SECRET not in served.said("import os; print(dict(os.environ))")
 
 
-def test_other_calls_folder_is_out_of_reach_while_it_runs(served: Served) -> None:
-    """Each call puts a secret into its folder, and tries all that it finds beside, until every other has done so."""
-    code = f"""
-import os, time
-open("secret", "w").write("mine")
-here, seen = os.getcwd(), set()
-others = [p for n in range(4) if (p := f"{served.places}/{{n}}/tmp") != here]
-deadline = time.monotonic() + 20
-while len(seen) < 3 and time.monotonic() < deadline:
-    for other in others:
-        for attempt in (lambda: open(other + "/secret"), lambda: open(other + "/x", "w"), lambda: os.listdir(other)):
-            try: attempt(); print("reached", other)
-            except PermissionError: seen.add(other)
-            except FileNotFoundError: pass
-    time.sleep(0.01)
-print(len(seen))
-"""
-    from tests.executor.calling import call
+def started(served: Served, code: str) -> tuple[int, Path]:
+    """A call that runs `code`, makes the file `ready`, and sleeps: its number, and its folder."""
+    seq = served.caller.submit(call(f"{code}\nopen('ready', 'w').close()\nimport time\ntime.sleep(1000)"))
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:  # it has no other way to tell us
+        if found := [*served.places.glob("*/tmp/ready")]:
+            return seq, found[0].parent
+        time.sleep(0.01)
+    pytest.fail("the call did not start")
 
-    results = served.caller.run_all([call(code, timeout_s=60) for _ in range(4)])
-    assert [result.stdout for result in results] == ["3\n"] * 4
+
+def cancel(served: Served, seq: int, folder: Path) -> None:
+    served.caller.send("cancel", [seq])
+    deadline = time.monotonic() + DEADLINE_S
+    while folder.exists():
+        assert time.monotonic() < deadline, "the folder is still there"
+        time.sleep(0.01)
+
+
+def test_folder_of_a_running_call_is_out_of_reach(served: Served) -> None:
+    seq, folder = started(served, "open('secret', 'w').write('mine')")
+    for attempt in (
+        "open(OTHER + '/secret')",
+        "open(OTHER + '/x', 'w')",
+        "os.listdir(OTHER)",
+        "os.unlink(OTHER + '/ready')",
+    ):
+        code = f"import os\nOTHER = {str(folder)!r}\ntry: {attempt}\nexcept PermissionError: print('refused')"
+        assert served.said(code) == "refused\n", attempt
+    assert (folder / "secret").read_text() == "mine"
+    cancel(served, seq, folder)
 
 
 def test_ends_as_it_says(served: Served) -> None:
