@@ -157,7 +157,7 @@ class Ledger:
             self._seq += 1
             ticket.seq, ticket.node = self._seq, node
             ticket.attempts += 1
-            ticket.queue_ms += (now - ticket.since) * 1000
+            ticket.queue_ms += max(0.0, now - ticket.since) * 1000
             held[ticket.seq] = ticket
             size += ticket.size
             taken.append(ticket)
@@ -241,7 +241,7 @@ class Ledger:
         """Seconds until `excess` calls have been answered, going by the last ones."""
         rate = self.drain.per_s(now)
         seconds = excess / rate if rate > 0 else 1.0
-        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
+        return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
 
     def _check_room(self, count: int, size: int, now: float) -> None:
         for amount, held, most, unit in (
@@ -298,7 +298,7 @@ class DrainRate:
     def per_s(self, now: float) -> float:
         if self._at is None:
             return 0.0
-        return self._rate * math.exp((self._at - now) / RATE_MEMORY_S)
+        return self._rate * math.exp(min(0.0, self._at - now) / RATE_MEMORY_S)
 
 
 def _open(tickets: Sequence[Ticket]) -> Iterable[Ticket]:

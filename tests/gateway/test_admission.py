@@ -190,3 +190,10 @@ def test_drain_rate_never_exceeds_what_was_answered(steps: list[tuple[float, int
         total += count
         rate.count(count, now)
         assert 0 <= rate.per_s(now) <= total / 10.0 + 1e-9
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 60.0, 7130.0, 7440.0, 1e6])
+def test_after_however_long_without_an_answer_a_pause_is_named(idle_s: float) -> None:
+    ledger = Ledger(Bounds(10, 10_000, 3))
+    ledger.drain.count(1, 0.0)
+    assert 1 <= ledger.retry_after_s(100_000, idle_s) <= MAX_RETRY_AFTER_S

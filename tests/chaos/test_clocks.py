@@ -1,0 +1,107 @@
+"""Clocks that jump. No wall clock is used at all; one that should only go forward may do what it likes, too."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from bench import service
+from bench.chaos import Target
+from sandbox.errors import IsolationError
+from sandbox.executor import core
+from sandbox.gateway import dispatch
+from sandbox.gateway.admission import DrainRate
+from sandbox.jail import choose
+from sandbox.types import Status
+from tests.chaos.test_kills import FLAGS, ask
+from tests.executor.calling import OWN_PYTHON
+from tests.executor.zygotes import driven
+from tests.gateway.serving import serving, until
+
+YEARS_S = 1e8
+MAD_CLOCK = """
+import os, random, time
+time.time = lambda: random.uniform(-1e9, 1e10)
+time.time_ns = lambda: int(1e9 * time.time())
+open(os.path.join({folder!r}, str(os.getpid())), "w").close()
+"""
+
+
+@pytest.fixture
+def mad(tmp_path: Path) -> Iterator[Target]:
+    """A lean server of which no process has a wall clock that makes sense; `tmp_path/marks` names them."""
+    try:
+        choose("auto")
+    except IsolationError as why:
+        pytest.skip(str(why))
+    (tmp_path / "marks").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(MAD_CLOCK.format(folder=str(tmp_path / "marks")))
+    with ExitStack() as life:
+        yield Target(life, lambda: service.running(OWN_PYTHON, FLAGS, {"PYTHONPATH": str(tmp_path)}))
+
+
+@pytest.mark.timeout(400)
+def test_a_wall_clock_that_jumps_by_years_changes_nothing(mad: Target, tmp_path: Path) -> None:
+    gateway, *executors = mad.processes()[:3]
+    marked = {int(path.name) for path in (tmp_path / "marks").iterdir()}
+    assert {gateway, executors[0]} <= marked, "or this shows nothing"
+    tally = ask(mad, 100, lambda _: None)
+    assert "unavailable" not in tally.statuses
+
+
+@pytest.mark.parametrize("jump_s", [YEARS_S, -YEARS_S])
+@pytest.mark.asyncio
+async def test_a_gateway_whose_clock_jumps_answers_once(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    offset = 0.0
+    monkeypatch.setattr(dispatch, "monotonic", lambda: time.monotonic() + offset)
+    async with serving() as served:
+        await served.post("/v1/execute", {"code": "1"})
+        body = {"calls": [{"code": "hang"}] * 4 + [{"code": str(n)} for n in range(40)]}
+        asking = asyncio.create_task(served.post("/v1/batch", body))
+        fake = served.fleet.last
+        await until(lambda: sum(call["code"] == "hang" for call in fake.calls.values()) == 4)
+        offset = jump_s
+        await served.post("/v1/execute", {"code": "2"})
+        fake.finish(*[seq for seq, call in fake.calls.items() if call["code"] == "hang"])
+        _, answer = await asking
+        assert [result["stdout"] for result in answer["results"]] == [call["code"] for call in body["calls"]]
+        assert all(result["usage"]["queue_ms"] >= 0 for result in answer["results"])
+        assert "calls_waiting 0" in (await served.get("/metrics"))[1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e12, 1e12)), max_size=20))
+def test_a_rate_is_one_whatever_the_clock_says(counted: list[tuple[int, float]]) -> None:
+    rate = DrainRate()
+    for answers, now in counted:
+        before = rate.per_s(now)
+        rate.count(answers, now)
+        assert before <= rate.per_s(now) <= sum(answers for answers, _ in counted)
+        assert 0 <= rate.per_s(random.Random(answers).uniform(-1e12, 1e12)) <= rate.per_s(now)
+
+
+@pytest.mark.parametrize("jump_s", [YEARS_S, -YEARS_S])
+@pytest.mark.trio
+async def test_an_executor_whose_clock_jumps_answers_once(
+    jump_s: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    offset = 0.0
+    async with driven(monkeypatch) as driver:
+        monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=lambda: trio.current_time() + offset))
+        seqs = driver.submit(*(f"slow 99 {n}" for n in range(30)))
+        offset = jump_s
+        seqs += driver.submit(*(f"slow 99 {n}" for n in range(30, 60)))
+        await driver.all_of(seqs)
+        assert [driver.answers[seq].stdout for seq in seqs] == [f"slow 99 {n}" for n in range(60)]
+        assert {driver.answers[seq].status for seq in seqs} == {Status.OK}
+        driver.check_at_rest()
