@@ -58,15 +58,16 @@ class MeasuringZygote(zygote.Zygote):
     def _bare(self, step: str, call: dict[str, Any], source: bytes) -> None:
         """Fork, confine as far as `step`, compile and run, leave; output goes to a memory file as in the real thing."""
         depth = max(STEPS.index(step), 1)
-        fork = os.fork if step == "os.fork" else zygote._fork
+        layers = self.layers
+        layers._clone_flags, kept = (
+            layers._clone_flags & (-1 if depth > 1 else ~confine._CLONE_NEWPID),
+            layers._clone_flags,
+        )
         out = capture.bounded_file(call["output"])
-        if depth > 1:
-            self.layers.before_fork()
-        pid = fork()
+        pid = os.fork() if step == "os.fork" else layers.fork()
         if pid == 0:
             self._bare_child(depth, call, source, out)
-        if depth > 1:
-            self.layers.after_fork()
+        layers._clone_flags = kept
         _, status = os.waitpid(pid, 0)
         if status:
             self.failed += 1

@@ -22,14 +22,16 @@ import landlock
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
 # Looked up here: looking a symbol up in the call would have it read the C library's tables anew.
-_unshare, _setns, _mount, _capset = _libc.unshare, _libc.setns, _libc.mount, _libc.capset
-_prctl, _syscall = _libc.prctl, _libc.syscall
+_unshare, _mount, _capset = _libc.unshare, _libc.mount, _libc.capset
+_prctl, _syscall, _fork = _libc.prctl, _libc.syscall, _libc.fork
 
-_CLONE_NEWPID = 0x20000000
+_SYS_CLONE, _SYS_CLONE3 = 56, 435
+_CLONE_CHILD_SETTID, _CLONE_NEWPID, _CLONE_INTO_CGROUP = 0x01000000, 0x20000000, 0x200000000
+_CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 2, 4, 10
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_GET_TID_ADDRESS = 1, 24, 38, 40
 _SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER = 317, 1
-_SIGKILL = 9
+_SIGKILL, _SIGCHLD = 9, 17
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 _NO_CAPS = bytes(24)
 _BOUNDED = {
@@ -44,7 +46,6 @@ class Confinement:
     """The layers of a plan, made ready once in the zygote so that each call pays for system calls alone."""
 
     def __init__(self, plan: dict) -> None:
-        self._unshare_pid: bool = plan["unshare_pid"]
         self._unshare: int = plan["unshare"]
         self.tmpfs: str | None = plan["tmpfs"]
         self._inodes: int = plan["inodes"]
@@ -57,26 +58,40 @@ class Confinement:
         if plan["drop_bounding"]:
             _drop_bounding_set()
         self.doors: dict[int, list[int]] = {}  # by slot
-        self._home = -1
+        self._clone_flags, self._tid = 0, ctypes.c_void_p()
+        if plan["unshare_pid"]:
+            self._clone_flags = _CLONE_NEWPID
+            # Where the C library has its thread's id, if the kernel can say (CONFIG_CHECKPOINT_RESTORE).
+            if _prctl(_PR_GET_TID_ADDRESS, ctypes.byref(self._tid), 0, 0, 0) == 0:
+                self._clone_flags |= _CLONE_CHILD_SETTID
+        self._clone3 = (ctypes.c_uint64 * 11)()  # struct clone_args: the flags, and by their places
+        self._clone3[0] = self._clone_flags | _CLONE_INTO_CGROUP
+        self._clone3[_CLONE_ARG_CHILD_TID] = self._tid.value or 0
+        self._clone3[_CLONE_ARG_EXIT_SIGNAL] = _SIGCHLD
         self.settle()
 
     def settle(self) -> None:
-        """Once in each zygote that uses the plan: its pidfd stands for its PID namespace (setns(2), Linux 5.8)."""
-        if self._home >= 0:
-            os.close(self._home)
-        self._home = os.pidfd_open(os.getpid()) if self._unshare_pid else -1
+        """Once in each zygote that uses the plan."""
         if self.ground:
             self.ground.settle()
 
-    def before_fork(self) -> None:
-        """From here on, the next child is PID 1 of a namespace of its own."""
-        if self._unshare_pid:
-            _check(_unshare(_CLONE_NEWPID), "unshare(CLONE_NEWPID)")
+    def fork(self, group: int = -1) -> int:
+        """fork(2) into a PID namespace of its own, as PID 1, and into a version 2 control group if there is a
+        descriptor of one (clone3(2), CLONE_INTO_CGROUP, Linux 5.7). Raises `OSError`. Clone3 only where it is needed:
+        the usual container refuses it.
 
-    def after_fork(self) -> None:
-        """Undo `before_fork` in the zygote: a process may have only one namespace waiting for its children."""
-        if self._unshare_pid:
-            _check(_setns(self._home, _CLONE_NEWPID), "setns(own PID namespace)")
+        With the interpreter lock held and without Python's own after-fork work (os.fork), nor the C library's: both
+        repair what other threads may have left half done, and write to 170 pages to do it. A zygote has one thread
+        (asserted), so nothing is half done; of the registered hooks only reseeding matters, and the runner does that.
+        """
+        if group >= 0:
+            self._clone3[_CLONE_ARG_CGROUP] = group
+            pid = _syscall(_SYS_CLONE3, self._clone3, ctypes.sizeof(self._clone3))
+        elif self._clone_flags:
+            pid = _syscall(_SYS_CLONE, self._clone_flags | _SIGCHLD, None, None, self._tid, None)
+        else:
+            pid = _fork()
+        return int(_check(pid, "fork"))
 
     def join(self, slot: int) -> None:
         """Be counted and bounded with the control groups of the slot, to which we were given descriptors."""
@@ -175,7 +190,8 @@ class _Filter:
         _check(_syscall(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._header), "seccomp(SET_MODE_FILTER)")
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, what: str) -> int:
     if result < 0:
         number = _libc.__errno_location()[0]
         raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result

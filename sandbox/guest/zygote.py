@@ -46,12 +46,7 @@ _STALE_DEADLINES = 64
 _CONFINED = 1
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
-_fork, _sigprocmask = _libc.fork, _libc.sigprocmask
-"""fork(2) with the interpreter lock held and without Python's own after-fork work (os.fork), which repairs what other
-threads may have left half done and writes to 170 pages to do it. A zygote has one thread (asserted), so nothing is half
-done; of the registered hooks only reseeding matters, and the runner does that. It halves the cost of a small call."""
-
-
+_sigprocmask = _libc.sigprocmask
 _NO_SIGNALS = bytes(128)  # sigset_t
 _SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)
 _SIG_BLOCK, _SIG_SETMASK = 0, 2
@@ -181,17 +176,11 @@ class Zygote:
             running.folder = _make_folder()
         self.inbox.put(body)
         self.marks[running.slot] = 0
-        self.layers.before_fork()
-        try:
-            running.started = time.monotonic()
-            running.pid = _fork()
-            if running.pid < 0:
-                raise OSError(_libc.__errno_location()[0], "fork")
-            if running.pid == 0:
-                self._child(running, call, fds)
-        finally:
-            self.layers.after_fork()
-            self.inbox.shrink()
+        running.started = time.monotonic()
+        running.pid = self.layers.fork()
+        if running.pid == 0:
+            self._child(running, call, fds)
+        self.inbox.shrink()
 
     def _child(self, running: Running, call: dict, fds: list) -> None:
         """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return."""
