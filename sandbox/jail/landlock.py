@@ -5,8 +5,9 @@
 
 - Only the guest is held by Landlock: it reads what Python needs and writes into the folder of calls. Launcher and init
   run nothing but this file.
-- Init ends with the guest or the launcher. By then it has killed the guest's group and every uid of the jail's slots,
-  until no child is left to it, and all below are its children once their parents are dead. Then it removes the folder.
+- Init ends with the guest or the launcher. By then it has killed the guest's group, every uid of the jail's slots and
+  its own children, until none is left: all below are its children once their parents are dead. Then it removes the
+  folder.
 - Whoever holds the lock on the folder owns the uids: the next launcher waits for it, and first sweeps what one that was
   killed together with its init has left.
 """
@@ -104,6 +105,9 @@ def _end_all(spec: JailSpec, guest: int) -> int:
         with suppress(ProcessLookupError):
             os.killpg(guest, signal.SIGKILL)
         _kill_slots(spec)
+        for pid in _children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         try:
             pid, status = os.wait()
         except ChildProcessError:
@@ -111,6 +115,15 @@ def _end_all(spec: JailSpec, guest: int) -> int:
         if pid == guest:
             code = os.waitstatus_to_exitcode(status)
             code = code if code >= 0 else 128 - code
+
+
+def _children() -> list[int]:
+    """Of this process; none where the kernel does not tell (CONFIG_PROC_CHILDREN)."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
 
 
 def _kill_slots(spec: JailSpec) -> None:
@@ -182,16 +195,27 @@ class _Folder:
 
     def _remove_place(self, place: str, slot: int) -> None:
         """Nothing of the server's walks through what hostile code has made: its owner does."""
+        if _is_removed(f"{place}/tmp") and _is_removed(place):
+            return
         filled, user = place, {}
         if self.spec.uid_base is not None:
             uid = self.spec.uid_base + SLOT_UID + slot
             filled, user = f"{place}/tmp", {"user": uid, "group": uid, "extra_groups": []}
-        if os.path.isdir(filled):
-            argv = [self.spec.guest_python, "-I", "-S", "-B", f"{self.spec.guest_home}/scratch.py", filled]
-            subprocess.run(argv, env={}, stdin=subprocess.DEVNULL, timeout=SWEEP_S, check=True, **user)  # type: ignore
-        with suppress(FileNotFoundError):
-            os.rmdir(f"{place}/tmp")
+        argv = [self.spec.guest_python, "-I", "-S", "-B", f"{self.spec.guest_home}/scratch.py", filled]
+        subprocess.run(argv, env={}, stdin=subprocess.DEVNULL, timeout=SWEEP_S, check=True, **user)  # type: ignore
+        _is_removed(f"{place}/tmp")
         os.rmdir(place)
+
+
+def _is_removed(folder: str) -> bool:
+    """Remove a folder if it is empty or there; say whether it is not there any more."""
+    try:
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _all_but_sources(_folder: str, names: list[str]) -> list[str]:

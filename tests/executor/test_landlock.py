@@ -3,7 +3,9 @@ folder and nothing else, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -18,9 +20,14 @@ import pytest
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from sandbox.types import Status
-from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
+from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, is_gone, wait_gone
 from tests.jail import jails
 
+DOCKERS = (
+    "+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,+net_bind_service,+net_raw,+sys_chroot,+mknod,"
+    "+audit_write,+setfcap"
+)
+"""What Docker leaves to root."""
 SECRET = "of-the-server-3f1c"
 
 
@@ -50,30 +57,42 @@ def serving(who: str, folder: Path, **settings: Any) -> Iterator[Served]:
         choose("landlock")
     except IsolationError as why:
         pytest.skip(str(why))
-    temporary = Path(tempfile.mkdtemp(prefix="landlock-", dir="/tmp"))
-    server, guest, options = sys.executable, OWN_PYTHON, {}
+    server: tuple[str, ...] = (sys.executable,)
+    guest, options = OWN_PYTHON, {}
     if who == "root":
         if os.geteuid() != 0:
             pytest.skip("root: this is an ordinary user")
         if not jails.is_passable(guest):
             guest = jails.system_python() or pytest.skip("root: needs a Python that other users can reach")
-        temporary.chmod(0o755)
+        if setpriv := shutil.which("setpriv"):
+            server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
     elif os.geteuid() == 0:
-        server = jails.python_for_all(folder)
-        guest = os.path.realpath(server)
+        server = (jails.python_for_all(folder),)
+        guest = os.path.realpath(server[0])
         options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
+    temporary = Path(tempfile.mkdtemp(prefix="landlock-", dir="/tmp"))
+    temporary.chmod(0o755)
+    if options:
         os.chown(temporary, jails.NOBODY, jails.NOBODY)
     options |= {"env": {**os.environ, "TMPDIR": str(temporary), "SECRET": SECRET}}
-    with executor(guest, server=[server], process_options=options, isolation="landlock", **settings) as caller:
-        yield Served(caller, temporary, who == "root")
-        processes = caller.processes()
-    wait_gone(processes)  # init is the last, and has removed the folder
-    temporary.rmdir()
+    try:
+        with executor(guest, server=server, process_options=options, isolation="landlock", **settings) as caller:
+            yield Served(caller, temporary, who == "root")
+            processes = caller.processes()
+        wait_gone(processes)  # init is the last, and has removed the folder
+        assert [*temporary.iterdir()] == []
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", params=["root", "ordinary user"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(request.param, tmp_path_factory.mktemp("server")) as served:
+def who(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(who: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(who, tmp_path_factory.mktemp("server")) as served:
         yield served
 
 
@@ -179,3 +198,91 @@ def test_ends_as_it_says(served: Served) -> None:
     ends = ["os.abort()", "os.kill(os.getpid(), 9)", "signal.raise_signal(15)", "os._exit(3)"]
     results = [served.caller.run(f"import os, signal; {end}") for end in ends]
     assert [(result.exit_code, result.signal) for result in results] == [(None, 6), (None, 9), (None, 15), (3, None)]
+
+
+def host_pids_of(uid: int) -> list[int]:
+    """Every process of a uid, zombies apart."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and not is_gone(int(name)):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += [int(name)] if jails.host_uid(int(name)) == uid else []
+    return found
+
+
+OUTLIVING = {
+    "daemon": "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: time.sleep(1000)\n os._exit(0)\nos.wait()",
+    "many": "for _ in range(20):\n if os.fork() == 0: time.sleep(1000)",
+    "deaf": "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 13, 15, 17)]\nif os.fork() == 0: time.sleep(1000)",
+    "stopped": "if os.fork() == 0: os.kill(os.getpid(), 19)\ntime.sleep(0.05)",
+    "executed": "import subprocess as s, sys\ns.Popen([sys.executable, '-c', 'while True: 0'], start_new_session=True)",
+    "bomb": "signal.alarm(1)\nwhile True:\n try: os.fork()\n except OSError: pass",
+}
+
+
+@pytest.mark.parametrize("what", OUTLIVING)
+def test_nothing_outlives_its_call(served: Served, what: str) -> None:
+    code = f"import os, signal, time\nprint(os.getuid(), flush=True)\n{OUTLIVING[what]}"
+    result = served.caller.run(code, timeout_s=20)
+    uid = int(result.stdout.split()[0])
+    if served.has_uids:
+        assert result.status in (Status.OK, Status.KILLED), result
+        assert uid != os.getuid()
+        assert host_pids_of(uid) == []
+    else:  # it may start nothing in the first place
+        assert result.error is not None
+        assert (result.error.type, what) == ("PermissionError", what) or what == "bomb"
+    assert served.said("import os; print(os.listdir())") == "[]\n"
+
+
+HOSTILE = {
+    "deep": "for _ in range(1500): os.mkdir('d'); os.chdir('d')",
+    "many": "for n in range(3000): open(str(n), 'w').close()",
+    "wide and deep": "for n in range(40): os.makedirs('/'.join([f'{n}{c}' for c in 'abcdefghij']))",
+    "links": "[os.symlink(p, str(n)) for n, p in enumerate((TARGET, TARGET + '/kept', '/', '..', '.', '/dev/null'))]",
+    "hard names": r"[open(name, 'w').close() for name in ('-rf', '*', '\n', '\udcff', 'x' * 255, ' ')]",
+    "pipes": "os.mkfifo('a'); os.mkdir('b'); os.mkfifo('b/c')",
+    "closed": "os.makedirs('a/b'); open('a/b/d', 'w').close(); [tried(os.chmod, p, 0) for p in ('a/b', 'a', '.')]",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_folder_is_removed_and_nothing_else(served: Served, what: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    code = f"""
+import os
+TARGET = {str(tmp_path)!r}
+def tried(what, *arguments):
+    try: what(*arguments)
+    except PermissionError: pass
+{HOSTILE[what]}
+"""
+    assert served.said(code, timeout_s=60) == ""
+    assert served.said("import os; print(os.listdir())") == "[]\n"
+    deadline = time.monotonic() + DEADLINE_S
+    while [place for place in served.places.iterdir() if "." in place.name]:  # what a child of the zygote is emptying
+        assert time.monotonic() < deadline, "a folder is left"
+        time.sleep(0.01)
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+@pytest.mark.parametrize("victim", ["launcher", "init", "zygote", "child zygote"])
+def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str, tmp_path: Path) -> None:
+    with serving(who, tmp_path, profiles=("bare", "numeric")) as served:
+        executor_pid = served.caller.process.pid
+        (launcher,) = jails.children(executor_pid)
+        (init,) = jails.children(launcher)
+        (zygote,) = jails.children(init)
+        (child_zygote,) = jails.children(zygote)
+        daemon = OUTLIVING["daemon"] if served.has_uids else ""
+        seq, folder = started(served, f"import os, time\nprint(os.getuid())\n{daemon}\nopen('left', 'w').close()")
+        running = [
+            pid for pid in served.caller.processes() if pid not in (executor_pid, launcher, init, zygote, child_zygote)
+        ]
+        assert running
+        os.kill({"launcher": launcher, "init": init, "zygote": zygote, "child zygote": child_zygote}[victim], 9)
+        if victim == "child zygote":
+            cancel(served, seq, folder)
+        wait_gone(running)
+        for _ in range(8):
+            assert served.said("import os; print(os.listdir())") == "[]\n"

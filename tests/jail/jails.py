@@ -122,7 +122,7 @@ def system_python() -> str | None:
 
 def is_readable_to_others() -> bool:
     """Whether ordinary users can import this repository."""
-    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (REPOSITORY, *REPOSITORY.parents))
+    return REPOSITORY.stat().st_mode & 0o004 != 0 and is_passable(f"{REPOSITORY}/pyproject.toml")
 
 
 def is_passable(path: str) -> bool:

@@ -86,11 +86,11 @@ def test_range_that_leaves_no_uid_for_calls_is_refused(uids: tuple[int, int]) ->
         spec(uid_base=uids[0], uid_count=uids[1])
 
 
-@given(st.integers(1, 5000), st.integers(0, 2**32), st.integers(0, 2**32))
-def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int) -> None:
+@given(st.integers(1, 5000), st.integers(0, 2**32), st.integers(0, 2**32), st.integers(0, 2**28))
+def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int, shift: int) -> None:
     seen: list[range] = []
     for jail in range(5):
-        base, given_count = place(jail, count, first, first + length)
+        base, given_count = place(jail, count, first, first + length, shift)
         if base is None:
             assert given_count == 0
             continue
@@ -100,6 +100,12 @@ def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int) -> N
         assert ids.stop <= first + length
         assert all(ids.start >= other.stop or ids.stop <= other.start for other in seen)
         seen.append(ids)
+
+
+def test_servers_begin_at_places_of_their_own() -> None:
+    assert place(0, 1000, 0, 2**32 - 1, 77) == (HIGH_UIDS + 77, 1000)
+    assert place(0, 1000, 0, 65_536, 77) == (64_459, 1000)
+    assert all(place(0, 1000, 0, 65_536, shift)[0] for shift in range(0, 100_000, 999))
 
 
 def test_range_is_high_on_a_host_and_at_the_top_of_a_container() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox.jail import bpf, seccomp
@@ -62,6 +62,43 @@ def test_program_says_what_the_policy_says_for_every_number(arguments: list[int]
 def test_program_says_what_the_policy_says_for_checked_arguments(name: str, arguments: list[int]) -> None:
     number = X86_64[name]
     assert emulate(seccomp.program(), number, arguments)[0] == seccomp.verdict(number, arguments)
+
+
+@pytest.mark.parametrize("policy", [seccomp.Policy.OWN_UID, seccomp.Policy.SHARED_UID])
+@given(registers=registers)
+@settings(max_examples=20)
+def test_program_says_what_its_policy_says(policy: seccomp.Policy, registers: list[int]) -> None:
+    for number in range(512):
+        said = emulate(seccomp.program(policy), number, registers)[0]
+        assert said == seccomp.verdict(number, registers, policy=policy), number
+
+
+OWN = seccomp.OWN_PID
+SHARED: list[tuple[str, tuple[int, ...], bool]] = [
+    ("kill", (OWN, 9), True),
+    ("kill", (0, 9), False),
+    ("kill", (-1, 9), False),
+    ("kill", (1, 9), False),
+    ("tgkill", (OWN, 5, 6), True),
+    ("tgkill", (1, 1, 6), False),
+    ("tkill", (OWN, 9), False),
+    ("prlimit64", (0, 7), True),
+    ("prlimit64", (1, 7), False),
+    ("clone", (0x3D0F00,), True),  # what pthread_create asks for
+    ("clone", (17,), False),
+    ("clone", (0x10000 | 0x10000000,), False),
+    *((name, (), False) for name in "fork vfork execve execveat pidfd_open pidfd_send_signal".split()),  # noqa: SIM905
+    *((name, (), False) for name in "chmod fchmod fchownat utimensat setxattr fsetxattr".split()),  # noqa: SIM905
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "is_allowed"), SHARED)
+def test_who_shares_the_servers_uid_reaches_only_itself(
+    name: str, arguments: tuple[int, ...], is_allowed: bool
+) -> None:
+    words = [argument & 2**64 - 1 for argument in (*arguments, *(0,) * 6)][:6]
+    verdict = seccomp.verdict(X86_64[name], words, policy=seccomp.Policy.SHARED_UID)
+    assert verdict == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), registers)
