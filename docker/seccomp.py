@@ -17,6 +17,8 @@ HERE = Path(__file__).parent
 BASE = HERE / "seccomp-docker.json"
 PROFILE = HERE / "seccomp.json"
 
+EVERY_NAMESPACE = 0x7E020000
+"""Every CLONE_NEW* that clone takes: Docker's profile refuses clone with any."""
 NAMESPACES = kernel.CLONE_NEWUSER | namespaces.INNER
 MOUNTS = (
     *(kernel.MS_RDONLY, kernel.MS_NOSUID, kernel.MS_NODEV, kernel.MS_NOEXEC),
@@ -24,10 +26,14 @@ MOUNTS = (
 )
 
 
+def without(index: int, bits: int) -> dict[str, Any]:
+    """Argument `index` has none of these bits."""
+    return {"index": index, "value": bits, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+
+
 def only(index: int, bits: int) -> dict[str, Any]:
     """Argument `index` has no bit but these."""
-    others = ~bits & (1 << 64) - 1
-    return {"index": index, "value": others, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    return without(index, ~bits & (1 << 64) - 1)
 
 
 def equal(index: int, value: int) -> dict[str, Any]:
@@ -36,7 +42,7 @@ def equal(index: int, value: int) -> dict[str, Any]:
 
 ADDED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
     ("unshare", (only(0, NAMESPACES),)),  # the jail's namespaces, and each call's own
-    ("setns", (equal(1, kernel.CLONE_NEWPID),)),  # the zygote, back from the PID namespace of a call
+    ("clone", (without(0, EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
     ("mount", (only(3, sum(MOUNTS)),)),  # the read-only root; each call's scratch folder
     ("umount2", (equal(1, kernel.MNT_DETACH),)),  # the host's root, let go of
     ("pivot_root", ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_profile_is_what_its_script_writes() -> None:
         ("unshare", (kernel.CLONE_NEWUSER,)),
         ("unshare", (kernel.CLONE_NEWUSER | namespaces.INNER,)),
         ("unshare", (kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS,)),
-        ("setns", (9, kernel.CLONE_NEWPID)),
+        ("clone", (kernel.CLONE_NEWPID | signal.SIGCHLD,)),
         ("mount", (0, 0, 0, kernel.MS_REC | kernel.MS_PRIVATE, 0)),
         ("mount", (0, 0, 0, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID, 0)),
         ("umount2", (0, kernel.MNT_DETACH)),
@@ -84,11 +85,11 @@ def test_profile_adds_what_level_namespaces_does(call: str, arguments: tuple[int
     [
         ("unshare", (0x02000000,)),  # CLONE_NEWCGROUP
         ("unshare", (kernel.CLONE_NEWUSER | 0x80,)),  # and CLONE_NEWTIME
-        ("setns", (9, kernel.CLONE_NEWNS)),
-        ("setns", (9, 0)),
+        ("setns", (9, kernel.CLONE_NEWPID)),
         ("mount", (0, 0, 0, 0x100000, 0)),  # MS_SHARED
         ("umount2", (0, 1)),  # MNT_FORCE
-        ("clone", (kernel.CLONE_NEWUSER,)),
+        ("clone", (kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | signal.SIGCHLD,)),
+        ("clone", (kernel.CLONE_NEWNS | signal.SIGCHLD,)),
         ("bpf", (0, 0, 0)),
         ("open_tree", (0, 0, 0)),
         ("fsopen", (0, 0)),

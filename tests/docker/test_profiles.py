@@ -1,0 +1,106 @@
+"""The seccomp profiles in force around a real executor, as an engine would load them, without an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox.errors import IsolationError
+from sandbox.jail import bpf, choose
+from sandbox.jail.seccomp import ARCH_X86_64, EPERM
+from sandbox.jail.syscalls import X86_64
+from tests.executor.calling import executor
+from tests.jail.jails import system_python
+
+DOCKER = Path(__file__).parents[2] / "docker"
+DEADLINE_S = 60
+ACTIONS = {"SCMP_ACT_ALLOW": 0x7FFF0000, "SCMP_ACT_ERRNO": 0x00050000}
+UNDER = """
+import os, sys
+from pathlib import Path
+from sandbox.jail import kernel
+kernel.no_new_privileges()
+kernel.load_filter(Path(sys.argv[1]).read_bytes())
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+"""A program that loads a filter and becomes Python with the rest of its arguments."""
+
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="filters are compiled for x86_64")
+
+
+def compiled(profile: Mapping[str, Any]) -> bytes:
+    """For a container without capabilities: a chain in which the first rule that holds decides."""
+    rules = [
+        (X86_64[name], rule)
+        for rule in profile["syscalls"]
+        for name in rule["names"]
+        if name in X86_64
+        and not rule.get("includes", {}).get("caps")
+        and "amd64" in rule.get("includes", {}).get("arches", ["amd64"])
+    ]
+    return bpf.assemble(
+        [
+            bpf.Instruction(bpf.LOAD, 4),
+            bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, yes="0"),
+            bpf.Instruction(bpf.RETURN, EPERM),
+            *(line for place, (number, rule) in enumerate(rules) for line in _rule(place, number, rule)),
+            bpf.Instruction(bpf.RETURN, EPERM, label=str(len(rules))),
+        ]
+    )
+
+
+def _rule(place: int, number: int, rule: Mapping[str, Any]) -> Iterator[bpf.Instruction]:
+    following = str(place + 1)
+    yield bpf.Instruction(bpf.LOAD, 0, label=str(place))
+    yield bpf.Instruction(bpf.IF_EQUAL, number, no=following)
+    for one in rule.get("args") or ():
+        masked = one["op"] == "SCMP_CMP_MASKED_EQ"
+        wanted = one.get("valueTwo", 0) if masked else one["value"]
+        for half in (0, 4):
+            yield bpf.Instruction(bpf.LOAD, 16 + 8 * one["index"] + half)
+            if masked:
+                yield bpf.Instruction(bpf.AND, one["value"] >> 8 * half & 0xFFFFFFFF)
+            value = wanted >> 8 * half & 0xFFFFFFFF
+            if one["op"] == "SCMP_CMP_NE":  # of a small number: its lower half says it all
+                yield bpf.Instruction(bpf.IF_EQUAL, value, yes=following)
+                break
+            yield bpf.Instruction(bpf.IF_EQUAL, value, no=following)
+    yield bpf.Instruction(bpf.RETURN, ACTIONS[rule["action"]] | rule.get("errnoRet", 0))
+
+
+def under(profile: str, folder: Path) -> list[str]:
+    """The argv of a Python that this profile holds."""
+    (folder / "filter").write_bytes(compiled(json.loads((DOCKER / profile).read_text())))
+    return [sys.executable, "-c", UNDER, str(folder / "filter")]
+
+
+def granted(level: str) -> None:
+    try:
+        choose(level)
+    except IsolationError as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize(("profile", "level"), [("seccomp.json", "namespaces"), ("seccomp-docker.json", "landlock")])
+def test_profile_lets_the_level_run(profile: str, level: str, tmp_path: Path) -> None:
+    granted(level)
+    python = system_python()
+    if python is None:
+        pytest.skip("needs a Python that every user can reach")
+    with executor(python, server=under(profile, tmp_path), isolation=level) as caller:
+        result = caller.run("import os; open('own', 'w'); print(os.listdir())")
+        assert (result.status, result.stdout) == ("ok", "['own']\n"), result
+
+
+def test_default_profile_is_why_there_is_another(tmp_path: Path) -> None:
+    granted("namespaces")
+    argv = [*under("seccomp-docker.json", tmp_path), "-c", "from sandbox.jail import choose; choose('namespaces')"]
+    run = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert "lacks user namespace ([Errno 1] unshare: Operation not permitted)" in run.stderr
