@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,9 @@ class Executor:
 
     async def run(self) -> None:
         """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""
-        tree = self._plant()
-        try:
+        with ExitStack() as stack:
+            self._plant(stack)
             await self._run()
-        finally:
-            if tree is not None:
-                tree.close()
 
     async def _run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -113,22 +110,19 @@ class Executor:
                 nursery.start_soon(family.run)
             nursery.start_soon(self._end_wedged)
 
-    def _plant(self) -> jail.Tree | None:
-        """Control groups for all slots, if the machine grants any; without them, limits hold for each process."""
+    def _plant(self, stack: ExitStack) -> None:
+        """Control groups for all slots, if the machine grants any, and their end put on the stack."""
         if self.level is jail.Level.NONE:
-            return None
+            return
         try:
-            tree = jail.Tree(sum(family.slots.count for family in self.families))
+            trees = [stack.enter_context(closing(jail.Tree(family.slots.count))) for family in self.families]
         except IsolationError as why:
+            stack.close()
             log.warning("no control groups, so limits hold for each process of a call: %s", why)
-            return None
-        log.info("control groups: %s", tree)
-        first = 0
-        for family in self.families:
-            family.slots.equip(tree.groups[first : first + family.slots.count])
-            family.doors = partial(_doors, tree, first)
-            first += family.slots.count
-        return tree
+            return
+        log.info("control groups: %s", "; ".join(map(str, trees)))
+        for family, tree in zip(self.families, trees, strict=True):
+            family.equip(tree)
 
     async def wait_ready(self) -> None:
         """Until every family has been complete once; in a hurry, until the first zygote is warm."""
@@ -325,8 +319,3 @@ class Executor:
                 if any(w.give_up_at < now for z in family.zygotes.values() for w in z.calls.values()):
                     log.error("a zygote has not answered in time; its jail is ended")
                     family.kill()
-
-
-def _doors(tree: jail.Tree, first: int, slot: int) -> list[int]:
-    """Into the group of one family's slot, whose first is so far on."""
-    return tree.doors(first + slot)

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import trio
@@ -85,8 +84,7 @@ class Family:
         self, spec: jail.JailSpec, profiles: tuple[Profile, ...], slots: int, owner: Owner, *, hurry: bool = False
     ) -> None:
         self.slots = Slots(slots)
-        self.doors: Callable[[int], list[int]] | None = None
-        """Opens the ways into a slot's control group, where there are such groups."""
+        self._tree: jail.Tree | None = None
         self.inherited = 0
         """Bytes of its own that the largest zygote has had: what a call may come to copy by writing to it."""
         self.zygotes: dict[Profile, Zygote] = {}
@@ -101,6 +99,11 @@ class Family:
         self._hurry = hurry
         self._process: subprocess.Popen[bytes] | None = None
         self._nursery: trio.Nursery | None = None
+
+    def equip(self, tree: jail.Tree) -> None:
+        """With a control group for each slot."""
+        self._tree = tree
+        self.slots.equip(tree.groups)
 
     @property
     def free(self) -> list[int]:
@@ -189,16 +192,18 @@ class Family:
             log.info("zygote %s: %s", zygote.profile, line)
         mapped, private = _memory_of(zygote.link.peer_pid)
         self.inherited = max(self.inherited, private)
-        if zygote.profile is Profile.BARE and self.doors is not None:
-            self._hand_over(zygote.link, self.doors)
+        if zygote.profile is Profile.BARE and self._tree is not None:
+            self._let_in(zygote.link, self._tree)
         zygote.send({"op": "serve", "address_space": mapped})
 
-    def _hand_over(self, link: Link, doors: Callable[[int], list[int]]) -> None:
-        """The ways into the groups, to the zygote from which all others are forked."""
+    def _let_in(self, link: Link, tree: jail.Tree) -> None:
+        """Hand the ways into the groups to the zygote from which all others are forked."""
+        forks_into = tree.admit(link.peer_pid, link.peer_uid)
         for slot in range(self.slots.count):
-            for fd in doors(slot):
-                link.write(frames.pack({"op": "door", "slot": slot}), fd)
-                os.close(fd)
+            for op, fds in (("door", tree.doors(slot)), ("floor", [tree.floor(slot)] if forks_into else [])):
+                for fd in fds:
+                    link.write(frames.pack({"op": op, "slot": slot}), fd)
+                    os.close(fd)
 
     def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
         ticket: Any = header.get("id")

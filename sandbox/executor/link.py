@@ -28,14 +28,14 @@ class Link:
         sock.setblocking(False)
         self.sock = sock
         self.fds: list[int] = []
-        self.peer_pid = 0
+        self.peer_pid = self.peer_uid = 0
         self.is_open = True
         self._backlog: deque[tuple[memoryview, int | None]] = deque()  # with what is attached to the first byte
         self._more = trio.Event()
         self._flushed = trio.Event()
 
     def want_credentials(self) -> None:
-        """Have the kernel say who writes: `peer_pid` is the sender of what was last read, as seen from here."""
+        """Have the kernel say who writes: `peer_pid` and `peer_uid` of what was last read, as seen from here."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     async def read(self) -> bytes:
@@ -66,7 +66,7 @@ class Link:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 self.fds += fds
             elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                self.peer_pid = array.array("i", data[:4])[0]
+                self.peer_pid, self.peer_uid = array.array("i", data[:8])
         if len(self.fds) > MAX_FDS:
             raise ProtocolError(f"{len(self.fds)} descriptors came, expected one for each overdue call")
 

@@ -57,7 +57,8 @@ class Confinement:
         self.address_space = 0  # bytes the zygote itself maps; the executor says so, since there is no /proc here
         if plan["drop_bounding"]:
             _drop_bounding_set()
-        self.doors: dict[int, list[int]] = {}  # by slot
+        self.doors: dict[int, list[int]] = {}  # by slot: where to write to enter its control groups
+        self.floors: dict[int, int] = {}  # and its group, to be forked into
         self._clone_flags, self._tid = 0, ctypes.c_void_p()
         if plan["unshare_pid"]:
             self._clone_flags = _CLONE_NEWPID
@@ -75,19 +76,22 @@ class Confinement:
         if self.ground:
             self.ground.settle()
 
-    def fork(self, group: int = -1) -> int:
-        """fork(2) into a PID namespace of its own, as PID 1, and into a version 2 control group if there is a
-        descriptor of one (clone3(2), CLONE_INTO_CGROUP, Linux 5.7). Raises `OSError`. Clone3 only where it is needed:
-        the usual container refuses it.
+    def fork(self, slot: int = -1) -> int:
+        """fork(2) into a PID namespace of its own, as PID 1, and into the slot's version 2 control group if there is a
+        descriptor of it (clone3(2), CLONE_INTO_CGROUP, Linux 5.7). Raises `OSError`. Clone3 only where it is needed:
+        the usual container refuses it. Where it is refused all the same, calls enter by the doors.
 
         With the interpreter lock held and without Python's own after-fork work (os.fork), nor the C library's: both
         repair what other threads may have left half done, and write to 170 pages to do it. A zygote has one thread
         (asserted), so nothing is half done; of the registered hooks only reseeding matters, and the runner does that.
         """
-        if group >= 0:
-            self._clone3[_CLONE_ARG_CGROUP] = group
+        if slot in self.floors:
+            self._clone3[_CLONE_ARG_CGROUP] = self.floors[slot]
             pid = _syscall(_SYS_CLONE3, self._clone3, ctypes.sizeof(self._clone3))
-        elif self._clone_flags:
+            if pid >= 0 or _libc.__errno_location()[0] in (errno.EAGAIN, errno.ENOMEM):
+                return int(_check(pid, "clone3"))
+            self.floors.clear()
+        if self._clone_flags:
             pid = _syscall(_SYS_CLONE, self._clone_flags | _SIGCHLD, None, None, self._tid, None)
         else:
             pid = _fork()
@@ -95,8 +99,9 @@ class Confinement:
 
     def join(self, slot: int) -> None:
         """Be counted and bounded with the control groups of the slot, to which we were given descriptors."""
-        for door in self.doors.get(slot, ()):
-            os.write(door, b"0")
+        if slot not in self.floors:
+            for door in self.doors.get(slot, ()):
+                os.write(door, b"0")
 
     def rehearse(self) -> None:
         """Walk through `enter` in the zygote itself, to no effect, so that no call has to warm its bytecode in memory

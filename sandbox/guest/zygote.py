@@ -4,7 +4,8 @@ Owns its running calls: it forks them, reaps them, and sends each one's outcome 
 takes orders over one socket from the executor, which alone decides about time:
 
     configure {plan, profile}   first            ready   {profile, python, missing}
-    door {slot} + a descriptor  to its groups
+    door {slot} + a descriptor  to enter its control groups by
+    floor {slot} + a descriptor its group, to fork into
     serve {address_space}       limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
     call {id, slot, ...} + code, stdin, names, files
                                                   failed  {id, why}      the call did not start; nothing ran
@@ -142,6 +143,9 @@ class Zygote:
     def _do_door(self, header: dict, _body: memoryview) -> None:
         self.layers.doors.setdefault(header["slot"], []).append(self.frames.fds.pop(0))
 
+    def _do_floor(self, header: dict, _body: memoryview) -> None:
+        self.layers.floors[header["slot"]] = self.frames.fds.pop(0)
+
     def _do_call(self, call: dict, body: memoryview) -> None:
         running = Running(call)
         try:
@@ -177,7 +181,7 @@ class Zygote:
         self.inbox.put(body)
         self.marks[running.slot] = 0
         running.started = time.monotonic()
-        running.pid = self.layers.fork()
+        running.pid = self.layers.fork(running.slot)
         if running.pid == 0:
             self._child(running, call, fds)
         self.inbox.shrink()

@@ -1,21 +1,24 @@
 """Control groups: the kernel counts and bounds what a whole call uses, however many processes it starts.
 
     where the server runs / rstar-sandbox-PID-RANDOM / 0, 1, 2 ...      a group per slot, made once, used by many calls
+                                                     / zygotes          version 2: those that fork into them
 
 - Version 1 is three hierarchies (memory, pids, and cpuacct where there is one), version 2 is one; `Tree` hides which.
-- A tree belongs to one executor, which holds a lock on it (flock(2)) for as long as it lives. A tree that nobody has
-  locked is left over from one that was killed, and whoever plants the next tree removes it.
+- A tree belongs to one family of one executor, which holds a lock on it (flock(2)) for as long as it lives. A tree that
+  nobody has locked is left over from an executor that was killed, and whoever plants the next tree removes it.
 - Groups are made below the one the server runs in, so that the operator's limits on the server hold for its calls.
 - Version 2 has no processes beside groups that are bounded, so there the server and all others in its group move to one
   beside the tree (`OWN`): in a container, or where systemd has left the group to us, and nowhere else.
-- A call enters by a file that was opened out here (`Tree.doors`): the kernel goes by the rights of the opener. Nothing
-  in a jail sees a file system of groups.
+- A call enters by a file that was opened out here (`Tree.doors`): the kernel goes by the rights of the opener. In
+  version 2 that would have it wait for every fork on the machine, so there a zygote forks straight into the group
+  (clone3(2)) where it can. Nothing in a jail sees a file system of groups.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import resource
 import secrets
@@ -24,10 +27,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from sandbox.errors import IsolationError
+from sandbox.jail import kernel
 from sandbox.jail.group import OPEN_FILES, V1, V2, Dialect, Group, kill_members
+
+log = logging.getLogger(__name__)
 
 PREFIX = "rstar-sandbox-"
 OWN = "rstar-sandbox"
+ZYGOTES = "zygotes"
 LONGEST_END_S = 5.0
 """For killed processes to be gone from a group; they need milliseconds, and more only on a swamped machine."""
 MOST_DOORS = 3
@@ -39,16 +46,16 @@ _NEEDED = {"memory", "pids"}
 
 
 class Tree:
-    """One executor's groups. Raises `IsolationError` where this process may not make any."""
+    """The groups of one family. Raises `IsolationError` where this process may not make any."""
 
     def __init__(self, slots: int) -> None:
-        _want_files(slots)
-        self._dialect, homes = _find()
         self._folders: dict[str, str] = {}  # by the name of the hierarchy
         self._locks: dict[str, int] = {}  # by folder: hierarchies may be mounted together
         self.groups: list[Group] = []
         """One for each slot."""
         try:
+            _want_files(slots)
+            self._dialect, homes = _find()
             for name, home in homes.items():
                 self._folders[name] = self._planted(home)
             for number in range(slots):
@@ -59,6 +66,30 @@ class Tree:
 
     def __str__(self) -> str:
         return f"{self._dialect.name}, {', '.join(self._locks)}"
+
+    def admit(self, pid: int, uid: int) -> bool:
+        """Let a zygote (as processes and users are numbered out here) fork straight into the groups; whether it may.
+
+        The kernel has it write to the files of the target and of what that has in common with its own group.
+        """
+        if self._dialect is not V2 or not kernel.has_clone3():
+            return False
+        (folder,) = self._locks
+        try:
+            for place in (folder, *(f"{folder}/{number}" for number in range(len(self.groups)))):
+                os.chown(f"{place}/{V2.door}", uid, -1)
+            os.makedirs(f"{folder}/{ZYGOTES}", exist_ok=True)
+            _write(f"{folder}/{ZYGOTES}/{V2.door}", str(pid))
+            os.close(self.floor(0))
+        except OSError as why:
+            log.info("no clone3 into groups, which costs calls time: %s", why)
+            return False
+        return True
+
+    def floor(self, number: int) -> int:
+        """A descriptor of the group of a slot for clone3(2). The caller closes it."""
+        (folder,) = self._locks
+        return kernel.detached(f"{folder}/{number}")
 
     def doors(self, number: int) -> list[int]:
         """Descriptors to which a process writes "0" to enter the group of a slot. The caller closes them."""
@@ -226,16 +257,17 @@ def _remove(folder: str) -> None:
                 break
             except FileNotFoundError:
                 break
-            except OSError:  # EBUSY: somebody is in it
+            except OSError as why:
+                if why.errno != errno.EBUSY or time.monotonic() > deadline:
+                    return  # another user's, or somebody in it will not die
                 kill_members(place)
-                if time.monotonic() > deadline:
-                    return
                 time.sleep(0.005)
 
 
 def _want_files(slots: int) -> None:
-    """Files of the groups stay open, and the zygote holds a door to each: it takes its limit from here."""
-    wanted = (OPEN_FILES + MOST_DOORS) * slots + OTHER_FILES
+    """Files of the groups stay open here, and a zygote, which has its limit from us, holds the doors."""
+    held = len(os.listdir("/proc/self/fd"))
+    wanted = max(held + OPEN_FILES * slots, MOST_DOORS * slots) + OTHER_FILES
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and wanted > most:
         raise IsolationError(f"cgroups: {slots} slots need {wanted} descriptors, got {most}; raise ulimit -n")

@@ -182,7 +182,7 @@ def kill_members(folder: str) -> None:
     with suppress(FileNotFoundError), open(f"{folder}/cgroup.procs", encoding="ascii") as members:
         for pid in map(int, members.read().split()):
             if pid > 0:  # 0 stands for a process of another PID namespace
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -124,6 +125,24 @@ def test_limits_follow_the_call(tree: Tree) -> None:
         assert inside(tree, 0, lambda: fill(64)) == ends
 
 
+def test_a_zygote_is_admitted_to_groups_that_nobody_else_may_change(tree: Tree) -> None:
+    stranger = 54_321
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as zygote:
+        if not tree.admit(zygote.pid, stranger):
+            pytest.skip("version 1, or a container without clone3: calls enter by doors")
+        (folder,) = folders(tree)
+        assert (folder / "zygotes" / "cgroup.procs").read_text().split() == [str(zygote.pid)]
+        owned = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.stat().st_uid == stranger)
+        assert owned == ["0/cgroup.procs", "1/cgroup.procs", "cgroup.procs"]
+        zygote.communicate(b"\n")
+    floor = tree.floor(1)
+    try:
+        assert os.listdir(floor) == os.listdir(folder / "1")
+        assert os.path.samestat(os.stat("..", dir_fd=floor), os.stat(".", dir_fd=floor)), "no way leads up"
+    finally:
+        os.close(floor)
+
+
 def test_processes_are_bounded_whoever_they_belong_to(tree: Tree) -> None:
     def bomb() -> bool:
         born = 0
@@ -215,3 +234,91 @@ def test_own_groups_are_found_where_they_are_mounted(
     monkeypatch.setattr(cgroups, "_own_paths", lambda: iter(own))
     monkeypatch.setattr(cgroups, "_mounts", lambda: iter(mounts))
     assert cgroups.own_folders() == expected
+
+
+class Kernel:
+    """Version 2 as far as dividing a group goes: in an ordinary folder, with `members` in it."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home = home
+        self.members = [10, 11]
+        self.moved: list[int] = []
+        home.mkdir(exist_ok=True)
+        (home / "cgroup.controllers").write_text("cpu memory pids\n")
+        (home / "cgroup.subtree_control").write_text("\n")
+        self.show()
+        monkeypatch.setattr(cgroups, "_write", self.write)
+
+    def show(self) -> None:
+        (self.home / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in [0, *self.members]))
+
+    def write(self, path: str, text: str) -> None:
+        if path == f"{self.home}/cgroup.subtree_control":
+            if self.members:
+                raise OSError(errno.EBUSY, "Device or resource busy")
+            Path(path).write_text(text.replace("+", ""))
+        elif path == f"{self.home}/{cgroups.OWN}/cgroup.procs":
+            self.members.remove(int(text))
+            self.moved.append(int(text))
+            if int(text) == 10:
+                self.members.append(12)  # it had just forked
+            self.show()
+        else:
+            pytest.fail(f"{text} written to {path}")
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return Kernel(tmp_path / "home", monkeypatch)
+
+
+def own_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(cgroups, "_own_paths", lambda: iter([("", path)]))
+
+
+def test_a_containers_group_is_divided_and_whoever_was_in_it_moves(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_path(monkeypatch, "/")
+    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert kernel.moved == [10, 11, 12]
+    assert (kernel.home / "cgroup.subtree_control").read_text() == "memory pids"
+    kernel.members = [13]  # somebody new is no reason to do it again
+    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert cgroups._divisible({"": f"{kernel.home}/{cgroups.OWN}"}) == str(kernel.home)
+    assert kernel.moved == [10, 11, 12]
+
+
+def test_an_empty_group_is_divided_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_path(monkeypatch, "/elsewhere")
+    kernel.members = []
+    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert not (kernel.home / cgroups.OWN).exists()
+
+
+def test_a_group_that_others_manage_is_left_alone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_path(monkeypatch, "/user.slice/session-1.scope")
+    with pytest.raises(OSError, match="is not ours to divide; run in a container, or under systemd with Delegate=yes"):
+        cgroups._divisible({"": str(kernel.home)})
+    assert not kernel.moved
+    monkeypatch.setattr(os, "getxattr", lambda _path, name: b"1" if name == "user.delegate" else b"")
+    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert kernel.moved == [10, 11, 12]
+
+
+def test_controllers_that_are_elsewhere_are_named(kernel: Kernel) -> None:
+    (kernel.home / "cgroup.controllers").write_text("cpu pids\n")
+    with pytest.raises(OSError, match=r"home has no memory$"):
+        cgroups._divisible({"": str(kernel.home)})
+
+
+def test_what_another_user_left_does_not_stop_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{cgroups.PREFIX}1-abc" / "0").mkdir(parents=True)
+
+    def rmdir(path: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", path)
+
+    monkeypatch.setattr(cgroups.os, "rmdir", rmdir)
+    before = time.monotonic()
+    cgroups._sweep(str(tmp_path))
+    assert time.monotonic() - before < cgroups.LONGEST_END_S
