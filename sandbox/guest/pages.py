@@ -13,10 +13,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import sys
 
 import immortal
 
 _HUGE = 2 << 20
+_EMPTY = sys.getsizeof(b"")
 _MADV_COLLAPSE = 25
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 _MAP_PRIVATE_ANONYMOUS = 0x22
@@ -69,7 +71,25 @@ def settle() -> int:
     while block not in where and _collapse(block):
         collapsed += 1
         block -= 1
+    _fill_pools()
     return collapsed
+
+
+_filling: list = []
+_POOL, _POOL_HEADER, _LARGEST, _STEP = 1 << 14, 48, 512, 16
+
+
+def _fill_pools() -> None:
+    """Leave no free block in a pool that has others: what a call allocates then lies together, in pages of its own,
+    and not in holes all over the heap, each of which would be a page to copy (CPython, Objects/obmalloc.c)."""
+    for size in range(_STEP, _LARGEST + 1, _STEP):
+        kind = {_STEP: object, 2 * _STEP: complex}.get(size, bytes)  # of exactly that size
+        arguments = (size - _EMPTY,) if kind is bytes else ()
+        for _ in range(_POOL):
+            filling = kind(*arguments)
+            _filling.append(filling)
+            if id(filling) % _POOL == _POOL_HEADER:  # the first of a new pool: no other has room
+                break
 
 
 def _collapse(block: int) -> bool:

@@ -33,3 +33,17 @@ def test_code_runs_on_in_huge_pages() -> None:
     if replaced == "0":
         pytest.skip("this kernel or interpreter has no code that fills huge pages")
     assert again == "True"
+
+
+def test_what_is_allocated_later_lies_together() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import pages
+scattered = [bytes(100) for _ in range(100_000)]
+del scattered[::7]
+pages.settle()
+pools = {{id(thing) >> 14 for thing in [bytes(100) for _ in range(90)]}}
+print(len(pools) <= 2)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n"
