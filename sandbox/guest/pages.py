@@ -75,8 +75,9 @@ def settle() -> int:
     return collapsed
 
 
-_filling: list = []
+_filling: list = [None]
 _POOL, _POOL_HEADER, _LARGEST, _STEP = 1 << 14, 48, 512, 16
+_MOST_HOLES = 100_000
 
 
 def _fill_pools() -> None:
@@ -85,10 +86,10 @@ def _fill_pools() -> None:
     for size in range(_STEP, _LARGEST + 1, _STEP):
         kind = {_STEP: object, 2 * _STEP: complex}.get(size, bytes)  # of exactly that size
         arguments = (size - _EMPTY,) if kind is bytes else ()
-        for _ in range(_POOL):
-            filling = kind(*arguments)
-            _filling.append(filling)
-            if id(filling) % _POOL == _POOL_HEADER:  # the first of a new pool: no other has room
+        for _ in range(_MOST_HOLES):
+            _filling.append(kind(*arguments))
+            before, last = map(id, _filling[-2:])
+            if before % _POOL == _POOL_HEADER and last == before + size:  # a new pool begins: no other has room
                 break
 
 
