@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import secrets
+import shutil
 import signal
 import tempfile
 import time
@@ -81,6 +82,9 @@ class Executor:
         self.missed_imports: Counter[str] = Counter()
         families = max(min(config.zygotes or cores, self.slots), -(-self.slots // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
+        if self.level is jail.Level.LANDLOCK:
+            room = shutil.disk_usage(tempfile.gettempdir()).total >> 20
+            log.info("calls write to %s, %d MiB that all share: disk_mb bounds each file", tempfile.gettempdir(), room)
         self.families = [self._family(n, -(-self.slots // families), profiles) for n in range(families)]
 
     def _family(self, number: int, slots: int, profiles: tuple[Profile, ...]) -> Family:

@@ -75,8 +75,9 @@ def refuse_unfit(spec: JailSpec, abi: int) -> None:
             )
     elif hidden := unreadable(spec.python) or _impassable(spec):
         raise IsolationError(
-            f"isolation=landlock: calls run as users of their own, who cannot reach {hidden}; name a Python (--python) "
-            "and a temporary folder (TMPDIR) that all may read, or start as an ordinary user"
+            f"isolation=landlock: calls run as users of their own, who cannot reach {hidden}; name a Python (--python, "
+            "or `rstar-sandbox runtime --path`) and a temporary folder (TMPDIR) that all may enter, or start as an "
+            "ordinary user"
         )
 
 

@@ -163,11 +163,12 @@ def test_environment_is_the_guests(served: Served) -> None:
 
 def started(served: Served, code: str) -> tuple[int, Path]:
     """A call that runs `code`, makes the file `ready`, and sleeps: its number, and its folder."""
+    known = {*served.places.glob("*/tmp/ready")}
     seq = served.caller.submit(call(f"{code}\nopen('ready', 'w').close()\nimport time\ntime.sleep(1000)"))
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:  # it has no other way to tell us
-        if found := [*served.places.glob("*/tmp/ready")]:
-            return seq, found[0].parent
+        if found := {*served.places.glob("*/tmp/ready")} - known:
+            return seq, found.pop().parent
         time.sleep(0.01)
     pytest.fail("the call did not start")
 
@@ -192,6 +193,43 @@ def test_folder_of_a_running_call_is_out_of_reach(served: Served) -> None:
         assert served.said(code) == "refused\n", attempt
     assert (folder / "secret").read_text() == "mine"
     cancel(served, seq, folder)
+
+
+def test_call_holds_no_privilege(served: Served) -> None:
+    seq, folder = started(served, "import os\nopen('pid', 'w').write(str(os.getpid()))")
+    status = Path(f"/proc/{(folder / 'pid').read_text()}/status").read_text()
+    said = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert {said[name].strip("0") for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {""}
+    assert (said["NoNewPrivs"], said["Seccomp"]) == ("1", "2")
+    assert len(set(said["Uid"].split())) == len(set(said["Gid"].split())) == 1
+    if served.has_uids:
+        assert int(said["Uid"].split()[0]) >= 10_000
+        assert said["Groups"].strip() == ""
+    cancel(served, seq, folder)
+
+
+def test_slots_have_uids_of_their_own(served: Served) -> None:
+    if not served.has_uids:
+        pytest.skip("one uid for all calls: nothing to tell apart")
+    sleepers = [started(served, "import os\nopen('uid', 'w').write(str(os.getuid()))") for _ in range(3)]
+    uids = {(folder / "uid").read_text() for _, folder in sleepers}
+    assert len(uids) == 3
+    for sleeper in sleepers:
+        cancel(served, *sleeper)
+
+
+def test_processes_are_bounded_or_none(served: Served) -> None:
+    code = """
+import os, time
+started = 0
+try:
+    while True:
+        if os.fork() == 0: time.sleep(1000)
+        started += 1
+except OSError as why: print(started, type(why).__name__)
+"""
+    expected = "5 BlockingIOError\n" if served.has_uids else "0 PermissionError\n"
+    assert served.said(code, processes=6) == expected
 
 
 def test_ends_as_it_says(served: Served) -> None:
