@@ -14,7 +14,7 @@ import pytest
 from sandbox.errors import IsolationError
 from sandbox.jail import Interpreter, JailSpec, Layer, Level, choose, nsjail, nsjail_binary, nsjail_config, probe
 from sandbox.jail.namespaces import REFUSED
-from tests.executor.calling import executor
+from tests.executor.calling import call, executor, wait_gone
 from tests.jail import jails
 from tests.jail.conftest import Way
 
@@ -179,3 +179,14 @@ def test_calls_run_confined(nsjail: None) -> None:
         assert caller.run("open('left', 'w')\nwhile True: pass", timeout_s=0.2).status == "timeout"
         assert caller.run("import os; print(os.listdir())").stdout == "[]\n"
         assert caller.run("b = bytearray(1 << 30)", memory_mb=64).status == "memory_limit"
+
+
+def test_calls_survive_the_death_of_nsjail(nsjail: None) -> None:
+    with executor(isolation="nsjail") as caller:
+        (launcher,) = jails.children(caller.process.pid)
+        outer, *inside = jails.descendants(launcher)[1:]
+        seq = caller.submit(call("print('still here')"))
+        os.kill(outer, signal.SIGKILL)
+        wait_gone(inside)
+        result = caller.answer(seq)
+        assert (result.status, result.stdout) == ("ok", "still here\n"), result
