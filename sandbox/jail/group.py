@@ -109,10 +109,12 @@ class Group:
         cpu = folders.get(dialect.cpu_time)
         self._cpu = self._opened(f"{cpu}/{dialect.cpu}", os.O_RDONLY) if cpu else -1
         self._last = self._counts()
+        self._can_reset = True
         try:
             self._reset_peak()
-        except OSError:  # version 2 before Linux 6.12: it is that of all calls ever
-            self._peak = -1
+        except OSError:  # version 2 before Linux 6.12: the peak is that of all calls ever
+            self._can_reset = False
+            self._base = int(os.pread(self._peak, 64, 0))
 
     def begin(self, memory: int, processes: int) -> None:
         """Bound the next call to so many bytes and processes."""
@@ -130,7 +132,7 @@ class Group:
         kills, refusals, cpu = (now - then for now, then in zip(self._last, before, strict=True))
         return Spent(
             cpu_ms=cpu / self._dialect.cpu_per_ms if self._cpu >= 0 else None,
-            peak_bytes=int(os.pread(self._peak, 64, 0)) - self._base if self._peak >= 0 else None,
+            peak_bytes=self._read_peak(),
             was_oom=kills > 0 and refusals > 0,
             was_squeezed=kills > 0 and not refusals,
         )
@@ -151,9 +153,19 @@ class Group:
 
     def _reset_peak(self) -> None:
         """What is there already (cached files, mostly) is not the next call's."""
-        if self._peak >= 0:
+        if self._peak >= 0 and self._can_reset:
             os.pwrite(self._peak, b"0", 0)
             self._base = int(os.pread(self._peak, 64, 0))
+
+    def _read_peak(self) -> int | None:
+        """The call's; where it cannot be reset it is only known of a call that went over all before it."""
+        if self._peak < 0:
+            return None
+        peak = int(os.pread(self._peak, 64, 0))
+        if self._can_reset:
+            return peak - self._base
+        highest, self._base = self._base, peak
+        return peak if peak > highest else None
 
     def _opened(self, path: str, flags: int) -> int:
         """-1 where the kernel, or the hierarchy, has no such file."""

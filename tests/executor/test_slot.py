@@ -107,6 +107,23 @@ def test_what_a_call_used_is_what_was_added_since_the_last(folder: Folder) -> No
         assert slots.end(0) == expected
 
 
+def test_a_peak_that_cannot_be_reset_is_known_of_a_call_that_went_over_it(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(_fd: int, _text: bytes, _offset: int) -> int:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("os.pwrite", pwrite)
+    folder.say("memory.max_usage_in_bytes", "10")
+    slots = equipped(folder)
+    for now, known in ((10, None), (50, 50), (50, None), (60, 60)):
+        slots.begin(0, 1, 1)
+        folder.say("memory.max_usage_in_bytes", str(now))
+        spent = slots.end(0)
+        assert spent is not None
+        assert spent.peak_bytes == known
+
+
 @pytest.mark.parametrize("missing", ["memory.max_usage_in_bytes", "cpuacct.usage", "memory.failcnt"])
 def test_a_kernel_that_does_not_count_something_is_fine(missing: str, tmp_path: Path) -> None:
     slots = equipped(Folder(tmp_path / "0", missing))
