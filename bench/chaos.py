@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,7 +38,7 @@ import msgpack
 
 from bench import procs, report, riddles, service
 from bench.leftovers import Leftovers, still_there
-from bench.monkey import BELOW, Monkey
+from bench.monkey import BELOW, Monkey, victims
 from bench.riddles import Riddle
 from sandbox.types import Result, Status
 
@@ -49,6 +50,7 @@ GIVEN_UP = 0.1
 """The share of requests whose client hangs up after the first answer, and asks for the others anew."""
 PAUSE_S = 0.2
 """After a refusal or a broken connection."""
+REST_S = 60.0
 STREAMS = {
     "application/x-ndjson": lambda: _Lines(),
     "application/x-msgpack-stream": lambda: msgpack.Unpacker(max_buffer_size=1 << 30),
@@ -122,6 +124,18 @@ class Target:
 
     def processes(self) -> list[int]:
         return self._server.processes()
+
+    def come_to_rest(self, executors: int) -> None:
+        """Wait until all executors are back: the next one clears away what one that was killed could not."""
+        give_up = time.monotonic() + REST_S
+        while time.monotonic() < give_up:
+            states = [procs.state(pid) for pid in victims(self.pid)["executor"]]
+            with urllib.request.urlopen(f"{self.url}/metrics") as metrics:
+                said = metrics.read().decode()
+            if "Z" not in states and f"\nrstar_sandbox_executors_ready {executors}\n" in said:
+                return
+            time.sleep(0.1)
+        raise report.BenchFailed(f"after the attack not all {executors} executors are back within {REST_S:g} s")
 
     def kill_gateway(self) -> None:
         """End it as it would itself never, look for what it has left, and start another."""
@@ -263,6 +277,7 @@ def _attack(args: argparse.Namespace) -> int:
             load = Load(target, asked, tally, random.Random(args.seed), lambda: bar.advance(task))
             asyncio.run(_under_attack(load, target, monkey, args))
             seconds = time.monotonic() - begun
+            target.come_to_rest(args.executors)
             pids = target.processes()
         left_behind = target.left_behind + leftovers.found(pids)
     figures = _figures(args, tally, monkey, seconds, left_behind)
