@@ -98,7 +98,11 @@ def handled(abi: int) -> tuple[int, int, int]:
 
 
 def _settings(python: Interpreter) -> list[str]:
-    """Small files that Python or the loader reads while it starts, where they are."""
+    """Small files that Python, its library or the loader reads where they exist, and fails if it may not."""
     around = os.path.dirname(os.path.dirname(python.executable))
     customs = [f"{source}/sitecustomize.py" for source, _ in python.trees]  # Debian's leads to /etc
-    return [path for path in (f"{around}/pyvenv.cfg", "/etc/ld.so.cache", *customs) if os.path.isfile(path)]
+    return [
+        path
+        for path in (f"{around}/pyvenv.cfg", "/etc/ld.so.cache", "/etc/mime.types", *customs)
+        if os.path.isfile(path)
+    ]

@@ -89,7 +89,8 @@ class JailSpec:
     def guest_env(self) -> dict[str, str]:
         """The guest's whole environment."""
         if self.level is Level.LANDLOCK:
-            return {**self.env, "PATH": os.path.dirname(self.guest_python)}
+            # The host's time zones are there and closed, where zoneinfo expects them to be readable or not there.
+            return {**self.env, "PATH": os.path.dirname(self.guest_python), "PYTHONTZPATH": ""}
         paths = () if self.level is Level.NONE else self.python.pythonpath
         return {**({"PYTHONPATH": ":".join(paths)} if paths else {}), **self.env}
 

@@ -108,6 +108,24 @@ print(os.path.getsize("d/c/a"), sorted(os.listdir()), tempfile.TemporaryFile().w
     assert served.said(code) == "100000 ['b', 'd', 'e'] 2\n"
 
 
+LIBRARY = {
+    "imports": "import csv, ctypes, decimal, hashlib, http.client, multiprocessing, unittest, zipfile",
+    "time zones": "import zoneinfo\ntry: zoneinfo.ZoneInfo('Europe/Rome')\nexcept zoneinfo.ZoneInfoNotFoundError: pass",
+    "kinds of files": "import mimetypes; assert mimetypes.guess_type('a.html')[0] == 'text/html'",
+    "users": "import getpass, pwd\ngetpass.getuser()\ntry: pwd.getpwuid(os.getuid())\nexcept KeyError: pass",
+    "machine": "import platform; platform.platform(), platform.libc_ver(), os.cpu_count(), uuid.getnode()",
+    "database": "import sqlite3; b = sqlite3.connect('x'); b.execute('create table t (n)'); b.commit(); b.close()",
+    "threads": "from concurrent.futures import *\nwith ThreadPoolExecutor() as pool: assert [*pool.map(abs, [-1])]",
+    "terminal": "import sys; assert not os.isatty(0) and not sys.stdin.read()",
+    "null": "assert open('/dev/null', 'r+b').write(b'x') == 1 and os.urandom(3) and open('/dev/urandom', 'rb').read(2)",
+}
+
+
+@pytest.mark.parametrize("what", LIBRARY)
+def test_library_works(served: Served, what: str) -> None:
+    assert served.said(f"import os, uuid\n{LIBRARY[what]}\nprint('done')") == "done\n"
+
+
 def test_files_come_and_go(served: Served) -> None:
     code = "open('out', 'w').write(open('a/in').read() * 2)"
     result = served.caller.run(code, files={"a/in": b"xy"}, return_files=["out"])
@@ -304,7 +322,7 @@ def tried(what, *arguments):
     assert (tmp_path / "kept").read_text() == "kept"
 
 
-@pytest.mark.parametrize("victim", ["launcher", "init", "zygote", "child zygote"])
+@pytest.mark.parametrize("victim", ["launcher", "init", "both", "zygote", "child zygote"])
 def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str, tmp_path: Path) -> None:
     with serving(who, tmp_path, profiles=("bare", "numeric")) as served:
         executor_pid = served.caller.process.pid
@@ -318,7 +336,9 @@ def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str, 
             pid for pid in served.caller.processes() if pid not in (executor_pid, launcher, init, zygote, child_zygote)
         ]
         assert running
-        os.kill({"launcher": launcher, "init": init, "zygote": zygote, "child zygote": child_zygote}[victim], 9)
+        alone = {"launcher": launcher, "init": init, "zygote": zygote, "child zygote": child_zygote}
+        for pid in (launcher, init) if victim == "both" else (alone[victim],):
+            os.kill(pid, 9)
         if victim == "child zygote":
             cancel(served, seq, folder)
         wait_gone(running)

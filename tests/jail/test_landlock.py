@@ -54,7 +54,7 @@ def test_nothing_but_devices_is_written_outside_the_folder_of_calls(abi: int) ->
 def test_guest_finds_its_things_on_the_host() -> None:
     spec = pure_spec(env={"PATH": "/elsewhere", "A": "1"})
     assert spec.guest_argv(9) == ["/opt/guest/bin/python", "-s", "-B", "/tmp/calls/guest/zygote.py", "--fd", "9"]
-    assert spec.guest_env() == {"PATH": "/opt/guest/bin", "A": "1"}
+    assert spec.guest_env() == {"PATH": "/opt/guest/bin", "A": "1", "PYTHONTZPATH": ""}
 
 
 def test_old_kernels_are_no_ground_for_ordinary_users() -> None:
@@ -103,7 +103,8 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
 
 def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "of the server")
-    assert jails.ask(spec, "tell(dict(os.environ))") == {**jails.ENV, "PATH": os.path.dirname(spec.python.executable)}
+    own = {"PATH": os.path.dirname(spec.python.executable), "PYTHONTZPATH": ""}
+    assert jails.ask(spec, "tell(dict(os.environ))") == jails.ENV | own
 
 
 def test_zygote_is_held_too(spec: JailSpec) -> None:
