@@ -268,6 +268,7 @@ def _attack(args: argparse.Namespace) -> int:
     tally = Tally(args.calls)
     monkey = Monkey(random.Random(args.seed))
     with tempfile.TemporaryDirectory(prefix="bench-chaos-") as folder:
+        os.chmod(folder, 0o711)  # calls may have to reach it as users of their own
         leftovers = Leftovers(Path(folder))
         begun = time.monotonic()
         with ExitStack() as life, report.progress() as bar:
