@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,11 +55,15 @@ def python() -> Interpreter:
 
 
 @pytest.fixture
-def guest_dir(tmp_path: Path) -> Path:
-    (tmp_path / "guest").mkdir()
-    (tmp_path / "guest" / "zygote.py").write_text("raise SystemExit(3)")
-    shutil.copy(jails.REPOSITORY / "sandbox/guest/init.py", tmp_path / "guest")
-    return tmp_path / "guest"
+def guest_dir() -> Iterator[Path]:
+    """A guest that ends at once. Not below pytest's own folder: every pytest that starts closes that to other users."""
+    with tempfile.TemporaryDirectory() as folder:
+        guest = Path(folder) / "guest"
+        guest.mkdir()
+        (guest / "zygote.py").write_text("raise SystemExit(3)")
+        shutil.copy(jails.REPOSITORY / "sandbox/guest/init.py", guest)
+        guest.parent.chmod(0o755)
+        yield guest
 
 
 WAYS = ("root with a range of uids", "root with one uid", "ordinary user")
@@ -84,8 +90,6 @@ def way(request: pytest.FixtureRequest, machine: None, python: Interpreter, gues
             return Way(name, jails.spec_for(python, (None, 0), guest_dir, level), ordinary=False)
         if system is None or not jails.is_readable_to_others():
             pytest.skip("ordinary user: needs a system Python 3.11 and a repository that others may read")
-        for folder in (guest_dir, guest_dir.parent, guest_dir.parent.parent, guest_dir.parent.parent.parent):
-            folder.chmod(0o755)  # pytest's own, closed to others
         return Way(name, jails.spec_for(find(system), (None, 0), guest_dir, level), ordinary=True)
     if os.geteuid() != 0:
         pytest.skip(f"{name}: needs root")
