@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,6 +52,16 @@ def read(path, limit=1 << 20):
 def tried(what, *arguments):
     try: return what(*arguments)
     except OSError as why: return why
+# Where to write and what to change: everywhere in a jail. A control, which succeeds, has only a folder of its own,
+# since it must not change the machine that the tests run on.
+PLACES, SHARED, DEVICE = [".", HOST["folder"]], [HOST["file"]], HOST["file"]
+if HOST["is_jailed"]:
+    library = os.path.dirname(os.__file__)
+    PLACES += [*"/tmp /var/tmp /dev/shm /run /run/lock /dev / /guest /python /home /root /mnt /srv /etc".split(),
+               *"/proc/self /proc/1/cwd /proc/1/root /sys/fs/cgroup".split(), os.path.expanduser("~"), *filter(None, sys.path),
+               os.path.dirname(sys.executable), library + "/site-packages", library + "/__pycache__"]
+    SHARED += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *PLACES[2:]]
+    DEVICE = "/dev/null"
 """
 
 
@@ -67,7 +79,7 @@ class Host:
     """In the server's environment and command line, in files, in shared memory, and sent to whoever connects."""
 
     def knowing(self, code: str) -> str:
-        return f"{PRELUDE}HOST = {self.facts!r}\n{code}\nos.write(1, b'END\\n')\n"
+        return f"HOST = {self.facts!r}\n{PRELUDE}\n{code}\nos.write(1, b'END\\n')\n"
 
 
 class Target:
@@ -79,6 +91,7 @@ class Target:
         self.is_ordinary = bool(identity) or os.geteuid() != 0
         self.caller = caller
         self.host = host
+        self.at_rest = len(caller.processes())
 
     def run(self, code: str, **more: Any) -> Result:
         """One call that attacks, whatever comes of it."""
@@ -91,11 +104,45 @@ class Target:
         """Run an attack to its end; it must not have got anything."""
         return repelled(self.run(code, **more))
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The zygote and its calls stand still."""
+        pids = [pid for pid in self.caller.processes() if b"zygote.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    @contextmanager
+    def sleeping(self, code: str) -> Iterator[None]:
+        """A call that has run `code` and then sleeps until this ends."""
+        before = set(self.caller.processes())
+        seq = self.caller.submit(call(f"{code}\nimport time\ntime.sleep(1000)", timeout_s=300.0))
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not any(_sleeps(pid) for pid in set(self.caller.processes()) - before):
+                assert time.monotonic() < deadline, "it does not get to its sleep"
+                time.sleep(0.01)
+            yield
+        finally:
+            self.caller.send("cancel", [seq])
+
     def is_well(self) -> None:
         """Every slot still answers, at the first attempt, and as ever."""
         calls = [call(f"print({n} * 7)") for n in range(2 * self.caller.ready["slots"])]
         for n, result in enumerate(self.caller.run_all(calls)):
             assert (result.status, result.stdout, result.attempts) == (Status.OK, f"{n * 7}\n", 1), result
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether a process is in clock_nanosleep(2)."""
+    try:
+        return Path(f"/proc/{pid}/syscall").read_text().startswith("230 ")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def repelled(result: Result) -> Result:
@@ -109,10 +156,20 @@ def plainly(host: Host, code: str, folder: Path) -> None:
     process is itself under a seccomp filter, a container's for one, which may stop the attack too."""
     if "Seccomp:\t0" not in Path("/proc/self/status").read_text():
         pytest.skip("the control needs a process that no seccomp filter holds, so none in a container")
-    argv = [OWN_PYTHON, "-c", host.knowing(code)]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, check=False, cwd=folder, timeout=DEADLINE_S, start_new_session=True
-    )
+    environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}"}
+    ours, theirs = socket.socketpair()  # something to inherit
+    with ours, theirs:
+        done = subprocess.run(
+            [OWN_PYTHON, "-c", host.knowing(code)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=folder,
+            env=environ,
+            timeout=DEADLINE_S,
+            start_new_session=True,
+            pass_fds=[ours.fileno()],
+        )
     assert "BREACH" in done.stdout, f"stopped by something other than a jail: {done.stdout}{done.stderr}"
 
 
@@ -152,7 +209,8 @@ def a_host(folder: Path) -> Iterator[Host]:
             "port": servers[0].getsockname()[1],
             "path": path,
             "abstract": abstract,
-            "uid": os.getuid(),
+            "name": socket.gethostname(),
+            "is_jailed": False,
         }
         yield Host(facts, environ, secret)
         assert victim.poll() is None, "an attack ended a process of the host"
@@ -185,5 +243,5 @@ def target(name: str, host: Host, folder: Path) -> Iterator[Target]:
         guest = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
     argv = [server, "-X", f"secret={host.secret}"]
     with calling.executor(guest, server=argv, process_options=options, isolation=level, slots=SLOTS) as caller:
-        facts = {**host.facts, "server": caller.process.pid}
+        facts = {**host.facts, "is_jailed": True, "server": caller.process.pid}
         yield Target(name, caller, Host(facts, host.environ, host.secret))

@@ -133,7 +133,7 @@ ours, theirs = socket.socketpair()
 if tried(ours.send, b'x', socket.MSG_OOB) == 1: breach('sent')
 """,
     "a lease on a shared file": """
-for path in (os.__file__, sys.executable, '/etc/passwd', '/python/bin/python3', '/guest/zygote.py'):
+for path in SHARED:
     fd = tried(os.open, path, os.O_RDONLY)
     for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK):
         if isinstance(fd, int) and not isinstance(tried(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind), OSError): breach(path)
@@ -150,7 +150,7 @@ if not isinstance(tried(fcntl.fcntl, ours, 10, signal.SIGUSR1), OSError): breach
 if raw(72, ours.fileno(), 15, struct.pack('ii', 1, os.getpid())) == 0: breach('F_SETOWN_EX')
 """,
     "a hint for a shared inode": """
-fd = os.open('/dev/null', os.O_RDWR)
+fd = os.open(DEVICE, os.O_RDWR)
 if raw(72, fd, 1036, struct.pack('Q', 2)) == 0: breach('F_SET_RW_HINT')
 """,
     "typing into a terminal": """

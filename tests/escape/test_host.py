@@ -1,0 +1,84 @@
+"""Attacks for knowledge: of the machine, its other calls, and of random numbers that somebody else has drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.escape.targets import Host, Target, plainly
+from tests.executor.calling import OWN_PYTHON, executor
+
+LEARNING = {
+    "its name": "import platform\nif HOST['name'] in (socket.gethostname(), os.uname().nodename, platform.node()): breach(HOST['name'])",
+    "its mounts": "for path in ('/proc/mounts', '/proc/self/mountinfo', '/etc/mtab', '/proc/1/mounts'):\n    if read(path): breach(path)",
+    "its kernel's addresses": """
+for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/maps", "/proc/iomem", "/sys/kernel/notes"):
+    if read(path): breach(path)
+""",
+    "its processes": "if os.path.isdir('/proc') and not isinstance(tried(os.listdir, '/proc'), OSError) and any(map(str.isdigit, os.listdir('/proc'))): breach('/proc')",
+    "its hardware": "for path in ('/proc/cpuinfo', '/proc/meminfo', '/sys/class/dmi/id/product_name', '/proc/cmdline'):\n    if read(path): breach(path)",
+    "its folders": "for path in (HOST['folder'], '/proc', '/sys', '/root', '/home', '/var', '/boot'):\n"
+    "    got = tried(os.listdir, path)\n    if not isinstance(got, OSError) and got: breach(path)",
+    "that a path exists": "if not isinstance(tried(os.stat, HOST['file']), OSError): breach(HOST['file'])",
+    "who uses it": "import pwd\nfor entry in pwd.getpwall():\n    if entry.pw_uid not in (0, 65534): breach(entry)",
+    "our own server's paths": "for part in (*sys.path, sys.prefix, sys.executable, os.__file__):\n"
+    "    if part and not part.startswith(('/python', '/tmp', '/guest')): breach(part)",
+    "its environment": "for name in os.environ:\n"
+    "    if name not in 'PATH HOME LANG USER LOGNAME MPLBACKEND PYTHONHASHSEED PYTHONPATH OPENBLAS_NUM_THREADS OMP_NUM_THREADS "
+    "MKL_NUM_THREADS MALLOC_ARENA_MAX LC_CTYPE'.split(): breach(name)",
+    "who started us": "if os.getppid() not in (0, 1): breach(os.getppid())",
+    "how many are here": "if os.getpid() > 2: breach(os.getpid())",
+    "its log": "if raw(103, 10, None, 0) > 0 or read('/dev/kmsg', 10): breach('log')",
+    "its groups": "if os.getgroups(): breach(os.getgroups())",
+}
+
+
+@pytest.mark.parametrize("what", LEARNING)
+def test_learning(what: str, target: Target) -> None:
+    target.repels(LEARNING[what])
+
+
+@pytest.mark.parametrize("what", [what for what in LEARNING if what not in ("its groups", "who uses it")])
+def test_learnt_without_a_jail(what: str, host: Host, tmp_path: Path) -> None:
+    plainly(host, LEARNING[what], tmp_path)
+
+
+CHANCE = {
+    "random": "import random; random.random(), random.getrandbits(64), random.Random().random(), random.SystemRandom().random()",
+    "hashes": "hash(object()) and 0 or __import__('os').urandom(8)",
+    "secrets": "import secrets; secrets.token_hex(8)",
+    "uuid": "import uuid; uuid.uuid4(), uuid.uuid1().time",
+    "temporary names": "import tempfile; tempfile.mkdtemp(), tempfile.mktemp()",
+    "OpenSSL": "import ssl; ssl.RAND_bytes(8)",
+    "shuffles": "import random; x = list(range(50)); random.shuffle(x); x",
+}
+
+
+@pytest.mark.parametrize("source", CHANCE)
+def test_chance_is_not_shared(source: str, target: Target) -> None:
+    drawn = [target.caller.run(CHANCE[source].replace("; ", "\n")).value for _ in range(4)]
+    assert None not in drawn
+    assert len(set(drawn)) == 4
+
+
+LIBRARIES = {
+    "numpy": "import numpy\nnumpy.random.rand(), numpy.random.default_rng().random(), numpy.random.RandomState().rand()",
+    "sympy": "from sympy.core.random import random\nrandom()",
+    "mpmath": "import mpmath\nmpmath.rand()",
+    "scipy": "from scipy import stats\nstats.norm.rvs(size=2)",
+    "networkx": "import networkx\nnetworkx.gnp_random_graph(30, 0.5).edges()",
+    "pandas": "import pandas\npandas.Series(range(99)).sample(9).tolist()",
+}
+
+
+@pytest.mark.runtime
+def test_chance_of_libraries_is_not_shared(guest_python: Path, target: Target) -> None:
+    if target.name != "namespaces":
+        pytest.skip("once is enough: it is a matter of the fork, which is the same at all levels")
+    assert OWN_PYTHON
+    with executor(guest_python, isolation=target.level, profiles=("scientific",)) as caller:
+        for source, code in LIBRARIES.items():
+            drawn = [caller.run(code, timeout_s=60.0).value for _ in range(3)]
+            assert None not in drawn, source
+            assert len(set(drawn)) == 3, (source, drawn)

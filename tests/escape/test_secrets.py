@@ -1,0 +1,231 @@
+"""Attacks for what is not ours to read: the host's files and processes, the server, and the calls of others."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sandbox.types import Call
+from tests.escape.targets import Host, Target, canary, plainly
+from tests.executor.calling import DEADLINE_S, OWN_PYTHON, call
+
+READING = {
+    "a file that all may read": "look(read(HOST['file']))",
+    "a file by going up": "look(read('../' * 40 + HOST['file'][1:]))",
+    "a file through a link": "os.symlink(HOST['file'], 'link'); look(read('link'))",
+    "a file by a hard link": "tried(os.link, HOST['file'], 'hard'); look(read('hard')); look(read(HOST['file']))",
+    "a file by executing it": """
+done = tried(lambda: subprocess.run(["/bin/cat", HOST["file"]], capture_output=True))
+if not isinstance(done, OSError): look(done.stdout)
+""",
+    "a folder's names": """
+got = tried(os.listdir, HOST["folder"])
+if not isinstance(got, OSError) and "secret" in got: breach(got)
+""",
+    "shared memory": "look(read(HOST['shm']))\nfor name in tried(os.listdir, '/dev/shm') or (): look(read('/dev/shm/' + name))",
+    "the environment of the server": "look(read(f'/proc/{HOST[\"server\"]}/environ'))",
+    "the command line of the server": "look(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
+    "files through another process's root": """
+for pid in (HOST["server"], os.getppid(), 1, "self"):
+    for door in ("root", "cwd/../../../../../../.."): look(read(f"/proc/{pid}/{door}{HOST['file']}"))
+""",
+    "every environment and command line in /proc": """
+for pid in tried(os.listdir, "/proc") if os.path.isdir("/proc") else ():
+    if pid.isdigit() and int(pid) != os.getpid(): look(read(f"/proc/{pid}/environ") + read(f"/proc/{pid}/cmdline"))
+""",
+    "the memory of the server": """
+for pid in (HOST["server"], os.getppid()):
+    for line in read(f"/proc/{pid}/maps").decode().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if "rw" not in line or last - first > 64 << 20: continue
+        try:
+            with open(f"/proc/{pid}/mem", "rb", buffering=0) as file: file.seek(first); look(file.read(last - first))
+        except OSError: pass
+""",
+    "a mount of /proc of our own": """
+libc.unshare(0x10020000)
+if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: look(read(f"/tmp/{HOST['server']}/environ")); libc.umount(b"/tmp")
+if tried(os.listdir, "/proc/1") and not isinstance(tried(os.listdir, "/proc/1"), OSError): breach("/proc/1")
+""",
+    "an inherited descriptor": """
+for fd in range(1024):
+    if fd < 5 or isinstance(tried(os.fstat, fd), OSError): continue
+    breach(fd)
+""",
+    "a descriptor of a folder to climb out of": """
+for fd in (*range(1024), -100):
+    got = tried(os.open, "../" * 20 + HOST["file"][1:], os.O_RDONLY, 0o600) if fd == -100 else \
+        raw(257, fd, ("../" * 20 + HOST["file"][1:]).encode(), 0)
+    if isinstance(got, int) and got >= 0: look(os.read(got, 4096))
+""",
+    "files by handles, past every path": """
+libc.name_to_handle_at.restype = ctypes.c_int
+handle, mount = struct.pack("Ii128x", 128, 0), ctypes.c_int()
+buffer = ctypes.create_string_buffer(handle, len(handle))
+fd = raw(303, -100, HOST["file"].encode(), buffer, ctypes.byref(mount), 0)
+if fd >= 0: breach("handle")
+for inode in range(2, 12):
+    got = raw(304, 0, struct.pack("IiQ", 8, 1, inode), 0)
+    if got >= 0: breach(inode)
+""",
+    "a set-uid program": """
+for path in ("/bin/su", "/usr/bin/su", "/usr/bin/sudo", "/usr/bin/passwd", "/usr/bin/mount"):
+    if tried(os.access, path, os.X_OK) is True: breach(path)
+""",
+    "a disk by its device": """
+for name, node in (("sda", (8, 0)), ("vda", (254, 0)), ("vda", (253, 0)), ("mem", (1, 1)), ("kmsg", (1, 11)), ("x", (1, 5))):
+    got = tried(os.mknod, name, 0o600 | 0o020000 * (node[0] == 1) | 0o060000 * (node[0] != 1), os.makedev(*node))
+    if not isinstance(got, OSError) and not isinstance(tried(os.open, name, os.O_RDONLY), OSError): breach(name)
+    if not isinstance(got, OSError): os.unlink(name)
+""",
+    "the sources of the server": """
+for folder, _, names in os.walk("/"):
+    if folder == "/proc": continue
+    if {"gateway", "executor", "jail"} <= set(os.listdir(folder)): breach(folder)
+    if folder.count("/") > 6: _.clear()
+for name in ("sandbox", "sandbox.jail", "sandbox.executor"):
+    try: __import__(name)
+    except ImportError: continue
+    breach(name)
+""",
+    "the user's home": """
+for home in ("/root", "/home", "/var", "/usr/share"):
+    if not isinstance(tried(os.listdir, home), OSError): breach(home)
+""",
+    "the accounts": "if read('/etc/shadow'): breach('shadow')\nif read('/etc/machine-id'): breach('machine-id')",
+}
+
+
+@pytest.mark.parametrize("what", READING)
+def test_reading(what: str, target: Target) -> None:
+    target.repels(READING[what])
+
+
+@pytest.mark.parametrize("what", READING)
+def test_reading_succeeds_without_a_jail(what: str, host: Host, tmp_path: Path) -> None:
+    plainly(host, READING[what], tmp_path)
+
+
+@dataclass(frozen=True)
+class Others:
+    """Other calls of the same zygote, and all the secrets in them."""
+
+    secrets: frozenset[str]
+    running: Call
+    ended: Call
+
+
+def others() -> Others:
+    tokens = [canary() for _ in range(9)]
+    hang = "\nimport time\ntime.sleep(1000)"
+    running = call(f"x = {tokens[0]!r}{hang}", stdin=tokens[1], files={"in": tokens[2].encode()}, timeout_s=300.0)
+    ended = call(
+        f"import sys\nprint({tokens[3]!r}, file=sys.stderr)\nopen('out', 'w').write({tokens[4]!r})\nprint({tokens[5]!r})\n"
+        f"{tokens[6]!r}",
+        stdin=tokens[7],
+        files={"in": tokens[8].encode()},
+        return_files=("out",),
+    )
+    return Others(frozenset(tokens), running, ended)
+
+
+SEARCH = {
+    "frames of the caller": """
+def values(frame):
+    while frame:
+        yield frame.f_locals; yield frame.f_globals
+        frame = frame.f_back
+found, seen = list(values(sys._getframe().f_back)), set()
+while found and len(seen) < 500_000:
+    one = found.pop()
+    if id(one) in seen: continue
+    seen.add(id(one))
+    if isinstance(one, (bytes, bytearray, memoryview)): look(bytes(one))
+    elif isinstance(one, str): look(one.encode(errors="replace"))
+    elif isinstance(one, dict): found += [*one.keys(), *one.values()]
+    elif isinstance(one, (list, tuple, set, frozenset)): found += one
+    elif hasattr(type(one), "__slots__"): found += [getattr(one, s, None) for s in type(one).__slots__]
+    elif hasattr(one, "__dict__") and not isinstance(one, type(sys)): found.append(vars(one))
+""",
+    "objects known to the collector": """
+import gc
+gc.unfreeze()
+for one in gc.get_objects():
+    for part in gc.get_referents(one):
+        if isinstance(part, (bytes, bytearray)): look(bytes(part))
+        elif type(part) is str: look(part.encode(errors="replace"))
+""",
+    "memory": """
+import mmap
+def maps():
+    # Without /proc: mincore(2) tells mapped pages from holes. Start where something must be and go on until a wide hole.
+    libc.sbrk.restype = ctypes.c_void_p
+    anchors = [id(sys), id(int), libc.sbrk(0) - 4096, ctypes.addressof(ctypes.c_char_p.in_dll(libc, "environ")),
+               ctypes.cast(libc.malloc, ctypes.c_void_p).value, ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value,
+               ctypes.addressof(ctypes.create_string_buffer(1 << 20))]
+    vector, seen, mincore = ctypes.create_string_buffer(512), set(), libc.mincore
+    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    for anchor in anchors:
+        for step in (1, -1):
+            page, hole = anchor >> 12, 0
+            while hole < 4096 and page > 16:
+                if page in seen: page += step; hole = 0; continue
+                if mincore(page << 12, 4096, vector) == 0: seen.add(page); hole = 0
+                else: hole += 1
+                page += step
+    return sorted(seen)
+pages, runs = maps(), []
+for page in pages:
+    if runs and runs[-1][1] == page: runs[-1][1] += 1
+    else: runs.append([page, page + 1])
+window = os.open("window", os.O_RDWR | os.O_CREAT, 0o600)
+libc.pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
+for first, last in runs:
+    while first < last:
+        # A write from there to a file: EFAULT where it may not be read, instead of a crash.
+        got = libc.pwrite(window, first << 12, min(last - first, 256) << 12, 0)
+        if got > 0: look(os.pread(window, got + 64, 0))
+        first += max(1, got >> 12) if got > 0 else 1
+""",
+}
+
+
+@pytest.mark.parametrize("where", SEARCH)
+def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
+    past, late = others(), others()
+    attack = target.call(SEARCH[where], timeout_s=120.0, memory_mb=1024)
+    caller = target.caller
+    hanging = caller.submit(past.running)
+    caller.run_all([past.ended] * 3)
+    with target.stopped():  # so that the zygote knows of all three when it forks the first
+        attacks = caller.submit(attack)
+        batch_mates = [caller.submit(late.running), caller.submit(late.ended)]
+        caller.stats.clear()
+        caller.until(lambda: caller.stats.get("running") == 4)
+    said = caller.answer(attacks).stdout
+    caller.answer(batch_mates[1])
+    caller.send("cancel", [hanging, batch_mates[0]])
+    assert said.endswith("END\n")
+    stolen = [token for token in past.secrets | late.secrets if token in said]
+    assert not stolen, said
+
+
+ZYGOTE = """
+import gc, os, sys
+secret = sys.argv[1].encode() * 2
+code = sys.argv[2]
+def serve(requests):
+    if os.fork() == 0: exec(code, {"__name__": "__main__"}); os._exit(0)
+    os.wait()
+serve([secret, {"kept": [secret.decode()]}])
+"""
+
+
+@pytest.mark.parametrize("where", SEARCH)
+def test_a_fork_knows_what_its_parent_knew(where: str, host: Host, tmp_path: Path) -> None:
+    argv = [OWN_PYTHON, "-c", ZYGOTE, canary(), host.knowing(SEARCH[where])]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=DEADLINE_S)
+    assert "BREACH CANARY" in done.stdout, done
