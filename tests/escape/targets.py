@@ -27,7 +27,7 @@ from sandbox.jail import choose
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
-from tests.jail.jails import is_passable, python_for_all, system_python
+from tests.jail.jails import REPOSITORY, is_passable, python_for_all, system_python
 
 NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
 NOBODY = 65_534
@@ -49,6 +49,9 @@ def read(path, limit=1 << 20):
     try:
         with open(path, "rb", buffering=0) as file: return file.read(limit) or b""
     except OSError: return b""
+def names(path):
+    try: return os.listdir(path)
+    except OSError: return []
 def tried(what, *arguments):
     try: return what(*arguments)
     except OSError as why: return why

@@ -16,17 +16,17 @@ LEARNING = {
 for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/maps", "/proc/iomem", "/sys/kernel/notes"):
     if read(path): breach(path)
 """,
-    "its processes": "if os.path.isdir('/proc') and not isinstance(tried(os.listdir, '/proc'), OSError) and any(map(str.isdigit, os.listdir('/proc'))): breach('/proc')",
+    "its processes": "if any(map(str.isdigit, names('/proc'))): breach('/proc')",
     "its hardware": "for path in ('/proc/cpuinfo', '/proc/meminfo', '/sys/class/dmi/id/product_name', '/proc/cmdline'):\n    if read(path): breach(path)",
     "its folders": "for path in (HOST['folder'], '/proc', '/sys', '/root', '/home', '/var', '/boot'):\n"
-    "    got = tried(os.listdir, path)\n    if not isinstance(got, OSError) and got: breach(path)",
+    "    if names(path): breach(path)",
     "that a path exists": "if not isinstance(tried(os.stat, HOST['file']), OSError): breach(HOST['file'])",
     "who uses it": "import pwd\nfor entry in pwd.getpwall():\n    if entry.pw_uid not in (0, 65534): breach(entry)",
     "our own server's paths": "for part in (*sys.path, sys.prefix, sys.executable, os.__file__):\n"
     "    if part and not part.startswith(('/python', '/tmp', '/guest')): breach(part)",
     "its environment": "for name in os.environ:\n"
     "    if name not in 'PATH HOME LANG USER LOGNAME MPLBACKEND PYTHONHASHSEED PYTHONPATH OPENBLAS_NUM_THREADS OMP_NUM_THREADS "
-    "MKL_NUM_THREADS MALLOC_ARENA_MAX LC_CTYPE'.split(): breach(name)",
+    "MKL_NUM_THREADS MALLOC_ARENA_MAX LC_CTYPE TMPDIR'.split(): breach(name)",
     "who started us": "if os.getppid() not in (0, 1): breach(os.getppid())",
     "how many are here": "if os.getpid() > 2: breach(os.getpid())",
     "its log": "if raw(103, 10, None, 0) > 0 or read('/dev/kmsg', 10): breach('log')",

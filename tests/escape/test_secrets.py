@@ -25,7 +25,7 @@ if not isinstance(done, OSError): look(done.stdout)
 got = tried(os.listdir, HOST["folder"])
 if not isinstance(got, OSError) and "secret" in got: breach(got)
 """,
-    "shared memory": "look(read(HOST['shm']))\nfor name in tried(os.listdir, '/dev/shm') or (): look(read('/dev/shm/' + name))",
+    "shared memory": "look(read(HOST['shm']))\nfor name in names('/dev/shm'): look(read('/dev/shm/' + name))",
     "the environment of the server": "look(read(f'/proc/{HOST[\"server\"]}/environ'))",
     "the command line of the server": "look(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
     "files through another process's root": """
@@ -33,7 +33,7 @@ for pid in (HOST["server"], os.getppid(), 1, "self"):
     for door in ("root", "cwd/../../../../../../.."): look(read(f"/proc/{pid}/{door}{HOST['file']}"))
 """,
     "every environment and command line in /proc": """
-for pid in tried(os.listdir, "/proc") if os.path.isdir("/proc") else ():
+for pid in names("/proc"):
     if pid.isdigit() and int(pid) != os.getpid(): look(read(f"/proc/{pid}/environ") + read(f"/proc/{pid}/cmdline"))
 """,
     "the memory of the server": """
@@ -48,7 +48,7 @@ for pid in (HOST["server"], os.getppid()):
     "a mount of /proc of our own": """
 libc.unshare(0x10020000)
 if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: look(read(f"/tmp/{HOST['server']}/environ")); libc.umount(b"/tmp")
-if tried(os.listdir, "/proc/1") and not isinstance(tried(os.listdir, "/proc/1"), OSError): breach("/proc/1")
+if names("/proc/1"): breach("/proc/1")
 """,
     "an inherited descriptor": """
 for fd in range(1024):
@@ -73,7 +73,8 @@ for inode in range(2, 12):
 """,
     "a set-uid program": """
 for path in ("/bin/su", "/usr/bin/su", "/usr/bin/sudo", "/usr/bin/passwd", "/usr/bin/mount"):
-    if tried(os.access, path, os.X_OK) is True: breach(path)
+    done = tried(lambda: subprocess.run([path, "--help"], capture_output=True))
+    if not isinstance(done, OSError): breach(path)
 """,
     "a disk by its device": """
 for name, node in (("sda", (8, 0)), ("vda", (254, 0)), ("vda", (253, 0)), ("mem", (1, 1)), ("kmsg", (1, 11)), ("x", (1, 5))):
