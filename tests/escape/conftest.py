@@ -11,11 +11,17 @@ from tests.escape import expected, targets
 from tests.escape.targets import Host, Target
 
 
+FOR_EVERYBODY = ("test_kernel", "test_letters", "test_processes", "test_secrets")
+"""Where it matters that all calls share one uid. The others run as an ordinary user where a level is picked."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "target" not in metafunc.fixturenames:
         return
     level = metafunc.config.getoption("--isolation")
     names = [name for name in targets.NAMES if level in (None, name.partition(" ")[0])]
+    if level is None and metafunc.module.__name__.rpartition(".")[2] not in FOR_EVERYBODY:
+        names = [name for name in names if " as " not in name]
     metafunc.parametrize("target", names, indirect=True, scope="session")
 
 

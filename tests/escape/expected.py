@@ -31,7 +31,8 @@ LANDLOCK = {
 }
 EXPECTED: dict[str, dict[str, str]] = {
     "landlock": LANDLOCK,
-    "landlock as nobody": LANDLOCK,
+    # Its calls may not even open a pidfd: the filter there is for one process.
+    "landlock as nobody": {test: why for test, why in LANDLOCK.items() if "handle" not in test},
 }
 """Target, then test (as pytest names it, less the target) -> reason."""
 

@@ -26,7 +26,7 @@ for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/
     "    if part and not part.startswith(('/python', '/tmp', '/guest')): breach(part)",
     "its environment": "for name in os.environ:\n"
     "    if name not in 'PATH HOME LANG USER LOGNAME MPLBACKEND PYTHONHASHSEED PYTHONPATH OPENBLAS_NUM_THREADS OMP_NUM_THREADS "
-    "MKL_NUM_THREADS MALLOC_ARENA_MAX LC_CTYPE TMPDIR'.split(): breach(name)",
+    "MKL_NUM_THREADS MALLOC_ARENA_MAX LC_CTYPE TMPDIR PYTHONTZPATH'.split(): breach(name)",
     "who started us": "if os.getppid() not in (0, 1): breach(os.getppid())",
     "how many are here": "if os.getpid() > 2: breach(os.getpid())",
     "its log": "if raw(103, 10, None, 0) > 0 or read('/dev/kmsg', 10): breach('log')",

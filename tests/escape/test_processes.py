@@ -211,11 +211,11 @@ until = time.monotonic() + 0.4
 while True:
     children = []
     for _ in range(6):
-        pid = os.fork()
+        pid = tried(os.fork)
         if pid == 0:
             while time.monotonic() < until: pass
             os._exit(0)
-        children.append(pid)
+        if isinstance(pid, int): children.append(pid)
     for pid in children: os.waitpid(pid, 0)
     until = time.monotonic() + 0.4
 """,
