@@ -94,7 +94,7 @@ class Target:
         self.is_ordinary = bool(identity) or os.geteuid() != 0
         self.caller = caller
         self.host = host
-        self.at_rest = len(caller.processes())
+        self.at_rest = len(self.processes())
 
     def run(self, code: str, **more: Any) -> Result:
         """One call that attacks, whatever comes of it."""
@@ -107,10 +107,18 @@ class Target:
         """Run an attack to its end; it must not have got anything."""
         return repelled(self.run(code, **more))
 
+    def processes(self) -> list[int]:
+        """The executor and all below it; those that end while we look do not count."""
+        while True:
+            try:
+                return self.caller.processes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """The zygote and its calls stand still."""
-        pids = [pid for pid in self.caller.processes() if b"zygote.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        pids = [pid for pid in self.processes() if _is_zygote(pid)]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -122,11 +130,11 @@ class Target:
     @contextmanager
     def sleeping(self, code: str) -> Iterator[None]:
         """A call that has run `code` and then sleeps until this ends."""
-        before = set(self.caller.processes())
+        before = set(self.processes())
         seq = self.caller.submit(call(f"{code}\nimport time\ntime.sleep(1000)", timeout_s=300.0))
         try:
             deadline = time.monotonic() + DEADLINE_S
-            while not any(_sleeps(pid) for pid in set(self.caller.processes()) - before):
+            while not any(_sleeps(pid) for pid in set(self.processes()) - before):
                 assert time.monotonic() < deadline, "it does not get to its sleep"
                 time.sleep(0.01)
             yield
@@ -138,6 +146,13 @@ class Target:
         calls = [call(f"print({n} * 7)") for n in range(2 * self.caller.ready["slots"])]
         for n, result in enumerate(self.caller.run_all(calls)):
             assert (result.status, result.stdout, result.attempts) == (Status.OK, f"{n * 7}\n", 1), result
+
+
+def _is_zygote(pid: int) -> bool:
+    try:
+        return b"zygote.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _sleeps(pid: int) -> bool:

@@ -153,7 +153,7 @@ def test_outliving_the_call(what: str, target: Target) -> None:
     mark = "esc" + secrets.token_hex(5)
     result = target.run(f"libc.prctl(15, b'{mark}')\n{OUTLIVING[what]}\nos._exit(0)", timeout_s=5.0, processes=32)
     assert result.status in ("ok", "timeout", "error"), result
-    wait_gone(_marked(mark, target.caller.processes()))
+    wait_gone(_marked(mark, target.processes()))
     assert not _marked(mark), "a process is left"
     target.is_well()
 
@@ -233,6 +233,6 @@ def test_nobody_is_left(target: Target) -> None:
     """After all of that: the executor, its jail, its zygotes; no call, no orphan."""
     target.is_well()
     deadline = time.monotonic() + DEADLINE_S
-    while len(target.caller.processes()) != target.at_rest and time.monotonic() < deadline:
+    while len(target.processes()) != target.at_rest and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(target.caller.processes()) == target.at_rest
+    assert len(target.processes()) == target.at_rest
