@@ -109,11 +109,12 @@ class Target:
 
     def processes(self) -> list[int]:
         """The executor and all below it; those that end while we look do not count."""
-        while True:
+        while self.caller.process.poll() is None:
             try:
                 return self.caller.processes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
+        pytest.fail("the executor has ended")
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
