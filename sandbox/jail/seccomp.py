@@ -26,6 +26,8 @@ ALLOW = 0x7FFF0000
 KILL = 0x80000000
 EPERM = 0x00050001
 ENOSYS = 0x00050026
+GRANTED = 0x00050000
+"""Not made, and answered with 0 (an errno of 0, seccomp(2)): for what a call may ask for and needs not have."""
 ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 
@@ -38,6 +40,8 @@ class When:
     index: int
     values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
+    granted: tuple[int, ...] = ()
+    """Values for which the call is `GRANTED`."""
 
 
 Rule = int | tuple[When, ...]
@@ -45,7 +49,7 @@ Rule = int | tuple[When, ...]
 
 _FILES = """
     read write open close stat fstat lstat poll lseek pread64 pwrite64 readv writev access pipe select dup dup2
-    flock fsync fdatasync truncate ftruncate getdents getcwd chdir fchdir rename mkdir rmdir creat link unlink
+    fsync fdatasync truncate ftruncate getdents getcwd chdir fchdir rename mkdir rmdir creat link unlink
     symlink readlink chmod fchmod chown fchown lchown umask utime mknod statfs fstatfs setxattr lsetxattr
     fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr removexattr lremovexattr fremovexattr
     getdents64 utimes openat mkdirat mknodat fchownat futimesat newfstatat unlinkat renameat linkat
@@ -95,9 +99,10 @@ _CHECKED: dict[str, tuple[When, ...]] = {
     "ioctl": (When(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
     "prctl": (When(0, (3, 15, 16, 39)),),
-    # Descriptors, their flags, and locks. No leases (a call could have others wait to open what it owns), no F_NOTIFY
-    # (it tells what others read), no owners and signals, no hints, which stay with files that all calls share.
-    "fcntl": (When(1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
+    # Descriptors and their flags. No leases (a call could have others wait to open what it owns), no F_NOTIFY (it tells
+    # what others read), no owners and signals, no hints, which stay with files that all calls share. Locks would too, a
+    # bit for each, so nobody gets any; sqlite and the like are content, since a call has its own files to itself.
+    "fcntl": (When(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1032), granted=(6, 7, 37, 38)),),
     # No flags: RWF_NOWAIT tells what others have read lately.
     "preadv2": (When(5, (0,)),),
     "pwritev2": (When(5, (0,)),),
@@ -124,6 +129,7 @@ _CHECKED: dict[str, tuple[When, ...]] = {
 POLICY: Mapping[str, Rule] = {
     **dict.fromkeys((_FILES + _MEMORY + _PROCESSES + _SIGNALS_AND_TIME + _EVENTS + _SOCKETPAIRS).split(), ALLOW),
     **dict.fromkeys(_ABSENT.split(), ENOSYS),
+    "flock": GRANTED,
     **_CHECKED,
 }
 
@@ -160,7 +166,7 @@ POLICIES: Mapping[Policy, Mapping[str, Rule]] = {
         **dict.fromkeys(f"{_ATTRIBUTES} {_STARTING} {_OWNED}".split(), EPERM),
         **_ITSELF,
         "clone": (When(0, (_CLONE_THREAD,), mask=_CLONE_THREAD | _NAMESPACES | _CLONE_PARENT),),
-        "prlimit64": (When(0, (0, OWN_PID)),),
+        "prlimit64": (When(0, (0, OWN_PID)), *_CHECKED["prlimit64"]),
     },
 }
 _NUMBERED: Mapping[Policy, Mapping[int, Rule]] = {
@@ -175,8 +181,13 @@ def verdict(number: int, arguments: Sequence[int], arch: int = ARCH_X86_64, poli
     rule = rule_of(number, policy)
     if isinstance(rule, int):
         return rule
-    held = all((arguments[when.index] & when.mask) in when.values for when in rule)
-    return ALLOW if held else EPERM
+    for when in rule:
+        value = arguments[when.index] & when.mask
+        if value in when.granted:
+            return GRANTED
+        if value not in when.values:
+            return EPERM
+    return ALLOW
 
 
 def rule_of(number: int, policy: Policy = Policy.NAMESPACED) -> Rule:
@@ -213,7 +224,8 @@ def program(policy: Policy = Policy.NAMESPACED) -> bytes:
 
 
 _ARCH, _NUMBER, _ARGUMENTS = 4, 0, 16  # offsets in struct seccomp_data
-_NAMES = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", KILL: "to end"}  # which no call is named
+# Labels that are no call's name.
+_NAMES = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", GRANTED: "to grant", KILL: "to end"}
 
 
 def _ranges(policy: Policy) -> list[tuple[int, str]]:
@@ -249,6 +261,8 @@ def _check(name: str, rule: tuple[When, ...]) -> Iterator[bpf.Instruction]:
         yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * when.index, label=label)
         if when.mask != 0xFFFFFFFF:
             yield bpf.Instruction(bpf.AND, when.mask)
+        for value in when.granted:
+            yield bpf.Instruction(bpf.IF_EQUAL, value, yes=_NAMES[GRANTED])
         for value in when.values:
             last = value == when.values[-1]
             yield bpf.Instruction(bpf.IF_EQUAL, value, yes=passed, no=_NAMES[EPERM] if last else None)

@@ -6,13 +6,6 @@ the same in prose.
 
 from __future__ import annotations
 
-LOCKS = "files that all calls share can be locked, for as long as a call runs: one bit, between two that both want it"
-EVERYWHERE = {
-    "test_letter_to_a_call_at_the_same_time[a lock on a file]": LOCKS,
-    "test_letter_to_a_call_at_the_same_time[a lock on a device]": LOCKS,
-}
-"""At every level; sqlite and others need locks, and a filter cannot see which file is meant."""
-
 NO_NAMESPACES = "without namespaces a call sees the machine's own numbers and names"
 DISK = "without a tmpfs of its own a call's folder has no size: disk_mb bounds each file, not their number"
 LANDLOCK = {
@@ -38,4 +31,4 @@ EXPECTED: dict[str, dict[str, str]] = {
 
 
 def reason(target: str, test: str) -> str | None:
-    return EXPECTED.get(target, {}).get(test) or EVERYWHERE.get(test)
+    return EXPECTED.get(target, {}).get(test)

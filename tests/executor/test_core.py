@@ -15,7 +15,7 @@ from trio.testing import MockClock
 
 from sandbox.config import ExecutorConfig
 from sandbox.errors import NodeError
-from sandbox.executor import core
+from sandbox.executor import core, imports
 from sandbox.executor.core import Executor
 from sandbox.executor.slot import Slots
 from sandbox.jail import Spent
@@ -328,3 +328,11 @@ async def _live_through(driver: Driven, calls: list[Any]) -> None:
     await until(lambda: not any(zygote.calls for family in families for zygote in family.zygotes.values()))
     await driver.run("ok")
     driver.check_at_rest()
+
+
+def test_a_glance_at_imports_is_only_a_glance() -> None:
+    endless = "import sympy\nimport " + ",".join(f"a{n}" for n in range(500_000))
+    found = imports.imported(endless)
+    assert "sympy" in found
+    assert len(found) < imports.GLANCE
+    assert imports.imported("#" * imports.GLANCE + "\nimport numpy") == set()

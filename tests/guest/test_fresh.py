@@ -133,3 +133,19 @@ def test_the_first_call_and_the_hundredth_are_alike(guest: Caller) -> None:
     results = guest.run_all([call(code)] * 100)
     assert len({result.value for result in results}) == 1
     assert {result.attempts for result in results} == {1}
+
+
+def test_locks_are_granted_to_everybody(guest: Caller) -> None:
+    """A call has its files to itself, and those that it shares with others must not tell who holds them."""
+    code = """
+import fcntl, os, sqlite3
+for path in ("own", os.__file__):
+    one, other = (open(path, "a" if path == "own" else "r") for _ in range(2))
+    for lock in (fcntl.flock, fcntl.lockf):
+        kind = fcntl.LOCK_EX if path == "own" or lock is fcntl.flock else fcntl.LOCK_SH
+        lock(one, kind | fcntl.LOCK_NB), lock(other, kind | fcntl.LOCK_NB), lock(one, fcntl.LOCK_UN)
+base = sqlite3.connect("base.db")
+base.execute("create table t (n)"), base.execute("insert into t values (42)"), base.commit()
+sqlite3.connect("base.db").execute("select n from t").fetchone()
+"""
+    assert guest.run(code).value == "(42,)"
