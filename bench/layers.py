@@ -10,6 +10,7 @@ Every step is the one before and one thing more, on the same warm interpreter an
     tmpfs       a private scratch folder
     identity    uid, capabilities, rlimits, no_new_privs
     seccomp     the system call filter
+    groups      a control group that counts and bounds, entered, set and read; nothing where none can be made
     runner      the whole guest: script semantics, echo, report, output files, answer
     executor    the zygote's loop and the executor process, calls in frames
     http        the gateway too: HTTP in batches of 64 from a client on the same cores
@@ -46,6 +47,7 @@ from bench import procs, report, service
 from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ExecutorConfig
+from sandbox.errors import IsolationError
 from sandbox.executor import core
 from sandbox.executor.work import Work
 from sandbox.types import Call, Profile
@@ -56,7 +58,7 @@ CODES = {
     "symbolic": "from sympy import symbols, solve\nx = symbols('x')\nprint(solve(x**2 - 5*x + 6, x))\n",
     "scientific": "from scipy.optimize import fsolve\nprint(fsolve(lambda x: x**2 - 2, 1.0))\n",
 }
-IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "runner")
+IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
 STEPS = (*IN_JAIL, "executor", "http")
 AT_MOST = 2.5
 """CPU of a call over HTTP as a multiple of the floor: what the project promises."""
@@ -178,9 +180,10 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
 class _Jail:
     """A jail with a measuring zygote of one profile, and our end of its socket."""
 
-    def __init__(self, sock: socket.socket, plan: Mapping[str, Any]) -> None:
+    def __init__(self, sock: socket.socket, plan: Mapping[str, Any], groups: jail.Tree | None) -> None:
         self._sock = sock
         self._plan = plan
+        self._groups = groups
         self._calls = 0
         self._received = b""
 
@@ -189,6 +192,9 @@ class _Jail:
         header = self._receive()
         if header["op"] != "ready":
             raise report.BenchFailed(f"expected ready from the measuring zygote, got {header}")
+        for door in self._groups.doors(0) if self._groups else ():
+            socket.send_fds(self._sock, [_frame({"op": "door", "slot": 0, "blobs": []})], [door])
+            os.close(door)
         pages = max(_mapped_pages(pid) for pid in procs.tree(process.pid))
         space = pages * os.sysconf("SC_PAGE_SIZE")
         self._sock.sendall(_frame({"op": "serve", "address_space": space, "blobs": []}))
@@ -210,6 +216,8 @@ class _Jail:
         if took["failed"]:
             raise report.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
         cpu_ms = (took["cpu_ms"] + took["own_cpu_ms"]) / calls
+        if step == "groups" and self._groups:
+            cpu_ms += _set_and_read(self._groups.groups[0], calls)
         return Cost(cpu_ms, took["wall_ms"] / calls, faults=took["faults"] / calls)
 
     def _receive(self) -> dict[str, Any]:
@@ -223,10 +231,34 @@ class _Jail:
         return header
 
 
+def _set_and_read(group: jail.Group, calls: int) -> float:
+    """Milliseconds of CPU, as the executor spends them on each call."""
+    start = time.process_time_ns()
+    for _ in range(calls):
+        group.begin(1 << 30, 64)
+        group.end()
+        if not group.is_empty:
+            raise report.BenchFailed("expected an empty group, but a process is in it")
+    return (time.process_time_ns() - start) / 1e6 / calls
+
+
+@contextmanager
+def _groups() -> Iterator[jail.Tree | None]:
+    try:
+        tree = jail.Tree(1)
+    except IsolationError:
+        yield None
+        return
+    try:
+        yield tree
+    finally:
+        tree.close()
+
+
 @contextmanager
 def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
     """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
-    with tempfile.TemporaryDirectory(prefix="bench-layers-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-layers-") as folder, _groups() as groups:
         for path in (*core.GUEST.glob("*.py"), Path(__file__).with_name("layers_guest.py")):
             shutil.copy(path, folder)
         place = FIRST_JAIL + number * len(CODES) + list(CODES).index(profile)
@@ -241,7 +273,7 @@ def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
             with theirs:
                 process = subprocess.Popen(jail.command(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
             try:
-                guest = _Jail(ours, jail.call_plan(spec))
+                guest = _Jail(ours, jail.call_plan(spec), groups)
                 guest.configure(profile, process)
                 yield guest
             finally:

@@ -21,7 +21,8 @@ import confine
 import runner
 import zygote
 
-STEPS = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "runner")
+STEPS = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
+GROUPS = STEPS.index("groups")
 
 
 class MeasuringZygote(zygote.Zygote):
@@ -75,6 +76,8 @@ class MeasuringZygote(zygote.Zygote):
 
     def _bare_child(self, depth: int, call: dict[str, Any], source: bytes, out: int) -> NoReturn:
         try:
+            if depth == GROUPS:
+                self.layers.join(call["slot"])
             os.dup2(out, 1)
             _confine(self.layers, call["plan"], depth, call)
             exec(compile(source, runner.SCRIPT, "exec"), {"__name__": "__main__"})
@@ -95,7 +98,7 @@ class MeasuringZygote(zygote.Zygote):
 
 
 def _confine(layers: Any, plan: dict[str, Any], depth: int, call: dict[str, Any]) -> None:
-    """The first layers of `confine.Confinement.enter`: 2 namespaces, 3 the scratch folder, 4 identity, 5 the filter."""
+    """The first layers of `confine.Confinement.enter`: 2 namespaces, 3 the scratch folder, 4 identity, then all."""
     uid = plan["uid_base"]
     if depth in (2, 3):
         confine._check(confine._libc.unshare(plan["unshare"]), "unshare")
@@ -106,7 +109,7 @@ def _confine(layers: Any, plan: dict[str, Any], depth: int, call: dict[str, Any]
         kept, layers._filter = layers._filter, None
         layers.enter(call["slot"], call)
         layers._filter = kept
-    if depth == 5:
+    if depth >= 5:
         layers.enter(call["slot"], call)
 
 

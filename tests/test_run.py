@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,20 +116,15 @@ def test_what_is_not_pythons_doing_is_said_in_a_line() -> None:
 
 def test_ctrl_c_ends_it_quietly_and_wholly() -> None:
     argv = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, "-c", "while True: pass"]
-    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        while len(everyone := descendants_of(process)) < 5:  # launcher, init, zygote, call
+    # A shell's background jobs ignore Ctrl-C, and so would what they start, these tests among it.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heeding) as process:
+        while len(everyone := descendants(process.pid)) < 5:  # launcher, init, zygote, call
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, said) == (130, b"")
     wait_gone(everyone)
-
-
-def descendants_of(process: subprocess.Popen[bytes]) -> list[int]:
-    try:
-        return descendants(process.pid)
-    except FileNotFoundError:
-        return []
 
 
 def test_run_once_is_the_whole_story_of_a_call() -> None:

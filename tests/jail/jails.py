@@ -92,8 +92,11 @@ def ask(spec: JailSpec, code: str, *, ordinary: bool = False) -> Any:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that `pid` forked, as the host counts them."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The processes that `pid` forked, as the host counts them; none if it has ended."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def descendants(pid: int) -> list[int]:
