@@ -1,8 +1,10 @@
 """The seccomp profile for level `namespaces` in a container without --privileged: `python docker/seccomp.py`.
 
-It is Docker's default profile (`seccomp-docker.json`, as Docker 26.1.5 has it, unchanged) and `ADDED`: the system calls
-by which the server jails itself in user namespaces of its own, each with the arguments that it uses and no others.
-Calls of model-written code get none of this: their own filter is loaded before their first line.
+- An allow-list, in tables: what calls of model-written code may make (`sandbox.jail.seccomp.POLICY`, by name alone,
+  since their own filter checks the arguments), what the server and its container need on top, and what the server
+  jails itself with, each with the arguments that it uses and no others. The rest is refused with EPERM.
+- What the policy says does not exist does not exist here: libc does without clone3 only then.
+- For x86_64, as the policy is.
 """
 
 from __future__ import annotations
@@ -11,40 +13,55 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sandbox.jail import kernel, namespaces
+from sandbox.jail import kernel, namespaces, seccomp
+from sandbox.jail.syscalls import X86_64
 
-HERE = Path(__file__).parent
-BASE = HERE / "seccomp-docker.json"
-PROFILE = HERE / "seccomp.json"
+PROFILE = Path(__file__).parent / "seccomp.json"
 
-EVERY_NAMESPACE = 0x7E020000
-"""Every CLONE_NEW* that clone takes: Docker's profile refuses clone with any."""
-NAMESPACES = kernel.CLONE_NEWUSER | namespaces.INNER
-MOUNTS = (
+_SERVER = """
+    bind listen accept accept4 connect setsockopt
+    memfd_create sendfile
+    seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
+    capset setresuid setresgid setgroups
+"""
+"""HTTP and its executors; what calls print, and files; layers around calls, and identities they are given up for."""
+_RUNTIME = "setuid setgid"
+"""The engine's runtime loads the profile before it becomes the container's user."""
+
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
+_NETLINK, _ROUTE = 16, 0
+_EVERY_NAMESPACE = 0x7E020000
+"""Every CLONE_NEW* that clone takes."""
+_NAMESPACES = kernel.CLONE_NEWUSER | namespaces.INNER
+_MOUNTS = (
     *(kernel.MS_RDONLY, kernel.MS_NOSUID, kernel.MS_NODEV, kernel.MS_NOEXEC),
     *(kernel.MS_REMOUNT, kernel.MS_BIND, kernel.MS_MOVE, kernel.MS_REC, kernel.MS_PRIVATE),
 )
 
 
-def without(index: int, bits: int) -> dict[str, Any]:
+def _without(index: int, bits: int) -> dict[str, Any]:
     """Argument `index` has none of these bits."""
     return {"index": index, "value": bits, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
 
 
-def only(index: int, bits: int) -> dict[str, Any]:
+def _only(index: int, bits: int) -> dict[str, Any]:
     """Argument `index` has no bit but these."""
-    return without(index, ~bits & (1 << 64) - 1)
+    return _without(index, ~bits & (1 << 64) - 1)
 
 
-def equal(index: int, value: int) -> dict[str, Any]:
+def _equal(index: int, value: int) -> dict[str, Any]:
     return {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
 
 
-ADDED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
-    ("unshare", (only(0, NAMESPACES),)),  # the jail's namespaces, and each call's own
-    ("clone", (without(0, EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
-    ("mount", (only(3, sum(MOUNTS)),)),  # the read-only root; each call's scratch folder
-    ("umount2", (equal(1, kernel.MNT_DETACH),)),  # the host's root, let go of
+CHECKED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
+    *(("socket", (_equal(0, family),)) for family in _FAMILIES),
+    # To list interfaces, as libc and the probe do. No other netlink: who is root of a network namespace meets by it
+    # what has the most holes, netfilter first.
+    ("socket", (_equal(0, _NETLINK), _equal(2, _ROUTE))),
+    ("unshare", (_only(0, _NAMESPACES),)),  # the jail's namespaces, and each call's own
+    ("clone", (_without(0, _EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
+    ("mount", (_only(3, sum(_MOUNTS)),)),  # the read-only root; each call's scratch folder
+    ("umount2", (_equal(1, kernel.MNT_DETACH),)),  # the host's root, let go of
     ("pivot_root", ()),
     ("sethostname", ()),
 )
@@ -52,9 +69,22 @@ ADDED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
 
 def profile() -> str:
     """The whole profile, as the file has it."""
-    base = json.loads(BASE.read_text(encoding="utf-8"))
-    added = [{"names": [name], "action": "SCMP_ACT_ALLOW", "args": list(args)} for name, args in ADDED]
-    return json.dumps({**base, "syscalls": [*base["syscalls"], *added]}, indent="\t") + "\n"
+    checked = {name for name, _ in CHECKED}
+    rules = {name: seccomp.rule_of(number) for name, number in X86_64.items()}
+    allowed = {name for name in seccomp.POLICY if rules[name] != seccomp.ENOSYS}
+    allowed = (allowed | {*_SERVER.split(), *_RUNTIME.split()}) - checked
+    absent = {name for name, rule in rules.items() if rule == seccomp.ENOSYS}
+    whole = {
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "defaultErrnoRet": seccomp.EPERM & 0xFFFF,
+        "architectures": ["SCMP_ARCH_X86_64"],
+        "syscalls": [
+            {"names": sorted(allowed), "action": "SCMP_ACT_ALLOW"},
+            {"names": sorted(absent), "action": "SCMP_ACT_ERRNO", "errnoRet": seccomp.ENOSYS & 0xFFFF},
+            *({"names": [name], "action": "SCMP_ACT_ALLOW", "args": list(checks)} for name, checks in CHECKED),
+        ],
+    }
+    return json.dumps(whole, indent="\t") + "\n"
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,8 @@ import pytest
 
 from sandbox.config import load
 from sandbox.jail import kernel, namespaces
+from sandbox.jail.seccomp import ENOSYS, EPERM, POLICY
+from sandbox.jail.syscalls import X86_64
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
@@ -29,30 +33,22 @@ def seccomp() -> Any:
     return module
 
 
-def allows(profile: Mapping[str, Any], call: str, *arguments: int) -> bool:
-    """Whether an engine would let a container without capabilities make this call, on x86_64."""
+def said(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
+    """What the profile says to this call: "SCMP_ACT_ALLOW", or the number of an error."""
 
     def holds(condition: Mapping[str, Any]) -> bool:
         argument = arguments[condition["index"]]
         match condition["op"]:
             case "SCMP_CMP_MASKED_EQ":
-                return argument & condition["value"] == condition.get("valueTwo", 0)
+                return argument & condition["value"] == condition["valueTwo"]
             case "SCMP_CMP_EQ":
                 return bool(argument == condition["value"])
         raise AssertionError(condition)
 
-    def applies(rule: Mapping[str, Any]) -> bool:
-        includes, excludes = rule.get("includes", {}), rule.get("excludes", {})
-        on_x86_64 = "amd64" in includes.get("arches", ["amd64"]) and "amd64" not in excludes.get("arches", ())
-        return on_x86_64 and not includes.get("caps")
-
-    return any(
-        call in rule["names"]
-        and rule["action"] == "SCMP_ACT_ALLOW"
-        and applies(rule)
-        and all(map(holds, rule.get("args") or ()))
-        for rule in profile["syscalls"]
-    )
+    for rule in profile["syscalls"]:
+        if call in rule["names"] and all(map(holds, rule.get("args", ()))):
+            return rule.get("errnoRet", rule["action"])
+    return profile["defaultErrnoRet"]
 
 
 def test_profile_is_what_its_script_writes() -> None:
@@ -72,12 +68,14 @@ def test_profile_is_what_its_script_writes() -> None:
         ("umount2", (0, kernel.MNT_DETACH)),
         ("pivot_root", (0, 0)),
         ("sethostname", (0, 7)),
+        ("clone", (0x3D0F00,)),  # a thread, as libc makes it
+        ("socket", (socket.AF_INET, socket.SOCK_STREAM, 0)),
+        ("socket", (socket.AF_NETLINK, socket.SOCK_RAW, 0)),  # NETLINK_ROUTE
+        ("memfd_create", (0, 0)),
     ],
 )
-def test_profile_adds_what_level_namespaces_does(call: str, arguments: tuple[int, ...]) -> None:
-    module = seccomp()
-    assert allows(json.loads(module.PROFILE.read_text()), call, *arguments)
-    assert not allows(json.loads(module.BASE.read_text()), call, *arguments)
+def test_profile_allows_what_the_server_does(call: str, arguments: tuple[int, ...]) -> None:
+    assert said(json.loads(seccomp().PROFILE.read_text()), call, *arguments) == "SCMP_ACT_ALLOW"
 
 
 @pytest.mark.parametrize(
@@ -93,17 +91,30 @@ def test_profile_adds_what_level_namespaces_does(call: str, arguments: tuple[int
         ("bpf", (0, 0, 0)),
         ("open_tree", (0, 0, 0)),
         ("fsopen", (0, 0)),
+        ("socket", (socket.AF_NETLINK, socket.SOCK_RAW, 12)),  # NETLINK_NETFILTER
+        ("socket", (socket.AF_PACKET, socket.SOCK_RAW, 0)),
+        ("socket", (socket.AF_VSOCK, socket.SOCK_STREAM, 0)),
+        *((name, ()) for name in ("ptrace", "process_vm_readv", "io_uring_setup", "keyctl", "userfaultfd")),
     ],
 )
-def test_profile_adds_nothing_else(call: str, arguments: tuple[int, ...]) -> None:
-    assert not allows(json.loads(seccomp().PROFILE.read_text()), call, *arguments)
+def test_profile_refuses_the_rest(call: str, arguments: tuple[int, ...]) -> None:
+    assert said(json.loads(seccomp().PROFILE.read_text()), call, *arguments) == errno.EPERM
 
 
-def test_profile_holds_docker_s_own_whole() -> None:
-    module = seccomp()
-    base, whole = json.loads(module.BASE.read_text()), json.loads(module.PROFILE.read_text())
-    assert whole["syscalls"][: len(base["syscalls"])] == base["syscalls"]
-    assert {**whole, "syscalls": []} == {**base, "syscalls": []}
+@pytest.mark.parametrize("call", ["clone3", "mseal"])
+def test_profile_says_what_libc_can_do_without_does_not_exist(call: str) -> None:
+    assert said(json.loads(seccomp().PROFILE.read_text()), call, 0, 0) == errno.ENOSYS
+
+
+def test_profile_refuses_nothing_that_the_policy_of_calls_allows() -> None:
+    profile = json.loads(seccomp().PROFILE.read_text())
+    allowed = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
+    assert {name for name, rule in POLICY.items() if rule not in (EPERM, ENOSYS)} <= allowed
+
+
+def test_profile_names_system_calls_that_there_are() -> None:
+    named = [name for rule in json.loads(seccomp().PROFILE.read_text())["syscalls"] for name in rule["names"]]
+    assert {*named} <= X86_64.keys()
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
