@@ -58,6 +58,8 @@ SLOTS_PER_CORE = 8
 LOOK_S = 0.05, 0.25
 """How often the clock of a call that is overdue is looked at."""
 RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
+FREE_REFUSALS = 8
+"""So often a call may fail to start, over a quarter of a minute, before that counts as one of its attempts."""
 
 Answer = Callable[[int, WireResult], None]
 
@@ -196,8 +198,7 @@ class Executor:
             family.slots.begin(slot, work.most_memory(family.inherited), work.most_processes)
         except OSError as why:
             family.park(slot)
-            assert self._nursery is not None
-            self._nursery.start_soon(self._retry_later, work, f"its control group cannot be set: {why}")
+            self._refused(work, f"its control group cannot be set: {why}")
             return
         zygote.start(work, next(self._tickets), slot, time.monotonic())
         if not work.modules <= zygote.modules:
@@ -243,9 +244,14 @@ class Executor:
     def on_failed(self, work: Work, why: str) -> None:
         log.warning("a call did not start: %s", why)
         self._stop_clock(work)
-        assert self._nursery is not None
-        self._nursery.start_soon(self._retry_later, work, why)
+        self._refused(work, why)
         self.pump()
+
+    def _refused(self, work: Work, why: str) -> None:
+        """Nothing ran, so trying again costs nothing; what lacks now (processes, descriptors) may be there soon."""
+        work.refusals += 1
+        assert self._nursery is not None
+        self._nursery.start_soon(self._retry_later, work, why, work.refusals <= FREE_REFUSALS)
 
     def on_lost(self, works: list[Work], why: str) -> None:
         """Others of that jail may be dead too and not yet known to be, so the next attempt waits a moment."""
@@ -287,19 +293,19 @@ class Executor:
         finally:
             os.close(pidfd)
 
-    async def _retry_later(self, work: Work, why: str) -> None:
-        await trio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2**work.attempts))
-        self._retry(work, why)
+    async def _retry_later(self, work: Work, why: str, is_free: bool = False) -> None:
+        await trio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (work.attempts + work.refusals)))
+        self._retry(work, why, is_free)
         self.pump()
 
-    def _retry(self, work: Work, why: str) -> None:
+    def _retry(self, work: Work, why: str, is_free: bool = False) -> None:
         if work.cancelled:
             return
-        if work.attempts >= self._attempts:
+        if work.attempts >= self._attempts and not is_free:
             self._settle(work, work.no_verdict("NodeError", f"tried {work.attempts} times; last: {why}"))
             return
         self.counts["retried"] += 1
-        work.attempts += 1
+        work.attempts += not is_free
         work.out_of_time = work.starved = False
         self._queue.appendleft(work)
 

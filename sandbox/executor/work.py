@@ -38,6 +38,7 @@ class Work:
     modules: set[str]
     profile: Profile
     attempts: int = 1
+    refusals: int = 0
     slot: int = -1
     ordered_at: float = 0.0
     give_up_at: float = 0.0

@@ -100,9 +100,22 @@ async def test_a_call_that_did_not_start_is_tried_later(
     async with driven(monkeypatch, attempts=100) as driver:
         before = trio.current_time()
         (result,) = await driver.run("failed 50")
-        assert (result.status, result.attempts) == (Status.OK, 51)
+        assert (result.status, result.attempts) == (Status.OK, 51 - core.FREE_REFUSALS)
         assert trio.current_time() - before < 51 * core.LONGEST_RETRY_S
         driver.check_at_rest()
+
+
+@pytest.mark.trio
+async def test_an_outage_of_some_seconds_costs_no_call_its_verdict(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch) as driver:
+        before = trio.current_time()
+        (result,) = await driver.run(f"failed {core.FREE_REFUSALS}")
+        assert (result.status, result.attempts) == (Status.OK, 1)
+        assert 10 < trio.current_time() - before < 60
+        (result,) = await driver.run("failed 50 times")
+        assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +143,7 @@ async def test_the_kernels_count_tells_one_kill_from_another(
 
 
 @pytest.mark.trio
-async def test_a_slot_that_cannot_be_bounded_costs_a_retry_and_is_used_again(
+async def test_a_slot_that_cannot_be_bounded_costs_no_attempt_and_is_used_again(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     refusals = iter([OSError(16, "busy")] * 5)
@@ -150,8 +163,8 @@ async def test_a_slot_that_cannot_be_bounded_costs_a_retry_and_is_used_again(
     async with driven(monkeypatch, attempts=10) as driver:
         results = await driver.run(*["ok"] * 50)
         assert {result.status for result in results} == {Status.OK}
-        assert sum(result.attempts for result in results) == 50 + 5
-        assert len(settled) == 5
+        assert sum(result.attempts for result in results) == 50
+        assert driver.executor.counts["retried"] == len(settled) == 5
         driver.check_at_rest()
 
 
