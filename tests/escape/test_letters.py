@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.escape.targets import DEADLINE_S, Host, Target, canary, plainly, repelled
+from tests.escape.targets import DEADLINE_S, Host, Target, canary, plainly, repelled, unheld
 from tests.executor.calling import OWN_PYTHON
 
 SHARED_MEMORY = """
@@ -159,6 +159,7 @@ def test_letter_to_a_call_at_the_same_time(kind: str, target: Target) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in LETTERS if "inherited" not in kind])
 def test_letter_arrives_without_a_jail(kind: str, host: Host, tmp_path: Path) -> None:
+    unheld()
     drop, find = LETTERS[kind]
     letter = canary()
     with open(os.devnull) as stdin:
