@@ -97,8 +97,16 @@ def _collapse(block: int) -> bool:
     return bool(_libc.madvise(block * _HUGE, _HUGE, _MADV_COLLAPSE) == 0)
 
 
+_replaced: set = set()
+_MOST_CODE = 16 << 20
+
+
 def settle_code() -> int:
-    """Copy what of the loaded programs' code and constants fills huge pages into such. Returns how many."""
+    """Copy what of the loaded programs' code and constants fills huge pages into such. Returns how many.
+
+    Not what is done already, which a zygote shares with its parent, nor whole libraries of kernels for every processor,
+    such as OpenBLAS: hardly anything of them runs.
+    """
     blocks: list = []
 
     @_Visit
@@ -113,11 +121,14 @@ def settle_code() -> int:
                     start = spans.pop()[0]
                 spans.append((start, end))
         for start, end in spans:
-            blocks.extend(range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE))
+            if end - start <= _MOST_CODE:
+                blocks.extend(range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE))
         return 0
 
     _libc.dl_iterate_phdr(visit, None)
-    return sum(map(_replace, blocks))
+    replaced = [block for block in blocks if block not in _replaced and _replace(block)]
+    _replaced.update(replaced)
+    return len(replaced)
 
 
 def _replace(block: int) -> bool:
