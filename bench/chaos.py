@@ -250,14 +250,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = report.parser("chaos", __doc__ or "")
     parser.add_argument("--calls", type=report.count, default=20_000, help="how many calls (default: 20000)")
-    parser.add_argument("--kill-every", type=float, default=1.0, metavar="S", help="mean seconds between two kills")
-    parser.add_argument("--kill-gateway", type=float, metavar="S", help="kill the gateway, too, so often (default: no)")
+    parser.add_argument(
+        "--kill-every", type=report.seconds, default=1.0, metavar="S", help="mean seconds between two kills"
+    )
+    parser.add_argument(
+        "--kill-gateway", type=report.seconds, metavar="S", help="kill the gateway, too, so often (default: no)"
+    )
     parser.add_argument("--in-flight", type=report.count, default=IN_FLIGHT, help=f"calls at once ({IN_FLIGHT})")
     parser.add_argument("--executors", type=report.count, default=EXECUTORS, help=f"of the server ({EXECUTORS})")
     parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
     parser.add_argument("--lean", action="store_true", help="only zygotes and riddles of the standard library")
     parser.add_argument("--seed", type=int, default=0, help="which riddles and which victims (default: 0)")
-    parser.add_argument("--most-s", type=float, help="what is unanswered then is lost (default: 300 and 0.1 per call)")
+    parser.add_argument(
+        "--most-s", type=report.seconds, help="what is unanswered then is lost (default: 300 and 0.1 per call)"
+    )
     return parser
 
 

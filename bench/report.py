@@ -50,6 +50,14 @@ def count(text: str) -> int:
     return number
 
 
+def seconds(text: str) -> float:
+    """An argument that is a span of time: finite, and over 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds over 0, got {text}")
+    return number
+
+
 def run_as_command(name: str, work: Callable[[], int]) -> int:
     """`work`, its failures turned into a line on stderr and an exit code. SIGTERM cleans up as Ctrl-C does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

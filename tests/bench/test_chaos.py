@@ -106,6 +106,15 @@ async def test_an_answer_that_is_missing_from_a_whole_response_is_said(monkeypat
     assert raised.group_contains(BenchFailed, match="10 calls sent, 9 answered")
 
 
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon"])
+@pytest.mark.parametrize("flag", ["--kill-every", "--kill-gateway", "--most-s"])
+def test_a_span_that_is_none_is_misuse(flag: str, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        chaos.main([flag, given])
+    assert leaving.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
 @pytest.mark.timeout(400)
 def test_a_small_attack_is_survived(capsys: pytest.CaptureFixture[str]) -> None:
     try:
