@@ -88,10 +88,10 @@ def make(python: Path, folder: Path, *, force: bool = False) -> Path:
     """
     if is_whole(folder) and not force:
         return folder / "bin" / "python"
-    _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         if force or not is_whole(folder):  # another may have made it while we waited
+            _refuse_foreign(folder)
             _build_and_swap(python, folder)
     return folder / "bin" / "python"
 
