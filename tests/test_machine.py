@@ -1,0 +1,84 @@
+"""Cores and memory, of machines that are made of files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandbox import machine
+
+V1 = "32 31 0:29 / /sys/fs/cgroup/{0} rw,relatime - cgroup cgroup rw,{0}\n"
+V2 = "24 23 0:22 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
+UNLIMITED = str(0x7FFFFFFFFFFFF000)
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+
+
+def made(root: Path, *, mounts: str = "", groups: str = "", files: dict[str, str] | None = None) -> str:
+    """A machine of 16 GiB, 12 of them free, below `root`."""
+    meminfo = "MemTotal: 16777216 kB\nMemAvailable: 12582912 kB\nHugePages_Total: 0\n"
+    found = {"proc/meminfo": meminfo, "proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
+    for name, text in (found | {f"sys/fs/cgroup/{name}": text for name, text in (files or {}).items()}).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+def test_without_groups_all_is_ours(tmp_path: Path) -> None:
+    root = made(tmp_path)
+    assert (machine.cores(root), machine.memory_limit(root), machine.memory_available(root)) == (8, 16 * GIB, 12 * GIB)
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("max", 8), ("150000", 2), ("1000", 1), ("900000", 8), ("-", 8)])
+def test_the_quota_of_version_2_is_rounded_up(tmp_path: Path, quota: str, expected: int) -> None:
+    root = made(tmp_path, mounts=V2, groups="0::/a\n", files={"a/cpu.max": f"{quota} 100000\n"})
+    assert machine.cores(root) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("-1", 8), ("250000", 5)])
+def test_the_quota_of_version_1(tmp_path: Path, quota: str, expected: int) -> None:
+    files = {"cpu/a/cpu.cfs_quota_us": quota, "cpu/a/cpu.cfs_period_us": "50000"}
+    root = made(tmp_path, mounts=V1.format("cpu"), groups="1:cpu:/a\n", files=files)
+    assert machine.cores(root) == expected
+
+
+def test_a_group_above_ours_counts(tmp_path: Path) -> None:
+    files = {
+        "cpu.max": "300000 100000",
+        "a/b/cpu.max": "max 100000",
+        "a/memory.max": str(4 * GIB),
+        "a/memory.current": str(3 * GIB),
+        "a/memory.stat": f"anon 7\ninactive_file {GIB}\n",
+        "a/b/memory.max": "max",
+    }
+    root = made(tmp_path, mounts=V2, groups="0::/a/b\n", files=files)
+    assert (machine.cores(root), machine.memory_limit(root), machine.memory_available(root)) == (3, 4 * GIB, 2 * GIB)
+
+
+def test_memory_of_version_1(tmp_path: Path) -> None:
+    files = {
+        "memory/memory.limit_in_bytes": UNLIMITED,
+        "memory/a/memory.limit_in_bytes": str(2 * GIB),
+        "memory/a/memory.usage_in_bytes": str(3 * GIB),
+        "memory/a/memory.stat": f"cache 1\ntotal_inactive_file {GIB // 2}\n",
+    }
+    root = made(tmp_path, mounts=V1.format("memory"), groups="4:memory:/a\n", files=files)
+    assert (machine.memory_limit(root), machine.memory_available(root)) == (2 * GIB, 0)
+
+
+def test_a_mount_that_shows_another_part_of_the_hierarchy(tmp_path: Path) -> None:
+    mounts = V2.replace(" / ", " /box ", 1)
+    root = made(tmp_path, mounts=mounts, groups="0::/elsewhere\n", files={"cpu.max": "100000 100000"})
+    assert machine.cores(root) == 1
+
+
+def test_this_machine_has_some_of_each() -> None:
+    assert 1 <= machine.cores() <= 8
+    assert 0 < machine.memory_available() <= machine.memory_limit()
