@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import report, service
+from bench import output, service
 from bench.calls import load_calls, sample_calls
 from bench.fresh import FreshRun, interpreters
 from sandbox.client import AsyncClient
@@ -75,13 +75,13 @@ class Difference:
 def main(argv: Sequence[str] | None = None) -> int:
     """The comparison; 1 if too few calls agree."""
     args = _parser().parse_args(argv)
-    return report.run_as_command("agreement", lambda: _compare(args))
+    return output.run_as_command("agreement", lambda: _compare(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("agreement", __doc__ or "")
+    parser = output.parser("agreement", __doc__ or "")
     parser.add_argument("--calls", metavar="FILE", help="JSONL with a 'code' in each row (default: a made-up sample)")
-    parser.add_argument("--n", type=report.count, help="only the first N of them (default: all; 500 of the sample)")
+    parser.add_argument("--n", type=output.count, help="only the first N of them (default: all; 500 of the sample)")
     parser.add_argument("--seed", type=int, default=0, help="which made-up sample (default: 0)")
     parser.add_argument("--at-least", type=float, default=0.995, metavar="SHARE", help="exit 1 below (default: 0.995)")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="limit of a call that brings none (default: 20)")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 def _compare(args: argparse.Namespace) -> int:
     calls = load_calls(args.calls)[: args.n] if args.calls else sample_calls(args.n or 500, args.seed)
     if not calls:
-        raise report.BenchFailed("expected at least one call, got none")
+        raise output.BenchFailed("expected at least one call, got none")
     calls = [{**call, "limits": {"timeout_s": args.timeout_s} | call.get("limits", {})} for call in calls]
     python = service.guest_python(args.python)
     with service.running(python) as server:
@@ -117,8 +117,8 @@ def _compare(args: argparse.Namespace) -> int:
     figures = summarise(len(calls), differences, unsettled)
     _show(figures, [d for d in differences if d.index not in unsettled])
     figures["differences"] = [_row(difference) for difference in differences if difference.index not in unsettled]
-    report.plot(args.plot, lambda axes: _draw(axes, figures["causes"]))
-    report.finish(figures, as_json=args.json)
+    output.plot(args.plot, lambda axes: _draw(axes, figures["causes"]))
+    output.finish(figures, as_json=args.json)
     if figures["agreement"] < args.at_least:
         print(f"agreement: {figures['agreement']:.4f} is under {args.at_least}", file=sys.stderr)
         return 1
@@ -170,7 +170,7 @@ def summarise(n: int, differences: Sequence[Difference], unsettled: set[int]) ->
 
 async def _through_service(url: str, calls: Sequence[Mapping[str, Any]]) -> list[Result]:
     results: dict[int, Result] = {}
-    with report.progress() as progress:
+    with output.progress() as progress:
         bar = progress.add_task("service", total=len(calls))
         async with AsyncClient(url) as client:
             async for index, result in client.stream([Call.decode(call) for call in calls]):
@@ -206,7 +206,7 @@ class _Cache:
 def _fresh_all(calls: Sequence[Mapping[str, Any]], python: str, cache: _Cache, *, turn: int) -> list[Outcome]:
     keys = [cache.key(call, turn) for call in calls]
     left = [i for i, key in enumerate(keys) if key not in cache.known]
-    with report.progress() as progress, interpreters(python, wrapped=True) as fresh:
+    with output.progress() as progress, interpreters(python, wrapped=True) as fresh:
         bar = progress.add_task(f"fresh interpreters, turn {turn}", total=len(left))
 
         def done(position: int, run: FreshRun) -> None:
@@ -230,14 +230,14 @@ def _short(text: str | None, most: int = 300) -> str | None:
 
 def _show(figures: Mapping[str, Any], differences: Sequence[Difference]) -> None:
     n, share = figures["calls"], figures["agreement"]
-    report.show(f"{share:.2%} of {n} calls agree", ("cause", "calls"), figures["causes"].items())
+    output.show(f"{share:.2%} of {n} calls agree", ("cause", "calls"), figures["causes"].items())
     rows = []
     for difference in differences:
         name = difference.fields[0]
         sides = (repr(_short(getattr(side, name), SHOWN_CHARACTERS)) for side in (difference.fresh, difference.service))
         rows.append((difference.index, difference.cause, ", ".join(difference.fields), *sides))
     if rows:
-        report.show("where not", ("call", "cause", "fields", "fresh", "service"), rows)
+        output.show("where not", ("call", "cause", "fields", "fresh", "service"), rows)
 
 
 def _draw(axes: Any, causes: Mapping[str, int]) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from bench import procs, report, riddles, service
+from bench import output, procs, riddles, service
 from bench.leftovers import Leftovers, still_there
 from bench.monkey import BELOW, Monkey, victims
 from bench.riddles import Riddle
@@ -120,7 +120,7 @@ class Target:
     def check_is_alive(self) -> None:
         """Raises `BenchFailed` if it ended, which nobody did to it."""
         if procs.state(self.pid) in ("", "Z"):
-            raise report.BenchFailed("the gateway has ended by itself")
+            raise output.BenchFailed("the gateway has ended by itself")
 
     def processes(self) -> list[int]:
         return self._server.processes()
@@ -135,7 +135,7 @@ class Target:
             if "Z" not in states and f"\nrstar_sandbox_executors_ready {executors}\n" in said:
                 return
             time.sleep(0.1)
-        raise report.BenchFailed(f"after the attack not all {executors} executors are back within {REST_S:g} s")
+        raise output.BenchFailed(f"after the attack not all {executors} executors are back within {REST_S:g} s")
 
     def kill_gateway(self) -> None:
         """End it as it would itself never, look for what it has left, and start another."""
@@ -192,7 +192,7 @@ class Load:
             if got.status != 200:
                 self._tally.refused[got.status] += 1
                 if got.status not in (429, 503):
-                    raise report.BenchFailed(f"answered {got.status}: {(await got.text())[:500]}")
+                    raise output.BenchFailed(f"answered {got.status}: {(await got.text())[:500]}")
                 await asyncio.sleep(PAUSE_S)
                 return
             async for place, raw in _answers(got, accept, one):
@@ -210,7 +210,7 @@ class Load:
                     got.close()
                     return
         if len(answered) < len(sent):
-            raise report.BenchFailed(f"{len(sent)} calls sent, {len(answered)} answered, and the response is complete")
+            raise output.BenchFailed(f"{len(sent)} calls sent, {len(answered)} answered, and the response is complete")
 
 
 async def _answers(got: aiohttp.ClientResponse, kind: str, one: bool) -> AsyncIterator[tuple[int, dict[str, Any]]]:
@@ -244,25 +244,25 @@ class _Lines:
 def main(argv: Sequence[str] | None = None) -> int:
     """The attack; 1 if a call was lost, doubled or mixed up, or something was left behind."""
     args = _parser().parse_args(argv)
-    return report.run_as_command("chaos", lambda: _attack(args))
+    return output.run_as_command("chaos", lambda: _attack(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("chaos", __doc__ or "")
-    parser.add_argument("--calls", type=report.count, default=20_000, help="how many calls (default: 20000)")
+    parser = output.parser("chaos", __doc__ or "")
+    parser.add_argument("--calls", type=output.count, default=20_000, help="how many calls (default: 20000)")
     parser.add_argument(
-        "--kill-every", type=report.seconds, default=1.0, metavar="S", help="mean seconds between two kills"
+        "--kill-every", type=output.seconds, default=1.0, metavar="S", help="mean seconds between two kills"
     )
     parser.add_argument(
-        "--kill-gateway", type=report.seconds, metavar="S", help="kill the gateway, too, so often (default: no)"
+        "--kill-gateway", type=output.seconds, metavar="S", help="kill the gateway, too, so often (default: no)"
     )
-    parser.add_argument("--in-flight", type=report.count, default=IN_FLIGHT, help=f"calls at once ({IN_FLIGHT})")
-    parser.add_argument("--executors", type=report.count, default=EXECUTORS, help=f"of the server ({EXECUTORS})")
+    parser.add_argument("--in-flight", type=output.count, default=IN_FLIGHT, help=f"calls at once ({IN_FLIGHT})")
+    parser.add_argument("--executors", type=output.count, default=EXECUTORS, help=f"of the server ({EXECUTORS})")
     parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
     parser.add_argument("--lean", action="store_true", help="only zygotes and riddles of the standard library")
     parser.add_argument("--seed", type=int, default=0, help="which riddles and which victims (default: 0)")
     parser.add_argument(
-        "--most-s", type=report.seconds, help="what is unanswered then is lost (default: 300 and 0.1 per call)"
+        "--most-s", type=output.seconds, help="what is unanswered then is lost (default: 300 and 0.1 per call)"
     )
     return parser
 
@@ -277,7 +277,7 @@ def _attack(args: argparse.Namespace) -> int:
         os.chmod(folder, 0o711)  # calls may have to reach it as users of their own
         leftovers = Leftovers(Path(folder))
         begun = time.monotonic()
-        with ExitStack() as life, report.progress() as bar:
+        with ExitStack() as life, output.progress() as bar:
             task = bar.add_task("riddles", total=args.calls)
             target = Target(life, lambda: service.running(args.python, flags, {"TMPDIR": folder}))
             asked = riddles.make(args.calls, args.seed, kinds)
@@ -289,7 +289,7 @@ def _attack(args: argparse.Namespace) -> int:
         left_behind = target.left_behind + leftovers.found(pids)
     figures = _figures(args, tally, monkey, seconds, left_behind)
     _show(figures, tally)
-    report.finish(figures, as_json=args.json)
+    output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
 
@@ -335,7 +335,7 @@ def _figures(
         "given_up_requests": tally.given_up,
         "refused_requests": {str(status): count for status, count in tally.refused.items()},
         "kills": {kind: monkey.kills[kind] for kind in (*BELOW, "gateway")},
-        "latency_ms": report.percentiles(tally.latencies_ms),
+        "latency_ms": output.percentiles(tally.latencies_ms),
         "left_behind": left_behind,
         "holds": not (tally.lost or tally.doubled or tally.mixed_up or left_behind),
     }
@@ -343,9 +343,9 @@ def _figures(
 
 def _show(figures: Mapping[str, Any], tally: Tally) -> None:
     names = ("calls", "seconds", "lost", "doubled", "mixed_up", "retried_calls", "resent_requests", "given_up_requests")
-    report.show("under attack", ("", ""), [(name.replace("_", " "), figures[name]) for name in names])
-    report.show("killed", ("", "times"), figures["kills"].items())
-    report.show("calls ended as", ("status", "calls"), figures["statuses"].items())
+    output.show("under attack", ("", ""), [(name.replace("_", " "), figures[name]) for name in names])
+    output.show("killed", ("", "times"), figures["kills"].items())
+    output.show("calls ended as", ("status", "calls"), figures["statuses"].items())
     for line in (*tally.examples[:SHOWN], *(f"left behind: {line}" for line in figures["left_behind"])):
         print(f"chaos: {line:.2000}", file=sys.stderr)
 

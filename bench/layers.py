@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import procs, report, service
+from bench import output, procs, service
 from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ExecutorConfig
@@ -83,16 +83,16 @@ class Cost:
 def main(argv: Sequence[str] | None = None) -> int:
     """The measurement; 1 if a profile's whole cost is over `AT_MOST` floors."""
     args = _parser().parse_args(argv)
-    return report.run_as_command("layers", lambda: _measure(args))
+    return output.run_as_command("layers", lambda: _measure(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("layers", __doc__ or "")
-    parser.add_argument("--calls", type=report.count, default=256, help="calls per step and round (default: 256)")
-    parser.add_argument("--rounds", type=report.count, default=5, help="rounds (default: 5)")
+    parser = output.parser("layers", __doc__ or "")
+    parser.add_argument("--calls", type=output.count, default=256, help="calls per step and round (default: 256)")
+    parser.add_argument("--rounds", type=output.count, default=5, help="rounds (default: 5)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--at-once", type=report.count, default=cores, help="zygotes that fork at once (default: cores)"
+        "--at-once", type=output.count, default=cores, help="zygotes that fork at once (default: cores)"
     )
     parser.add_argument("--profiles", type=_profiles, default=tuple(CODES), help="of " + ",".join(CODES))
     parser.add_argument("--at-most", type=float, default=AT_MOST, help="exit 1 over so many floors (default: 2.5)")
@@ -108,7 +108,7 @@ def _profiles(text: str) -> tuple[str, ...]:
 
 def _measure(args: argparse.Namespace) -> int:
     if jail.choose("auto") is not jail.Level.NAMESPACES:
-        raise report.BenchFailed("expected isolation=namespaces on this machine; see `rstar-sandbox doctor`")
+        raise output.BenchFailed("expected isolation=namespaces on this machine; see `rstar-sandbox doctor`")
     python = service.guest_python(args.python)
     costs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def _measure(args: argparse.Namespace) -> int:
         }
         executor = stack.enter_context(_executor(python))
         server = stack.enter_context(service.running(python))
-        bar = stack.enter_context(report.progress())
+        bar = stack.enter_context(output.progress())
         task = bar.add_task("steps", total=(args.rounds + 1) * len(args.profiles) * len(STEPS))
         for turn in range(args.rounds + 1):  # the first warms everything up and is not counted
             for name in args.profiles:
@@ -128,8 +128,8 @@ def _measure(args: argparse.Namespace) -> int:
                         costs[name, step].append(cost)
     figures = summarise(costs, args)
     _show(figures)
-    report.plot(args.plot, lambda axes: _draw(axes, figures["profiles"]))
-    report.finish(figures, as_json=args.json)
+    output.plot(args.plot, lambda axes: _draw(axes, figures["profiles"]))
+    output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
 
@@ -158,13 +158,13 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
         for step in STEPS:
             taken = costs[name, step]
             steps[step] = {
-                "cpu_ms": report.median(cost.cpu_ms for cost in taken),
-                "wall_ms": report.median(cost.wall_ms for cost in taken),
-                "floors": report.median(cost.cpu_ms / least for cost, least in zip(taken, floor, strict=True)),
+                "cpu_ms": output.median(cost.cpu_ms for cost in taken),
+                "wall_ms": output.median(cost.wall_ms for cost in taken),
+                "floors": output.median(cost.cpu_ms / least for cost, least in zip(taken, floor, strict=True)),
             }
             for extra in ("ticks_cpu_ms", "faults"):
                 if values := [value for cost in taken if (value := getattr(cost, extra)) is not None]:
-                    steps[step][extra] = report.median(values)
+                    steps[step][extra] = output.median(values)
         profiles[name] = {"steps": steps, "ratio": steps["http"]["floors"]}
     return {
         "bench": "layers",
@@ -191,7 +191,7 @@ class _Jail:
         self._sock.sendall(_frame({"op": "configure", "plan": self._plan, "profile": profile, "blobs": []}))
         header = self._receive()
         if header["op"] != "ready":
-            raise report.BenchFailed(f"expected ready from the measuring zygote, got {header}")
+            raise output.BenchFailed(f"expected ready from the measuring zygote, got {header}")
         for door in self._groups.doors(0) if self._groups else ():
             socket.send_fds(self._sock, [_frame({"op": "door", "slot": 0, "blobs": []})], [door])
             os.close(door)
@@ -212,9 +212,9 @@ class _Jail:
         """What those calls have cost. Raises `BenchFailed` if one failed."""
         took, calls = self._receive(), self._calls
         if took["op"] != "measured":
-            raise report.BenchFailed(f"{step}: expected measured, got {took}")
+            raise output.BenchFailed(f"{step}: expected measured, got {took}")
         if took["failed"]:
-            raise report.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
+            raise output.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
         cpu_ms = (took["cpu_ms"] + took["own_cpu_ms"]) / calls
         if step == "groups" and self._groups:
             cpu_ms += _set_and_read(self._groups.groups[0], calls)
@@ -225,7 +225,7 @@ class _Jail:
             _wait_readable(self._sock)
             data = self._sock.recv(1 << 16)
             if not data:
-                raise report.BenchFailed("the measuring zygote ended; what it printed is above")
+                raise output.BenchFailed("the measuring zygote ended; what it printed is above")
             self._received += data
         header, _, self._received = frame
         return header
@@ -238,7 +238,7 @@ def _set_and_read(group: jail.Group, calls: int) -> float:
         group.begin(1 << 30, 64)
         group.end()
         if not group.is_empty:
-            raise report.BenchFailed("expected an empty group, but a process is in it")
+            raise output.BenchFailed("expected an empty group, but a process is in it")
     return (time.process_time_ns() - start) / 1e6 / calls
 
 
@@ -294,7 +294,7 @@ class _Executor:
         self._sock.sendall(wire.pack(["configure", dict(settings)]))
         while (message := self._receive())[0] != "ready":
             if message[0] == "failed":
-                raise report.BenchFailed(f"the executor did not start: {message[1]}")
+                raise output.BenchFailed(f"the executor did not start: {message[1]}")
 
     def measure(self, code: str, calls: int) -> Cost:
         """Send `calls` calls in frames of 64 and take their results."""
@@ -320,7 +320,7 @@ class _Executor:
             _wait_readable(self._sock)
             data = self._sock.recv(1 << 18)
             if not data:
-                raise report.BenchFailed("the executor ended; what it printed is above")
+                raise output.BenchFailed("the executor ended; what it printed is above")
             self._unpacker.feed(data)
 
 
@@ -359,7 +359,7 @@ def _cost(meter: procs.Meter, wall_s: float, calls: Sequence[tuple[str, float]])
     and the service's. Raises `BenchFailed` if one did not end well."""
     own_s, whole_s, n = meter.own_s(), meter.whole_s(), len(calls)
     if bad := [status for status, _ in calls if status != "ok"]:
-        raise report.BenchFailed(f"{len(bad)} of {n} calls ended as {bad[0]}, expected ok")
+        raise output.BenchFailed(f"{len(bad)} of {n} calls ended as {bad[0]}, expected ok")
     cpu_ms = own_s * 1e3 + sum(cpu_ms for _, cpu_ms in calls)
     return Cost(cpu_ms / n, wall_s * 1e3 / n, whole_s * 1e3 / n)
 
@@ -386,7 +386,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def _wait_readable(sock: socket.socket) -> None:
     if not select.select([sock], [], [], WAIT_S)[0]:
-        raise report.BenchFailed(f"no answer within {WAIT_S:g} s")
+        raise output.BenchFailed(f"no answer within {WAIT_S:g} s")
 
 
 def _mapped_pages(pid: int) -> int:
@@ -407,7 +407,7 @@ def _show(figures: Mapping[str, Any]) -> None:
             rows.append((step, f"{cost['cpu_ms']:.2f}", added, *numbers, faults))
         verdict = "holds" if profile["ratio"] <= figures["at_most"] else "is over"
         title = f"{name}: {profile['ratio']:.2f} floors, {verdict} {figures['at_most']:g}"
-        report.show(title, ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
+        output.show(title, ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
 
 
 def _draw(axes: Any, profiles: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from bench import procs
-from bench.report import BenchFailed
+from bench.output import BenchFailed
 from sandbox import runtime
 
 START_S = 120.0

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bench import procs, report, service
+from bench import output, procs, service
 from bench.calls import load_calls, sample_calls
 from bench.fresh import Fresh, interpreters
 from sandbox.client import AsyncClient
@@ -65,16 +65,16 @@ class Pace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The comparison; 1 if a promised ratio is missed."""
     args = _parser().parse_args(argv)
-    return report.run_as_command("throughput", lambda: _compare(args))
+    return output.run_as_command("throughput", lambda: _compare(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("throughput", __doc__ or "")
+    parser = output.parser("throughput", __doc__ or "")
     names = ",".join(kind.name for kind in KINDS)
     parser.add_argument("--kinds", type=_kinds, default=KINDS, help=f"of {names} (default: all)")
     parser.add_argument("--calls", metavar="FILE", help="JSONL that takes the place of the mix")
     parser.add_argument("--seed", type=int, default=0, help="which made-up mix (default: 0)")
-    parser.add_argument("--rounds", type=report.count, default=5, help="rounds (default: 5)")
+    parser.add_argument("--rounds", type=output.count, default=5, help="rounds (default: 5)")
     parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of calls (default: 1)")
     return parser
 
@@ -95,7 +95,7 @@ def _compare(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         server = stack.enter_context(service.running(python))
         fresh = stack.enter_context(interpreters(python))
-        bar = stack.enter_context(report.progress())
+        bar = stack.enter_context(output.progress())
         task = bar.add_task("rounds", total=2 * len(args.kinds) * args.rounds + len(args.kinds))
         for _ in range(args.rounds):
             for kind in args.kinds:
@@ -113,8 +113,8 @@ def _compare(args: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"bench": "throughput", "rounds": args.rounds, "scale": args.scale}
     figures |= {"batch": BATCH, "in_flight": IN_FLIGHT, "holds": all(r["holds"] for r in rows.values()), "kinds": rows}
     _show(figures)
-    report.plot(args.plot, lambda axes: _draw(axes, rows))
-    report.finish(figures, as_json=args.json)
+    output.plot(args.plot, lambda axes: _draw(axes, rows))
+    output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
 
@@ -124,7 +124,7 @@ def _calls_of(kind: Kind, args: argparse.Namespace) -> list[dict[str, Any]]:
         return [{"code": kind.code}] * n
     calls = load_calls(args.calls)[:n] if args.calls else sample_calls(n, args.seed)
     if not calls:
-        raise report.BenchFailed("expected at least one call, got none")
+        raise output.BenchFailed("expected at least one call, got none")
     return calls
 
 
@@ -154,7 +154,7 @@ async def _over_http(server: service.Service, raw: Sequence[dict[str, Any]]) -> 
                 group.create_task(send())
         wall_s, cpu_s = time.perf_counter() - start, meter.whole_s()
     if statuses[Status.UNAVAILABLE.value]:
-        raise report.BenchFailed(f"{statuses[Status.UNAVAILABLE.value]} of {len(calls)} calls got no verdict")
+        raise output.BenchFailed(f"{statuses[Status.UNAVAILABLE.value]} of {len(calls)} calls got no verdict")
     return Pace(len(calls) / wall_s, cpu_s * 1e3 / len(calls), tuple(latencies), statuses)
 
 
@@ -189,19 +189,19 @@ def _watching_memory(server: service.Service) -> Iterator[list[float]]:
 def summarise(kind: Kind, ours: Sequence[Pace], theirs: Sequence[Pace], memory_mb: float) -> dict[str, Any]:
     """The figures of one kind of call, over all rounds."""
     ratio = statistics.median(a.calls_per_s / b.calls_per_s for a, b in zip(ours, theirs, strict=True))
-    latency = report.percentiles([ms for pace in ours for ms in pace.latencies_ms])
+    latency = output.percentiles([ms for pace in ours for ms in pace.latencies_ms])
     return {
         "calls": sum(len(pace.latencies_ms) for pace in ours),
-        "calls_per_s": report.median((pace.calls_per_s for pace in ours), 1),
-        "cpu_ms": report.median(pace.cpu_ms for pace in ours),
+        "calls_per_s": output.median((pace.calls_per_s for pace in ours), 1),
+        "cpu_ms": output.median(pace.cpu_ms for pace in ours),
         "latency_ms": latency,
         "memory_mb": memory_mb,
         "statuses": dict(sum((pace.statuses for pace in ours), Counter())),
         "fresh": {
             "calls": sum(len(pace.latencies_ms) for pace in theirs),
-            "calls_per_s": report.median((pace.calls_per_s for pace in theirs), 1),
-            "cpu_ms": report.median(pace.cpu_ms for pace in theirs),
-            "latency_ms": report.percentiles([ms for pace in theirs for ms in pace.latencies_ms]),
+            "calls_per_s": output.median((pace.calls_per_s for pace in theirs), 1),
+            "cpu_ms": output.median(pace.cpu_ms for pace in theirs),
+            "latency_ms": output.percentiles([ms for pace in theirs for ms in pace.latencies_ms]),
         },
         "ratio": round(ratio, 2),
         "at_least": kind.at_least,
@@ -226,7 +226,7 @@ def _show(figures: dict[str, Any]) -> None:
         )
         for name, row in figures["kinds"].items()
     ]
-    report.show("isolated over HTTP, beside a fresh interpreter per call", columns, rows)
+    output.show("isolated over HTTP, beside a fresh interpreter per call", columns, rows)
 
 
 def _draw(axes: Any, rows: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from bench import chaos, riddles
 from bench.chaos import Load, Tally, Target
-from bench.report import BenchFailed
+from bench.output import BenchFailed
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from sandbox.types import Call, CallError, Result, Status
