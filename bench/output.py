@@ -125,10 +125,10 @@ def plot(path: str | None, draw: Callable[[Any], None], size: tuple[float, float
     print(f"plot: {path}", file=sys.stderr)
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50 and p99, as {"p50": ..., "p99": ...}; empty without values."""
+def percentiles(values: Iterable[float], points: Sequence[int] = (50, 99)) -> dict[str, float]:
+    """The percentiles at `points`, as {"p50": ..., "p99": ...}; empty without values."""
     ordered = sorted(values)
-    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 2) for p in (50, 99) if ordered}
+    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 2) for p in points if ordered}
 
 
 def median(values: Iterable[float], digits: int = 3) -> float:
