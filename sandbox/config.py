@@ -23,6 +23,11 @@ ENV_PREFIX = "RSTAR_SANDBOX_"
 CLIENT_ENV = {"URL"}
 """Read by clients, not by us; seeing them is no mistake."""
 
+SLOTS_PER_CORE = 8
+"""Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep memory small."""
+CORES_PER_EXECUTOR = 8
+"""An executor is one thread, which spends a fraction of a millisecond on a call that costs a core several."""
+
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 ZYGOTE_PROFILES = tuple(p.value for p in Profile if p is not Profile.AUTO)
 
@@ -103,8 +108,9 @@ def _setting(default: Any, rule: Rule, doc: str, *, secret: bool = False) -> Any
 
 _PYTHON = _setting(None, Text(), "Python that runs the calls (default: the runtime made by 'rstar-sandbox runtime')")
 _ISOLATION = _setting("auto", Text(("auto", *ISOLATION_LEVELS)), "isolation level; auto takes the strongest to be had")
-_ZYGOTES = _setting(0, Range(0, 1024), "families of warm interpreters; 0 is one per core")
-_SLOTS = _setting(0, Range(0, 100_000), "calls running at once; 0 follows from the cores")
+_CORES = _setting(0, Range(0, 4096), "cores to plan for; 0 is all that the machine and its control groups grant")
+_ZYGOTES = _setting(0, Range(0, 4096), "families of warm interpreters, of all executors; 0 is one per core")
+_SLOTS = _setting(0, Range(0, 100_000), f"calls running at once, of all executors; 0 is {SLOTS_PER_CORE} per core")
 _PROFILES = _setting(ZYGOTE_PROFILES, Names(ZYGOTE_PROFILES), "which warm interpreters to keep")
 _ATTEMPTS = _setting(3, Range(1, 100), "tries for a call whose zygote or executor died under it")
 
@@ -115,6 +121,7 @@ class ExecutorConfig:
 
     python: str | None = _PYTHON
     isolation: str = _ISOLATION
+    cores: int = _CORES
     zygotes: int = _ZYGOTES
     slots: int = _SLOTS
     profiles: tuple[str, ...] = _PROFILES
@@ -143,9 +150,12 @@ class ServeConfig:
     port: int = _setting(8642, Range(0, 65535), "port to listen on; 0 takes a free one")
     token: str | None = _setting(None, Text(), "what clients must send as 'Authorization: Bearer TOKEN'", secret=True)
     token_file: str | None = _setting(None, Text(), "file holding the token")
-    executors: int = _setting(1, Range(1, 1024), "executor processes on this machine")
+    executors: int = _setting(0, Range(0, 1024), f"executor processes; 0 is one per {CORES_PER_EXECUTOR} cores")
     queue_calls: int = _setting(100_000, Range(1, 100_000_000), "calls waiting or running before new ones get 429")
     queue_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of calls held before new ones get 429")
+    tenant_share: float = _setting(
+        0.9, Range(0.01, 1, whole=False), "part of queue_calls and of queue_mb that one tenant may hold"
+    )
     queue_timeout_s: float = _setting(600.0, Range(0.01, 1e6, whole=False), "seconds a call may wait for a slot")
     batch_calls: int = _setting(65_536, Range(1, 10_000_000), "calls in one batch")
     body_mb: int = _setting(256, Range(1, 100_000), "MiB of one request body")
@@ -153,6 +163,7 @@ class ServeConfig:
     max_limits: Limits = CEILINGS
     python: str | None = _PYTHON
     isolation: str = _ISOLATION
+    cores: int = _CORES
     zygotes: int = _ZYGOTES
     slots: int = _SLOTS
     profiles: tuple[str, ...] = _PROFILES
@@ -166,12 +177,31 @@ class ServeConfig:
             )
 
     def executor(self) -> ExecutorConfig:
-        """The part that an executor needs."""
+        """The part that an executor needs, if there is only one."""
         return ExecutorConfig(**{f.name: getattr(self, f.name) for f in fields(ExecutorConfig)})
 
-    def executor_settings(self) -> dict[str, Any]:
-        """The executor's part, as it goes over the wire."""
-        return self.executor().settings()
+    def resolved(self, cores: int) -> ServeConfig:
+        """With numbers in place of zeros, on a machine that grants `cores`. Raises `ConfigError`."""
+        cores = self.cores or cores
+        slots = self.slots or SLOTS_PER_CORE * cores
+        executors = self.executors or min(slots, -(-cores // CORES_PER_EXECUTOR))
+        if executors > slots:
+            raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
+        return replace(self, cores=cores, slots=slots, executors=executors, zygotes=self.zygotes or cores)
+
+    def shares(self) -> list[ExecutorConfig]:
+        """What each executor gets of cores, slots and warm interpreters, once these are resolved."""
+        parts = zip(*(divided(getattr(self, name), self.executors) for name in SHARED), strict=True)
+        return [replace(self.executor(), **dict(zip(SHARED, part, strict=True))) for part in parts]
+
+
+SHARED = ("cores", "slots", "zygotes")
+"""Settings that are for all executors together."""
+
+
+def divided(total: int, parts: int) -> list[int]:
+    """`total` in whole parts that differ by one at most; 0 stays 0, and nobody gets none of anything else."""
+    return [max((total + n) // parts, min(total, 1)) for n in reversed(range(parts))]
 
 
 def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> ServeConfig:

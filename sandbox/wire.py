@@ -6,10 +6,13 @@ Kinds, by direction (`seq` is the gateway's own number for a call, never reused 
     ["configure", settings, hurry]   once, first   ["ready", {"slots", "isolation", "profiles", "pid"}]
     ["calls", [[seq, call], ...]]  64 at most      ["results", [[seq, result], ...]]
     ["cancel", [seq, ...]]                         ["stats", {...}]   about once a second
-    ["drain"]                                      ["failed", message]   the executor cannot start
+    ["drain"]                                      ["window", n]   how many calls it wants in hand from now on
+                                                   ["failed", message]   the executor cannot start
 
 A `call` is `Call.encode(binary=True)`, already validated and clamped; a `result` is `Result.encode(binary=True)`.
 With `hurry`, which is for an executor that replaces one, it is ready as soon as one zygote is, else when all have been.
+Until a "window" comes, which it may after "ready" and as often as it changes, the window is twice the slots; calls that
+are in hand when it shrinks stay there.
 `seq`s may be answered in any order; each is answered exactly once unless cancelled (then at most once).
 """
 

@@ -30,8 +30,10 @@ def answer_of(call: dict[str, Any]) -> dict[str, Any]:
 class FakeExecutor(asyncio.Protocol):
     """One executor, from its "configure" to its end; also the `Process` that a node holds."""
 
-    def __init__(self, slots: int = 4, start: str = "ready") -> None:
+    def __init__(self, slots: int = 4, start: str = "ready", window: int | None = None) -> None:
         self.slots = slots
+        self.window = window
+        """What it wants in hand; None leaves that to the gateway."""
         self.start = start
         """"ready", "failed", "exit" or "silent": what follows the "configure"."""
         self.settings: dict[str, Any] = {}
@@ -89,6 +91,8 @@ class FakeExecutor(asyncio.Protocol):
         if self.start == "ready":
             about = {"slots": self.slots, "isolation": "none", "profiles": ["bare"], "pid": 1, "python": "3.11.0"}
             self.send("ready", about)
+            if self.window is not None:
+                self.send("window", self.window)
         elif self.start == "failed":
             self.send("failed", "no isolation to be had")
         elif self.start == "exit":
@@ -124,14 +128,15 @@ class FakeExecutor(asyncio.Protocol):
 class FakeFleet:
     """Launches fake executors; `starts` scripts the first of them, the rest are "ready"."""
 
-    def __init__(self, slots: int = 4, starts: tuple[str, ...] = ()) -> None:
+    def __init__(self, slots: int = 4, starts: tuple[str, ...] = (), window: int | None = None) -> None:
         self.slots = slots
+        self.window = window
         self.starts = list(starts)
         self.executors: list[FakeExecutor] = []
 
     async def launch(self) -> FakeExecutor:
         ours, theirs = socket.socketpair()
-        executor = FakeExecutor(self.slots, self.starts.pop(0) if self.starts else "ready")
+        executor = FakeExecutor(self.slots, self.starts.pop(0) if self.starts else "ready", self.window)
         executor.socket = ours
         await executor.connect(theirs)
         self.executors.append(executor)

@@ -133,8 +133,30 @@ def test_a_cluster_s_service_links_are_no_settings() -> None:
 
 def test_the_executor_s_part_survives_the_wire() -> None:
     config = ServeConfig(python="/usr/bin/python3", slots=4, profiles=("bare",), attempts=2)
-    assert ExecutorConfig.from_settings(config.executor_settings()) == config.executor()
-    assert ExecutorConfig.from_settings(ServeConfig().executor_settings()) == ExecutorConfig()
+    assert ExecutorConfig.from_settings(config.executor().settings()) == config.executor()
+    assert ExecutorConfig.from_settings(ServeConfig().executor().settings()) == ExecutorConfig()
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "expected"),
+    [
+        (2, {}, [(2, 16, 2)]),
+        (20, {}, [(7, 54, 7), (7, 53, 7), (6, 53, 6)]),
+        (2, {"executors": 3}, [(1, 6, 1), (1, 5, 1), (1, 5, 1)]),
+        (64, {"slots": 3}, [(22, 1, 22), (21, 1, 21), (21, 1, 21)]),
+        (64, {"cores": 4, "zygotes": 1, "executors": 2}, [(2, 16, 1), (2, 16, 1)]),
+    ],
+)
+def test_executors_share_what_is_the_whole_servers(
+    cores: int, given: dict[str, int], expected: list[tuple[int, ...]]
+) -> None:
+    shares = ServeConfig(**given).resolved(cores).shares()  # type: ignore[arg-type]
+    assert [(share.cores, share.slots, share.zygotes) for share in shares] == expected
+
+
+def test_an_executor_without_a_slot_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slots=2 for executors=3: expected a slot each; lower executors"):
+        ServeConfig(slots=2, executors=3).resolved(8)
 
 
 def test_executor_settings_are_checked_like_any_others() -> None:

@@ -26,8 +26,8 @@ from typing import Any
 
 import trio
 
-from sandbox import jail, runtime
-from sandbox.config import ExecutorConfig
+from sandbox import jail, machine, runtime
+from sandbox.config import SLOTS_PER_CORE, ExecutorConfig
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor import clock, verdict
 from sandbox.executor.family import MAX_SLOTS, Family, Zygote
@@ -53,8 +53,6 @@ GUEST_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-SLOTS_PER_CORE = 8
-"""Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep memory small."""
 LOOK_S = 0.05, 0.25
 """How often the clock of a call that is overdue is looked at."""
 RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
@@ -68,7 +66,7 @@ class Executor:
     """`submit` and `cancel` from one task; results come through `answer(seq, result)`."""
 
     def __init__(self, config: ExecutorConfig, answer: Answer, *, hurry: bool = False) -> None:
-        cores = len(os.sched_getaffinity(0))
+        cores = config.cores or machine.cores()
         self.level = jail.choose(config.isolation)
         self.slots = config.slots or SLOTS_PER_CORE * cores
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))

@@ -1,19 +1,22 @@
 """Every admitted call, where it is, and its one answer.
 
 Invariants:
-- A batch is admitted whole or refused whole; admitted and unanswered calls never exceed `Bounds`.
+- A batch is admitted whole or refused whole; admitted and unanswered calls never exceed `Bounds`, nor those of one
+  tenant its share of them.
 - An admitted call either waits or runs at exactly one node, until it is answered once or dropped with its batch.
 - A node that is lost costs its calls an attempt, not their answer: they go back to the head of the queue, and only
   after `attempts` of them get `unavailable`.
 - Calls on their last attempt run one per node: one that kills its executor takes no other's last attempt along.
+- No step depends on how many calls wait or run, but for those that say which they are about: `admit` and `drop` go once
+  through their batch, `lose` through the calls of its node.
 - Synchronous, without clock or I/O; `now` (seconds, monotonic) is passed in. What acts on all this is `dispatch`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +36,24 @@ MAX_RETRY_AFTER_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much may be admitted at once, and how many nodes one call may outlive."""
+    """How much may be admitted at once, how many nodes one call may outlive, and which part of all one tenant may have.
+
+    Tenants are who callers say they are: a share keeps out one that is greedy, not one that lies."""
 
     calls: int
     bytes: int
     attempts: int
+    tenant_share: float = 1.0
+
+
+class Held:
+    """Calls admitted and unanswered, and their bytes."""
+
+    __slots__ = ("bytes", "calls")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.bytes = 0
 
 
 class Ticket:
@@ -75,13 +91,15 @@ class Batch:
     filled before admission with `fill`.
     """
 
-    __slots__ = ("answers", "left", "on_answer", "on_done", "queue_timeout_s", "tickets")
+    __slots__ = ("answers", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets")
 
     def __init__(self, size: int, queue_timeout_s: float) -> None:
         self.queue_timeout_s = queue_timeout_s
         self.answers: list[Answer | None] = [None] * size
         self.left = size
         self.tickets: list[Ticket] = []
+        self.line: deque[tuple[float, Ticket]] = deque()
+        """Since when which call waits, oldest first; some of them have ceased to."""
         self.on_answer: Callable[[int], None] | None = None
         self.on_done: Callable[[], None] | None = None
 
@@ -111,17 +129,25 @@ class Ledger:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.calls = 0
-        """Admitted and unanswered."""
-        self.bytes = 0
+        self.all = Held()
+        self._tenants: dict[str, Held] = {}
         self.drain = DrainRate()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._last_attempts: OrderedDict[Ticket, None] = OrderedDict()
         """Waiting, but not in the queue."""
         self._running: dict[Node, dict[int, Ticket]] = {}
         self._alone: dict[Node, Ticket] = {}
-        """Which of the running ones is on its last attempt."""
+        """Which of the running ones is on its last attempt; the queue counts all others as running."""
         self._seq = 0
+
+    @property
+    def calls(self) -> int:
+        """Admitted and unanswered."""
+        return self.all.calls
+
+    @property
+    def bytes(self) -> int:
+        return self.all.bytes
 
     @property
     def waiting(self) -> int:
@@ -133,14 +159,16 @@ class Ledger:
 
     def admit(self, batch: Batch, now: float) -> None:
         """Queue all calls of `batch`. Raises `Overloaded` when they do not fit now, `RequestRefused` when never."""
-        count = len(batch.tickets)
-        size = sum(ticket.size for ticket in batch.tickets)
-        self._check_room(count, size, now)
-        self.calls += count
-        self.bytes += size
+        wanted = _by_tenant(batch.tickets)
+        self._check_room(wanted, now)
+        for name, more in wanted.items():
+            for held in (self.all, self._tenants.setdefault(name, Held())):
+                held.calls += more.calls
+                held.bytes += more.bytes
         for ticket in batch.tickets:
             ticket.since = now
             self._queue.push(ticket)
+            batch.line.append((now, ticket))
 
     def take(self, node: Node, most: int, most_bytes: int, now: float) -> list[Ticket]:
         """The next calls, now running at `node`: at most `most`, and no more after `most_bytes` are reached."""
@@ -169,7 +197,7 @@ class Ledger:
         ticket = held.pop(seq, None) if held else None
         if ticket is None:
             return None
-        self._no_longer_alone(node, ticket)
+        self._end(node, ticket)
         answer["id"] = ticket.id
         answer["attempts"] = ticket.attempts - 1 + (answer.get("attempts") or 1)
         answer["clamped"] = ticket.clamped
@@ -182,15 +210,19 @@ class Ledger:
         """`node` is gone: its calls wait again, or are given up after their last attempt. Returns both lists."""
         retried: list[Ticket] = []
         given_up: list[Ticket] = []
-        self._alone.pop(node, None)
+        alone = self._alone.pop(node, None)
         for ticket in self._running.pop(node, {}).values():
             ticket.node, ticket.since = None, now
             left = self.bounds.attempts - ticket.attempts
             (retried if left else given_up).append(ticket)
             if left > 1:
                 self._queue.put_back(ticket)
-            elif left:
+            elif ticket is not alone:
+                self._queue.end(ticket)
+            if left == 1:
                 self._last_attempts[ticket] = None
+            if left:
+                ticket.batch.line.append((now, ticket))
         for ticket in given_up:
             why = f"its executor died {ticket.attempts} times in a row; the service's log says why"
             self._refuse(ticket, "ExecutorLost", why)
@@ -198,17 +230,17 @@ class Ledger:
 
     def expire(self, batch: Batch, now: float) -> list[Ticket]:
         """Give up those calls of `batch` that have waited its `queue_timeout_s` for a slot."""
-        timeout_s = batch.queue_timeout_s
-        late = [t for t in _open(batch.tickets) if t.node is None and now - t.since >= timeout_s]
-        for ticket in late:
-            self._stop_waiting(ticket)
-            self._refuse(ticket, "QueueTimeout", f"waited {timeout_s:g} s for a slot; send fewer calls, or wait longer")
+        timeout_s, late = batch.queue_timeout_s, []
+        while (oldest := _oldest(batch)) is not None and now - oldest.since >= timeout_s:
+            self._stop_waiting(oldest)
+            self._refuse(oldest, "QueueTimeout", f"waited {timeout_s:g} s for a slot; send fewer calls, or wait longer")
+            late.append(oldest)
         return late
 
     def next_expiry(self, batch: Batch) -> float | None:
         """When the first waiting call of `batch` will have waited too long; None when none waits."""
-        waiting = [ticket.since for ticket in _open(batch.tickets) if ticket.node is None]
-        return min(waiting) + batch.queue_timeout_s if waiting else None
+        oldest = _oldest(batch)
+        return None if oldest is None else oldest.since + batch.queue_timeout_s
 
     def drop(self, batch: Batch) -> dict[Node, list[int]]:
         """Forget the unanswered calls of `batch`, whose client is gone. Returns what runs where, to be cancelled."""
@@ -217,11 +249,12 @@ class Ledger:
             if ticket.node is None:
                 self._stop_waiting(ticket)
             else:
-                self._no_longer_alone(ticket.node, ticket)
                 del self._running[ticket.node][ticket.seq]
+                self._end(ticket.node, ticket)
                 cancelled.setdefault(ticket.node, []).append(ticket.seq)
             self._close(ticket)
         batch.tickets.clear()
+        batch.line.clear()
         return cancelled
 
     def give_up(self, kind: str, message: str) -> list[Ticket]:
@@ -233,6 +266,7 @@ class Ledger:
         self._last_attempts.clear()
         while (ticket := self._queue.pop()) is not None:
             left.append(ticket)
+        self._queue = FairQueue()
         for ticket in left:
             self._refuse(ticket, kind, message)
         return left
@@ -243,23 +277,32 @@ class Ledger:
         seconds = excess / rate if rate > 0 else 1.0
         return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
 
-    def _check_room(self, count: int, size: int, now: float) -> None:
-        for amount, held, most, unit in (
-            (count, self.calls, self.bounds.calls, "calls"),
-            (size, self.bytes, self.bounds.bytes, "bytes"),
-        ):
+    def _check_room(self, wanted: Mapping[str, Held], now: float) -> None:
+        """Raises `RequestRefused` if any bound is too small for this batch alone, `Overloaded` if one is just now."""
+        bounds = list(self._bounds_of(wanted))
+        for who, why, unit, _, amount, most in bounds:
             if amount > most:
                 raise RequestRefused(
-                    f"{amount} {unit} in one batch, but the whole queue holds {most}; send smaller batches"
+                    f"{amount} {unit} in one batch, but {who} holds at most {most}{why}; send smaller batches"
                 )
+        for who, why, unit, held, amount, most in bounds:
             if held + amount > most:
-                share = (held + amount - most) / max(held, 1)
-                after = self.retry_after_s(math.ceil(share * self.calls), now)
+                part = (held + amount - most) / max(held, 1)
+                after = self.retry_after_s(math.ceil(part * self.calls), now)
                 raise Overloaded(
-                    f"the queue holds {held} of at most {most} {unit}, and this batch has {amount} more; "
+                    f"{who} holds {held} of at most {most} {unit}{why}, and this batch has {amount} more; "
                     f"try again in {after} s",
                     retry_after_s=after,
                 )
+
+    def _bounds_of(self, wanted: Mapping[str, Held]) -> Iterator[tuple[str, str, str, int, int, int]]:
+        """Who holds calls or bytes (and why no more), how many, how many more it would be, and how many it may be."""
+        for unit, most in (("calls", self.bounds.calls), ("bytes", self.bounds.bytes)):
+            yield "the queue", "", unit, getattr(self.all, unit), sum(getattr(m, unit) for m in wanted.values()), most
+            share = math.ceil(most * self.bounds.tenant_share)
+            for name, more in wanted.items():
+                held = getattr(self._tenants.get(name) or Held(), unit)
+                yield f"tenant {name!r}", f", a tenant's share of {most}", unit, held, getattr(more, unit), share
 
     def _stop_waiting(self, ticket: Ticket) -> None:
         if ticket in self._last_attempts:
@@ -267,9 +310,12 @@ class Ledger:
         else:
             self._queue.remove(ticket)
 
-    def _no_longer_alone(self, node: Node, ticket: Ticket) -> None:
+    def _end(self, node: Node, ticket: Ticket) -> None:
+        """It runs no longer."""
         if self._alone.get(node) is ticket:
             del self._alone[node]
+        else:
+            self._queue.end(ticket)
 
     def _refuse(self, ticket: Ticket, kind: str, message: str) -> None:
         self._close(ticket)
@@ -279,8 +325,12 @@ class Ledger:
     def _close(self, ticket: Ticket) -> None:
         assert ticket.call is not None
         ticket.call = None
-        self.calls -= 1
-        self.bytes -= ticket.size
+        tenant = self._tenants[ticket.tenant]
+        for held in (self.all, tenant):
+            held.calls -= 1
+            held.bytes -= ticket.size
+        if not tenant.calls:
+            del self._tenants[ticket.tenant]
 
 
 class DrainRate:
@@ -299,6 +349,28 @@ class DrainRate:
         if self._at is None:
             return 0.0
         return self._rate * math.exp(min(0.0, self._at - now) / RATE_MEMORY_S)
+
+
+def _by_tenant(tickets: Sequence[Ticket]) -> dict[str, Held]:
+    wanted: dict[str, Held] = {}
+    for ticket in tickets:
+        more = wanted.get(ticket.tenant)
+        if more is None:
+            more = wanted[ticket.tenant] = Held()
+        more.calls += 1
+        more.bytes += ticket.size
+    return wanted
+
+
+def _oldest(batch: Batch) -> Ticket | None:
+    """Which call of `batch` has waited longest, of those that wait."""
+    line = batch.line
+    while line:
+        since, ticket = line[0]
+        if ticket.call is not None and ticket.node is None and ticket.since == since:
+            return ticket
+        line.popleft()
+    return None
 
 
 def _open(tickets: Sequence[Ticket]) -> Iterable[Ticket]:

@@ -14,6 +14,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
+from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError, NodeError, Overloaded
 from sandbox.gateway.admission import Batch, Bounds, Ledger, Ticket
@@ -36,9 +37,9 @@ class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
 
     def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
-        self.config = config
+        self.config = config.resolved(machine.cores())
         self.counters = Counters()
-        self.ledger = Ledger(Bounds(config.queue_calls, config.queue_mb << 20, config.attempts))
+        self.ledger = Ledger(Bounds(config.queue_calls, config.queue_mb << 20, config.attempts, config.tenant_share))
         self.is_draining = False
         self.nodes: list[Node] = []
         self._launch = launch
@@ -53,8 +54,8 @@ class Dispatcher:
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._last_alive = monotonic()
-        settings = self.config.executor_settings()
-        self.nodes = [Node(n, self._launch, settings, self) for n in range(self.config.executors)]
+        shares = self.config.shares()
+        self.nodes = [Node(n, self._launch, share.settings(), self) for n, share in enumerate(shares)]
         await self._tasks.__aenter__()
         self._lives = [self._tasks.create_task(node.run()) for node in self.nodes]
         return self

@@ -43,6 +43,8 @@ STOP_S = 5.0
 """From "drain" and EOF to the kill."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Before the second start in a row that failed, and at most."""
+MAX_WINDOW = 1_000_000
+"""Calls that an executor may ask for at once."""
 HIGH_WATER_BYTES = 1 << 20
 """Unsent bytes towards an executor above which it gets no more calls."""
 _STATUSES = frozenset(status.value for status in Status)
@@ -81,7 +83,7 @@ class Node:
         self.number = number
         self.is_ready = False
         self.window = 0
-        """How many calls may be there at once."""
+        """How many calls it wants in hand at once: twice its slots, until it says otherwise."""
         self.about: dict[str, Any] = {}
         """What the executor said when it was ready."""
         self.stats: dict[str, Any] = {}
@@ -157,18 +159,27 @@ class Node:
         except TimeoutError:
             return NodeError(f"not ready {START_S:g} s after its start")
         if not link.lost.done():
-            try:
-                self._become_ready(link.ready.result())
-            except ProtocolError as why:
-                return why
+            self._become_ready()
         return await link.lost
 
-    def _become_ready(self, about: dict[str, Any]) -> None:
-        slots, window = about.get("slots"), about.get("window")
-        if not isinstance(slots, int) or slots < 1:
-            raise ProtocolError(f"expected 'ready' with at least one slot, got {slots!r:.40}")
+    def introduce(self, about: dict[str, Any]) -> None:
+        """What the executor says of itself when it is ready. Raises `ProtocolError`."""
+        slots = about.get("slots")
+        if not isinstance(slots, int) or not 1 <= slots <= MAX_WINDOW // 2:
+            raise ProtocolError(f"expected 'ready' with slots from 1 to {MAX_WINDOW // 2}, got {slots!r:.40}")
         self.about = about
-        self.window = window if isinstance(window, int) and window > 0 else slots * 2
+        self.window = slots * 2
+
+    def grant(self, window: int) -> None:
+        """The executor wants `window` calls in hand from now on. Raises `ProtocolError`."""
+        slots = self.about["slots"]
+        if not slots <= window <= MAX_WINDOW:
+            raise ProtocolError(f"expected a window from {slots}, its slots, to {MAX_WINDOW}, got {window}")
+        had, self.window = self.window, window
+        if window > had:
+            self._owner.node_has_room(self)
+
+    def _become_ready(self) -> None:
         self.is_ready = True
         if not self.started.done():
             self.started.set_result(None)
@@ -203,7 +214,7 @@ class _Link(asyncio.Protocol):
     """The socket to an executor: frames in and out, and two futures for its beginning and its end."""
 
     def __init__(self, node: Node, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
-        self.ready: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self.ready: asyncio.Future[None] = loop.create_future()
         self.lost: asyncio.Future[Exception] = loop.create_future()
         self.is_paused = False
         self.has_spoken = False
@@ -262,10 +273,13 @@ class _Link(asyncio.Protocol):
         match message:
             case ["results", list(pairs)] if self.ready.done():
                 self._owner.node_answered(self._node, [_answer(pair) for pair in pairs])
+            case ["window", int(window)] if self.ready.done():
+                self._node.grant(window)
             case ["stats", dict(stats)]:
                 self._node.stats = stats
             case ["ready", dict(about)] if not self.ready.done():
-                self.ready.set_result(about)
+                self._node.introduce(about)
+                self.ready.set_result(None)
             case ["failed", str(why)]:
                 self.lose(NodeError(why))
             case _:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,14 +16,15 @@ from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.admission import MAX_RETRY_AFTER_S, Batch, Bounds, DrainRate, Ledger
 from sandbox.types import Call
 
-BOUNDS = Bounds(calls=12, bytes=6000, attempts=3)
+BOUNDS = Bounds(calls=12, bytes=6000, attempts=3, tenant_share=0.75)
 NODES = (0, 1)
 
 
-def batch_of(count: int, *, code: str = "1", queue_timeout_s: float = 10.0) -> Batch:
+def batch_of(count: int, *, code: str = "1", queue_timeout_s: float = 10.0, tenants: Sequence[object] = ("",)) -> Batch:
+    """Calls whose tenants take turns."""
     batch = Batch(count, queue_timeout_s)
     for index in range(count):
-        batch.add(index, Call(code), f"call {index}", {})
+        batch.add(index, Call(code, tenant=str(tenants[index % len(tenants)])), f"call {index}", {})
     return batch
 
 
@@ -41,15 +45,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.done: list[Batch] = []
         self.at: dict[int, list[int]] = {node: [] for node in NODES}
 
-    @rule(count=st.integers(1, 6), length=st.integers(0, 700))
-    def submit(self, count: int, length: int) -> None:
-        batch = batch_of(count, code="x" * length)
+    @rule(count=st.integers(1, 6), length=st.integers(0, 700), tenants=st.sampled_from(["a", "b", "ab"]))
+    def submit(self, count: int, length: int, tenants: str) -> None:
+        batch = batch_of(count, code="x" * length, tenants=tenants)
         heard = self.heard[batch] = []
         batch.on_answer = heard.append
         batch.on_done = lambda: self.done.append(batch)
         before = self.ledger.calls, self.ledger.bytes
         try:
             self.ledger.admit(batch, self.now)
+        except RequestRefused:
+            assert batch.tickets[0].size * count > 4500
         except Overloaded as why:
             assert (self.ledger.calls, self.ledger.bytes) == before
             assert why.retry_after_s is not None and 1 <= why.retry_after_s <= MAX_RETRY_AFTER_S
@@ -92,13 +98,19 @@ class LedgerMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         for batch in self.batches:
-            for ticket in self.ledger.expire(batch, self.now):
-                assert self.now - ticket.since >= batch.queue_timeout_s
+            waits = [ticket for ticket in batch.tickets if ticket.call is not None and ticket.node is None]
+            late = [ticket for ticket in waits if self.now - ticket.since >= batch.queue_timeout_s]
+            assert sorted(map(id, self.ledger.expire(batch, self.now))) == sorted(map(id, late))
+            rest = [ticket.since + batch.queue_timeout_s for ticket in waits if ticket not in late]
+            assert self.ledger.next_expiry(batch) == min(rest, default=None)
 
     @invariant()
     def bounds_hold(self) -> None:
         assert self.ledger.calls == sum(batch.left for batch in self.batches) <= BOUNDS.calls
         assert 0 <= self.ledger.bytes <= BOUNDS.bytes
+        for tenant in "ab":
+            open_ = [t for batch in self.batches for t in batch.tickets if t.call is not None and t.tenant == tenant]
+            assert len(open_) <= 9 and sum(ticket.size for ticket in open_) <= 4500
         assert self.ledger.waiting + sum(map(self.ledger.running, NODES)) == self.ledger.calls
 
     @invariant()
@@ -112,6 +124,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """However it went: whoever still waits gets an answer in the end."""
         self.ledger.give_up("Stopped", "the end")
         assert (self.ledger.calls, self.ledger.bytes, self.ledger.waiting) == (0, 0, 0)
+        assert not self.ledger._tenants
         assert all(None not in batch.answers for batch in self.batches)
         assert sorted(map(id, self.done)) == sorted({id(b) for b in [*self.batches, *self.gone] if not b.left})
 
@@ -165,15 +178,91 @@ def test_waiting_time_of_all_attempts_is_in_the_result() -> None:
 
 def test_full_queue_says_what_is_full_and_for_how_long() -> None:
     ledger = Ledger(BOUNDS)
-    ledger.admit(batch_of(12), 0.0)
+    ledger.admit(batch_of(12, tenants="ab"), 0.0)
     ledger.drain.count(10, 0.0)
     with pytest.raises(Overloaded, match=r"holds 12 of at most 12 calls, and this batch has 3 more; try again in 3 s"):
         ledger.admit(batch_of(3), 0.0)
 
 
 def test_a_batch_larger_than_the_queue_is_refused_for_good() -> None:
-    with pytest.raises(RequestRefused, match="the whole queue holds 12"):
+    with pytest.raises(RequestRefused, match="the queue holds at most 12"):
         Ledger(BOUNDS).admit(batch_of(13), 0.0)
+
+
+def test_one_tenant_cannot_fill_the_queue() -> None:
+    ledger = Ledger(BOUNDS)
+    ledger.admit(batch_of(9, tenants=["greedy"]), 0.0)
+    with pytest.raises(
+        Overloaded, match="tenant 'greedy' holds 9 of at most 9 calls, a tenant's share of 12, and this"
+    ):
+        ledger.admit(batch_of(1, tenants=["greedy"]), 0.0)
+    with pytest.raises(RequestRefused, match="tenant 'b' holds at most 9, a tenant's share of 12; send smaller"):
+        ledger.admit(batch_of(10, tenants=["b"]), 0.0)
+    ledger.admit(batch_of(3, tenants=["modest"]), 0.0)
+
+
+def _operations(work: Callable[[], object]) -> int:
+    """How many bytecode instructions `work` takes in Python functions."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def _costs(others: int, tenants: int) -> dict[str, int]:
+    """What each step takes for three calls among `others`, of so many tenants, of which ten nodes run some."""
+    ledger, crowd, few = Ledger(Bounds(100_000, 1 << 30, 3)), batch_of(others, tenants=range(tenants)), batch_of(3)
+    ledger.admit(crowd, 0.0)
+    for node in range(1, 11):
+        ledger.take(node, 64, 1 << 20, 0.0)
+    costs = {
+        "admit": _operations(lambda: ledger.admit(few, 1.0)),
+        "take": _operations(lambda: ledger.take(0, 2, 1 << 20, 1.0)),
+        "answer": _operations(lambda: ledger.answer(0, ledger._seq, answer())),
+        "lose": _operations(lambda: ledger.lose(0, 2.0)),
+        "next expiry": _operations(lambda: ledger.next_expiry(crowd)),
+        "take again": _operations(lambda: ledger.take(0, 1, 1 << 20, 3.0)),
+        "expire": _operations(lambda: ledger.expire(few, 11.0)),
+        "drop": _operations(lambda: ledger.drop(few)),
+    }
+    assert ledger.calls == others
+    return costs
+
+
+@pytest.mark.parametrize("tenants", [1, 100])
+def test_no_step_depends_on_how_many_calls_there_are(tenants: int) -> None:
+    few, many = _costs(1_000, tenants), _costs(20_000, tenants)
+    assert {step: many[step] - cost for step, cost in few.items() if many[step] > cost + 200} == {}
+
+
+def test_an_expiry_that_comes_again_and_again_looks_at_each_call_once() -> None:
+    """Every call of a batch is lost at its own moment, so that each has its own time to expire."""
+    costs = []
+    for size in (100, 1_000):
+        ledger, batch = Ledger(Bounds(10_000, 1 << 30, 3)), batch_of(size)
+        ledger.admit(batch, 0.0)
+        for moment in range(size):
+            ledger.take(moment, 1, 1 << 20, 0.0)
+        for moment in range(size):
+            ledger.lose(moment, moment / size)
+
+        def expire_all(ledger: Ledger = ledger, batch: Batch = batch) -> None:
+            while (when := ledger.next_expiry(batch)) is not None:
+                ledger.expire(batch, when)
+
+        costs.append(_operations(expire_all))
+    assert costs[1] < 11 * costs[0]
 
 
 def test_big_calls_travel_in_small_frames() -> None:

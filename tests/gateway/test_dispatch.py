@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
 from sandbox.gateway import dispatch, node
 from tests.fakes import FakeFleet
@@ -203,5 +204,39 @@ async def test_health_fails_when_there_is_no_executor_for_long(monkeypatch: pyte
 
 
 async def test_the_settings_reach_the_executor() -> None:
-    async with serving(isolation="landlock") as served:
-        assert served.fleet.last.settings == served.dispatcher.config.executor_settings()
+    async with serving(isolation="landlock", executors=2, slots=5, zygotes=3, cores=4) as served:
+        first, second = (executor.settings for executor in served.fleet.executors)
+    assert first == ServeConfig(isolation="landlock", slots=3, zygotes=2, cores=2).executor().settings()
+    assert second == ServeConfig(isolation="landlock", slots=2, zygotes=1, cores=2).executor().settings()
+
+
+async def test_the_executor_says_how_many_calls_it_wants() -> None:
+    async with serving(FakeFleet(slots=2)) as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 12)))
+        executor = served.fleet.last
+        await until(lambda: len(executor.calls) == 4)
+        executor.send("window", 7)
+        await until(lambda: len(executor.calls) == 7)
+        executor.send("window", 2)
+        executor.finish(1, 2, 3, 4, 5)
+        await until(lambda: served.dispatcher.ledger.running(0) == 2)
+        assert len(executor.calls) == 7
+        executor.finish(6)
+        await until(lambda: len(executor.calls) == 8)
+        executor.send("window", 100)
+        await until(lambda: len(executor.calls) == 12)
+        executor.finish(*range(7, 13))
+        assert (await asking)[0] == 200
+
+
+async def test_a_window_that_comes_along_with_ready_holds() -> None:
+    async with serving(FakeFleet(slots=2, window=3)) as served:
+        assert served.dispatcher.nodes[0].window == 3
+
+
+@pytest.mark.parametrize("window", [1, -1, 1 << 40, "many"])
+async def test_an_executor_that_wants_nonsense_is_replaced(window: object) -> None:
+    async with serving(FakeFleet(slots=2)) as served:
+        served.fleet.last.send("window", window)
+        await until(lambda: len(served.fleet.executors) == 2)
+        assert served.fleet.executors[0].exit_code.done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -18,47 +19,53 @@ class Item:
 
 
 class SlowQueue:
-    """The same order by searching lists: a priority's tenants stand in a ring, and whoever was served goes last."""
+    """The same order by searching lists. Of the tenants with fewest calls running, whose place is oldest goes next; a
+    tenant takes a new place when it comes to wait, and whenever its running calls become more or fewer."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
         self.returned: list[Item] = []
-        self.rings: dict[int, list[str]] = {}
+        self.running: list[Item] = []
+        self.places: dict[tuple[int, str], int] = {}
+        self.clock = itertools.count()
 
     def push(self, item: Item) -> None:
+        if not self.waits(item):
+            self.stand(item)
         self.items.append(item)
-        ring = self.rings.setdefault(item.priority, [])
-        if item.tenant not in ring:
-            ring.append(item.tenant)
 
     def put_back(self, item: Item) -> None:
+        self.end(item)
         self.returned.append(item)
 
+    def end(self, item: Item) -> None:
+        self.running.remove(item)
+        self.stand(item)
+
     def remove(self, item: Item) -> None:
-        where = self.returned if item in self.returned else self.items
-        where.remove(item)
-        self.leave(item)
+        (self.returned if item in self.returned else self.items).remove(item)
 
     def pop(self) -> Item | None:
         if not self.items and not self.returned:
             return None
         priority = min(item.priority for item in self.items + self.returned)
-        for item in self.returned:
-            if item.priority == priority:
-                self.returned.remove(item)
-                return item
-        tenant = self.rings[priority][0]
-        item = next(one for one in self.items if (one.priority, one.tenant) == (priority, tenant))
-        self.items.remove(item)
-        self.rings[priority].append(self.rings[priority].pop(0))
-        self.leave(item)
-        return item
+        line = [item for item in self.returned if item.priority == priority]
+        if not line:
+            line = sorted((item for item in self.items if item.priority == priority), key=self.turn)
+        self.remove(line[0])
+        self.running.append(line[0])
+        self.stand(line[0])
+        return line[0]
 
-    def leave(self, gone: Item) -> None:
-        if not any((one.priority, one.tenant) == (gone.priority, gone.tenant) for one in self.items):
-            ring = self.rings.get(gone.priority, [])
-            if gone.tenant in ring:
-                ring.remove(gone.tenant)
+    def turn(self, item: Item) -> tuple[int, int]:
+        of = (item.priority, item.tenant)
+        return sum((one.priority, one.tenant) == of for one in self.running), self.places[of]
+
+    def waits(self, item: Item) -> bool:
+        return any((one.priority, one.tenant) == (item.priority, item.tenant) for one in self.items)
+
+    def stand(self, item: Item) -> None:
+        self.places[item.priority, item.tenant] = next(self.clock)
 
 
 STEPS = st.lists(
@@ -66,6 +73,7 @@ STEPS = st.lists(
         st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(-1, 1)),
         st.tuples(st.just("pop")),
         st.tuples(st.just("put_back"), st.integers(0, 50)),
+        st.tuples(st.just("end"), st.integers(0, 50)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
     ),
     max_size=80,
@@ -95,6 +103,10 @@ def test_order_equals_the_slow_version(steps: list[tuple[object, ...]]) -> None:
             waiting.append(item)
             fast.put_back(item)
             slow.put_back(item)
+        elif kind == "end" and taken:
+            item = taken.pop(int(arguments[0]) % len(taken))  # type: ignore[call-overload]
+            fast.end(item)
+            slow.end(item)
         elif kind == "remove" and waiting:
             item = waiting.pop(int(arguments[0]) % len(waiting))  # type: ignore[call-overload]
             fast.remove(item)
@@ -121,6 +133,36 @@ def test_lower_priority_goes_first() -> None:
 def test_a_call_put_back_goes_before_all_others() -> None:
     queue: FairQueue[Item] = FairQueue()
     lost = Item("a")
+    queue.push(lost)
+    queue.pop()
     queue.push(Item("b"))
     queue.put_back(lost)
     assert queue.pop() is lost
+
+
+def test_a_tenant_whose_calls_are_long_leaves_the_slots_to_others() -> None:
+    """Four slots. The one's calls never end, the other's at once."""
+    queue: FairQueue[Item] = FairQueue()
+    for _ in range(100):
+        queue.push(Item("long"))
+        queue.push(Item("short"))
+    held = [queue.pop() for _ in range(4)]
+    started: list[str] = []
+    for _ in range(20):
+        done = next(item for item in held if item and item.tenant == "short")
+        queue.end(done)
+        held.remove(done)
+        held.append(queue.pop())
+        started += [item.tenant for item in held[-1:] if item]
+    assert started == ["short"] * 20
+
+
+def test_nothing_is_left_of_what_has_ended() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    items = [Item(tenant, priority) for tenant in "abc" for priority in (1, 2)]
+    for item in items:
+        queue.push(item)
+    queue.remove(items[3])
+    while (taken := queue.pop()) is not None:
+        queue.end(taken)
+    assert not queue._levels and not queue._waiting
