@@ -91,10 +91,11 @@ class Batch:
     filled before admission with `fill`.
     """
 
-    __slots__ = ("answers", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets")
+    __slots__ = ("admitted_at", "answers", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets")
 
     def __init__(self, size: int, queue_timeout_s: float) -> None:
         self.queue_timeout_s = queue_timeout_s
+        self.admitted_at = 0.0
         self.answers: list[Answer | None] = [None] * size
         self.left = size
         self.tickets: list[Ticket] = []
@@ -165,6 +166,7 @@ class Ledger:
             for held in (self.all, self._tenants.setdefault(name, Held())):
                 held.calls += more.calls
                 held.bytes += more.bytes
+        batch.admitted_at = now
         for ticket in batch.tickets:
             ticket.since = now
             self._queue.push(ticket)

@@ -155,13 +155,13 @@ class Dispatcher:
         self._schedule_pump()
 
     def node_answered(self, node: Node, answers: list[tuple[int, dict[str, Any]]]) -> None:
-        answered = 0
+        answered, now = 0, monotonic()
         for seq, answer in answers:
             ticket = self.ledger.answer(node.number, seq, answer)
             if ticket is not None:
                 answered += 1
-                self._count(ticket, answer)
-        self.ledger.drain.count(answered, monotonic())
+                self._count(ticket, answer, now)
+        self.ledger.drain.count(answered, now)
         self._schedule_pump()
         self._check_idle()
 
@@ -208,11 +208,12 @@ class Dispatcher:
         self._arm(batch)
         self._check_idle()
 
-    def _count(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+    def _count(self, ticket: Ticket, answer: dict[str, Any], now: float) -> None:
         usage = answer["usage"]
         self.counters.by_status[answer["status"]] += 1
         self.counters.queue_s.observe(usage["queue_ms"] / 1000)
         self.counters.run_s.observe(usage.get("run_ms", 0.0) / 1000)
+        self.counters.answer_s.observe(now - ticket.batch.admitted_at)
 
     def _count_unavailable(self, tickets: list[Ticket]) -> None:
         if tickets:

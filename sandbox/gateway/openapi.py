@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
 from sandbox.gateway.guard import OPEN_PATHS
+from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.intake import BATCH_FIELDS
 from sandbox.gateway.metrics import VERSION
 from sandbox.gateway.refusal import KINDS
@@ -45,6 +46,8 @@ class Route:
     """Name of the body's schema."""
     body_types: tuple[str, ...] = ()
     refuses: tuple[int, ...] = ()
+    query: Mapping[str, str] = field(default_factory=dict)
+    """Whole numbers that may follow the path, and what they are."""
 
 
 def document(routes: Iterable[Route], needs_token: bool) -> Schema:
@@ -109,6 +112,7 @@ def schemas() -> dict[str, Schema]:
             "properties": {"index": index, **result["properties"]},
             "required": ["index", *result["required"]],
         },
+        **_stats(),
         "State": {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}},
         "Refusal": {
             "type": "object",
@@ -124,6 +128,50 @@ def schemas() -> dict[str, Schema]:
     }
 
 
+def _stats() -> dict[str, Schema]:
+    """The schemas of `/v1/stats`, which has every number in the unit of its name."""
+    counts = {"type": "object", "additionalProperties": {"type": "integer"}}
+    latency: Schema = {"anyOf": [{"type": "null"}, _ref("Percentiles")]}
+    span = {
+        "at_s": {"type": "number", "description": "its end, in seconds since the service began"},
+        "seconds": {"type": "number", "description": "its length"},
+        "statuses": {**counts, "description": "calls answered in it, by status"},
+        "events": {**counts, "description": "whatever else was counted in it"},
+        "queue_ms": {**latency, "description": "what the calls that were answered had waited for a slot"},
+        "run_ms": {**latency, "description": "how long they had run"},
+        "answer_ms": {**latency, "description": "how long they had taken from admission to answer"},
+    }
+    gauge = {"type": "number", "description": "what there was at its end"}
+    step: Schema = {"type": "object", "required": list(span), "properties": span, "additionalProperties": gauge}
+    number = {"type": "integer", "description": "steps are numbered from 1"}
+    return {
+        "Percentiles": {
+            "type": "object",
+            "description": "milliseconds, at most 7 % from the truth",
+            "required": [f"p{percent}" for percent in PERCENTILES],
+            "properties": {f"p{percent}": {"type": "number"} for percent in PERCENTILES},
+        },
+        "Span": {**step, "description": "about ten seconds, up to now"},
+        "Step": {**step, "description": "about a second", "properties": {"number": number, **span}},
+        "Stats": {
+            "type": "object",
+            "required": ["service", "now", "totals", "executors", "missed_imports", "steps"],
+            "properties": {
+                "service": {"type": "object", "description": "which one this is, and what it may hold"},
+                "now": _ref("Span"),
+                "totals": {
+                    "type": "object",
+                    "description": "since the service began",
+                    "properties": {"statuses": counts, "events": counts},
+                },
+                "executors": {"type": "array", "items": {"type": "object"}},
+                "missed_imports": {**counts, "description": "imports of the calls that no warm interpreter had"},
+                "steps": {"type": "array", "description": "the last ten minutes", "items": _ref("Step")},
+            },
+        },
+    }
+
+
 def _operation(route: Route) -> Schema:
     responses: dict[str, Schema] = {
         "200": {"description": "done", "content": {kind: _media(name) for kind, name in route.gives.items()}}
@@ -134,6 +182,11 @@ def _operation(route: Route) -> Schema:
     if route.takes is not None:
         content = {kind: _media(route.takes) for kind in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}
+    if route.query:
+        whole = {"type": "integer", "minimum": 0}
+        operation["parameters"] = [
+            {"name": name, "in": "query", "description": doc, "schema": whole} for name, doc in route.query.items()
+        ]
     if route.path in OPEN_PATHS:
         operation["security"] = []
     return operation

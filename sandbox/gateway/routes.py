@@ -16,16 +16,18 @@ from sandbox.gateway.dispatch import Dispatcher
 from sandbox.gateway.guard import guard
 from sandbox.gateway.openapi import Route, document
 from sandbox.gateway.refusal import Refusal, refusals_as_json
+from sandbox.gateway.stats import Stats
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 CONFIG = web.AppKey("config", ServeConfig)
 BODIES = web.AppKey("bodies", codec.Bodies)
+STATS = web.AppKey("stats", Stats)
 
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 }
 
 
@@ -38,6 +40,9 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
     app[DISPATCHER] = dispatcher
     app[CONFIG] = config
     app[BODIES] = codec.Bodies(config.queue_mb << 20, config.body_mb << 20, config.batch_calls)
+    app[STATS] = Stats(dispatcher)
+    app.on_startup.append(_start_stats)
+    app.on_cleanup.append(_stop_stats)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.act)
     return app
@@ -83,6 +88,13 @@ async def scrape(request: web.Request) -> web.Response:
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
+async def stats(request: web.Request) -> web.Response:
+    after = request.query.get("after", "0")
+    if not (after.isascii() and after.isdigit() and len(after) <= 15):
+        raise Refusal(400, f"after: expected the number of a step, 0 for all of them, got {after!r:.80}")
+    return web.json_response(request.app[STATS].answer(int(after)), headers={"Cache-Control": "no-store"})
+
+
 async def openapi(request: web.Request) -> web.Response:
     return web.json_response(document(ROUTES, request.app[CONFIG].token is not None))
 
@@ -91,8 +103,16 @@ async def docs(request: web.Request) -> web.Response:
     return _page("docs.html")
 
 
-async def index(request: web.Request) -> web.Response:
-    return _page("index.html")
+async def dashboard(request: web.Request) -> web.Response:
+    return _page("dashboard.html")
+
+
+async def _start_stats(app: web.Application) -> None:
+    app[STATS].start()
+
+
+async def _stop_stats(app: web.Application) -> None:
+    app[STATS].stop()
 
 
 async def _read(request: web.Request) -> tuple[Any, str]:
@@ -166,6 +186,8 @@ _CALL_REFUSALS = (400, 401, 403, 413, 415, 429, 500, 503)
 _RESULT = dict.fromkeys(BODY_TYPES, "Result")
 _RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
 
+_AFTER = {"after": "only steps after this number"}
+
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/execute", run_call, "Run one call", _RESULT, "Execute", BODY_TYPES, _CALL_REFUSALS),
     Route(
@@ -181,7 +203,10 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/health", health, "Is the service alive?", {JSON: "State"}, refuses=(503,)),
     Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "State"}, refuses=(503,)),
     Route("GET", "/metrics", scrape, "Numbers for Prometheus", {"text/plain": None}, refuses=(401, 403)),
+    Route(
+        "GET", "/v1/stats", stats, "What the dashboard shows", {JSON: "Stats"}, refuses=(400, 401, 403), query=_AFTER
+    ),
     Route("GET", "/openapi.json", openapi, "This description", {JSON: None}, refuses=(401, 403)),
     Route("GET", "/docs", docs, "This description, for people", {"text/html": None}, refuses=(401, 403)),
-    Route("GET", "/", index, "Where to go from here", {"text/html": None}, refuses=(401, 403)),
+    Route("GET", "/", dashboard, "The dashboard", {"text/html": None}, refuses=(403,)),
 )

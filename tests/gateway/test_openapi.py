@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sandbox.gateway.guard import OPEN_PATHS
 from sandbox.gateway.openapi import document
 from sandbox.gateway.routes import ROUTES, build_app
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Call, Limits, Profile, Result, Status
@@ -96,6 +97,7 @@ async def test_real_answers_fit_their_schemas() -> None:
         async with served.http.post(served.url + "/v1/batch", json=batch, headers=headers) as response:
             async for line in response.content:
                 check(json.loads(line), SCHEMAS["Line"])
+        check(json.loads((await served.get("/v1/stats"))[1]), SCHEMAS["Stats"])
         for path in ("/health", "/ready"):
             check(json.loads((await served.get(path))[1]), SCHEMAS["State"])
         assert json.loads((await served.get("/openapi.json"))[1]) == DOCUMENT
@@ -103,7 +105,8 @@ async def test_real_answers_fit_their_schemas() -> None:
 
 def test_a_token_is_in_the_description_when_it_is_needed() -> None:
     assert document(ROUTES, needs_token=True)["security"] == [{"token": []}]
-    assert document(ROUTES, needs_token=True)["paths"]["/health"]["get"]["security"] == []
+    paths = document(ROUTES, needs_token=True)["paths"]
+    assert {path for path in paths if paths[path].get("get", {}).get("security") == []} == OPEN_PATHS
 
 
 def test_results_encode_to_their_schema() -> None:
