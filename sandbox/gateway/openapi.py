@@ -31,6 +31,9 @@ from sandbox.types import (
 
 Schema = dict[str, Any]
 
+MOST = 2**53 - 1
+"""The largest whole number in a query; JSON's clients have no larger ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -183,7 +186,7 @@ def _operation(route: Route) -> Schema:
         content = {kind: _media(route.takes) for kind in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}
     if route.query:
-        whole = {"type": "integer", "minimum": 0}
+        whole = {"type": "integer", "minimum": 0, "maximum": MOST}
         operation["parameters"] = [
             {"name": name, "in": "query", "description": doc, "schema": whole} for name, doc in route.query.items()
         ]

@@ -14,7 +14,7 @@ from sandbox.gateway.admission import Batch
 from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.dispatch import Dispatcher
 from sandbox.gateway.guard import guard
-from sandbox.gateway.openapi import Route, document
+from sandbox.gateway.openapi import MOST, Route, document
 from sandbox.gateway.refusal import Refusal, refusals_as_json
 from sandbox.gateway.stats import Stats
 
@@ -90,7 +90,7 @@ async def scrape(request: web.Request) -> web.Response:
 
 async def stats(request: web.Request) -> web.Response:
     after = request.query.get("after", "0")
-    if not (after.isascii() and after.isdigit() and len(after) <= 15):
+    if not (after.isascii() and after.isdigit() and len(after) <= len(str(MOST)) and int(after) <= MOST):
         raise Refusal(400, f"after: expected the number of a step, 0 for all of them, got {after!r:.80}")
     return web.json_response(request.app[STATS].answer(int(after)), headers={"Cache-Control": "no-store"})
 
