@@ -15,8 +15,8 @@ LOWEST = 10_000
 NEEDED = frozenset({kernel.CAP_CHOWN, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID, kernel.CAP_SETPCAP})
 """At level `landlock`: to take a uid, to end what has it, to give it its folder. Docker grants them to root."""
 _OWN = secrets.randbelow(1 << 28)
-"""This process's own beginning: executors of one machine number their jails from 0 each, and at level `landlock` no
-namespace keeps the signals of two of them apart."""
+"""This process's own beginning: executors of one machine number their jails from 0 each, and no two calls are to share
+a uid. At level `landlock` no namespace keeps the signals of theirs apart, and elsewhere limits count by uid."""
 
 
 def host_uids(jail: int, slots: int, level: Level = Level.NAMESPACES) -> tuple[int | None, int]:
@@ -26,15 +26,15 @@ def host_uids(jail: int, slots: int, level: Level = Level.NAMESPACES) -> tuple[i
     if level is Level.LANDLOCK:
         if os.getresuid() != (0, 0, 0) or not kernel.effective_capabilities() >= NEEDED:
             return None, 0
-        return _place(jail, SLOT_UID + UIDS_OF_A_SLOT * slots, _OWN)
+        return _place(jail, SLOT_UID + UIDS_OF_A_SLOT * slots)
     if not {kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SYS_ADMIN} <= kernel.effective_capabilities():
         return None, 0
-    return _place(jail, SLOT_UID + slots, _OWN)
+    return _place(jail, SLOT_UID + slots)
 
 
-def _place(jail: int, count: int, shift: int) -> tuple[int | None, int]:
+def _place(jail: int, count: int) -> tuple[int | None, int]:
     uids, gids = _mapped("/proc/self/uid_map"), _mapped("/proc/self/gid_map")
-    return place(jail, count, max(uids[0], gids[0]), min(uids[1], gids[1]), shift)
+    return place(jail, count, max(uids[0], gids[0]), min(uids[1], gids[1]), _OWN)
 
 
 def place(jail: int, count: int, first: int, end: int, shift: int = 0) -> tuple[int | None, int]:
