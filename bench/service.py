@@ -55,7 +55,7 @@ def running(
             env={**os.environ, **(environ or {})},
         )
         try:
-            yield Service(_address(server, said), server.pid)
+            yield Service(address(server, said), server.pid)
         finally:
             stop(server)
 
@@ -77,7 +77,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _address(server: subprocess.Popen[bytes], said: BinaryIO) -> str:
+def address(server: subprocess.Popen[bytes], said: BinaryIO) -> str:
     give_up = time.monotonic() + START_S
     text = ""
     while time.monotonic() < give_up:

@@ -1,0 +1,67 @@
+"""A server whose executors run nothing: each call is answered at once, with its own code as output.
+
+    python -m bench.stub PORT [--executors N]       one gateway over such executors, until a signal
+    python -m bench.stub --fd N                     one such executor, started by the gateway
+
+What is left is what the gateway does: HTTP, admission, frames (`sandbox.wire`), answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import socket
+import sys
+from typing import Any
+
+from sandbox import wire
+from sandbox.types import Result, Status, Usage
+
+SLOTS = 512
+READ = 1 << 18
+
+
+def main() -> int:
+    """One of both; see above."""
+    parser = argparse.ArgumentParser(prog="python -m bench.stub")
+    parser.add_argument("port", type=int, nargs="?", default=0)
+    parser.add_argument("--executors", type=int, default=1)
+    parser.add_argument("--fd", type=int)
+    args = parser.parse_args()
+    if args.fd is not None:
+        return answer_all(socket.socket(fileno=args.fd))
+    from sandbox.config import ServeConfig
+    from sandbox.gateway import serve
+    from sandbox.gateway.node import ExecutorProcess
+
+    config = ServeConfig(port=args.port, executors=args.executors)
+    return serve(config, functools.partial(ExecutorProcess.launch, "bench.stub"))
+
+
+def answer_all(sock: socket.socket) -> int:
+    """Be an executor until the gateway is gone."""
+    unpacker = wire.Unpacker()
+    while data := sock.recv(READ):
+        unpacker.feed(data)
+        for kind, *parts in unpacker:
+            if kind == "configure":
+                ready = {"slots": SLOTS, "isolation": "none", "profiles": [], "pid": os.getpid(), "python": "stub"}
+                sock.sendall(wire.pack(["ready", ready]))
+            elif kind == "calls":
+                sock.sendall(wire.pack(["results", [[seq, _answer(call)] for seq, call in parts[0]]]))
+            elif kind == "drain":
+                return 0
+    return 0
+
+
+_USAGE = Usage(queue_ms=0.4, run_ms=1.9, cpu_ms=1.7, peak_memory_mb=11.3)
+_RESULT = Result("", Status.OK, exit_code=0, usage=_USAGE).encode(binary=True)
+
+
+def _answer(call: dict[str, Any]) -> dict[str, Any]:
+    return {**_RESULT, "stdout": call["code"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
