@@ -45,6 +45,7 @@ RATIO_AT_LEAST = 0.9
 MEMORY_MB_AT_MOST = 1430
 """1.5 GB."""
 POINTS = (50, 90, 99)
+UNCOMPILED = ("SyntaxError", "IndentationError")
 SHOWN = 5
 
 CODES = {kind.name: kind.code for kind in KINDS if kind.code} | {"print": ""}
@@ -53,14 +54,15 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A call, the first line that it alone prints, and the status that it ends with."""
+    """A call with an id of its own, the first line that it alone prints, and the status that it ends with."""
 
     call: dict[str, Any]
     line: str
     status: str
 
     def is_answered_by(self, result: Mapping[str, Any]) -> bool:
-        return result["status"] == self.status and result["stdout"].partition("\n")[0] == self.line
+        said = (result["id"], result["status"], result["stdout"].partition("\n")[0])
+        return said == (self.call["id"], self.status, self.line)
 
 
 @dataclass(slots=True)
@@ -168,12 +170,13 @@ def _burst(args: argparse.Namespace) -> int:
 
 
 def make(kind: str, count: int, seed: int) -> Iterator[Question]:
-    """`count` calls of a kind, each of which first prints its own number."""
+    """`count` calls of a kind, each of which first prints its own number, unless it does not compile."""
     mix = labelled_calls(count, seed) if kind == "mix" else None
     for n in range(count):
         template, call = next(mix) if mix else (None, {"code": CODES[kind]})
         code = f"print({n} * {n} + {seed}, flush=True)\n{call['code']}"
-        yield Question({**call, "code": code}, str(n * n + seed), template.status if template else "ok")
+        line = "" if template and template.ends in UNCOMPILED else str(n * n + seed)
+        yield Question({**call, "code": code, "id": f"burst-{n}"}, line, template.status if template else "ok")
 
 
 def too_many(calls: int, batch: int, most: int) -> str:

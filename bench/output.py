@@ -51,10 +51,10 @@ def count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """An argument that is a span of time: finite, and over 0."""
+    """An argument that is a span of time, or a rate: finite, and over 0."""
     number = float(text)
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds over 0, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a number over 0, got {text}")
     return number
 
 

@@ -30,7 +30,7 @@ Answers = list[dict[str, Any]]
 
 def _answer(call: dict[str, Any]) -> dict[str, Any]:
     ran = subprocess.run([sys.executable, "-c", call["code"]], capture_output=True, text=True, check=True)
-    return {"status": "ok", "stdout": ran.stdout, "usage": USAGE}
+    return {"id": call["id"], "status": "ok", "stdout": ran.stdout, "usage": USAGE}
 
 
 @asynccontextmanager
@@ -84,9 +84,10 @@ async def test_answers_that_are_missing_are_lost(form: str) -> None:
 def test_no_two_calls_have_the_same_answer_and_a_status_counts_too() -> None:
     one, other = burst.make("mix", 2, 3)
     assert one.line != other.line
-    assert one.is_answered_by({"status": one.status, "stdout": f"{one.line}\nmore\n"})
-    assert not one.is_answered_by({"status": "unavailable", "stdout": f"{one.line}\n"})
-    assert not one.is_answered_by({"status": one.status, "stdout": f"{other.line}\n"})
+    right = {"id": one.call["id"], "status": one.status, "stdout": f"{one.line}\nmore\n"}
+    assert one.is_answered_by(right)
+    for change in ({"id": other.call["id"]}, {"status": "unavailable"}, {"stdout": f"{other.line}\n"}, {"stdout": ""}):
+        assert not one.is_answered_by(right | change)
 
 
 def _run(calls_per_s: float, right: int = 100) -> Run:
