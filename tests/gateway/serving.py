@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sandbox.config import ServeConfig
@@ -24,6 +25,7 @@ class Served:
     http: aiohttp.ClientSession
     fleet: FakeFleet
     dispatcher: Dispatcher
+    app: web.Application
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         """Status and decoded JSON of a POST; `body` is sent as JSON unless it is bytes."""
@@ -44,10 +46,11 @@ async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settin
     async with Dispatcher(config, fleet.launch) as dispatcher:
         if wait:
             await dispatcher.started()
-        server = TestServer(build_app(config, dispatcher))
+        app = build_app(config, dispatcher)
+        server = TestServer(app)
         await server.start_server()
         async with server, aiohttp.ClientSession() as http:
-            yield Served(str(server.make_url("")).rstrip("/"), http, fleet, dispatcher)
+            yield Served(str(server.make_url("")).rstrip("/"), http, fleet, dispatcher, app)
 
 
 async def until(claim: Callable[[], bool]) -> None:

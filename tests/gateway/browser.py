@@ -1,0 +1,148 @@
+"""A headless Chromium, spoken to by the DevTools protocol: pages of their own context, their DOM, their screenshots."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE_S = 60.0
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-port=0",
+)  # fmt: skip
+
+
+class Browser:
+    """One Chromium; `page` opens pages in it."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self.faults: list[str] = []
+        """What the pages complained about: uncaught errors, breaches of their content policy, failed loads."""
+
+    async def call(self, method: str, session: str | None = None, **params: Any) -> Any:
+        """One command and its result."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        await self._socket.send_json(message)
+        while True:
+            got = json.loads(await self._socket.receive_str(timeout=PATIENCE_S))
+            if got.get("id") == number:
+                assert "error" not in got, f"{method}: {got['error']}"
+                return got["result"]
+            if got.get("method") == "Runtime.exceptionThrown":
+                self.faults.append(str(got["params"]["exceptionDetails"]))
+            elif got.get("method") == "Log.entryAdded":
+                self.faults.append(f"{got['params']['entry']['text']} {got['params']['entry'].get('url', '')}")
+
+    @asynccontextmanager
+    async def page(self, url: str, width: int = 1280, height: int = 800, *, dark: bool = False) -> AsyncIterator[Page]:
+        """`url` in a context without history."""
+        self.faults.clear()
+        context = (await self.call("Target.createBrowserContext"))["browserContextId"]
+        target = (await self.call("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
+        session = (await self.call("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        page = Page(self, session)
+        for domain in ("Page", "Runtime", "Log"):
+            await page.call(f"{domain}.enable")
+        await page.resize(width, height)
+        await page.call("Emulation.setScrollbarsHidden", hidden=True)
+        await page.call("Emulation.setEmulatedMedia", features=[_scheme(dark)])
+        await page.call("Page.navigate", url=url)
+        await page.until("location.href !== 'about:blank' && document.readyState === 'complete'")
+        yield page
+        await self.call("Target.disposeBrowserContext", browserContextId=context)
+
+
+class Page:
+    """One page."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser = browser
+        self._session = session
+
+    @property
+    def faults(self) -> list[str]:
+        return self._browser.faults
+
+    async def call(self, method: str, **params: Any) -> Any:
+        return await self._browser.call(method, self._session, **params)
+
+    async def resize(self, width: int, height: int) -> None:
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+
+    async def run(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        got = await self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in got, got["exceptionDetails"]
+        return got["result"].get("value")
+
+    async def until(self, claim: str) -> None:
+        """Return once the expression `claim` is true."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not await self.run(claim):  # noqa: ASYNC110  the page has no event for us
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"never true: {claim}; {self.faults}\n{await self.text()}") from None
+
+    async def text(self, selector: str = "body") -> str:
+        """What can be read there."""
+        return str(await self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+    async def screenshot(self) -> bytes:
+        """All of the page as a PNG, as far as it can be scrolled."""
+        return base64.b64decode((await self.call("Page.captureScreenshot", captureBeyondViewport=True))["data"])
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    """A Chromium of our own, gone afterwards with all that it wrote."""
+    assert CHROMIUM is not None
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
+        process = await asyncio.create_subprocess_exec(
+            CHROMIUM, *FLAGS, f"--user-data-dir={folder}", stderr=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                address = await _address(process)
+            async with aiohttp.ClientSession() as http, http.ws_connect(address, max_msg_size=0) as socket:
+                browser = Browser(socket)
+                yield browser
+                await browser.call("Browser.close")
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(5):
+                    await process.communicate()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.communicate()
+
+
+async def _address(process: asyncio.subprocess.Process) -> str:
+    assert process.stderr is not None
+    said = b""
+    while line := await process.stderr.readline():
+        said += line
+        if line.startswith(b"DevTools listening on "):
+            return line.split()[-1].decode()
+    raise AssertionError(f"chromium did not start: {said.decode(errors='replace')}")
+
+
+def _scheme(dark: bool) -> dict[str, str]:
+    return {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

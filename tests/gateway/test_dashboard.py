@@ -1,0 +1,217 @@
+"""The dashboard in a real browser: the numbers are the true ones, and whatever is hostile among them is only text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from sandbox.gateway.history import History
+from sandbox.gateway.routes import STATS
+from sandbox.types import Status
+from tests.fakes import FakeFleet
+from tests.gateway.browser import CHROMIUM, Browser, Page, chromium
+from tests.gateway.serving import Served, serving, until
+
+PAGE = files("sandbox.gateway").joinpath("dashboard.html").read_text(encoding="utf-8")
+SHOWN = "!document.getElementById('all').hidden"
+
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with chromium() as one:
+        yield one
+
+
+def test_the_page_makes_no_markup_of_data() -> None:
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\bon\w+=\"", PAGE)
+
+
+def test_the_page_knows_every_status_by_more_than_a_colour() -> None:
+    table = re.findall(r'\["(\w+)", "(#\w{6})", "([^"]*)"\]', PAGE)
+    assert {name for name, _, _ in table} == set(Status)
+    assert len({pattern for _, _, pattern in table}) == len(table)
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_numbers_are_the_true_ones(browser: Browser) -> None:
+    async with serving(queue_calls=5000) as served, browser.page(served.url) as page:
+        hanging = await _traffic(served)
+        await page.until("table('statuses').ok?.[1] === '1,234'".replace("table", TABLE))
+        await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
+        statuses, executors, events = [await _table(page, name) for name in ("statuses", "executors", "events")]
+        tiles = await page.text("#tiles")
+        assert statuses["ok"][1:] == ["1,234", "100.0 %"] and statuses["unavailable"][1:] == ["0", "0.0 %"]
+        assert executors == {"● 0 up": ["4", "3", "4", "0", "3"]}
+        assert await _table(page, "zygotes") == {"bare": ["2"], "symbolic": ["1"]}
+        assert events["malformed calls in batches"][1] == "1" and events["requests refused with 400"][1] == "1"
+        assert re.search(r"Waiting\s+12\s+of at most 5,000", tiles) and re.search(
+            r"Running\s+4\s+3 of them long", tiles
+        )
+        assert await page.text("h1") == "● Ready" and "isolation none" in await page.text("#about")
+        for chart in ("rates", "latency", "load", "machine"):
+            label = await page.run(f"document.getElementById('{chart}').getAttribute('aria-label')")
+            assert "the last ten minutes. Now: " in label
+        assert "waiting 12, running 4, slots 4" in await page.text("#load-now")
+        assert page.faults == []
+        hanging.cancel()
+        await asyncio.wait([hanging])
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_names_from_hostile_code_are_only_text(browser: Browser) -> None:
+    names = [
+        "<img src=x onerror=hacked=1>", "</script><script>hacked=1</script>", "<svg onload=hacked=1>", "__proto__",
+        "'\"`${hacked=1}", "constructor", "\u202eright to left", "javascript:hacked=1",
+    ]  # fmt: skip
+    async with serving() as served, browser.page(served.url) as page:
+        stats = {"missed_imports": dict.fromkeys(names, 7), "zygotes": {names[0]: 1}, f"{names[1]}_total": 5}
+        served.fleet.last.send("stats", stats)
+        served.dispatcher.nodes[0].about |= {"isolation": names[0], "python": names[1]}
+        await page.until("document.getElementById('missed').rows.length > 8")
+        shown = await _table(page, "missed")
+        assert set(shown) == set(names)
+        assert names[0] in await page.text("#about") and names[0] in await page.text("#zygotes")
+        assert names[1] in await page.text("#events")
+        assert await page.run("typeof hacked") == "undefined"
+        assert await page.run("document.querySelectorAll('img, body script ~ script, iframe, svg svg').length") == 0
+        assert page.faults == []
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_token_is_asked_for_once(browser: Browser) -> None:
+    async with serving(token="s3cret") as served, browser.page(served.url) as page:
+        await page.until("!document.getElementById('ask').hidden")
+        assert await page.text("h1") == "◌ Waiting for the token" and not await page.run(SHOWN)
+        await _enter(page, "guess")
+        await page.until("document.getElementById('why').textContent === 'That was not it.'")
+        await _enter(page, "s3cret")
+        await page.until(SHOWN)
+        refused = served.dispatcher.counters.refused[401]
+        await page.call("Page.reload")
+        await page.until(f"document.readyState === 'complete' && {SHOWN}")
+        assert served.dispatcher.counters.refused[401] == refused == 2
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_page_says_when_the_server_is_away_and_goes_on_when_it_is_back(browser: Browser) -> None:
+    async with serving() as served, browser.page(served.url) as page:
+        await page.until(SHOWN)
+        await page.call("Network.enable")
+        await _network(page, offline=True)
+        await page.until("document.querySelector('h1').textContent.startsWith('✖ No answer since ')")
+        assert await page.run("document.body.className") == "away"
+        await served.post("/v1/execute", {"code": "1"})
+        _as_another_process(served)
+        await _network(page, offline=False)
+        await page.until("table('statuses').ok?.[1] === '1'".replace("table", TABLE))
+        assert await page.text("h1") == "● Ready"
+        await page.until("steps.length > 0 && steps[0].number === 1")
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_page_says_what_keeps_calls_from_running(browser: Browser) -> None:
+    async with serving(FakeFleet(starts=("ready", "silent"))) as served, browser.page(served.url) as page:
+        await page.until("document.querySelector('h1').textContent === '● Ready'")
+        served.fleet.last.exit(1)
+        await page.until("document.querySelector('h1').textContent === '✖ No executor'")
+        await served.dispatcher.drain(0)
+        await page.until("document.querySelector('h1').textContent === '◐ Draining: no new calls'")
+        assert (await _table(page, "executors")).keys() == {"✖ 0 down"}
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("width", [320, 420, 800, 1280, 1920])
+async def test_nothing_sticks_out_at_any_width(browser: Browser, width: int) -> None:
+    async with serving() as served, browser.page(served.url, width) as page:
+        hanging = await _traffic(served)
+        await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
+        assert await page.run("document.documentElement.scrollWidth") == width
+        hanging.cancel()
+        await asyncio.wait([hanging])
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("dark", [False, True])
+async def test_every_text_stands_out(browser: Browser, dark: bool) -> None:
+    async with serving() as served, browser.page(served.url, dark=dark) as page:
+        hanging = await _traffic(served)
+        await page.until("document.querySelectorAll('#load text').length > 8")
+        assert await page.run(f"({FAINTEST})()") >= 4.5, "WCAG 2.2, 1.4.3"
+        hanging.cancel()
+        await asyncio.wait([hanging])
+
+
+FAINTEST = """() => {
+  const light = text => {
+    const parts = text.match(/[0-9.]+/g).slice(0, 3).map(n => n / 255).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
+    return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2];
+  };
+  const behind = node => {
+    const colour = getComputedStyle(node).backgroundColor;
+    return colour === "rgba(0, 0, 0, 0)" ? behind(node.parentElement) : light(colour);
+  };
+  const texts = [...document.querySelectorAll("h1, h2, p, dt, dd, th, td, figcaption, small, footer a, svg text")].filter(node => node.textContent);
+  return Math.min(...texts.map(node => {
+    const style = getComputedStyle(node), pair = [light(node.tagName === "text" ? style.fill : style.color), behind(node)];
+    return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
+  }));
+}"""  # noqa: E501
+"""JavaScript: the least contrast between a text and what is behind it."""
+
+TABLE = (
+    "(id => Object.fromEntries([...document.getElementById(id).tBodies[0]?.rows ?? []]"
+    ".map(row => [...row.cells].map(cell => cell.textContent.trim())).map(([name, ...rest]) => [name, rest])))"
+)
+"""JavaScript: a table of the page by its first column."""
+
+
+async def _table(page: Page, name: str) -> dict[str, list[str]]:
+    """The same table here; spaces that do not break are spaces."""
+    return dict(
+        json.loads((await page.run(f"JSON.stringify(Object.entries({TABLE}('{name}')))")).replace("\u00a0", " "))
+    )
+
+
+async def _traffic(served: Served) -> asyncio.Task[Any]:
+    """1,234 calls done, 8 in hand and 12 waiting until the task that is returned is cancelled; two mistakes."""
+    await served.post("/v1/batch", {"calls": [{"code": "1"}] * 1234 + [{"code": 1}]})
+    await served.post("/v1/batch", {})
+    hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
+    await until(lambda: served.dispatcher.ledger.waiting == 12)
+    told = {"running": 4, "running_long": 3, "queued": 4, "zygotes": {"bare": 2, "symbolic": 1}}
+    served.fleet.last.send("stats", told)
+    return hanging
+
+
+async def _enter(page: Page, token: str) -> None:
+    await page.run(f"document.getElementById('token').value = {json.dumps(token)}")
+    await page.run("document.getElementById('ask').requestSubmit()")
+
+
+async def _network(page: Page, *, offline: bool) -> None:
+    await page.call(
+        "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
+    )
+
+
+def _as_another_process(served: Served) -> None:
+    """What is asked next answers with another beginning, and steps from the first."""
+    stats = served.app[STATS]
+    stats._started_at += 1
+    stats._history = History(stats._snapshot())
