@@ -158,7 +158,12 @@ class ServeConfig:
     )
     queue_timeout_s: float = _setting(600.0, Range(0.01, 1e6, whole=False), "seconds a call may wait for a slot")
     batch_calls: int = _setting(65_536, Range(1, 10_000_000), "calls in one batch")
+    results_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of results held for clients that are slow to read")
     body_mb: int = _setting(256, Range(1, 100_000), "MiB of one request body")
+    connections: int = _setting(16_384, Range(1, 1_000_000), "connections before new ones get 503")
+    stall_s: float = _setting(
+        30.0, Range(0.01, 1e6, whole=False), "seconds a client may take to send or to read a piece of 256 KiB"
+    )
     drain_s: float = _setting(30.0, Range(0, 1e6, whole=False), "seconds that running calls get when the server stops")
     max_limits: Limits = CEILINGS
     python: str | None = _PYTHON

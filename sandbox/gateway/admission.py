@@ -3,6 +3,8 @@
 Invariants:
 - A batch is admitted whole or refused whole; admitted and unanswered calls never exceed `Bounds`, nor those of one
   tenant its share of them.
+- Results that clients have not read yet are bounded too: past `Bounds.results` no batch is admitted, and a batch that
+  holds more than an equal part of that gets `unavailable` in place of what comes.
 - An admitted call either waits or runs at exactly one node, until it is answered once or dropped with its batch.
 - A node that is lost costs its calls an attempt, not their answer: they go back to the head of the queue, and only
   after `attempts` of them get `unavailable`.
@@ -44,6 +46,8 @@ class Bounds:
     bytes: int
     attempts: int
     tenant_share: float = 1.0
+    results: int = 1 << 30
+    """Bytes of results that are held for clients to read."""
 
 
 class Held:
@@ -91,13 +95,17 @@ class Batch:
     filled before admission with `fill`.
     """
 
-    __slots__ = ("admitted_at", "answers", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets")
+    __slots__ = (
+        "admitted_at", "answers", "held", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets",
+    )  # fmt: skip
 
     def __init__(self, size: int, queue_timeout_s: float) -> None:
         self.queue_timeout_s = queue_timeout_s
         self.admitted_at = 0.0
         self.answers: list[Answer | None] = [None] * size
         self.left = size
+        self.held = 0
+        """Bytes of answers of executors that the client has not read."""
         self.tickets: list[Ticket] = []
         self.line: deque[tuple[float, Ticket]] = deque()
         """Since when which call waits, oldest first; some of them have ceased to."""
@@ -132,6 +140,10 @@ class Ledger:
         self.bounds = bounds
         self.all = Held()
         self._tenants: dict[str, Held] = {}
+        self.results = 0
+        """Bytes of results that clients have not read."""
+        self._readers = 0
+        """Batches that hold some of them."""
         self.drain = DrainRate()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._last_attempts: OrderedDict[Ticket, None] = OrderedDict()
@@ -193,8 +205,9 @@ class Ledger:
             taken.append(ticket)
         return taken
 
-    def answer(self, node: Node, seq: int, answer: Answer) -> Ticket | None:
-        """The answer that `node` gave for `seq`; None when nobody waits for it any more (cancelled, or never asked)."""
+    def answer(self, node: Node, seq: int, answer: Answer, size: int = 0) -> Ticket | None:
+        """The answer, of so many bytes (`size_of`), that `node` gave for `seq`; None when nobody waits for it any more
+        (cancelled, or never asked)."""
         held = self._running.get(node)
         ticket = held.pop(seq, None) if held else None
         if ticket is None:
@@ -204,9 +217,18 @@ class Ledger:
         answer["attempts"] = ticket.attempts - 1 + (answer.get("attempts") or 1)
         answer["clamped"] = ticket.clamped
         answer["usage"]["queue_ms"] = round(answer["usage"]["queue_ms"] + ticket.queue_ms, 3)
+        self._hold(ticket.batch, answer, size)
         self._close(ticket)
         ticket.batch.fill(ticket.index, answer)
         return ticket
+
+    def release(self, batch: Batch, size: int | None = None) -> None:
+        """The client of `batch` has read so many bytes (`size_of`) of its results, or needs none of them any more."""
+        if batch.held:
+            read = batch.held if size is None else min(size, batch.held)
+            batch.held -= read
+            self.results -= read
+            self._readers -= not batch.held
 
     def lose(self, node: Node, now: float) -> tuple[list[Ticket], list[Ticket]]:
         """`node` is gone: its calls wait again, or are given up after their last attempt. Returns both lists."""
@@ -279,8 +301,30 @@ class Ledger:
         seconds = excess / rate if rate > 0 else 1.0
         return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
 
+    def _hold(self, batch: Batch, answer: Answer, size: int) -> None:
+        """Count `answer` as held for its client. One that is too much becomes `unavailable`, in place."""
+        most = self.bounds.results
+        if self.results + size > most and batch.held + size > most / max(1, self._readers):
+            why = (
+                f"results of {self.results} bytes wait for clients to read them, at most {most}, and {batch.held} of "
+                "them are this batch's; send smaller batches, ask for a stream, or read it faster"
+            )
+            lost = unavailable(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
+            answer.update((name, lost[name]) for name in lost if name not in ("usage", "clamped"))
+            size = size_of(answer)
+        self._readers += not batch.held and size > 0
+        batch.held += size
+        self.results += size
+
     def _check_room(self, wanted: Mapping[str, Held], now: float) -> None:
         """Raises `RequestRefused` if any bound is too small for this batch alone, `Overloaded` if one is just now."""
+        if self.results > self.bounds.results:
+            after = self.retry_after_s(1, now)
+            raise Overloaded(
+                f"results of {self.results} bytes wait for clients to read them, at most {self.bounds.results}; "
+                f"try again in {after} s",
+                retry_after_s=after,
+            )
         bounds = list(self._bounds_of(wanted))
         for who, why, unit, _, amount, most in bounds:
             if amount > most:
@@ -351,6 +395,17 @@ class DrainRate:
         if self._at is None:
             return 0.0
         return self._rate * math.exp(min(0.0, self._at - now) / RATE_MEMORY_S)
+
+
+def size_of(answer: Answer) -> int:
+    """About how many bytes an answer holds. Raises `TypeError` or `KeyError` for what is none."""
+    error, files = answer["error"], answer["files"]
+    size = 1024 + len(answer["stdout"]) + len(answer["stderr"]) + len(answer["value"] or "")
+    if error is not None:
+        size += len(error["traceback"]) + len(error["message"])
+    if files:
+        size += sum(map(len, files.values()))
+    return size
 
 
 def _by_tenant(tickets: Sequence[Ticket]) -> dict[str, Held]:

@@ -30,6 +30,8 @@ THREAD_BYTES = 1 << 20
 """Bodies from here on are decoded in a thread; their hooks run Python, so the loop gets its turns."""
 CHUNK = 64
 """Answers encoded between two turns of the loop."""
+PIECE = 256 << 10
+"""What a client has `stall_s` to send, or to read."""
 MAX_MAP_LEN = 4096
 MAX_DIGITS = 40
 MAX_LISTS = 4 << 20
@@ -41,30 +43,42 @@ Answer = dict[str, Any]
 class Bodies:
     """Bodies on their way in, those of all requests together."""
 
-    def __init__(self, most: int, most_each: int, max_calls: int) -> None:
+    def __init__(self, most: int, most_each: int, max_calls: int, stall_s: float = 30.0) -> None:
         self.most = most
         self.most_each = most_each
         self.max_calls = max_calls
+        self.stall_s = stall_s
         self.held = 0
         self._large = asyncio.Semaphore(1)
         """Large ones are decoded one at a time: hostile ones take many times their size."""
 
     async def read(self, request: web.Request) -> bytes:
-        """The body. Raises `Refusal`: 413 for one that is too long, 429 when there are too many at once."""
+        """The body. Raises `Refusal`: 413 for one that is too long, 429 when there are too many at once, 408 for one
+        that does not come on: each `PIECE` of it, and the rest, has `stall_s`."""
         if (length := request.content_length or 0) > self.most_each:
             raise self._too_long(length)
         chunks: list[bytes] = []
         size = 0
+        loop = asyncio.get_running_loop()
         try:
-            async for chunk in request.content.iter_any():
-                chunks.append(chunk)
-                size += len(chunk)
-                self.held += len(chunk)
-                if size > self.most_each:
-                    raise self._too_long(size)
-                if self.held > self.most:
-                    message = f"bodies of {self.held} bytes are being read, at most {self.most}; try again in 1 s"
-                    raise Refusal(429, message, {"Retry-After": "1"})
+            async with asyncio.timeout(self.stall_s) as limit:
+                async for chunk in request.content.iter_any():
+                    if (size + len(chunk)) // PIECE > size // PIECE:
+                        limit.reschedule(loop.time() + self.stall_s)
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    self.held += len(chunk)
+                    if size > self.most_each:
+                        raise self._too_long(size)
+                    if self.held > self.most:
+                        message = f"bodies of {self.held} bytes are being read, at most {self.most}; try again in 1 s"
+                        raise Refusal(429, message, {"Retry-After": "1"})
+        except TimeoutError:
+            raise Refusal(
+                408,
+                f"the body stopped after {size} bytes: expected all of it, or {PIECE} bytes more, within "
+                f"{self.stall_s:g} s; send it faster, or start the service with a larger --stall-s",
+            ) from None
         finally:
             self.held -= size
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)

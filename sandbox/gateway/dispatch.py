@@ -19,7 +19,7 @@ from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError, NodeError, Overloaded
 from sandbox.gateway.admission import Batch, Bounds, Ledger, Ticket
 from sandbox.gateway.metrics import Counters, Sample, executor_samples
-from sandbox.gateway.node import ExecutorProcess, Launch, Node
+from sandbox.gateway.node import ExecutorProcess, Launch, Node, Sized
 from sandbox.types import Status
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,10 @@ class Dispatcher:
     def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
         self.config = config.resolved(machine.cores())
         self.counters = Counters()
-        self.ledger = Ledger(Bounds(config.queue_calls, config.queue_mb << 20, config.attempts, config.tenant_share))
+        bounds = Bounds(
+            config.queue_calls, config.queue_mb << 20, config.attempts, config.tenant_share, config.results_mb << 20
+        )
+        self.ledger = Ledger(bounds)
         self.is_draining = False
         self.nodes: list[Node] = []
         self._launch = launch
@@ -110,6 +113,10 @@ class Dispatcher:
         if self.is_draining:
             raise Overloaded("the service is stopping; send this to another one", retry_after_s=1)
 
+    def turned_away(self) -> None:
+        """There was a connection too many."""
+        self.counters.refused[503] += 1
+
     def submit(self, batch: Batch) -> None:
         """Admit the calls of `batch` and see to their answers. Raises `Overloaded` or `RequestRefused`."""
         self.check_is_open()
@@ -121,6 +128,7 @@ class Dispatcher:
 
     def cancel(self, batch: Batch) -> None:
         """Nobody waits for `batch` any more. Harmless when all is answered."""
+        self.ledger.release(batch)
         timer = self._timers.pop(batch, None)
         if timer is not None:
             timer.cancel()
@@ -141,6 +149,7 @@ class Dispatcher:
             ("calls_waiting", {}, self.ledger.waiting),
             ("calls_running", {}, running),
             ("calls_bytes", {}, self.ledger.bytes),
+            ("results_bytes", {}, self.ledger.results),
             ("executors_ready", {}, sum(node.is_ready for node in self.nodes)),
             ("executor_restarts_total", {}, sum(node.restarts for node in self.nodes)),
         ]
@@ -154,10 +163,10 @@ class Dispatcher:
     def node_has_room(self, node: Node) -> None:
         self._schedule_pump()
 
-    def node_answered(self, node: Node, answers: list[tuple[int, dict[str, Any]]]) -> None:
+    def node_answered(self, node: Node, answers: list[Sized]) -> None:
         answered, now = 0, monotonic()
-        for seq, answer in answers:
-            ticket = self.ledger.answer(node.number, seq, answer)
+        for seq, answer, size in answers:
+            ticket = self.ledger.answer(node.number, seq, answer, size)
             if ticket is not None:
                 answered += 1
                 self._count(ticket, answer, now)

@@ -24,6 +24,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "calls_waiting": ("gauge", "calls admitted that wait for a slot"),
     "calls_running": ("gauge", "calls handed to executors"),
     "calls_bytes": ("gauge", "bytes of code, stdin and files of admitted calls"),
+    "results_bytes": ("gauge", "bytes of results that clients have not read"),
+    "clients_stalled_total": ("counter", "connections cut because their client did not read"),
     "calls_retried_total": ("counter", "calls put back because their executor was lost"),
     "calls_cancelled_total": ("counter", "calls dropped because their client went away"),
     "calls_invalid_total": ("counter", "calls in batches that were malformed"),
@@ -93,6 +95,7 @@ class Counters:
         self.retried = 0
         self.cancelled = 0
         self.invalid = 0
+        self.stalled = 0
         self.bytes_in = 0
         self.bytes_out = 0
         self.queue_s = Histogram()
@@ -108,6 +111,7 @@ class Counters:
         yield "calls_retried_total", {}, self.retried
         yield "calls_cancelled_total", {}, self.cancelled
         yield "calls_invalid_total", {}, self.invalid
+        yield "clients_stalled_total", {}, self.stalled
         yield "body_bytes_total", {"direction": "in"}, self.bytes_in
         yield "body_bytes_total", {"direction": "out"}, self.bytes_out
         yield from self.queue_s.samples("queue_seconds")

@@ -25,6 +25,7 @@ from typing import Any, Protocol, cast
 
 from sandbox import wire
 from sandbox.errors import NodeError, ProtocolError
+from sandbox.gateway.admission import size_of
 from sandbox.types import Status
 
 log = logging.getLogger(__name__)
@@ -65,13 +66,15 @@ class Process(Protocol):
 
 
 Launch = Callable[[], Awaitable[Process]]
+Sized = tuple[int, dict[str, Any], int]
+"""The number of a call, its answer, and about how many bytes that is."""
 
 
 class Owner(Protocol):
     """Who hears from a node."""
 
     def node_ready(self, node: Node) -> None: ...
-    def node_answered(self, node: Node, answers: list[tuple[int, dict[str, Any]]]) -> None: ...
+    def node_answered(self, node: Node, answers: list[Sized]) -> None: ...
     def node_has_room(self, node: Node) -> None: ...
     def node_lost(self, node: Node) -> None: ...
 
@@ -286,14 +289,14 @@ class _Link(asyncio.Protocol):
                 raise ProtocolError(f"a {message[0]!r:.40} frame with {len(message) - 1} parts is out of place")
 
 
-def _answer(pair: Any) -> tuple[int, dict[str, Any]]:
+def _answer(pair: Any) -> Sized:
     """What the gateway itself reads of a result is checked; the rest is passed through."""
     try:
         seq, answer = pair
         usage = answer["usage"]
         sound = isinstance(usage["queue_ms"] + usage["run_ms"], (int, float)) and isinstance(answer["files"], dict)
         if sound and answer["status"] in _STATUSES:
-            return seq, answer
+            return seq, answer, size_of(answer)
     except (TypeError, ValueError, KeyError):
         pass
     raise ProtocolError(f"expected a result as [seq, result], got {pair!r:.120}")

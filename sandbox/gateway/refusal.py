@@ -23,6 +23,7 @@ KINDS = {
     403: "Forbidden",
     404: "NotFound",
     405: "MethodNotAllowed",
+    408: "TooSlow",
     413: "TooLarge",
     415: "UnsupportedMediaType",
     429: "Overloaded",

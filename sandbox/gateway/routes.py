@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -10,9 +13,10 @@ from aiohttp import web
 
 from sandbox.config import ServeConfig
 from sandbox.gateway import codec, intake, metrics
-from sandbox.gateway.admission import Batch
+from sandbox.gateway.admission import Batch, size_of
 from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.dispatch import Dispatcher
+from sandbox.gateway.doors import IDLE_S
 from sandbox.gateway.guard import guard
 from sandbox.gateway.openapi import MOST, Route, document
 from sandbox.gateway.refusal import Refusal, refusals_as_json
@@ -35,11 +39,16 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
     """The application over a dispatcher that somebody else starts and stops."""
     app = web.Application(
         middlewares=[refusals_as_json(dispatcher), guard(config)],
-        handler_args={"handler_cancellation": True, "auto_decompress": False, "access_log": None},
+        handler_args={
+            "handler_cancellation": True,
+            "auto_decompress": False,
+            "access_log": None,
+            "keepalive_timeout": IDLE_S,
+        },
     )
     app[DISPATCHER] = dispatcher
     app[CONFIG] = config
-    app[BODIES] = codec.Bodies(config.queue_mb << 20, config.body_mb << 20, config.batch_calls)
+    app[BODIES] = codec.Bodies(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
     app[STATS] = Stats(dispatcher)
     app.on_startup.append(_start_stats)
     app.on_cleanup.append(_stop_stats)
@@ -48,13 +57,13 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
     return app
 
 
-async def run_call(request: web.Request) -> web.Response:
+async def run_call(request: web.Request) -> web.StreamResponse:
     raw, sent = await _read(request)
     batch = intake.read_call(raw, request.app[CONFIG])
     del raw
-    await _run(request.app[DISPATCHER], batch)
     kind = codec.answer_type(request, sent, BODY_TYPES)
-    return _respond(request, codec.encode_answer(_all(batch)[0], kind), kind)
+    async with _answered(request.app[DISPATCHER], batch):
+        return await _respond(request, codec.encode_answer(_all(batch)[0], kind), kind)
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
@@ -65,8 +74,8 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
     kind = codec.answer_type(request, sent, BATCH_TYPES)
     if kind in (NDJSON, MSGPACK_STREAM):
         return await _stream(request, batch, kind)
-    await _run(request.app[DISPATCHER], batch)
-    return _respond(request, await codec.encode_answers(_all(batch), kind), kind)
+    async with _answered(request.app[DISPATCHER], batch):
+        return await _respond(request, await codec.encode_answers(_all(batch), kind), kind)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -125,14 +134,16 @@ async def _read(request: web.Request) -> tuple[Any, str]:
     return await bodies.decode(body, kind), kind
 
 
-async def _run(dispatcher: Dispatcher, batch: Batch) -> None:
-    """Have all of `batch` answered; a client that goes away in between takes its calls along."""
+@asynccontextmanager
+async def _answered(dispatcher: Dispatcher, batch: Batch) -> AsyncIterator[None]:
+    """Once all of `batch` is answered. A client that goes away before takes its calls along."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     batch.on_done = lambda: None if done.done() else done.set_result(None)
     dispatcher.submit(batch)
     try:
         if batch.left:
             await done
+        yield
     finally:
         dispatcher.cancel(batch)
 
@@ -140,7 +151,7 @@ async def _run(dispatcher: Dispatcher, batch: Batch) -> None:
 async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamResponse:
     """Results as they finish; while the client is slow to read, they gather into larger writes."""
     dispatcher = request.app[DISPATCHER]
-    finished = [index for index, answer in enumerate(batch.answers) if answer is not None]
+    finished = deque(index for index, answer in enumerate(batch.answers) if answer is not None)
     wake = asyncio.Event()
 
     def note(index: int) -> None:
@@ -157,11 +168,15 @@ async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamRe
             if not finished:
                 wake.clear()
                 await wake.wait()
-            some, finished[: codec.CHUNK] = finished[: codec.CHUNK], []
+            some = [finished.popleft() for _ in range(min(codec.CHUNK, len(finished)))]
             left -= len(some)
-            data = b"".join(codec.encode_line(index, batch.take(index), kind) for index in some)
-            dispatcher.counters.bytes_out += len(data)
-            await response.write(data)
+            size, data = 0, b""
+            for index in some:
+                answer = batch.take(index)
+                size += size_of(answer)
+                data += codec.encode_line(index, answer, kind)
+            await _send(request, response, data)
+            dispatcher.ledger.release(batch, size)
         await response.write_eof()
         return response
     finally:
@@ -172,9 +187,37 @@ def _all(batch: Batch) -> list[dict[str, Any]]:
     return [batch.take(index) for index in range(len(batch.answers))]
 
 
-def _respond(request: web.Request, body: bytes, kind: str) -> web.Response:
-    request.app[DISPATCHER].counters.bytes_out += len(body)
-    return web.Response(body=body, headers={"Content-Type": kind})
+async def _respond(request: web.Request, body: bytes, kind: str) -> web.StreamResponse:
+    """Send `body`, and return once the client has read all but what the kernel holds for it."""
+    if len(body) <= codec.PIECE:
+        response = web.Response(body=body, headers={"Content-Type": kind})
+        await _send(request, response, body)
+        return response
+    stream = web.StreamResponse(headers={"Content-Type": kind, "Content-Length": str(len(body))})
+    await stream.prepare(request)
+    await _send(request, stream, body)
+    await stream.write_eof()
+    return stream
+
+
+async def _send(request: web.Request, response: web.StreamResponse, body: bytes) -> None:
+    """`body`, piece by piece. A client that takes longer than `stall_s` for one of them is cut off."""
+    dispatcher, stall_s = request.app[DISPATCHER], request.app[CONFIG].stall_s
+    dispatcher.counters.bytes_out += len(body)
+    try:
+        if isinstance(response, web.Response):
+            async with asyncio.timeout(stall_s):
+                await response.prepare(request)
+                await response.write_eof()
+            return
+        for start in range(0, len(body), codec.PIECE):
+            async with asyncio.timeout(stall_s):
+                await response.write(body[start : start + codec.PIECE])
+    except TimeoutError:
+        dispatcher.counters.stalled += 1
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client read less than {codec.PIECE} bytes in {stall_s:g} s") from None
 
 
 def _page(name: str) -> web.Response:
@@ -182,7 +225,7 @@ def _page(name: str) -> web.Response:
     return web.Response(body=text, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
 
 
-_CALL_REFUSALS = (400, 401, 403, 413, 415, 429, 500, 503)
+_CALL_REFUSALS = (400, 401, 403, 408, 413, 415, 429, 500, 503)
 _RESULT = dict.fromkeys(BODY_TYPES, "Result")
 _RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
 

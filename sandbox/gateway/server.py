@@ -17,6 +17,7 @@ from aiohttp import web
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
 from sandbox.gateway.dispatch import Dispatcher
+from sandbox.gateway.doors import Doors, grant_files
 from sandbox.gateway.metrics import VERSION
 from sandbox.gateway.node import ExecutorProcess, Launch
 from sandbox.gateway.routes import build_app
@@ -47,11 +48,12 @@ async def _serve(config: ServeConfig, launch: Launch) -> None:
         runner = web.AppRunner(build_app(config, dispatcher), shutdown_timeout=CLOSE_S)
         await runner.setup()
         try:
-            address = await _listen(runner, config)
+            doors, address = await _listen(runner, dispatcher)
             if await _started_unless(stop, dispatcher):
                 print(_greeting(address, dispatcher), file=sys.stderr, flush=True)
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
+            doors.close()
         except asyncio.CancelledError:
             dispatcher.kill()
             raise
@@ -77,17 +79,15 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _listen(runner: web.AppRunner, config: ServeConfig) -> str:
-    """Bind, and say where: the port is the real one even if 0 was asked for."""
-    try:
-        await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
-    except OSError as why:
-        raise ConfigError(
-            f"cannot listen on {config.host} port {config.port} ({why.strerror or why}); "
-            "is another server running there? Choose another with --port"
-        ) from None
-    host, port = runner.addresses[0][:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Doors, str]:
+    """Open the doors, and say where."""
+    config = dispatcher.config
+    assert runner.server is not None
+    most = grant_files(config.connections)
+    if most < config.connections:
+        log.warning("%d connections instead of %d: that is what ulimit -n leaves room for", most, config.connections)
+    doors = Doors(runner.server, most, config.stall_s, dispatcher.turned_away)
+    return doors, await doors.open(config.host, config.port)
 
 
 async def _started_unless(stop: asyncio.Event, dispatcher: Dispatcher) -> bool:
