@@ -107,7 +107,7 @@ def _search(args: argparse.Namespace) -> int:
             load = _Load(server, args, bar, bar.add_task("calls", total=n))
             for done in range(0, n, args.mark):
                 statuses += asyncio.run(load.run(min(args.mark, n - done)))
-                marks.append(_holdings(server, load.calls, leftovers))
+                marks.append(holdings(server, load.calls, leftovers))
             pids = server.processes()
         left = leftovers.found(pids)
     leaks = grown(marks, args.settled)
@@ -206,7 +206,7 @@ def grown(marks: Sequence[Holdings], settled: int) -> dict[str, list[float]]:
     return found
 
 
-def _holdings(server: service.Service, calls: int, leftovers: Leftovers) -> Holdings:
+def holdings(server: service.Service, calls: int, leftovers: Leftovers) -> Holdings:
     pids = _at_rest(server)
     return Holdings(
         calls=calls,

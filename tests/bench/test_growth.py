@@ -1,0 +1,72 @@
+"""On series that are made up: a leak is found, noise is not."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from bench import growth
+
+SEEDS = range(50)
+
+
+def _noise(seed: int, n: int = 60, sigma: float = 5.0, alike: float = 0.0) -> list[float]:
+    """Values around 500; of each, `alike` is what is left of the one before."""
+    rng = random.Random(seed)
+    value, values = 0.0, []
+    for _ in range(n):
+        value = alike * value + rng.gauss(0, sigma)
+        values.append(500 + value)
+    return values
+
+
+def _grows(values: list[float], tolerance: float = 1.0) -> bool:
+    return growth.of(values).is_over(tolerance)
+
+
+def test_what_stays_the_same_has_neither_growth_nor_noise() -> None:
+    assert growth.of([7.0] * 20) == growth.Growth(0.0, 0.0)
+
+
+def test_a_straight_line_grows_by_its_height() -> None:
+    assert growth.of([10.0 + 2 * x for x in range(21)]) == growth.Growth(40.0, 0.0)
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
+def test_noise_is_no_leak_even_if_it_wavers_slowly(alike: float) -> None:
+    assert sum(_grows(_noise(seed, alike=alike)) for seed in SEEDS) <= 1
+
+
+def test_a_leak_is_found_under_noise_that_is_as_large() -> None:
+    assert all(_grows([value + x * 20 / 59 for x, value in enumerate(_noise(seed))]) for seed in SEEDS)
+
+
+def test_a_leak_is_found_under_wild_values() -> None:
+    rng = random.Random(1)
+    leak = [x / 2 + (rng.uniform(-400, 400) if x % 5 == 0 else rng.gauss(0, 1)) for x in range(60)]
+    assert _grows(leak)
+
+
+def test_wild_values_are_no_leak() -> None:
+    assert not _grows([500.0 + (x * 40 if x % 5 == 0 else 0) for x in range(60)])
+
+
+def test_what_falls_does_not_grow() -> None:
+    assert not _grows([value - x for x, value in enumerate(_noise(1))])
+
+
+def test_a_wave_that_comes_back_is_no_leak() -> None:
+    assert not _grows([500 + 20 * math.sin(x / 60 * 2 * math.pi + 1.5 * math.pi) for x in range(60)])
+
+
+def test_growth_within_the_tolerance_is_not_worth_a_word() -> None:
+    line = [x / 10 for x in range(41)]
+    assert not _grows(line, 4.0) and _grows(line, 3.9)
+
+
+def test_thousands_of_values_are_taken_together() -> None:
+    values = [value + x / 200 for x, value in enumerate(_noise(1, n=4000))]
+    rise = growth.of(values)
+    assert rise.by == pytest.approx(20, abs=3) and rise.is_over(4)
