@@ -103,24 +103,6 @@ class Confinement:
             for door in self.doors.get(slot, ()):
                 os.write(door, b"0")
 
-    def rehearse(self) -> None:
-        """Walk through `enter` in the zygote itself, to no effect, so that no call has to warm its bytecode in memory
-        that it must first copy: system calls that would change something are another one, and numbers are as they
-        are (an id of -1 leaves ids alone)."""
-        global _unshare, _mount, _capset, _prctl, _syscall
-        kept, address_space, folder = (_unshare, _mount, _capset, _prctl, _syscall), self.address_space, os.getcwd()
-        ground, self.ground = self.ground, None
-        _unshare = _mount = _capset = _prctl = _syscall = _libc.getpid
-        self.address_space = 0
-        here = {name: resource.getrlimit(what)[1] for name, what in _BOUNDED.items()}
-        try:
-            for _ in range(20):
-                self.enter(-1 - (self._uid_base or 0), here)
-        finally:
-            _unshare, _mount, _capset, _prctl, _syscall = kept
-            self.address_space, self.ground = address_space, ground
-            os.chdir(folder)
-
     def enter(self, slot: int, limits: dict) -> None:
         """Confine this process for good. Mounts come first (they need privilege), then the identity that had the
         privilege goes, then what it may use, and the filter last, since it forbids most of what came before."""

@@ -420,38 +420,3 @@ def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-_SCRIPTS = (
-    b"print(1 + 1)",
-    b"import math\ndef f(n):\n    return n * 2\n\nfor i in range(3):\n    print(f'{f(i)}', math.sqrt(i))\n",
-    b"x = [1, 2, 3]\nsum(x)",
-    b"1 / 0",
-    b"x = (",
-)
-
-
-def rehearse() -> None:
-    """Run a few scripts in the zygote itself, into nowhere, often enough that the interpreter has settled.
-
-    It rewrites its own bytecode and fills its caches as it goes (PEP 659); done here, no call has to do it again in
-    memory that it must first copy.
-    """
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    names, first = dict(_main.__dict__), sys.path[0]
-    for _ in range(20):
-        for source in _SCRIPTS:
-            _start(False)
-            report = _Report(1024)
-            _run_script({"output": 1024, "echo": True}, source, [], report)
-            report.encode()
-            _return_files([], "")
-            _flush(0)
-            _main.__dict__.clear()
-            _main.__dict__.update(names)
-    linecache.cache.pop(SCRIPT)
-    sys.path[0] = first  # not the folder that this runs in
-    os.dup2(stderr, 2)
-    os.close(stderr)
-    os.close(nowhere)

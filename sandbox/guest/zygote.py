@@ -38,6 +38,7 @@ import confine
 import frames
 import pages
 import profiles
+import rehearsal
 import runner
 
 _FIRST_FREE_FD = 10
@@ -127,12 +128,12 @@ class Zygote:
     def become(self, profile: str) -> None:
         """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
         missing = profiles.load(profile)
-        self.layers.rehearse()
-        runner.rehearse()
+        rehearsal.play(self, 20)
         if threading.active_count() != 1:
             raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
         pages.settle_code()
         pages.settle()
+        rehearsal.play(self, 2)  # what settling has put out of the interpreter's caches comes back
         modules = sorted({name.partition(".")[0] for name in sys.modules})
         self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
         self.outbox.flush()
