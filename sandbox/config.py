@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ SLOTS_PER_CORE = 8
 """Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep memory small."""
 CORES_PER_EXECUTOR = 8
 """An executor is one thread, which spends a fraction of a millisecond on a call that costs a core several."""
+CORES_PER_GATEWAY = 16
+"""A gateway moves over 8,000 calls a second (`bench.gateway`); 16 cores run hardly more of the shortest ones."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 ZYGOTE_PROFILES = tuple(p.value for p in Profile if p is not Profile.AUTO)
@@ -150,6 +152,9 @@ class ServeConfig:
     port: int = _setting(8642, Range(0, 65535), "port to listen on; 0 takes a free one")
     token: str | None = _setting(None, Text(), "what clients must send as 'Authorization: Bearer TOKEN'", secret=True)
     token_file: str | None = _setting(None, Text(), "file holding the token")
+    gateways: int = _setting(
+        1, Range(0, 256), f"gateway processes on the one port; 0 is one per {CORES_PER_GATEWAY} cores"
+    )
     executors: int = _setting(0, Range(0, 1024), f"executor processes; 0 is one per {CORES_PER_EXECUTOR} cores")
     queue_calls: int = _setting(100_000, Range(1, 100_000_000), "calls waiting or running before new ones get 429")
     queue_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of calls held before new ones get 429")
@@ -189,19 +194,32 @@ class ServeConfig:
         """With numbers in place of zeros, on a machine that grants `cores`. Raises `ConfigError`."""
         cores = self.cores or cores
         slots = self.slots or SLOTS_PER_CORE * cores
-        executors = self.executors or min(slots, -(-cores // CORES_PER_EXECUTOR))
-        if executors > slots:
+        gateways = self.gateways or -(-cores // CORES_PER_GATEWAY)
+        executors = self.executors or max(gateways, min(slots, -(-cores // CORES_PER_EXECUTOR)))
+        if executors < gateways:
+            raise ConfigError(f"executors={executors} for gateways={gateways}: expected one each; lower gateways")
+        if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
-        return replace(self, cores=cores, slots=slots, executors=executors, zygotes=self.zygotes or cores)
+        zygotes = self.zygotes or cores
+        return replace(self, cores=cores, slots=slots, gateways=gateways, executors=executors, zygotes=zygotes)
+
+    def parts(self) -> list[ServeConfig]:
+        """What each gateway gets, once all is resolved."""
+        return [replace(self, gateways=1, **part) for part in self._divided(PARTED, self.gateways)]
 
     def shares(self) -> list[ExecutorConfig]:
         """What each executor gets of cores, slots and warm interpreters, once these are resolved."""
-        parts = zip(*(divided(getattr(self, name), self.executors) for name in SHARED), strict=True)
-        return [replace(self.executor(), **dict(zip(SHARED, part, strict=True))) for part in parts]
+        return [replace(self.executor(), **part) for part in self._divided(SHARED, self.executors)]
+
+    def _divided(self, names: Sequence[str], parts: int) -> list[dict[str, Any]]:
+        shares = zip(*(divided(getattr(self, name), parts) for name in names), strict=True)
+        return [dict(zip(names, share, strict=True)) for share in shares]
 
 
 SHARED = ("cores", "slots", "zygotes")
 """Settings that are for all executors together."""
+PARTED = (*SHARED, "executors", "queue_calls", "queue_mb", "results_mb", "connections")
+"""Settings that are for all gateways together."""
 
 
 def divided(total: int, parts: int) -> list[int]:

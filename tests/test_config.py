@@ -154,6 +154,23 @@ def test_executors_share_what_is_the_whole_servers(
     assert [(share.cores, share.slots, share.zygotes) for share in shares] == expected
 
 
+def test_gateways_share_what_is_the_whole_servers() -> None:
+    config = ServeConfig(gateways=0, queue_calls=1001, connections=9).resolved(40)
+    parts = config.parts()
+    assert [(part.cores, part.executors, part.queue_calls, part.connections) for part in parts] == [
+        (14, 2, 334, 3),
+        (13, 2, 334, 3),
+        (13, 1, 333, 3),
+    ]
+    assert sum(len(part.resolved(40).shares()) for part in parts) == config.executors == 5
+    assert all(part.resolved(40) == part for part in parts)
+
+
+def test_a_gateway_without_an_executor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="executors=1 for gateways=2: expected one each; lower gateways"):
+        ServeConfig(executors=1, gateways=2).resolved(8)
+
+
 def test_an_executor_without_a_slot_is_refused() -> None:
     with pytest.raises(ConfigError, match="slots=2 for executors=3: expected a slot each; lower executors"):
         ServeConfig(slots=2, executors=3).resolved(8)

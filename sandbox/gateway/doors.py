@@ -53,10 +53,7 @@ class Doors:
                 self._connection, host, port, backlog=BACKLOG, reuse_address=True, reuse_port=is_shared
             )
         except OSError as why:
-            raise ConfigError(
-                f"cannot listen on {host} port {port} ({why.strerror or why}); "
-                "is another server running there? Choose another with --port"
-            ) from None
+            raise cannot_listen(host, port, why) from None
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -139,6 +136,14 @@ def _full(most: int) -> bytes:
         f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
+
+
+def cannot_listen(host: str, port: int, why: OSError) -> ConfigError:
+    """What is said when an address is not to be had."""
+    return ConfigError(
+        f"cannot listen on {host} port {port} ({why.strerror or why}); "
+        "is another server running there? Choose another with --port"
+    )
 
 
 def grant_files(connections: int) -> int:

@@ -20,12 +20,14 @@ from sandbox.gateway.doors import IDLE_S
 from sandbox.gateway.guard import guard
 from sandbox.gateway.openapi import MOST, Route, document
 from sandbox.gateway.refusal import Refusal, refusals_as_json
+from sandbox.gateway.siblings import Siblings, State
 from sandbox.gateway.stats import Stats
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 CONFIG = web.AppKey("config", ServeConfig)
 BODIES = web.AppKey("bodies", codec.Bodies)
 STATS = web.AppKey("stats", Stats)
+SIBLINGS = web.AppKey("siblings", Siblings)
 
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
@@ -35,8 +37,8 @@ PAGE_HEADERS = {
 }
 
 
-def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
-    """The application over a dispatcher that somebody else starts and stops."""
+def build_app(config: ServeConfig, dispatcher: Dispatcher, siblings: Siblings | None = None) -> web.Application:
+    """The application over a dispatcher that somebody else starts and stops, one of several or alone."""
     app = web.Application(
         middlewares=[refusals_as_json(dispatcher), guard(config)],
         handler_args={
@@ -50,6 +52,7 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
     app[CONFIG] = config
     app[BODIES] = codec.Bodies(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
     app[STATS] = Stats(dispatcher)
+    app[SIBLINGS] = siblings or Siblings()
     app.on_startup.append(_start_stats)
     app.on_cleanup.append(_stop_stats)
     for route in ROUTES:
@@ -79,22 +82,43 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
 
 
 async def health(request: web.Request) -> web.Response:
-    if not request.app[DISPATCHER].is_alive:
+    states = await _states(request)
+    if not all(state["is_alive"] for state in states.values()):
         raise Refusal(503, "no executor has been up for minutes; the service's log says why")
     return web.json_response({"status": "ok"})
 
 
 async def ready(request: web.Request) -> web.Response:
-    dispatcher = request.app[DISPATCHER]
-    if not dispatcher.is_ready:
-        why = "the service is stopping" if dispatcher.is_draining else "no executor is ready yet"
+    """Whoever asks may come to any gateway the next time, so all that are up are to be ready."""
+    states = await _states(request)
+    if not all(state["is_ready"] for state in states.values()):
+        why = "the service is stopping" if request.app[DISPATCHER].is_draining else "no executor is ready yet"
         raise Refusal(503, f"{why}; try again in 1 s, or another one", {"Retry-After": "1"})
     return web.json_response({"status": "ready"})
 
 
 async def scrape(request: web.Request) -> web.Response:
-    text = metrics.render(iter(request.app[DISPATCHER].samples()))
+    """Everything that all gateways count: whoever is asked answers for all, so that no scrape sees a part."""
+    states = await _states(request)
+    if request.app[SIBLINGS].count == 1:
+        samples = states[0]["samples"]
+    else:
+        samples = [("gateways_up", {}, len(states))]
+        for number, state in sorted(states.items()):
+            samples += [(name, {"gateway": str(number), **labels}, value) for name, labels, value in state["samples"]]
+    text = metrics.render(iter(samples))
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def state_of(dispatcher: Dispatcher) -> State:
+    """What a gateway tells its siblings of itself."""
+    return {"is_alive": dispatcher.is_alive, "is_ready": dispatcher.is_ready, "samples": dispatcher.samples()}
+
+
+async def _states(request: web.Request) -> dict[int, State]:
+    """This gateway's state, and those of all that are up."""
+    siblings = request.app[SIBLINGS]
+    return {**await siblings.ask(), siblings.number: state_of(request.app[DISPATCHER])}
 
 
 async def stats(request: web.Request) -> web.Response:

@@ -10,17 +10,22 @@ import asyncio
 import logging
 import signal
 import sys
+from typing import Any
 
 import uvloop
 from aiohttp import web
 
+from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
+from sandbox.gateway import gateways
 from sandbox.gateway.dispatch import Dispatcher
 from sandbox.gateway.doors import Doors, grant_files
+from sandbox.gateway.gateways import Post
 from sandbox.gateway.metrics import VERSION
 from sandbox.gateway.node import ExecutorProcess, Launch
-from sandbox.gateway.routes import build_app
+from sandbox.gateway.routes import build_app, state_of
+from sandbox.gateway.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +36,20 @@ CLOSE_S = 5.0
 def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
     try:
+        config = config.resolved(machine.cores())
+        if config.gateways == 1:
+            return _run(config, launch)
+        return gateways.serve(config, lambda part, post: _run(part, launch, post), _greet)
+    except ConfigError as why:
+        print(f"rstar-sandbox: {why}", file=sys.stderr)
+        return 1
+
+
+def _run(config: ServeConfig, launch: Launch, post: Post | None = None) -> int:
+    """One gateway, alone or at its post among several."""
+    try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, launch))
+            runner.run(_serve(config, launch, post))
     except ConfigError as why:
         print(f"rstar-sandbox: {why}", file=sys.stderr)
         return 1
@@ -42,15 +59,23 @@ def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     return 0
 
 
-async def _serve(config: ServeConfig, launch: Launch) -> None:
+async def _serve(config: ServeConfig, launch: Launch, post: Post | None) -> None:
     stop = _stop_on_signals()
+    siblings = post.siblings if post else Siblings()
+    if post:
+        _stop_on_end_of(post.lifeline, stop)
     async with Dispatcher(config, launch) as dispatcher:
-        runner = web.AppRunner(build_app(config, dispatcher), shutdown_timeout=CLOSE_S)
+        app = build_app(config, dispatcher, siblings)
+        runner = web.AppRunner(app, shutdown_timeout=CLOSE_S)
         await runner.setup()
         try:
-            doors, address = await _listen(runner, dispatcher)
+            await siblings.open(lambda: state_of(dispatcher))
+            doors, address = await _listen(runner, dispatcher, is_shared=post is not None)
             if await _started_unless(stop, dispatcher):
-                print(_greeting(address, dispatcher), file=sys.stderr, flush=True)
+                if post:
+                    post.report(_about(dispatcher))
+                else:
+                    _greet(address, [_about(dispatcher)])
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
             doors.close()
@@ -60,7 +85,19 @@ async def _serve(config: ServeConfig, launch: Launch) -> None:
         except ConfigError:
             await runner.cleanup()
             raise
+        finally:
+            siblings.close()
         await runner.cleanup()
+
+
+def _stop_on_end_of(pipe: int, stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_end() -> None:
+        loop.remove_reader(pipe)
+        stop.set()
+
+    loop.add_reader(pipe, on_end)
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -79,7 +116,7 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Doors, str]:
+async def _listen(runner: web.AppRunner, dispatcher: Dispatcher, *, is_shared: bool = False) -> tuple[Doors, str]:
     """Open the doors, and say where."""
     config = dispatcher.config
     assert runner.server is not None
@@ -87,7 +124,7 @@ async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Doors,
     if most < config.connections:
         log.warning("%d connections instead of %d: that is what ulimit -n leaves room for", most, config.connections)
     doors = Doors(runner.server, most, config.stall_s, dispatcher.turned_away)
-    return doors, await doors.open(config.host, config.port)
+    return doors, await doors.open(config.host, config.port, is_shared=is_shared)
 
 
 async def _started_unless(stop: asyncio.Event, dispatcher: Dispatcher) -> bool:
@@ -114,10 +151,22 @@ async def _reason_of(dispatcher: Dispatcher) -> ConfigError | None:
     return None
 
 
-def _greeting(address: str, dispatcher: Dispatcher) -> str:
+def _about(dispatcher: Dispatcher) -> dict[str, Any]:
+    """What a greeting says of one gateway."""
     about = dispatcher.nodes[0].about
-    slots = sum(node.about["slots"] for node in dispatcher.nodes)
-    return (
-        f"rstar-sandbox {VERSION} on {address}  isolation={about.get('isolation', '?')}  slots={slots}  "
-        f"python={about.get('python', '?')}"
+    return {
+        "slots": sum(node.about["slots"] for node in dispatcher.nodes),
+        "isolation": str(about.get("isolation", "?"))[:40],
+        "python": str(about.get("python", "?"))[:40],
+    }
+
+
+def _greet(address: str, gateways: list[dict[str, Any]]) -> None:
+    """Say on stderr that the server is ready."""
+    first, several = gateways[0], f"  gateways={len(gateways)}" if len(gateways) > 1 else ""
+    print(
+        f"rstar-sandbox {VERSION} on {address}  isolation={first['isolation']}  "
+        f"slots={sum(gateway['slots'] for gateway in gateways)}  python={first['python']}{several}",
+        file=sys.stderr,
+        flush=True,
     )

@@ -20,13 +20,16 @@ import functools, sys
 from sandbox.config import ServeConfig
 from sandbox.gateway import serve
 from sandbox.gateway.node import ExecutorProcess
-sys.exit(serve(ServeConfig(port={port}, drain_s={drain_s}), functools.partial(ExecutorProcess.launch, {module!r})))
+config = ServeConfig(port={port}, drain_s={drain_s}, gateways={gateways})
+sys.exit(serve(config, functools.partial(ExecutorProcess.launch, {module!r})))
 """
 
 
 @contextmanager
-def server(port: int = 0, drain_s: float = 5, module: str = "tests.fakes") -> Iterator[subprocess.Popen[str]]:
-    code = SERVE.format(port=port, drain_s=drain_s, module=module)
+def server(
+    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", gateways: int = 1
+) -> Iterator[subprocess.Popen[str]]:
+    code = SERVE.format(port=port, drain_s=drain_s, module=module, gateways=gateways)
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
