@@ -128,7 +128,7 @@ def _measure(args: argparse.Namespace) -> int:
                         costs[name, step].append(cost)
     figures = summarise(costs, args)
     _show(figures)
-    output.plot(args.plot, lambda axes: _draw(axes, figures["profiles"]))
+    output.plot(args.plot, lambda axes: draw(axes, figures))
     output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
@@ -410,8 +410,9 @@ def _show(figures: Mapping[str, Any]) -> None:
         output.show(title, ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
 
 
-def _draw(axes: Any, profiles: Mapping[str, Any]) -> None:
-    """One bar per profile, stacked by what each step adds."""
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """What a run printed as JSON: one bar per profile, stacked by what each step adds."""
+    profiles = figures["profiles"]
     names = list(profiles)
     bottom = [0.0] * len(names)
     for step in (step for step in STEPS if step != "os.fork"):

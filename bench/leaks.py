@@ -124,7 +124,7 @@ def _search(args: argparse.Namespace) -> int:
         "holds": not leaks and not left,
     }
     _show(figures)
-    output.plot(args.plot, lambda axes: _draw(axes, marks))
+    output.plot(args.plot, lambda axes: draw(axes, figures))
     output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
@@ -244,8 +244,10 @@ def _show(figures: Mapping[str, Any]) -> None:
         print(f"leaks: left behind: {line}", file=sys.stderr)
 
 
-def _draw(axes: Any, marks: Sequence[Holdings]) -> None:
-    axes.plot([mark.calls for mark in marks], [mark.memory_mb for mark in marks], marker="o")
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """What a run printed as JSON, as a picture."""
+    marks = figures["marks"]
+    axes.plot([mark["calls"] for mark in marks], [mark["memory_mb"] for mark in marks], marker="o")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("calls")
     axes.set_ylabel("memory of the server at rest, MiB")

@@ -173,7 +173,7 @@ def _mixed(args: argparse.Namespace) -> int:
         figures["missed"] += figures.get(part, {}).get("missed", [])
     figures["holds"] = not figures["missed"]
     _show(figures, examples)
-    output.plot(args.plot, lambda axes: _draw(axes, figures))
+    output.plot(args.plot, lambda axes: draw(axes, figures))
     output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
@@ -446,7 +446,8 @@ def _show(figures: Mapping[str, Any], examples: Sequence[str]) -> None:
 STORM_ROWS = (("without them", "calm_ms"), ("with them", "storm_ms"))
 
 
-def _draw(axes: Any, figures: Mapping[str, Any]) -> None:
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """What a run printed as JSON, as a picture."""
     rows = {}
     if traffic := figures.get("traffic"):
         rows = {"traffic, no loops": traffic["without_loops"]["short_ms"], "traffic": traffic["with_loops"]["short_ms"]}

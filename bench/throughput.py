@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +113,7 @@ def _compare(args: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"bench": "throughput", "rounds": args.rounds, "scale": args.scale}
     figures |= {"batch": BATCH, "in_flight": IN_FLIGHT, "holds": all(r["holds"] for r in rows.values()), "kinds": rows}
     _show(figures)
-    output.plot(args.plot, lambda axes: _draw(axes, rows))
+    output.plot(args.plot, lambda axes: draw(axes, figures))
     output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
@@ -229,7 +229,9 @@ def _show(figures: dict[str, Any]) -> None:
     output.show("isolated over HTTP, beside a fresh interpreter per call", columns, rows)
 
 
-def _draw(axes: Any, rows: dict[str, Any]) -> None:
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """What a run printed as JSON, as a picture."""
+    rows = figures["kinds"]
     for offset, label, values in (
         (-0.2, "service, isolated", [row["calls_per_s"] for row in rows.values()]),
         (0.2, "fresh interpreter, not isolated", [row["fresh"]["calls_per_s"] for row in rows.values()]),

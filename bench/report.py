@@ -1,0 +1,293 @@
+"""The tables in the documents and the plots, out of the results that are committed.
+
+    python -m bench.report --tables          # rewrite the tables in README.md and docs/
+    python -m bench.report --check           # fail if they are not what the results say
+    python -m bench.report --plots FOLDER    # draw the results (needs the [bench] extra)
+    python -m bench.report                   # print all tables
+
+A table stands between `<!-- numbers: NAME -->` and `<!-- /numbers -->`, and is made from `bench/results/NAME.json`,
+which is what `python -m bench.NAME --json` printed. Where there is no such file yet, nothing stands there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench import output
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).with_name("results")
+DRAWN = ("throughput", "peers", "layers", "leaks", "mixed")
+"""Benchmarks whose module has a `draw(axes, figures)`."""
+BLOCK = re.compile(r"(<!-- numbers: ([\w-]+) -->\n)(.*?)(<!-- /numbers -->)", re.DOTALL)
+
+KINDS = {
+    "print": "`print(1 + 1)`",
+    "numpy": "numpy determinant",
+    "sympy": "`sympy.solve`",
+    "mix": "the mix of real traffic",
+}
+
+Figures = Mapping[str, Any]
+Render = Callable[[Figures], list[str]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Whatever is asked for; 1 if `--check` finds a difference."""
+    args = _parser().parse_args(argv)
+    return output.run_as_command("report", lambda: _report(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--tables", action="store_true", help="rewrite the tables in README.md and docs/")
+    what.add_argument("--check", action="store_true", help="fail if they are not what the results say")
+    what.add_argument("--plots", metavar="FOLDER", type=Path, help="draw the results into this folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def _report(args: argparse.Namespace) -> int:
+    results = read_results(RESULTS)
+    figures: dict[str, Any] = {"bench": "report", "results": sorted(results)}
+    if args.plots:
+        figures["plots"] = [str(file) for file in _plot(results, args.plots)]
+    elif args.tables or args.check:
+        texts = {file: file.read_text(encoding="utf-8") for file in documents()}
+        fresh = {file: filled(text, results) for file, text in texts.items()}
+        figures["differ"] = [str(file.relative_to(ROOT)) for file in texts if texts[file] != fresh[file]]
+        _say_or_write(args, fresh, figures["differ"])
+    else:
+        for name in sorted(set(results) & set(TABLES)):
+            print(f"{name}\n\n{table_of(name, results[name])}")
+    if args.json:
+        print(json.dumps(figures), flush=True)
+    return 1 if args.check and figures["differ"] else 0
+
+
+def read_results(folder: Path) -> dict[str, Figures]:
+    """The results in a folder, by name."""
+    return {file.stem: json.loads(file.read_bytes()) for file in sorted(folder.glob("*.json"))}
+
+
+def documents() -> list[Path]:
+    """Where tables may stand."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled(text: str, results: Mapping[str, Figures]) -> str:
+    """`text` with each table as `results` have it. Raises `BenchFailed` for one that nothing here renders."""
+
+    def fill(block: re.Match[str]) -> str:
+        head, name, _, foot = block.groups()
+        if name not in TABLES:
+            raise output.BenchFailed(f"expected numbers of one of {', '.join(TABLES)}, got a block for {name!r}")
+        return head + (table_of(name, results[name]) if name in results else "") + foot
+
+    if text.count("<!-- numbers:") != len(BLOCK.findall(text)):
+        raise output.BenchFailed("expected <!-- /numbers --> after each <!-- numbers: NAME -->, each on its own line")
+    return BLOCK.sub(fill, text)
+
+
+def table_of(name: str, figures: Figures) -> str:
+    """The lines of one result, and where it was measured."""
+    return "\n".join([*TABLES[name](figures), "", _where(name, figures["machine"]), ""])
+
+
+def _say_or_write(args: argparse.Namespace, fresh: Mapping[Path, str], differ: Iterable[str]) -> None:
+    for name in differ:
+        if args.check:
+            print(f"{name}: not what bench/results says; run `python -m bench.report --tables`", file=sys.stderr)
+        else:
+            (ROOT / name).write_text(fresh[ROOT / name], encoding="utf-8")
+            print(f"wrote {name}", file=sys.stderr)
+
+
+def _plot(results: Mapping[str, Figures], folder: Path) -> list[Path]:
+    if find_spec("matplotlib") is None:
+        raise output.BenchFailed("plots need matplotlib; pip install 'rstar-sandbox[bench]'")
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {folder / f"{name}.png": name for name in DRAWN if name in results}
+    for file, name in drawn.items():
+        draw = partial(import_module(f"bench.{name}").draw, figures=results[name])
+        output.plot(str(file), draw)
+    return list(drawn)
+
+
+# Tables
+
+
+def _throughput(figures: Figures) -> list[str]:
+    columns = ("calls", "calls/s", "fresh/s", "ratio", "p50 / p99 ms", "CPU ms a call", "fresh", "MiB at most")
+    return _table(
+        columns,
+        (
+            (
+                KINDS[name],
+                _number(row["calls_per_s"]),
+                _number(row["fresh"]["calls_per_s"]),
+                f"{row['ratio']:.1f}×",
+                _pair(row["latency_ms"]),
+                f"{row['cpu_ms']:.1f}",
+                f"{row['fresh']['cpu_ms']:.0f}",
+                _number(row["memory_mb"]),
+            )
+            for name, row in figures["kinds"].items()
+        ),
+    )
+
+
+def _layers(figures: Figures) -> list[str]:
+    columns = ("warm interpreter", "fork, run, exit: CPU ms", "all of a call, over HTTP", "ratio")
+    rows = []
+    for name, profile in figures["profiles"].items():
+        steps = profile["steps"]
+        rows.append(
+            (name, f"{steps['floor']['cpu_ms']:.2f}", f"{steps['http']['cpu_ms']:.2f}", f"{profile['ratio']:.2f}×")
+        )
+    return _table(columns, rows)
+
+
+def _chaos(figures: Figures) -> list[str]:
+    answered = sum(figures["statuses"].values())
+    return [
+        f"{answered:,} calls while something that runs them was killed every {figures['kill_every_s']:g} s "
+        f"({sum(figures['kills'].values()):,} kills): {figures['lost']:,} lost, {figures['doubled']:,} doubled, "
+        f"{figures['mixed_up']:,} mixed up, {figures['statuses'].get('unavailable', 0):,} `unavailable`."
+    ]
+
+
+def _agreement(figures: Figures) -> list[str]:
+    return [
+        f"{figures['calls']:,} calls beside a fresh interpreter: {figures['equal']:,} with the same verdict and output,"
+        f" {figures['different']:,} with another, {figures['unsettled']:,} that differ from run to run."
+    ]
+
+
+def _leaks(figures: Figures) -> list[str]:
+    grown, left = (", ".join(figures[name]) or "nothing" for name in ("grown", "left_behind"))
+    return [
+        f"What {figures['calls']:,} calls made grow in the server: {grown}; what it left behind at its end: {left}."
+    ]
+
+
+def _burst(figures: Figures) -> list[str]:
+    rows = [
+        (name, _number(pace["calls"]), _number(pace["calls_per_s"]), _pair(pace["latency_ms"]), f"{pace['cpu_ms']:.2f}")
+        for name, pace in (("all at once", figures["burst"]), ("a steady load", figures["steady"]))
+    ]
+    memory = figures["memory_mb"]
+    return [
+        *_table(("", "calls", "calls/s", "p50 / p99 ms", "CPU ms a call"), rows),
+        "",
+        f"{figures['lost']:,} lost, {figures['doubled']:,} doubled, {figures['wrong']:,} wrong; "
+        f"{figures['ratio']:.2f} of the steady load's calls/s; "
+        f"{memory['idle']:,} MiB idle, {memory['peak']:,} MiB at the peak.",
+    ]
+
+
+def _mixed(figures: Figures) -> list[str]:
+    rows = []
+    if traffic := figures.get("traffic"):
+        loops = traffic["with_loops"]["loops"]
+        rows.append((f"real traffic, {traffic['rate']:g} calls/s", traffic["without_loops"]["short_ms"]))
+        rows.append((f"the same, {loops} endless loops among it", traffic["with_loops"]["short_ms"]))
+    if storm := figures.get("storm"):
+        rows.append(("one `print` after another", storm["calm_ms"]))
+        rows.append((f"the same under {storm['loops']} endless loops", storm["storm_ms"]))
+    return _table(("short calls", "p50 / p90 ms"), ((name, _pair(points, "p90")) for name, points in rows))
+
+
+def _invariance(figures: Figures) -> list[str]:
+    return [
+        f"{figures['calls']:,} calls alone, then all at once beside {figures['loops']} endless loops and "
+        f"{figures['load']} busy processes: {len(figures['changed'])} verdicts or outputs changed. "
+        f"{figures['known']:,} of them need a known share of their limit, from 0.5 to 2 times: "
+        f"{len(figures['misjudged'])} misjudged."
+    ]
+
+
+def _soak(figures: Figures) -> list[str]:
+    bad = [f"{figures[name]:,} {name.replace('_', ' ')}" for name in ("lost", "doubled", "mixed_up", "unavailable")]
+    rows = [
+        (name.replace("_", " "), *(f"{half[part]:,.1f}" for part in ("median", "growth", "noise")))
+        for name, half in figures["last_half"].items()
+    ]
+    columns = ("of the server, in the last half", "median", "growth", "noise")
+    return [f"{figures['answered']:,} calls: {', '.join(bad)}.", "", *_table(columns, rows)]
+
+
+def _gateway(figures: Figures) -> list[str]:
+    return [
+        f"One gateway process, its executors stubbed, in batches of {figures['batch']}: "
+        f"{figures['calls_per_s']:,.0f} calls/s, {figures['cpu_us']:.0f} µs of its CPU a call."
+    ]
+
+
+def _peers(figures: Figures) -> list[str]:
+    systems = figures["systems"]
+    rows = []
+    for kind, row in figures["kinds"].items():
+        rows.append((KINDS[kind], *(_peer(row.get(name)) for name in systems)))
+    return _table(("calls/s (without a right verdict)", *systems), rows)
+
+
+def _peer(row: Figures | None) -> str:
+    if row is None:
+        return "-"
+    share = 100 * (row["wrong"] + row["unanswered"]) / row["calls"]
+    return _number(row["calls_per_s"]) + (f" ({share:.1f} %)" if share else "")
+
+
+TABLES: dict[str, Render] = {
+    "throughput": _throughput,
+    "peers": _peers,
+    "layers": _layers,
+    "burst": _burst,
+    "mixed": _mixed,
+    "invariance": _invariance,
+    "soak": _soak,
+    "gateway": _gateway,
+    "chaos": _chaos,
+    "agreement": _agreement,
+    "leaks": _leaks,
+}
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """In Markdown; the first column is text, the others are numbers."""
+    return [
+        f"| {' | '.join(columns)} |",
+        f"|---|{'---:|' * (len(columns) - 1)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _where(name: str, machine: Figures) -> str:
+    day = machine["date"].partition("T")[0]
+    return (
+        f"<sub>`python -m bench.{name}` on {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, "
+        f"load {machine['load'][0]:g} at its end; commit {machine['commit']}, {day}</sub>"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _pair(latency_ms: Figures, high: str = "p99") -> str:
+    return " / ".join(_number(latency_ms[name]) for name in ("p50", high))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The documents say what the results say, and a difference is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import report
+from bench.output import BenchFailed
+
+MACHINE = {
+    "cpu": "Z80",
+    "cores": 2,
+    "kernel": "6.1",
+    "load": [0.5],
+    "commit": "abc",
+    "date": "2026-01-02T03:04:05",
+}
+PACE = {"calls": 45000, "calls_per_s": 321.4, "cpu_ms": 3.21, "latency_ms": {"p50": 1.5, "p90": 2.0, "p99": 140_000.0}}
+POINTS = {"p50": 5.0, "p90": 60.5, "p99": 200.0}
+
+MADE_UP: dict[str, dict[str, Any]] = {
+    "burst": {
+        "burst": PACE, "steady": PACE, "lost": 1, "doubled": 2, "wrong": 3, "ratio": 0.95,
+        "memory_mb": {"idle": 600, "peak": 1400},
+    },
+    "mixed": {
+        "traffic": {"rate": 9.5, "without_loops": {"short_ms": POINTS}, "with_loops": {"short_ms": POINTS, "loops": 6}},
+        "storm": {"loops": 40, "calm_ms": POINTS, "storm_ms": POINTS},
+    },
+    "invariance": {"calls": 100, "known": 40, "loops": 5, "load": 4, "changed": [{}], "misjudged": ["a", "b"]},
+    "soak": {
+        "answered": 1_000_000, "lost": 0, "doubled": 1, "mixed_up": 2, "unavailable": 3,
+        "last_half": {"memory_mb": {"median": 800.0, "growth": 1.25, "noise": 3.0, "tolerance": 1}},
+    },
+    "gateway": {"batch": 64, "calls_per_s": 9876.5, "cpu_us": 101.2},
+    "peers": {
+        "systems": ["ours", "code-judge"],
+        "kinds": {
+            "print": {
+                "ours": {"calls": 100, "calls_per_s": 500.0, "wrong": 0, "unanswered": 0},
+                "code-judge": {"calls": 40, "calls_per_s": 12.5, "wrong": 1, "unanswered": 9},
+            },
+            "mix": {"ours": {"calls": 1, "calls_per_s": 1.0, "wrong": 0, "unanswered": 0}},
+        },
+    },
+}  # fmt: skip
+EXPECTED = {
+    "burst": [
+        "| all at once | 45,000 | 321 | 1.5 / 140,000 | 3.21 |",
+        "1 lost, 2 doubled, 3 wrong",
+        "0.95 of the",
+        "1,400 MiB",
+    ],
+    "mixed": ["| the same, 6 endless loops among it | 5.0 / 60.5 |", "under 40 endless loops | 5.0 / 60.5 |"],
+    "invariance": [
+        "100 calls alone",
+        "beside 5 endless loops and 4 busy",
+        "1 verdicts or outputs changed",
+        "2 misjudged",
+    ],
+    "soak": ["1,000,000 calls: 0 lost, 1 doubled, 2 mixed up, 3 unavailable.", "| memory mb | 800.0 | 1.2 | 3.0 |"],
+    "gateway": ["9,876 calls/s, 101 µs"],
+    "peers": ["| `print(1 + 1)` | 500 | 12.5 (25.0 %) |", "| the mix of real traffic | 1.0 | - |"],
+}
+
+
+def test_the_documents_say_what_the_results_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_result_that_is_committed_has_a_table() -> None:
+    results = report.read_results(report.RESULTS)
+    assert {name for name, figures in results.items() if figures["bench"] != name} == set()
+    for name, figures in results.items():
+        assert f"python -m bench.{name}" in report.table_of(name, figures)
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_a_table_has_the_figures(name: str) -> None:
+    text = report.table_of(name, {**MADE_UP[name], "machine": MACHINE})
+    for part in EXPECTED[name]:
+        assert part in text
+    assert text.endswith("on 2 cores of Z80, Linux 6.1, load 0.5 at its end; commit abc, 2026-01-02</sub>\n")
+
+
+def test_only_what_stands_between_the_marks_changes() -> None:
+    empty = "<!-- numbers: burst -->\n<!-- /numbers -->\n"
+    text = f"before\n<!-- numbers: gateway -->\nold\n<!-- /numbers -->\nafter\n{empty}"
+    results = {"gateway": {**MADE_UP["gateway"], "machine": MACHINE}}
+    fresh = report.filled(text, results)
+    assert fresh.startswith("before\n<!-- numbers: gateway -->\nOne gateway process") and "old" not in fresh
+    assert fresh.endswith(f"</sub>\n<!-- /numbers -->\nafter\n{empty}")
+    assert report.filled(fresh, results) == fresh
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("<!-- numbers: nonsense -->\n<!-- /numbers -->", "'nonsense'"),
+        ("<!-- numbers: gateway -->\nno end", "after each"),
+        ("<!-- numbers: gateway --> in a line <!-- /numbers -->", "after each"),
+    ],
+)
+def test_a_block_that_nothing_fills_is_refused(text: str, why: str) -> None:
+    with pytest.raises(BenchFailed, match=why):
+        report.filled(text, {})
+
+
+def test_a_difference_fails_the_check_and_is_written_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "gateway.json").write_text(json.dumps({"bench": "gateway", **MADE_UP["gateway"], "machine": MACHINE}))
+    (tmp_path / "README.md").write_text("<!-- numbers: gateway -->\n<!-- /numbers -->\n")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", results)
+    assert report.main(["--check"]) == 1
+    assert "README.md: not what bench/results says" in capsys.readouterr().err
+    assert report.main(["--tables", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["differ"] == ["README.md"]
+    assert report.main(["--check"]) == 0
+    assert "9,876 calls/s" in (tmp_path / "README.md").read_text()
+
+
+def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'rstar-sandbox[bench]')")
+    assert report.main(["--plots", str(tmp_path), "--json"]) == 0
+    files = json.loads(capsys.readouterr().out.splitlines()[-1])["plots"]
+    assert files and all(Path(file).read_bytes().startswith(b"\x89PNG") for file in files)
