@@ -1,8 +1,9 @@
 """Settles a zygote's memory, so that forking it copies as little as possible.
 
-A fork copies the page tables of all that the parent has written to, an entry and its bookkeeping for each 4 KiB, which
-for a heap of 50 MB costs more than everything else a small call does. Collapsing the heap into huge pages (madvise(2),
-MADV_COLLAPSE, Linux 6.1) makes that one entry for each 2 MiB. A kernel that cannot just stays slower.
+A fork copies each mapping of its parent (1 µs, and its end as much), and the page tables of all that the parent has
+written to: an entry and its bookkeeping for each 4 KiB, which for a heap of 50 MB costs more than everything else a
+small call does. So while a zygote loads, all memory comes from one heap (`gather`), which is then collapsed into huge
+pages (`settle`; madvise(2), MADV_COLLAPSE, Linux 6.1). A kernel that cannot just stays slower.
 
 Code is another matter: it is mapped from files, whose pages a fork does not copy, so each call would fault them in
 again, 16 at a time. What of the interpreter fills whole huge pages is copied into such: no fault at all in a call.
@@ -21,18 +22,36 @@ _HUGE = 2 << 20
 _EMPTY = sys.getsizeof(b"")
 _MADV_COLLAPSE = 25
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
-_MAP_PRIVATE_ANONYMOUS = 0x22
+_MAP_PRIVATE_ANONYMOUS, _MAP_FIXED_NOREPLACE = 0x22, 0x100000
 _MREMAP_MAYMOVE_FIXED = 3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _PT_LOAD, _PF_W = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = (ctypes.c_size_t,)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
+# Only the GNU C library has these; another one keeps its own ways.
+_mallopt, _malloc_trim = getattr(_libc, "mallopt", max), getattr(_libc, "malloc_trim", int)
+
+
+class _Allocator(ctypes.Structure):
+    """PyMemAllocatorEx, the functions for one kind of memory."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("context", "malloc", "calloc", "realloc", "free"))
+
+
+class _Arenas(ctypes.Structure):
+    """PyObjectArenaAllocator: where the memory for small objects comes from, 1 MiB at a time."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("context", "allocate", "free"))
 
 
 class _Segment(ctypes.Structure):
@@ -56,23 +75,92 @@ class _Loaded(ctypes.Structure):
 
 
 _Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
+_usual = _Arenas()
+ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_usual))
+
+_kept: list = []
+
+_ONE_HEAP = 32 << 20
+"""The most that malloc takes as the size from which on a block gets a mapping of its own."""
+_OWN_MAPPING = 4 << 20
+"""That size for calls. The library would begin with 128 KiB and learn; a call has no time to."""
+
+
+def gather() -> None:
+    """Until `settle`, take memory of every kind from malloc's heap, where it fills huge pages.
+
+    Else arenas and larger blocks get mappings of their own, here and there between libraries. The arenas that are there
+    must not be freed as if malloc had made them, so something in each is kept.
+    """
+    _kept.append(gc.get_objects())
+    raw = _Allocator()
+    ctypes.pythonapi.PyMem_GetAllocator(0, ctypes.byref(raw))  # PYMEM_DOMAIN_RAW: malloc, which takes a context, too
+    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_Arenas(raw.context, raw.malloc, raw.free)))
+    _map_own(_ONE_HEAP)
+
+
+def _scatter() -> None:
+    """From now on, what is taken can be given back."""
+    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_usual))
+    _map_own(_OWN_MAPPING)
+
+
+def _map_own(size: int) -> None:
+    _mallopt(_M_MMAP_THRESHOLD, size)
+    _mallopt(_M_TRIM_THRESHOLD, 2 * size)
 
 
 def settle() -> int:
     """Give back what is free, freeze what is left, collapse it. Returns the number of huge pages."""
     gc.collect()
     immortal.immortalize()
-    where = {id(thing) // _HUGE for thing in gc.get_objects()}
+    blocks = {id(thing) // _HUGE for thing in gc.get_objects()}
     gc.freeze()
     gc.disable()
-    getattr(_libc, "malloc_trim", int)(0)
-    collapsed = sum(_collapse(block) for block in where)
-    block = _libc.sbrk(0) // _HUGE - 1  # the rest of malloc's heap, from its top down
-    while block not in where and _collapse(block):
-        collapsed += 1
-        block -= 1
     _fill_pools()
-    return collapsed
+    _fill_heap()
+    _malloc_trim(0)
+    _scatter()
+    top = _libc.sbrk(0) // _HUGE  # a heap that fills it could not grow any more
+    return sum(_collapse(block) or _complete(block) for block in blocks | _resident_below(top) if block != top)
+
+
+def _fill_heap() -> None:
+    """Take what is left of the huge page that malloc's heap ends in: what calls take begins behind it."""
+    last = 0
+    while (following := _libc.malloc(_CHUNK)) // _HUGE == last // _HUGE or following < last:
+        last = following
+
+
+_CHUNK = 1 << 16
+_FEW = 32
+
+
+def _resident_below(top: int) -> set:
+    """The blocks of malloc's heap, from its top down, of which more than a few pages are in memory."""
+    resident = ctypes.create_string_buffer(_HUGE // mmap.PAGESIZE)
+    found: set = set()
+    for block in range(top - 1, 0, -1):
+        if _libc.mincore(block * _HUGE, _HUGE, resident):
+            return found | {block}  # the heap begins in it
+        if resident.raw.count(1) > _FEW:
+            found.add(block)
+    return found
+
+
+def _collapse(block: int) -> bool:
+    return bool(_libc.madvise(block * _HUGE, _HUGE, _MADV_COLLAPSE) == 0)
+
+
+def _complete(block: int) -> bool:
+    """Collapse a block of which a part is not mapped, by mapping that as well."""
+    flags = _MAP_PRIVATE_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    pages = range(block * _HUGE, (block + 1) * _HUGE, mmap.PAGESIZE)
+    added = [p for p in pages if _libc.mmap(p, mmap.PAGESIZE, _PROT_READ | _PROT_WRITE, flags, -1, 0) == p]
+    is_whole = _collapse(block)
+    for page in added if not is_whole else ():
+        _libc.munmap(page, mmap.PAGESIZE)
+    return is_whole
 
 
 _filling: list = [None]
@@ -93,42 +181,41 @@ def _fill_pools() -> None:
                 break
 
 
-def _collapse(block: int) -> bool:
-    return bool(_libc.madvise(block * _HUGE, _HUGE, _MADV_COLLAPSE) == 0)
-
-
-_replaced: set = set()
+_settled: set = set()
 _MOST_CODE = 16 << 20
 
 
 def settle_code() -> int:
-    """Copy what of the loaded programs' code and constants fills huge pages into such. Returns how many.
+    """Have each loaded library take two mappings rather than five, since a fork copies those, too, and copy what of the
+    programs' code and constants fills huge pages into such. Returns how many.
 
     Not what is done already, which a zygote shares with its parent, nor whole libraries of kernels for every processor,
     such as OpenBLAS: hardly anything of them runs.
     """
-    blocks: list = []
+    spans: list = []
 
     @_Visit
     def visit(loaded, _size, _data):  # type: ignore[no-untyped-def]
         about = loaded.contents
-        spans: list = []
         for segment in about.segments[: about.count]:
-            if segment.type == _PT_LOAD and not segment.flags & _PF_W:
+            if segment.type == _PT_LOAD:
                 start = (about.base + segment.address) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = -(-(about.base + segment.address + segment.size) // mmap.PAGESIZE) * mmap.PAGESIZE
-                if spans and spans[-1][1] == start:
+                rights = _PROT_READ | (_PROT_WRITE if segment.flags & _PF_W else _PROT_EXEC)
+                if spans and spans[-1][1:] == (start, rights):
                     start = spans.pop()[0]
-                spans.append((start, end))
-        for start, end in spans:
-            if end - start <= _MOST_CODE:
-                blocks.extend(range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE))
+                spans.append((start, end, rights))
         return 0
 
     _libc.dl_iterate_phdr(visit, None)
-    replaced = [block for block in blocks if block not in _replaced and _replace(block)]
-    _replaced.update(replaced)
-    return len(replaced)
+    replaced = 0
+    for start, end, rights in set(spans) - _settled:
+        _libc.mprotect(start, end - start, rights)
+        if rights & _PROT_EXEC and end - start <= _MOST_CODE:
+            blocks = range(-(-start // _HUGE), end // _HUGE)
+            replaced += sum(_replace(block * _HUGE) for block in blocks)
+    _settled.update(spans)
+    return replaced
 
 
 def _replace(block: int) -> bool:

@@ -17,6 +17,11 @@ End of file on the socket ends the zygote and with it every call.
 
 from __future__ import annotations
 
+import pages
+
+if __name__ == "__main__":
+    pages.gather()  # what is imported from here on lies together
+
 import contextlib
 import ctypes
 import heapq
@@ -36,7 +41,6 @@ import apart
 import capture
 import confine
 import frames
-import pages
 import profiles
 import rehearsal
 import runner
@@ -127,6 +131,7 @@ class Zygote:
 
     def become(self, profile: str) -> None:
         """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
+        pages.gather()
         missing = profiles.load(profile)
         rehearsal.play(self, 20)
         if threading.active_count() != 1:

@@ -46,3 +46,32 @@ print(len(pools) <= 2)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "True\n"
+
+
+LAYOUT = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import pages
+pages.gather()
+import decimal, email.message, json
+kept = [[str(number)] for number in range(200_000)], bytes(1 << 20)
+huge = pages.settle()
+pages.settle_code()
+import pathlib
+ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
+heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
+libraries = [r[-1] for r in ranges if "lib-dynload" in r[-1]]
+print(sum(id(thing) in heap for thing in kept[0]) > 0.9 * len(kept[0]), id(kept[1]) in heap)
+print(huge, len(heap) >> 21, max(map(libraries.count, libraries), default=0))
+later = [[] for number in range(200_000)]
+print(sum(id(thing) in heap for thing in later) < len(later) / 2)
+"""
+
+
+def test_what_a_zygote_loads_is_one_heap_of_huge_pages() -> None:
+    done = subprocess.run([sys.executable, "-I", "-c", LAYOUT], capture_output=True, text=True, check=True, timeout=60)
+    is_small_there, is_large_there, huge, size, mappings, calls_have_their_own = done.stdout.split()
+    assert (is_small_there, is_large_there, calls_have_their_own) == ("True", "True", "True")
+    assert int(mappings) <= 2, "code and data of a library take one mapping each"
+    if huge == "0":
+        pytest.skip("this kernel does not collapse memory into huge pages")
+    assert int(huge) >= int(size) - 2, "all of the heap but its ends"
