@@ -51,8 +51,8 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher, siblings: Siblings | 
     app[DISPATCHER] = dispatcher
     app[CONFIG] = config
     app[BODIES] = codec.Bodies(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
-    app[STATS] = Stats(dispatcher)
     app[SIBLINGS] = siblings or Siblings()
+    app[STATS] = Stats(dispatcher, app[SIBLINGS])
     app.on_startup.append(_start_stats)
     app.on_cleanup.append(_stop_stats)
     for route in ROUTES:
@@ -110,22 +110,26 @@ async def scrape(request: web.Request) -> web.Response:
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def state_of(dispatcher: Dispatcher) -> State:
+def state_of(app: web.Application) -> State:
     """What a gateway tells its siblings of itself."""
-    return {"is_alive": dispatcher.is_alive, "is_ready": dispatcher.is_ready, "samples": dispatcher.samples()}
+    return {**_state_of(app[DISPATCHER]), "stats": app[STATS].own()}
 
 
 async def _states(request: web.Request) -> dict[int, State]:
     """This gateway's state, and those of all that are up."""
     siblings = request.app[SIBLINGS]
-    return {**await siblings.ask(), siblings.number: state_of(request.app[DISPATCHER])}
+    return {**await siblings.ask(), siblings.number: _state_of(request.app[DISPATCHER])}
+
+
+def _state_of(dispatcher: Dispatcher) -> State:
+    return {"is_alive": dispatcher.is_alive, "is_ready": dispatcher.is_ready, "samples": dispatcher.samples()}
 
 
 async def stats(request: web.Request) -> web.Response:
     after = request.query.get("after", "0")
     if not (after.isascii() and after.isdigit() and len(after) <= len(str(MOST)) and int(after) <= MOST):
         raise Refusal(400, f"after: expected the number of a step, 0 for all of them, got {after!r:.80}")
-    return web.json_response(request.app[STATS].answer(int(after)), headers={"Cache-Control": "no-store"})
+    return web.json_response(await request.app[STATS].tell(int(after)), headers={"Cache-Control": "no-store"})
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -145,7 +149,7 @@ async def _start_stats(app: web.Application) -> None:
 
 
 async def _stop_stats(app: web.Application) -> None:
-    app[STATS].stop()
+    await app[STATS].stop()
 
 
 async def _read(request: web.Request) -> tuple[Any, str]:

@@ -69,7 +69,7 @@ async def _serve(config: ServeConfig, launch: Launch, post: Post | None) -> None
         runner = web.AppRunner(app, shutdown_timeout=CLOSE_S)
         await runner.setup()
         try:
-            await siblings.open(lambda: state_of(dispatcher))
+            await siblings.open(lambda: state_of(app))
             doors, address = await _listen(runner, dispatcher, is_shared=post is not None)
             if await _started_unless(stop, dispatcher):
                 if post:

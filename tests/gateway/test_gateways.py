@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -73,6 +74,10 @@ def test_whoever_is_asked_answers_for_all() -> None:
             sent += 1
         scrapes = [scrape(address) for _ in range(20)]
         assert {sum(answered(text).values()) for text in scrapes} == {sent}
+        stats = [json.load(urllib.request.urlopen(f"{address}/v1/stats", timeout=60)) for _ in range(10)]
+        assert {one["totals"]["statuses"]["ok"] for one in stats} == {sent}
+        assert {one["now"]["slots"] for one in stats} == {128} and len(stats[0]["executors"]) == GATEWAYS
+        assert (stats[0]["service"]["gateways"], stats[0]["service"]["gateways_up"]) == (GATEWAYS, GATEWAYS)
         assert all("rstar_sandbox_gateways_up 2\n" in text for text in scrapes)
         assert all(len(re.findall("^# TYPE rstar_sandbox_calls_total ", text, re.MULTILINE)) == 1 for text in scrapes)
 

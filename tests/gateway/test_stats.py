@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from sandbox.gateway.history import RECENT, STEPS, History, Snapshot, between
 from sandbox.gateway.metrics import BOUNDS_S, SCRAPED, Histogram, quantiles_s
-from sandbox.gateway.stats import NAMES, Stats
+from sandbox.gateway.stats import NAMES, Stats, _Whole
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
@@ -130,6 +131,27 @@ async def test_counts_outlive_the_executor_that_counted() -> None:
         steps = stats.answer(0)["steps"]
     assert seen == [3, 5, 5, 6]
     assert [step["events"].get("zygote_restarts", 0) for step in steps] == [3, 2, 0, 1]
+
+
+def _told(at_s: float, ok: int, waiting: int = 0) -> dict[str, Any]:
+    return {"snapshot": asdict(snapshot(at_s, ok, waiting, counts_of(*[0.02] * ok)))}
+
+
+def test_what_gateways_count_lasts_and_what_there_is_does_not() -> None:
+    whole, seen = _Whole(), []
+    for others in (
+        {1: _told(1, ok=3, waiting=7), 2: _told(1, ok=5)},
+        {1: _told(2, ok=4, waiting=7)},
+        {1: _told(3, ok=4), 2: _told(0.1, ok=0)},
+        {2: _told(0.2, ok=2, waiting=1)},
+    ):
+        found = whole.sum(snapshot(9, ok=100, waiting=20), others)
+        seen.append((found.statuses["ok"], sum(found.latencies["run_ms"]), found.gauges["waiting"]))
+    assert seen == [(108, 8, 27), (109, 9, 27), (109, 9, 20), (111, 11, 21)]
+
+
+def test_one_alone_is_its_own_sum() -> None:
+    assert _Whole().sum(snapshot(9, ok=10, waiting=2), {}) == snapshot(9, ok=10, waiting=2)
 
 
 @pytest.mark.asyncio
