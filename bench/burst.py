@@ -45,6 +45,8 @@ RATIO_AT_LEAST = 0.9
 MEMORY_MB_AT_MOST = 1430
 """1.5 GB."""
 POINTS = (50, 90, 99)
+QUANTILES = 201
+"""Of the CPU that calls use, for `bench.scaling`."""
 UNCOMPILED = ("SyntaxError", "IndentationError")
 SHOWN = 5
 
@@ -80,6 +82,8 @@ class Run:
     latencies_ms: list[float] = field(default_factory=list)
     queue_ms: list[float] = field(default_factory=list)
     run_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    """What each call used itself."""
     examples: list[str] = field(default_factory=list)
     """Of what must not be."""
 
@@ -93,6 +97,7 @@ class Run:
         self.latencies_ms.append(waited_s * 1e3)
         self.queue_ms.append(result["usage"]["queue_ms"])
         self.run_ms.append(result["usage"]["run_ms"])
+        self.cpu_ms.append(result["usage"]["cpu_ms"])
         if question.is_answered_by(result):
             self.right += 1
         else:
@@ -138,7 +143,9 @@ def _burst(args: argparse.Namespace) -> int:
     before, burst, after = (list(itertools.islice(questions, n)) for n in (half, args.calls, half))
     at_once = math.ceil((args.in_flight or args.calls) / args.batch)
     flags = ["--isolation", args.isolation, "--queue-timeout-s", "86400"]  # a burst may take longer than a queue should
-    flags += ["--queue-calls", str(max(100_000, args.calls)), "--batch-calls", str(max(65_536, args.batch))]
+    flags += ["--queue-calls", str(max(100_000, 2 * args.calls)), "--batch-calls", str(max(65_536, args.batch))]
+    # A client that shares our cores takes its time to open thousands of connections, and to speak on each.
+    flags += ["--stall-s", "600", "--connections", str(math.ceil(args.calls / args.batch) + 100)]
     flags += ["--profiles", "bare"] if args.lean else []
     with ExitStack() as stack:
         stack.enter_context(_descriptors())
@@ -269,6 +276,7 @@ def summarise(burst: Run, steady: Sequence[Run], idle_mb: float, watch: Watch[He
         "statuses": dict(burst.statuses.most_common()),
         "burst": _pace(burst),
         "steady": _pace(calm),
+        "call_cpu_ms": quantiles(burst.cpu_ms),
         "ratio": round(ratio, 3),
         "ratio_at_least": RATIO_AT_LEAST,
         "memory_mb": {"idle": round(idle_mb), "peak": round(peak_mb), "at_most": MEMORY_MB_AT_MOST},
@@ -291,6 +299,13 @@ def _pace(run: Run) -> dict[str, Any]:
         "queue_ms": output.percentiles(run.queue_ms, POINTS),
         "run_ms": output.percentiles(run.run_ms, POINTS),
     }
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """The least, the most, and `QUANTILES` - 2 at even steps between them."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return [round(ordered[round(last * step / (QUANTILES - 1))], 2) for step in range(QUANTILES) if ordered]
 
 
 def _joined(runs: Sequence[Run]) -> Run:

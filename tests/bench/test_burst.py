@@ -24,7 +24,7 @@ from sandbox.jail import choose
 from tests.executor.calling import OWN_PYTHON
 
 COUNT = 20
-USAGE = {"queue_ms": 1.0, "run_ms": 1.0}
+USAGE = {"queue_ms": 1.0, "run_ms": 1.0, "cpu_ms": 1.0}
 Answers = list[dict[str, Any]]
 
 
@@ -115,6 +115,12 @@ def test_a_promise_that_is_missed_is_named(run: Run, memory_mb: float, missed: s
     figures = burst.summarise(run, [_run(100)], 100, _watched(memory_mb))
     assert [line.startswith(missed) for line in figures["missed"]] == [True]
     assert not figures["holds"]
+
+
+def test_what_calls_use_is_kept_as_quantiles() -> None:
+    kept = burst.quantiles([float(n) for n in range(1000, -1, -1)])
+    assert (len(kept), kept[0], kept[100], kept[-1]) == (burst.QUANTILES, 0, 500, 1000)
+    assert burst.quantiles([]) == []
 
 
 def test_more_connections_than_descriptors_is_misuse(
