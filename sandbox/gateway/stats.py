@@ -193,8 +193,8 @@ class _Whole:
     """Sums over gateways. What one had counted lasts when it is gone, and another in its place counts from 0."""
 
     def __init__(self) -> None:
-        self._last: dict[int, Snapshot] = {}
-        """Of the siblings, also of those that are down."""
+        self._last: dict[int, tuple[float, Snapshot]] = {}
+        """When each sibling began, and its latest; also of those that are down."""
         self._gone: list[Snapshot] = []
         """One at most: the sum of those that were replaced."""
 
@@ -202,11 +202,14 @@ class _Whole:
         """`own`, and all that the siblings have counted; what there is now, of those that are up."""
         told = {number: Snapshot(**state["snapshot"]) for number, state in others.items()}
         for number, snapshot in told.items():
-            last = self._last.get(number)
-            if last is not None and snapshot.at_s < last.at_s:  # its clock began anew
+            began = others[number]["service"]["started_at"]
+            last_began, last = self._last.get(number, (began, snapshot))
+            if began != last_began:
                 self._gone = [_added([last, *self._gone])]
-            self._last[number] = snapshot
-        counted = _added([own, *self._last.values(), *self._gone])
+            elif snapshot.at_s < last.at_s:  # two asked at once, and the later answer came first
+                continue
+            self._last[number] = began, snapshot
+        counted = _added([own, *(last for _, last in self._last.values()), *self._gone])
         gauges = Counter(own.gauges)
         for snapshot in told.values():
             gauges.update({name: value for name, value in snapshot.gauges.items() if name not in MACHINE_GAUGES})

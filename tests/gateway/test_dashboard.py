@@ -135,6 +135,17 @@ async def test_the_page_says_what_keeps_calls_from_running(browser: Browser) -> 
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
+async def test_the_page_says_when_some_of_the_executors_are_down(browser: Browser) -> None:
+    fleet = FakeFleet(starts=("ready", "ready", "silent"))
+    async with serving(fleet, executors=2) as served, browser.page(served.url) as page:
+        await page.until("document.querySelector('h1').textContent === '● Ready'")
+        fleet.last.exit(1)
+        await page.until("document.querySelector('h1').textContent === '● Ready, 1 of 2 executors'")
+        assert await page.run("document.querySelector('h1').dataset.mood") == "warn"
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("width", [320, 420, 800, 1280, 1920])
 async def test_nothing_sticks_out_at_any_width(browser: Browser, width: int) -> None:
     async with serving() as served, browser.page(served.url, width) as page:

@@ -133,8 +133,9 @@ async def test_counts_outlive_the_executor_that_counted() -> None:
     assert [step["events"].get("zygote_restarts", 0) for step in steps] == [3, 2, 0, 1]
 
 
-def _told(at_s: float, ok: int, waiting: int = 0) -> dict[str, Any]:
-    return {"snapshot": asdict(snapshot(at_s, ok, waiting, counts_of(*[0.02] * ok)))}
+def _told(at_s: float, ok: int, waiting: int = 0, began: float = 1.0) -> dict[str, Any]:
+    told = asdict(snapshot(at_s, ok, waiting, counts_of(*[0.02] * ok)))
+    return {"snapshot": told, "service": {"started_at": began}}
 
 
 def test_what_gateways_count_lasts_and_what_there_is_does_not() -> None:
@@ -142,12 +143,18 @@ def test_what_gateways_count_lasts_and_what_there_is_does_not() -> None:
     for others in (
         {1: _told(1, ok=3, waiting=7), 2: _told(1, ok=5)},
         {1: _told(2, ok=4, waiting=7)},
-        {1: _told(3, ok=4), 2: _told(0.1, ok=0)},
-        {2: _told(0.2, ok=2, waiting=1)},
+        {1: _told(3, ok=4), 2: _told(0.1, ok=0, began=2.0)},
+        {2: _told(0.2, ok=2, waiting=1, began=2.0)},
     ):
         found = whole.sum(snapshot(9, ok=100, waiting=20), others)
         seen.append((found.statuses["ok"], sum(found.latencies["run_ms"]), found.gauges["waiting"]))
     assert seen == [(108, 8, 27), (109, 9, 27), (109, 9, 20), (111, 11, 21)]
+
+
+def test_an_answer_that_is_overtaken_counts_nothing_twice() -> None:
+    whole = _Whole()
+    seen = [whole.sum(snapshot(9), {1: _told(at_s, ok)}).statuses["ok"] for at_s, ok in ((2, 5), (1, 3), (3, 6))]
+    assert seen == [5, 5, 6]
 
 
 def test_one_alone_is_its_own_sum() -> None:
