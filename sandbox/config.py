@@ -25,6 +25,8 @@ CLIENT_ENV = {"URL"}
 
 SLOTS_PER_CORE = 8
 """Calls running at once, per core: enough that sleepers and I/O do not idle it, few enough to keep memory small."""
+LONG_PER_CORE = 32
+"""Long calls beside those, per core. They take what short ones leave of the cores, so memory is what bounds them."""
 CORES_PER_EXECUTOR = 8
 """An executor is one thread, which spends a fraction of a millisecond on a call that costs a core several."""
 CORES_PER_GATEWAY = 16
@@ -113,6 +115,10 @@ _ISOLATION = _setting("auto", Text(("auto", *ISOLATION_LEVELS)), "isolation leve
 _CORES = _setting(0, Range(0, 4096), "cores to plan for; 0 is all that the machine and its control groups grant")
 _ZYGOTES = _setting(0, Range(0, 4096), "families of warm interpreters, of all executors; 0 is one per core")
 _SLOTS = _setting(0, Range(0, 100_000), f"calls running at once, of all executors; 0 is {SLOTS_PER_CORE} per core")
+_LONG_SLOTS = _setting(
+    0, Range(0, 100_000), f"long calls running beside those in slots, of all executors; 0 is {LONG_PER_CORE} per core"
+)
+_DEMOTE_AFTER_MS = _setting(100.0, Range(1, 1e9, whole=False), "own milliseconds after which a call is a long one")
 _PROFILES = _setting(ZYGOTE_PROFILES, Names(ZYGOTE_PROFILES), "which warm interpreters to keep")
 _ATTEMPTS = _setting(3, Range(1, 100), "tries for a call whose zygote or executor died under it")
 
@@ -126,6 +132,8 @@ class ExecutorConfig:
     cores: int = _CORES
     zygotes: int = _ZYGOTES
     slots: int = _SLOTS
+    long_slots: int = _LONG_SLOTS
+    demote_after_ms: float = _DEMOTE_AFTER_MS
     profiles: tuple[str, ...] = _PROFILES
     attempts: int = _ATTEMPTS
 
@@ -176,6 +184,8 @@ class ServeConfig:
     cores: int = _CORES
     zygotes: int = _ZYGOTES
     slots: int = _SLOTS
+    long_slots: int = _LONG_SLOTS
+    demote_after_ms: float = _DEMOTE_AFTER_MS
     profiles: tuple[str, ...] = _PROFILES
     attempts: int = _ATTEMPTS
 
@@ -200,8 +210,15 @@ class ServeConfig:
             raise ConfigError(f"executors={executors} for gateways={gateways}: expected one each; lower gateways")
         if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
-        zygotes = self.zygotes or cores
-        return replace(self, cores=cores, slots=slots, gateways=gateways, executors=executors, zygotes=zygotes)
+        return replace(
+            self,
+            cores=cores,
+            slots=slots,
+            long_slots=self.long_slots or LONG_PER_CORE * cores,
+            gateways=gateways,
+            executors=executors,
+            zygotes=self.zygotes or cores,
+        )
 
     def parts(self) -> list[ServeConfig]:
         """What each gateway gets, once all is resolved."""
@@ -216,7 +233,7 @@ class ServeConfig:
         return [dict(zip(names, share, strict=True)) for share in shares]
 
 
-SHARED = ("cores", "slots", "zygotes")
+SHARED = ("cores", "slots", "long_slots", "zygotes")
 """Settings that are for all executors together."""
 PARTED = (*SHARED, "executors", "queue_calls", "queue_mb", "results_mb", "connections")
 """Settings that are for all gateways together."""

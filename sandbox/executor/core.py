@@ -2,17 +2,18 @@
 
 Invariants:
 - A call is in the queue, or with one zygote, or waiting to be retried, or answered.
-- There is no task per call. Only one that outlives its `timeout_s` in wall time gets one, to watch its own clock.
-- Calls start in the order they came, on the family with most free slots, from the leanest zygote that has what they
-  import.
+- There is no task per call. Only one that lasts gets one, to watch its own clock (`lasting`).
+- Calls start in the order they came, on the family with most free short places, from the leanest zygote that has what
+  they import.
+- Nothing that is done for a call takes longer the more calls wait or run.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
-import random
 import secrets
 import shutil
 import signal
@@ -27,10 +28,12 @@ from typing import Any
 import trio
 
 from sandbox import jail, machine, runtime
-from sandbox.config import SLOTS_PER_CORE, ExecutorConfig
+from sandbox.config import LONG_PER_CORE, SLOTS_PER_CORE, ExecutorConfig
 from sandbox.errors import IsolationError, ProtocolError
-from sandbox.executor import clock, verdict
+from sandbox.executor import clock, lasting, verdict
 from sandbox.executor.family import MAX_SLOTS, Family, Zygote
+from sandbox.executor.slot import Slots
+from sandbox.executor.tree import Eagerness
 from sandbox.executor.verdict import WireResult
 from sandbox.executor.work import GRACE_S, Work
 from sandbox.types import Profile
@@ -53,8 +56,9 @@ GUEST_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-LOOK_S = 0.05, 0.25
-"""How often the clock of a call that is overdue is looked at."""
+MEMORY_KEPT = 1 / 8
+"""Of the machine's memory: with less than that available, no call more is taken beside those in short places."""
+MEMORY_LOOK_S = 0.25
 RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
 FREE_REFUSALS = 8
 """So often a call may fail to start, over a quarter of a minute, before that counts as one of its attempts."""
@@ -69,6 +73,16 @@ class Executor:
         cores = config.cores or machine.cores()
         self.level = jail.choose(config.isolation)
         self.slots = config.slots or SLOTS_PER_CORE * cores
+        self.long_slots = config.long_slots or LONG_PER_CORE * cores
+        self.demote_after_s = config.demote_after_ms / 1e3
+        self.all_cores = machine.cores()
+        self.eagerness = Eagerness()
+        self.on_window: Callable[[int], None] = lambda _window: None
+        """Told whenever `window` has changed."""
+        self._cores = cores
+        self._memory_kept = int(MEMORY_KEPT * machine.memory_limit())
+        self._memory_looked_at = -math.inf
+        self._has_memory = True
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
         self._attempts = config.attempts
         self._answer = answer
@@ -80,15 +94,17 @@ class Executor:
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        families = max(min(config.zygotes or cores, self.slots), -(-self.slots // MAX_SLOTS))
+        families = max(min(config.zygotes or cores, self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
         if self.level is jail.Level.LANDLOCK:
             room = shutil.disk_usage(tempfile.gettempdir()).total >> 20
             log.info("calls write to %s, %d MiB that all share: disk_mb bounds each file", tempfile.gettempdir(), room)
-        self.families = [self._family(n, -(-self.slots // families), profiles) for n in range(families)]
+        shares = -(-self.slots // families), -(-self.long_slots // families)
+        self.families = [self._family(n, Slots(*shares), profiles) for n in range(families)]
+        self._window = self.window
 
-    def _family(self, number: int, slots: int, profiles: tuple[Profile, ...]) -> Family:
-        base, count = jail.host_uids(number, slots, self.level)
+    def _family(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> Family:
+        base, count = jail.host_uids(number, slots.count, self.level)
         scratch = f"{tempfile.gettempdir()}/rstar-sandbox-{secrets.token_hex(8)}"
         spec = jail.JailSpec(
             self.level,
@@ -99,7 +115,7 @@ class Executor:
             uid_count=count,
             scratch=scratch if self.level is jail.Level.LANDLOCK else None,
         )
-        return Family(spec, profiles, slots, self, hurry=self._hurry)
+        return Family(spec, profiles, slots, self, lasting_s=self.demote_after_s, hurry=self._hurry)
 
     async def run(self) -> None:
         """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""
@@ -144,12 +160,10 @@ class Executor:
         if work is None:
             return
         work.drop()
-        for zygote in self._zygotes():
-            for ticket, other in zygote.calls.items():
-                if other is work:
-                    work.give_up_at = min(work.give_up_at, time.monotonic() + GRACE_S)
-                    zygote.send({"op": "kill", "id": ticket})
-                    return
+        if work.whereabouts is not None:
+            zygote, ticket = work.whereabouts
+            work.give_up_at = min(work.give_up_at, time.monotonic() + GRACE_S)
+            zygote.send({"op": "kill", "id": ticket})
 
     def pump(self) -> None:
         """Start what can be started. Call after `submit`."""
@@ -159,19 +173,26 @@ class Executor:
                 continue
             place = self._place(self._queue[0].profile)
             if place is None:
-                return
+                break
             self._start(self._queue.popleft(), *place)
+        if self.window != self._window:
+            self._window = self.window
+            self.on_window(self._window)
 
     def stats(self) -> dict[str, Any]:
         """What an operator wants to see, as plain data."""
         return {
             "queued": len(self._queue),
-            "running": sum(len(zygote.calls) for zygote in self._zygotes()),
+            "running": self.running,
+            "running_short": self.running - self.running_long,
+            "running_long": self.running_long,
             "slots": self.slots,
+            "long_slots": self.long_slots,
             "zygotes": Counter(zygote.profile.value for zygote in self._zygotes()),
             "zygote_restarts_total": sum(family.deaths for family in self.families),
             "retried_total": self.counts["retried"],
-            "overdue_total": self.counts["overdue"],
+            "demoted_total": self.counts["demoted"],
+            "promoted_total": self.counts["promoted"],
             "missed_imports": dict(self.missed_imports.most_common(20)),
         }
 
@@ -179,19 +200,37 @@ class Executor:
     def is_idle(self) -> bool:
         return not self._works
 
+    @property
+    def running(self) -> int:
+        """Calls in places, short and long, those that have just ended included."""
+        return sum(family.slots.taken for family in self.families)
+
+    @property
+    def running_long(self) -> int:
+        return sum(len(family.slots.long) for family in self.families)
+
+    @property
+    def window(self) -> int:
+        """How many calls this executor wants to have at once: those in long places, and two for each short one."""
+        return 2 * self.slots + self.running_long
+
+    @property
+    def calls_per_core(self) -> float:
+        return self.running / self._cores
+
     def _zygotes(self) -> list[Zygote]:
         return [zygote for family in self.families for zygote in family.zygotes.values()]
 
     def _place(self, profile: Profile) -> tuple[Family, Zygote] | None:
-        for family in sorted(self.families, key=lambda f: len(f.free), reverse=True):
-            if not family.free:
+        for family in sorted(self.families, key=lambda family: family.slots.room, reverse=True):
+            if not family.slots.room or not family.slots.free:
                 return None
             if (zygote := family.best_for(profile)) is not None:
                 return family, zygote
         return None
 
     def _start(self, work: Work, family: Family, zygote: Zygote) -> None:
-        slot = family.free.pop()
+        slot = family.slots.free.pop()
         try:
             family.slots.begin(slot, work.most_memory(family.inherited), work.most_processes)
         except OSError as why:
@@ -259,37 +298,38 @@ class Executor:
             self._nursery.start_soon(self._retry_later, work, why)
         self.pump()
 
-    def on_overdue(self, work: Work, wall_s: float, pidfd: int) -> None:
-        self.counts["overdue"] += 1
+    def on_lasting(self, family: Family, work: Work, wall_s: float, pidfd: int) -> None:
         assert self._nursery is not None
         work.clock = trio.CancelScope()
-        now = time.monotonic()
-        started = now - max(0.0, min(wall_s, now - work.ordered_at))
-        self._nursery.start_soon(self._watch_clock, work, started, pidfd, work.clock)
+        wall_s = max(0.0, min(wall_s, time.monotonic() - work.ordered_at))
+        self._nursery.start_soon(self._watch, work, family.slots, pidfd, wall_s, work.clock)
 
-    async def _watch_clock(self, work: Work, started: float, pidfd: int, scope: trio.CancelScope) -> None:
-        """End a call once its own clock has run out; see `clock`."""
-        limit, was_alone = work.timeout_s, True
+    async def _watch(self, work: Work, slots: Slots, pidfd: int, wall_s: float, scope: trio.CancelScope) -> None:
         try:
             with scope:
-                pid = clock.host_pid(pidfd)
-                while pid is not None and not scope.cancel_called:
-                    wall = time.monotonic() - started
-                    left = limit - (wall - clock.waited_s(pid))
-                    # A fork bomb waits for itself: were that our fault, it would be free of charge.
-                    was_alone = was_alone and clock.is_alone(pid)
-                    starves_itself = wall >= clock.HARD_CAP * limit and not was_alone
-                    work.out_of_time = left <= 0 or starves_itself
-                    work.starved = wall >= clock.hard_cap_s(limit) and not work.out_of_time
-                    if work.out_of_time or work.starved:
-                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                        return
-                    # Not at moments that the code could foresee, and have its children gone.
-                    await trio.sleep(min(max(left, 0.001), random.uniform(*LOOK_S)))
+                await lasting.watch(work, slots, pidfd, wall_s, self)
         except OSError as why:  # gone by itself just now; or what came is no pidfd, and `_end_wedged` has the last word
-            log.debug("an overdue call was not killed: %s", why)
+            log.debug("a lasting call was not watched to its end: %s", why)
         finally:
             os.close(pidfd)
+
+    def lengthen(self, slots: Slots, work: Work) -> bool:
+        now = time.monotonic()
+        if not 0 <= now - self._memory_looked_at < MEMORY_LOOK_S:
+            self._memory_looked_at = now
+            self._has_memory = machine.memory_available() >= self._memory_kept
+        if not self._has_memory or not slots.lengthen(work.slot):
+            return False
+        self.count("demoted")
+        self.pump()
+        return True
+
+    def allow(self, work: Work, wall_s: float) -> None:
+        if not work.cancelled:
+            work.give_up_at = time.monotonic() + wall_s + GRACE_S
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
 
     async def _retry_later(self, work: Work, why: str, is_free: bool = False) -> None:
         await trio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (work.attempts + work.refusals)))
@@ -304,7 +344,7 @@ class Executor:
             return
         self.counts["retried"] += 1
         work.attempts += not is_free
-        work.out_of_time = work.starved = False
+        work.out_of_time = work.starved = work.is_long = work.has_share = False
         self._queue.appendleft(work)
 
     def _settle(self, work: Work, result: WireResult) -> None:

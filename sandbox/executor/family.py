@@ -42,7 +42,7 @@ class Owner(Protocol):
     def on_ready(self) -> None: ...
     def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None: ...
     def on_failed(self, work: Work, why: str) -> None: ...
-    def on_overdue(self, work: Work, wall_s: float, pidfd: int) -> None: ...
+    def on_lasting(self, family: Family, work: Work, wall_s: float, pidfd: int) -> None: ...
     def on_lost(self, works: list[Work], why: str) -> None: ...
     def pump(self) -> None: ...
 
@@ -62,6 +62,7 @@ class Zygote:
 
     def start(self, work: Work, ticket: int, slot: int, now: float) -> None:
         self.calls[ticket] = work
+        work.whereabouts = self, ticket
         self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, work.most_bytes)
         self.link.write(work.order(ticket, slot, now))
 
@@ -81,9 +82,17 @@ class Family:
     """One jail's worth of zygotes and slots."""
 
     def __init__(
-        self, spec: jail.JailSpec, profiles: tuple[Profile, ...], slots: int, owner: Owner, *, hurry: bool = False
+        self,
+        spec: jail.JailSpec,
+        profiles: tuple[Profile, ...],
+        slots: Slots,
+        owner: Owner,
+        *,
+        lasting_s: float,
+        hurry: bool = False,
     ) -> None:
-        self.slots = Slots(slots)
+        self.slots = slots
+        self._lasting_s = lasting_s
         self._tree: jail.Tree | None = None
         self.inherited = 0
         """Bytes of its own that the largest zygote has had: what a call may come to copy by writing to it."""
@@ -104,10 +113,6 @@ class Family:
         """With a control group for each slot."""
         self._tree = tree
         self.slots.equip(tree.groups)
-
-    @property
-    def free(self) -> list[int]:
-        return self.slots.free
 
     @property
     def is_complete(self) -> bool:
@@ -194,7 +199,7 @@ class Family:
         self.inherited = max(self.inherited, private)
         if zygote.profile is Profile.BARE and self._tree is not None:
             self._let_in(zygote.link, self._tree)
-        zygote.send({"op": "serve", "address_space": mapped})
+        zygote.send({"op": "serve", "address_space": mapped, "lasting_s": self._lasting_s})
 
     def _let_in(self, link: Link, tree: jail.Tree) -> None:
         """Hand the ways into the groups to the zygote from which all others are forked."""
@@ -220,16 +225,17 @@ class Family:
                 why = frames.text(header, "why")
                 self._release(zygote, ticket, work)
                 self._owner.on_failed(work, why)
-            case "overdue":
+            case "lasting":
                 wall_s = frames.number(header, "wall_ms") / 1e3
                 if not zygote.link.fds or work.clock is not None:
-                    raise ProtocolError("overdue without a pidfd, or for the second time")
-                self._owner.on_overdue(work, wall_s, zygote.link.fds.pop(0))
+                    raise ProtocolError("lasting without a pidfd, or for the second time")
+                self._owner.on_lasting(self, work, wall_s, zygote.link.fds.pop(0))
             case _:
                 raise ProtocolError(f"unexpected {frames.text(header, 'op')!r}")
 
     def _release(self, zygote: Zygote, ticket: int, work: Work) -> None:
         del zygote.calls[ticket]
+        work.whereabouts = None
         work.spent = self.slots.end(work.slot)
         self.give_back(work.slot)
 
@@ -255,6 +261,7 @@ class Family:
         lost = list(zygote.calls.values())
         zygote.calls.clear()
         for work in lost:
+            work.whereabouts = None
             self.slots.end(work.slot)
             self.give_back(work.slot)
         if zygote.profile is Profile.BARE:

@@ -68,7 +68,7 @@ class Link:
             elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 self.peer_pid, self.peer_uid = array.array("i", data[:8])
         if len(self.fds) > MAX_FDS:
-            raise ProtocolError(f"{len(self.fds)} descriptors came, expected one for each overdue call")
+            raise ProtocolError(f"{len(self.fds)} descriptors came, expected one for each lasting call")
 
     def write(self, data: bytes, fd: int | None = None) -> None:
         """Send now or keep for later, with a copy of `fd` attached. A link that breaks is closed; its reader sees."""

@@ -61,6 +61,7 @@ class _Service:
         self._have_results = trio.Event()
         self._draining = False
         self._executor = Executor(config, self._answer, hurry=hurry)
+        self._executor.on_window = self._tell_window
 
     async def run(self, frames: Frames) -> None:
         async with trio.open_nursery() as nursery:
@@ -99,12 +100,16 @@ class _Service:
         zygotes = [zygote for family in executor.families for zygote in family.zygotes.values()]
         ready = {
             "slots": executor.slots,
+            "window": executor.window,
             "isolation": executor.level.value,
             "profiles": sorted({zygote.profile.value for zygote in zygotes}),
             "python": next((zygote.python for zygote in zygotes), ""),
             "pid": os.getpid(),
         }
         self._link.write(wire.pack(["ready", ready]))
+
+    def _tell_window(self, window: int) -> None:
+        self._link.write(wire.pack(["window", window]))
 
     def _answer(self, seq: int, result: WireResult) -> None:
         self._results.append((seq, result))

@@ -2,6 +2,8 @@
 
 Invariants:
 - A slot (a number, a uid inside, and where the machine grants it a control group) belongs to one call at a time.
+- There are as many as there are places, short and long ones. A call begins in a short place; the slot of one that moves
+  to a long place stays the same, so moving it is counting.
 - It is free only when the kernel counts no process in its group any more. Until then it is parked, and looked at again
   ever less often; a process that is still there after a while is killed.
 """
@@ -21,16 +23,39 @@ KILL_AFTER_S = 0.25
 
 
 class Slots:
-    """`free` are those that may be taken from its end; each that was taken comes back by `give_back`."""
+    """`free` are those that may be taken from its end, while there is `room`; each comes back by `give_back`."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.free = list(range(count - 1, -1, -1))
+    def __init__(self, short: int, long: int = 0) -> None:
+        self.count = short + long
+        self.free = list(range(self.count - 1, -1, -1))
+        self.long: set[int] = set()
+        """Those of calls in long places."""
+        self._most_long = long
         self._groups: list[Group] = []
 
     def equip(self, groups: list[Group]) -> None:
         """With a group for each."""
         self._groups = groups
+
+    @property
+    def room(self) -> int:
+        """Short places that nobody has."""
+        return len(self.free) - (self._most_long - len(self.long))
+
+    @property
+    def taken(self) -> int:
+        return self.count - len(self.free)
+
+    def lengthen(self, number: int) -> bool:
+        """Move a call to a long place, if there is one."""
+        if len(self.long) >= self._most_long:
+            return False
+        self.long.add(number)
+        return True
+
+    def group(self, number: int) -> Group | None:
+        """What counts the call in a slot, if anything does."""
+        return self._groups[number] if self._groups else None
 
     def begin(self, number: int, memory: int, processes: int) -> None:
         """Bound the next call in a slot. Raises `OSError`; then the slot is not to be used now."""
@@ -45,7 +70,7 @@ class Slots:
         """Whether the slot is free now; if not, `settle` it."""
         if self._groups and not self._groups[number].is_empty:
             return False
-        self.free.append(number)
+        self._free(number)
         return True
 
     async def settle(self, number: int) -> None:
@@ -60,4 +85,8 @@ class Slots:
             if waited > KILL_AFTER_S:
                 log.warning("slot %d still has processes %.1f s after its call; they are killed", number, waited)
                 group.kill()
+        self._free(number)
+
+    def _free(self, number: int) -> None:
+        self.long.discard(number)
         self.free.append(number)

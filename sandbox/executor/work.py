@@ -42,7 +42,13 @@ class Work:
     slot: int = -1
     ordered_at: float = 0.0
     give_up_at: float = 0.0
+    whereabouts: tuple[Any, int] | None = None
+    """The zygote that has it, and its number there."""
     clock: trio.CancelScope | None = None
+    is_long: bool = False
+    """Has no short place, and takes only cores that nobody else wants."""
+    has_share: bool = False
+    """Takes its share of the cores all the same."""
     out_of_time: bool = False
     starved: bool = False
     spent: Spent | None = None

@@ -6,10 +6,11 @@ takes orders over one socket from the executor, which alone decides about time:
     configure {plan, profile}   first            ready   {profile, python, missing}
     door {slot} + a descriptor  to enter its control groups by
     floor {slot} + a descriptor its group, to fork into
-    serve {address_space}       limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
+    serve {address_space, ...}  limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
     call {id, slot, ...} + code, stdin, names, files
                                                   failed  {id, why}      the call did not start; nothing ran
-    kill {id}                                     overdue {id, wall_ms} + a pidfd, once, when timeout_s has passed
+    kill {id}                                     lasting {id, wall_ms} + a pidfd, once, when lasting_s (of serve) or
+                                                  timeout_s has passed
     spawn {profile} + a socket                    fork a child zygote that adds a profile and serves the socket
 
 End of file on the socket ends the zygote and with it every call.
@@ -103,6 +104,7 @@ class Zygote:
         self.outbox = frames.Outbox(incoming.sock)
         self.running: dict[int, Running] = {}  # by process id
         self.ending: list[tuple[Running, int, resource.struct_rusage]] = []  # its first process is dead
+        self.lasting_s = 0.0
         self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
         self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
         self.deaths = _signal_fd()
@@ -122,7 +124,7 @@ class Zygote:
                 for header, body in self.frames.receive():
                     getattr(self, "_do_" + header["op"])(header, body)
             if self.deadlines:
-                self._tell_overdue()
+                self._tell_lasting()
             self.outbox.flush()  # all that one turn of the loop has to say, together
 
     def send(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
@@ -145,6 +147,7 @@ class Zygote:
 
     def _do_serve(self, header: dict, _body: memoryview) -> None:
         self.layers.address_space = header["address_space"]
+        self.lasting_s = header["lasting_s"]
 
     def _do_door(self, header: dict, _body: memoryview) -> None:
         self.layers.doors.setdefault(header["slot"], []).append(self.frames.fds.pop(0))
@@ -161,7 +164,7 @@ class Zygote:
             self.send({"op": "failed", "id": running.id, "why": str(why)})
             return
         self.running[running.pid] = running
-        self._await_deadline(running, running.started + call["timeout_s"])
+        self._await_deadline(running, running.started + min(call["timeout_s"], self.lasting_s))
 
     def _fork(self, running: Running, call: dict, body: memoryview) -> None:
         out = capture.bounded_file(running.output_limit)
@@ -282,8 +285,8 @@ class Zygote:
             self.deadlines = [(r.deadline, r.pid, r.id) for r in self.running.values() if r.deadline is not None]
             heapq.heapify(self.deadlines)
 
-    def _tell_overdue(self) -> None:
-        """Wall time is up. Whether the call's own time is, the executor decides; it gets the process by pidfd."""
+    def _tell_lasting(self) -> None:
+        """The executor takes over: what the call's own time is, and when it ends. It gets the process by pidfd."""
         now = time.monotonic()
         while self.deadlines and self.deadlines[0][0] <= now:
             _when, pid, call_id = heapq.heappop(self.deadlines)
@@ -292,7 +295,7 @@ class Zygote:
                 continue
             running.deadline = None
             fd = os.pidfd_open(pid)
-            late = {"op": "overdue", "id": call_id, "wall_ms": (now - running.started) * 1e3}
+            late = {"op": "lasting", "id": call_id, "wall_ms": (now - running.started) * 1e3}
             self.outbox.add_with(late, fd)
             os.close(fd)
 

@@ -11,6 +11,7 @@ Everything here is synchronous and imports the standard library and the hall onl
 from sandbox.jail.cgroups import Tree
 from sandbox.jail.group import Group, Spent
 from sandbox.jail.interpreter import Interpreter
+from sandbox.jail.kernel import may_set_priorities
 from sandbox.jail.plan import call_plan, command
 from sandbox.jail.probe import Layer, choose, probe
 from sandbox.jail.spec import SLOT_UID, JailSpec, Level
@@ -29,5 +30,6 @@ __all__ = [
     "choose",
     "command",
     "host_uids",
+    "may_set_priorities",
     "probe",
 ]

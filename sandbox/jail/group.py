@@ -137,6 +137,17 @@ class Group:
             was_squeezed=kills > 0 and not refusals,
         )
 
+    def ran_s(self) -> float | None:
+        """CPU seconds since the last `end`, when the present call had not begun; None if the kernel does not count."""
+        if self._cpu < 0:
+            return None
+        return (_number(self._cpu, self._dialect.cpu_key) - self._last[2]) / self._dialect.cpu_per_ms / 1e3
+
+    def members(self) -> list[int]:
+        """The processes in it, as this PID namespace numbers them."""
+        with open(f"{self._pids}/cgroup.procs", encoding="ascii") as members:
+            return [int(pid) for pid in members.read().split()]
+
     @property
     def is_empty(self) -> bool:
         """Whether the kernel counts nobody in it any more."""

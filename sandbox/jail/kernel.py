@@ -36,6 +36,7 @@ CAP_SETGID = 6
 CAP_SETUID = 7
 CAP_SETPCAP = 8
 CAP_SYS_ADMIN = 21
+CAP_SYS_NICE = 23
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -137,6 +138,14 @@ def effective_capabilities() -> frozenset[int]:
     _check(_libc.capget(header, data), "capget")
     mask = data[0] | data[3] << 32
     return frozenset(bit for bit in range(64) if mask >> bit & 1)
+
+
+def may_set_priorities() -> bool:
+    """Whether this process may make others' more eager for a core again than it has made them (sched(7)). The kernel
+    wants the capability in the first user namespace, where ids are those of the machine."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        is_first = file.read().split() == ["0", "0", str((1 << 32) - 1)]
+    return is_first and CAP_SYS_NICE in effective_capabilities()
 
 
 def load_filter(program: bytes) -> None:

@@ -35,6 +35,7 @@ class Caller:
         self.link = link
         self.ready: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
+        self.window = 0
         self.answers: dict[int, Result] = {}
         self._seqs = itertools.count(1)
         self._unpacker = wire.Unpacker()
@@ -78,6 +79,8 @@ class Caller:
                 self.stats = what
             elif kind == "ready":
                 self.ready = what
+            elif kind == "window":
+                self.window = what
             else:
                 pytest.fail(f"{kind}: {what}")
         return bool(data)

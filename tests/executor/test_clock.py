@@ -1,129 +1,167 @@
-"""A call's own clock: waiting for a core is not the call's time, sleeping is, and starving oneself is."""
+"""A call's own clock says the same beside any load: on a made-up machine, what it says is compared with an idle one."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-import trio
-from trio.testing import MockClock
 
 from sandbox.executor import clock
-from sandbox.types import Result, Status
-from tests.executor import zygotes
-from tests.executor.zygotes import Peer, driven
+from sandbox.executor.clock import OwnClock, Process, Thread
+from tests.executor.machine import Fork, Give, Join, Machine, Program, Run, Sleep, Spawn, Take, own_time
 
-HERE = os.getpid()
-
-
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        yield process
-        process.kill()
+LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
+"""Cores, and threads of others."""
 
 
-def test_a_pidfd_leads_to_its_process_while_there_is_one(child: subprocess.Popen[bytes]) -> None:
-    fd = os.pidfd_open(child.pid)
-    assert clock.host_pid(fd) == child.pid
-    child.kill()
-    child.wait()
-    assert clock.host_pid(fd) is None
-    os.close(fd)
-    with open(os.devnull) as null:
-        assert clock.host_pid(null.fileno()) is None
+def works(s: float) -> Program:
+    yield Run(s)
 
 
-def test_waiting_is_read_from_the_scheduler_and_is_0_where_it_does_not_say() -> None:
-    assert 0 <= clock.waited_s(HERE) < 1e6
-    assert clock.waited_s(2**30) == 0.0
+def works_and_sleeps() -> Program:
+    for _ in range(8):
+        yield Run(0.1)
+        yield Sleep(0.1)
+        yield Run(0.005)
 
 
-def test_a_process_is_alone_until_it_starts_another(child: subprocess.Popen[bytes]) -> None:
-    assert clock.is_alone(child.pid)
-    assert not clock.is_alone(HERE), "this one has a child"
-    assert clock.is_alone(2**30)
-    code = "import threading\nthreading.Thread(target=input).start()\nprint()"
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as threads:
-        assert threads.stdout is not None
-        threads.stdout.readline()
-        assert not clock.is_alone(threads.pid)
-        threads.kill()
+def has_children_in_turn(times: int, s: float, nap_s: float = 0.0) -> Program:
+    for _ in range(times):
+        yield Run(0.005)
+        yield Fork(works_then_sleeps(s, nap_s))
+        yield Join()
+    yield Run(0.005)
 
 
-class Machine:
-    """A scheduler that keeps a call waiting for a share of the time, and what becomes of the call."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, share: float, *, alone: Callable[[], bool] = lambda: True
-    ) -> None:
-        self.killed_after: float | None = None
-        self._patch = monkeypatch
-        self._share, self._alone = share, alone
-
-    async def run(self, timeout_s: float, **more: Any) -> Result:
-        """A call that never ends by itself."""
-        self._patch.setattr(clock, "host_pid", lambda _fd: 77)
-        self._patch.setattr(clock, "waited_s", lambda _pid: self._share * (trio.current_time() - started))
-        self._patch.setattr(clock, "is_alone", lambda _pid: self._alone())
-        self._patch.setattr(signal, "pidfd_send_signal", self._kill)
-        machine = self
-
-        async def outlast(peer: Peer, ticket: int) -> None:
-            machine._peer, machine._ticket = peer, ticket
-            await trio.sleep(timeout_s)
-            peer.overdue(ticket, timeout_s * 1e3)
-
-        self._patch.setattr(Peer, "outlast", outlast, raising=False)
-        async with driven(self._patch, zygotes=1, slots=1, profiles=("bare",)) as driver:
-            started = trio.current_time()
-            self._started = started
-            (result,) = await driver.run("outlast", limits=zygotes.Limits(timeout_s=timeout_s, **more))
-            return result
-
-    def _kill(self, _fd: int, number: int) -> None:
-        self.killed_after = trio.current_time() - self._started
-        self._peer.say(zygotes.done(self._ticket, code=None, signal=number))
+def works_then_sleeps(s: float, nap_s: float) -> Program:
+    yield Run(s)
+    if nap_s:
+        yield Sleep(nap_s)
 
 
-@pytest.mark.trio
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 0.89])
-async def test_waiting_for_a_core_is_not_the_calls_time(
-    share: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
-    machine = Machine(monkeypatch, share)
-    result = await machine.run(2.0)
-    assert result.status is Status.TIMEOUT
-    assert machine.killed_after == pytest.approx(2.0 / (1 - share), rel=0.05)
+def has_children_at_once(count: int, s: float) -> Program:
+    for _ in range(count):
+        yield Fork(works(s))
+    yield Join()
 
 
-@pytest.mark.trio
-async def test_a_call_without_a_core_is_no_verdict_in_the_end(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
-    machine = Machine(monkeypatch, 0.99)
-    result = await machine.run(2.0)
-    assert result.status is Status.UNAVAILABLE
-    assert result.error is not None
-    assert result.error.type == "Starved"
-    assert machine.killed_after is not None
-    cap_s = clock.hard_cap_s(2.0)
-    assert cap_s <= machine.killed_after < cap_s + 3.0
+def works_beside_a_child() -> Program:
+    yield Run(0.5)
+    yield Fork(works(0.8))
+    yield Run(0.8)
+    yield Join()
 
 
-@pytest.mark.trio
-@pytest.mark.parametrize("alone", [lambda: False, iter([True, False, *[True] * 10_000]).__next__])
-async def test_a_call_that_starves_itself_is_timed_out(
-    alone: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
-    """Else a fork bomb would be our fault, and free of charge; also one that hides its children later."""
-    machine = Machine(monkeypatch, 0.99, alone=alone)
-    assert (await machine.run(2.0)).status is Status.TIMEOUT
-    assert machine.killed_after is not None
-    assert 20.0 <= machine.killed_after < 23.0
+def has_a_pool(workers: int, times: int, s: float) -> Program:
+    for _ in range(workers):
+        yield Fork(has_children_in_turn(times, s))
+    yield Join()
+
+
+def takes_turns(times: int) -> Program:
+    for _ in range(times):
+        yield Take()
+        yield Run(0.005)
+        yield Give()
+
+
+def has_threads(count: int) -> Program:
+    """Which fight for one lock, as Python's do."""
+    for _ in range(count):
+        yield Spawn(takes_turns(60))
+    yield Join()
+
+
+@pytest.mark.parametrize(("cores", "load"), LOADS)
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: works(1.0), 0.02),
+        (works_and_sleeps, 0.06),
+        (lambda: has_children_in_turn(3, 0.4), 0.03),
+        (lambda: has_children_in_turn(12, 0.1), 0.03),
+        (lambda: has_children_in_turn(60, 0.02), 0.03),
+        (lambda: has_children_in_turn(80, 0.005), 0.03),
+        (lambda: has_children_at_once(2, 0.8), 0.03),
+        (lambda: has_children_at_once(4, 0.4), 0.03),
+        (lambda: has_children_at_once(16, 0.2), 0.03),
+        (works_beside_a_child, 0.05),
+        (lambda: has_a_pool(2, 8, 0.1), 0.06),
+        (lambda: has_threads(4), 0.08),
+        (lambda: has_children_in_turn(4, 0.3, 0.3), 0.1),
+    ],
+)
+def test_own_time_is_that_of_an_idle_machine(call: Callable[[], Program], error: float, cores: int, load: int) -> None:
+    for seed in range(2):
+        idle, wall, own = own_time(call, cores=cores, load=load, seed=seed)
+        assert own == pytest.approx(idle, rel=error), f"{wall:.2f} s of wall time"
+        assert load == 0 or wall > 1.15 * idle, "or this shows nothing"
+
+
+def test_sleep_is_own_time_whoever_sleeps() -> None:
+    def sleeps_by_proxy() -> Program:
+        for _ in range(10):
+            yield Fork(works_then_sleeps(0.001, 0.1))
+            yield Join()
+        yield Run(0.001)
+
+    for load in (0, 20):
+        idle, wall, own = own_time(sleeps_by_proxy, cores=2, load=load, seed=0)
+        assert idle > 1.0
+        assert own == pytest.approx(idle, rel=0.1), f"{wall:.2f} s of wall time"
+
+
+def test_a_wait_that_is_not_over_counts() -> None:
+    """The kernel counts waits when they end, and one behind others' calls may take very long."""
+    own = OwnClock(2)
+    for n in range(1, 100):
+        own.look(float(n), {7: Process(1, float(n), 0.2, {7: Thread(0.2, 0.1, 5, is_ready=True)})})
+    assert own.own_s < 1.0
+
+
+def test_all_cpu_time_counts_whatever_the_call_hides() -> None:
+    """Of processes that are never seen, and waits that are pretended: the rest is bounded by the cores."""
+    own = OwnClock(4)
+    for n in range(1, 100):
+        threads = {tid: Thread(0.0, 0.9 * n, n, is_ready=True) for tid in range(7, 50)}
+        own.look(float(n), {7: Process(1, float(n), 0.0, threads)}, 2.0 * n)
+    assert own.own_s >= 99 * 2.0 / 4
+
+
+def test_a_crowd_is_on_the_wall_clock_from_then_on() -> None:
+    own = OwnClock(2)
+    alone = {7: Process(1, 1.0, 0.0, {7: Thread(0.0, 0.9, 1, is_ready=True)})}
+    own.look(1.0, alone)
+    before = own.own_s
+    assert own.was_alone
+    own.look(2.0, None)
+    own.look(5.0, alone)
+    assert own.own_s == before + 4.0
+    assert not own.was_alone
+
+
+def test_own_time_is_never_ahead_of_the_wall() -> None:
+    def threads_without_a_lock() -> Program:
+        for _ in range(4):
+            yield Spawn(works(0.5))
+        yield Join()
+
+    for load in (0, 10):
+        _, wall, own = own_time(threads_without_a_lock, cores=4, load=load, seed=1)
+        assert own <= wall + 1e-9
+
+
+def test_who_was_once_not_alone_never_was() -> None:
+    call = OwnClock(2)
+    Machine(2, 0).timed(has_children_in_turn(1, 0.3), call)
+    assert not call.was_alone
+    call = OwnClock(2)
+    Machine(2, 0).timed(works(0.5), call)
+    assert call.was_alone
+
+
+def test_the_hard_cap_is_ten_times_and_a_minute_and_further_where_many_share_a_core() -> None:
+    assert clock.hard_cap_s(0.5) == 60.0
+    assert clock.hard_cap_s(10.0) == 100.0
+    assert clock.pace(0.0) == clock.pace(clock.CALLS_PER_CORE) == 1.0
+    assert clock.pace(4 * clock.CALLS_PER_CORE) == 0.25

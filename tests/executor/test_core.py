@@ -289,7 +289,7 @@ def test_many_slots_are_spread_over_enough_families() -> None:
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygotes=1, slots=10_000)
     families = Executor(config, lambda *_: None).families
     assert len(families) == 3
-    assert max(max(one.free) for one in families) < 4096
+    assert max(max(one.slots.free) for one in families) < 4096
 
 
 async def until(claim: Callable[[], bool]) -> None:

@@ -47,7 +47,7 @@ HOSTILE = (
         "no_op",
         "too_much",
         "fake_pidfd",
-        "two_overdue",
+        "two_lasting",
         "kill_jail",
     ),
 )
@@ -199,23 +199,23 @@ class Peer:
         self.say(done(ticket)[:-20])
 
     def late(self, ticket: int) -> None:
-        self.say(frame({"op": "overdue", "id": ticket, "wall_ms": "soon"}))
+        self.say(frame({"op": "lasting", "id": ticket, "wall_ms": "soon"}))
 
     def no_pidfd(self, ticket: int) -> None:
-        self.say(frame({"op": "overdue", "id": ticket, "wall_ms": 10.0}))
+        self.say(frame({"op": "lasting", "id": ticket, "wall_ms": 10.0}))
 
     def fake_pidfd(self, ticket: int) -> None:
-        self.overdue(ticket, -1e14)
+        self.lasting(ticket, -1e14)
 
-    def overdue(self, ticket: int, wall_ms: float) -> None:
+    def lasting(self, ticket: int, wall_ms: float) -> None:
         with open(os.devnull) as null:
-            self.say(frame({"op": "overdue", "id": ticket, "wall_ms": wall_ms}), (null.fileno(),))
+            self.say(frame({"op": "lasting", "id": ticket, "wall_ms": wall_ms}), (null.fileno(),))
 
-    def two_overdue(self, ticket: int) -> None:
+    def two_lasting(self, ticket: int) -> None:
         with subprocess.Popen(["sleep", "1000"]) as victim:
             own = os.pidfd_open(victim.pid)
             for _ in range(2):
-                self.say(frame({"op": "overdue", "id": ticket, "wall_ms": 0.0}), (own,))
+                self.say(frame({"op": "lasting", "id": ticket, "wall_ms": 0.0}), (own,))
             os.close(own)
             victim.kill()
 
@@ -312,7 +312,7 @@ class Driven:
         """Nothing runs, so every slot is free, once."""
         assert self.executor.is_idle
         for one in self.executor.families:
-            assert sorted(one.free) == list(range(len(one.free)))
+            assert sorted(one.slots.free) == list(range(one.slots.count))
             assert not any(zygote.calls for zygote in one.zygotes.values())
 
 

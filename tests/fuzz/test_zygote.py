@@ -25,7 +25,7 @@ FIELDS = st.dictionaries(
 )
 NO_TICKETS = st.sampled_from((-1, 0, 1 << 60, 2**70, True, 1.0, "1", None, [1]))
 """A zygote that gives one of its calls the answer to another cannot be told from one that does not."""
-OPS = st.sampled_from(("done", "failed", "overdue", "ready", "spawn", "call", ""))
+OPS = st.sampled_from(("done", "failed", "lasting", "ready", "spawn", "call", ""))
 
 
 @st.composite

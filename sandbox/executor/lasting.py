@@ -1,0 +1,96 @@
+"""A call that lasts: what its own clock says, when it makes room for short ones, and when it ends.
+
+Invariants:
+- A call is looked at only once it has run for a while; most never are.
+- Long, a call takes the cores that nobody else wants, and no short place. If at that pace it would not come to its
+  verdict before the hard cap, it has its share of the cores like any other until it does.
+- What a call is told to be, its processes are at the latest after the next look, those that it starts included.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from typing import Protocol
+
+import trio
+
+from sandbox.executor import clock
+from sandbox.executor.slot import Slots
+from sandbox.executor.tree import CallTree, Eagerness, host_pid
+from sandbox.executor.work import Work
+
+LOOK_S, LOOK_AT_MANY_S = (0.05, 0.25), (0.02, 0.1)
+"""How often, if the call has one thread, and if it has more: at moments that the code cannot foresee, to have its
+children gone."""
+LEAST_PAUSE_S = 0.002
+MARGIN = 1.5
+"""How much more than its fair share of the time that is left a call may need to come to its verdict."""
+
+
+class Host(Protocol):
+    """What a lasting call needs of the executor."""
+
+    all_cores: int
+    demote_after_s: float
+    eagerness: Eagerness
+
+    @property
+    def calls_per_core(self) -> float: ...
+
+    def lengthen(self, slots: Slots, work: Work) -> bool:
+        """Give it a long place, if there is one."""
+        ...
+
+    def allow(self, work: Work, wall_s: float) -> None:
+        """So much longer it may take before its zygote counts as wedged."""
+        ...
+
+    def count(self, what: str) -> None: ...
+
+
+def is_due(own_left_s: float, cap_left_s: float, calls_per_core: float) -> bool:
+    """Whether a call needs its share of the cores from now on, to have `own_left_s` more of its own time within
+    `cap_left_s` of wall time."""
+    return own_left_s * max(1.0, calls_per_core) * MARGIN >= cap_left_s
+
+
+async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host) -> None:
+    """From `wall_s` after its start until it is out of time, or this is cancelled. Raises `OSError` if the pidfd is
+    none, or its process is gone."""
+    pid = host_pid(pidfd)
+    if pid is None:
+        return
+    started = trio.current_time() - wall_s
+    group = slots.group(work.slot)
+    tree = CallTree(pid, group.members if group else None)
+    own = clock.OwnClock(host.all_cores)
+    cap_left_s, limit = clock.hard_cap_s(work.timeout_s), work.timeout_s
+    before = 0.0
+    while True:
+        wall_s = trio.current_time() - started
+        processes = tree.look()
+        if processes is None or processes:
+            ran_s = group.ran_s() if group else None
+            own.look(wall_s, processes, tree.ran_s if ran_s is None else ran_s)
+        pace = clock.pace(host.calls_per_core)
+        cap_left_s, before = cap_left_s - (wall_s - before) * pace, wall_s
+        left_s = limit - own.own_s
+        # A fork bomb waits for itself: were that our fault, it would be free of charge.
+        work.out_of_time = left_s <= 0 or (cap_left_s <= 0 and not own.was_alone)
+        work.starved = cap_left_s <= 0 and not work.out_of_time
+        if work.out_of_time or work.starved:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return
+        host.allow(work, cap_left_s / pace)
+        if own.own_s >= host.demote_after_s:
+            work.is_long = work.is_long or host.lengthen(slots, work)
+        else:
+            left_s = min(left_s, host.demote_after_s - own.own_s)
+        if work.is_long:
+            if not work.has_share and is_due(left_s, cap_left_s / pace, host.calls_per_core):
+                work.has_share = True
+                host.count("promoted")
+            host.eagerness.set(tree, is_idle=not work.has_share)
+        pause = random.uniform(*(LOOK_S if own.was_alone else LOOK_AT_MANY_S))
+        await trio.sleep(max(LEAST_PAUSE_S, min(left_s, pause)))

@@ -1,0 +1,143 @@
+"""The processes of one call, read from /proc: what the kernel counts of each thread, and how eager it is for a core.
+
+Outside the jail, where there is a /proc. Which processes there are, a call's control group says, if it has one; else
+those are meant that descend from its first, which one that has left its parents does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from sandbox.executor.clock import Look, Process, Thread
+from sandbox.jail import may_set_priorities
+
+log = logging.getLogger(__name__)
+
+CROWD = 128
+"""So many threads are a crowd: no more are looked at, as each costs about 30 us."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_STATE, _PARENT, _CHILDREN_TIME, _THREADS, _STARTED, _POLICY = 0, 1, slice(13, 15), 17, 19, 38
+"""Places in /proc/PID/stat (proc_pid_stat(5)), counted from what follows the name."""
+_NORMAL = os.sched_param(0)
+
+
+def host_pid(pidfd: int) -> int | None:
+    """The process a pidfd stands for, as this /proc numbers it; None if it is gone."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as info:
+        for line in info:
+            if line.startswith("Pid:"):
+                pid = int(line.split()[1])
+                return pid if pid > 0 else None
+    return None
+
+
+class CallTree:
+    """The processes of the call whose first one is `root`; `members` reads the numbers of those in its group."""
+
+    def __init__(self, root: int, members: Callable[[], list[int]] | None = None) -> None:
+        self._root = root
+        self._members = members
+        self._policies: dict[int, int] = {}  # by thread
+        self.ran_s = 0.0
+        """CPU seconds of all in the last look, and of those they have waited for: all that is known without a group."""
+
+    def look(self) -> Look | None:
+        """All of them, the first one first. Empty when that is gone; None if they are a crowd."""
+        look: dict[int, Process] = {}
+        self._policies = {}
+        self.ran_s = 0.0
+        for pid in self._numbers():
+            try:
+                process = self._read(pid)
+            except (OSError, IndexError, ValueError):  # gone just now
+                process = None
+            if process is not None:
+                look[pid] = process
+            if len(self._policies) > CROWD:
+                return None
+        return look if self._root in look else {}
+
+    def set_policy(self, policy: int) -> None:
+        """Have all threads of the last look scheduled so. What they start later inherits it; what they have started
+        since comes with the next look. Raises `PermissionError`."""
+        for tid, now in self._policies.items():
+            if now != policy:
+                try:
+                    os.sched_setscheduler(tid, policy, _NORMAL)
+                except ProcessLookupError:
+                    continue
+
+    def _numbers(self) -> list[int]:
+        if self._members is None:
+            return self._descendants()
+        try:
+            return [self._root, *(pid for pid in self._members() if pid not in (self._root, 0))]
+        except OSError:
+            return [self._root]
+
+    def _descendants(self) -> list[int]:
+        found = [self._root]
+        for pid in found:
+            if len(found) > CROWD:
+                break
+            try:
+                for tid in os.listdir(f"/proc/{pid}/task"):
+                    found += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
+            except OSError:
+                continue
+        return found
+
+    def _read(self, pid: int) -> Process | None:
+        fields = _stat(f"/proc/{pid}/stat")
+        if fields[_STATE] in (b"Z", b"X") and int(fields[_THREADS]) <= 1:  # else its first thread alone has ended
+            return None
+        threads = {}
+        if fields[_THREADS] == b"1":
+            threads[pid] = self._thread(pid, f"/proc/{pid}", fields)
+        else:
+            for name in os.listdir(f"/proc/{pid}/task")[: CROWD + 1]:
+                path = f"/proc/{pid}/task/{name}"
+                threads[int(name)] = self._thread(int(name), path, _stat(f"{path}/stat"))
+        ran_s = time.clock_gettime(~pid << 3 | 2)  # CPU time of a process (clock_getcpuclockid(3)), ended threads too
+        self.ran_s += ran_s + sum(map(int, fields[_CHILDREN_TIME])) / _TICKS_PER_S
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_STARTED]) / _TICKS_PER_S
+        return Process(int(fields[_PARENT]), max(0.0, age_s), ran_s, threads)
+
+    def _thread(self, tid: int, path: str, fields: list[bytes]) -> Thread:
+        self._policies[tid] = int(fields[_POLICY])
+        ran, waited, turns = map(int, _read(f"{path}/schedstat").split())
+        return Thread(ran / 1e9, waited / 1e9, turns, fields[_STATE] == b"R")
+
+
+class Eagerness:
+    """Whether threads of calls can be made less eager for a core, and eager again. Either both or none."""
+
+    def __init__(self) -> None:
+        self.can_change = may_set_priorities()
+        if not self.can_change:
+            log.info("no right to set priorities (CAP_SYS_NICE): long calls take cores as short ones do")
+
+    def set(self, tree: CallTree, *, is_idle: bool) -> None:
+        """Idempotent."""
+        if not self.can_change:
+            return
+        try:
+            tree.set_policy(os.SCHED_IDLE if is_idle else os.SCHED_OTHER)
+        except PermissionError as why:
+            self.can_change = False
+            log.warning("long calls take cores as short ones do: %s", why)
+
+
+def _stat(path: str) -> list[bytes]:
+    return _read(path).rpartition(b")")[2].split()
+
+
+def _read(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 16)
+    finally:
+        os.close(fd)

@@ -1,0 +1,269 @@
+"""Calls that last: their own clock ends them, they make room for short ones, and come to a verdict all the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from sandbox.executor import clock, lasting
+from sandbox.executor.clock import Look, Process, Thread
+from sandbox.executor.lasting import is_due
+from sandbox.executor.tree import CallTree, Eagerness
+from sandbox.types import Limits, Result, Status
+from tests.executor.calling import Caller, call, executor
+from tests.executor.zygotes import Driven, Peer, done, driven
+from tests.jail.jails import descendants
+
+ENDLESS = "while True: pass"
+
+
+class Machine:
+    """A scheduler that keeps each call waiting for a share of the time, and what becomes of the calls."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, share: float, *, alone: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.killed_after: float | None = None
+        self.idle: list[bool] = []
+        self._share, self._alone, self._patch = share, alone, monkeypatch
+        self._started = 0.0
+        self._peers: list[tuple[Peer, int]] = []
+        monkeypatch.setattr(lasting, "host_pid", lambda _fd: 77)
+        monkeypatch.setattr(CallTree, "look", lambda _tree: self._look())
+        monkeypatch.setattr(Eagerness, "set", lambda _self, _tree, is_idle: self.idle.append(is_idle))
+        monkeypatch.setattr(signal, "pidfd_send_signal", self._kill)
+
+        async def outlast(peer: Peer, ticket: int) -> None:
+            self._peers.append((peer, ticket))
+            await trio.sleep(0.1)
+            peer.lasting(ticket, 100.0)
+
+        monkeypatch.setattr(Peer, "outlast", outlast, raising=False)
+
+    async def run(self, timeout_s: float, **settings: Any) -> Result:
+        """A call that never ends by itself."""
+        settings = {"zygotes": 1, "slots": 1, "profiles": ("bare",), **settings}
+        async with driven(self._patch, **settings) as driver:
+            self._started = trio.current_time()
+            (result,) = await driver.run("outlast", limits=Limits(timeout_s=timeout_s))
+            assert driver.executor.running_long == 0
+            return result
+
+    def _look(self) -> Look:
+        wall = trio.current_time() - self._started
+        waited = self._share * wall
+        threads = {
+            tid: Thread(wall - waited, waited, 9, is_ready=True) for tid in ((77,) if self._alone() else (77, 78))
+        }
+        return {77: Process(1, wall, wall - waited, threads)}
+
+    def _kill(self, _fd: int, number: int) -> None:
+        self.killed_after = trio.current_time() - self._started
+        peer, ticket = self._peers.pop(0)
+        peer.say(done(ticket, code=None, signal=number))
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 0.89])
+async def test_waiting_for_a_core_is_not_the_calls_time(
+    share: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    machine = Machine(monkeypatch, share)
+    result = await machine.run(2.0)
+    assert result.status is Status.TIMEOUT
+    assert machine.killed_after == pytest.approx(2.0 / (1 - share), rel=0.05)
+
+
+@pytest.mark.trio
+async def test_a_call_without_a_core_is_no_verdict_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    machine = Machine(monkeypatch, 0.999)
+    result = await machine.run(2.0)
+    assert result.status is Status.UNAVAILABLE
+    assert result.error is not None
+    assert result.error.type == "Starved"
+    assert machine.killed_after is not None
+    cap_s = clock.hard_cap_s(2.0)
+    assert cap_s <= machine.killed_after < cap_s + 3.0
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("alone", [lambda: False, iter([True, False, *[True] * 10_000]).__next__])
+async def test_a_call_that_starves_itself_is_timed_out(
+    alone: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Else a fork bomb would be our fault, and free of charge; also one that hides its children later."""
+    machine = Machine(monkeypatch, 0.999, alone=alone)
+    assert (await machine.run(2.0)).status is Status.TIMEOUT
+    assert machine.killed_after is not None
+    assert machine.killed_after < clock.hard_cap_s(2.0) + 3.0
+
+
+@pytest.mark.trio
+async def test_a_call_gives_way_after_a_while_of_its_own_time_and_not_of_wall_time(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    for share in (0.0, 0.9):
+        machine = Machine(monkeypatch, share)
+        gave_way: list[float] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Eagerness, "set", lambda *_, is_idle, gave_way=gave_way: gave_way.append(trio.current_time()))
+            await machine.run(5.0, demote_after_ms=1000.0)
+        assert gave_way[0] - machine._started == pytest.approx(1.0 / (1 - share), rel=0.1)
+
+
+@pytest.mark.trio
+async def test_a_starving_call_is_given_its_share_and_comes_to_its_verdict(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """While it gives way, it gets nothing at all; with its share, most of a core."""
+    machine = Machine(monkeypatch, 0.0)
+    ran, before = 0.0, 0.0
+
+    def look() -> Look:
+        nonlocal ran, before
+        wall = trio.current_time() - machine._started
+        ran += (wall - before) * (0.0 if machine.idle and machine.idle[-1] else 0.8)
+        before = wall
+        return {77: Process(1, wall, ran, {77: Thread(ran, wall - ran, 9, is_ready=True)})}
+
+    monkeypatch.setattr(machine, "_look", look)
+    result = await machine.run(10.0)
+    assert result.status is Status.TIMEOUT
+    assert machine.idle[0] is True
+    assert machine.idle[-1] is False
+    assert machine.killed_after is not None
+    assert machine.killed_after < clock.hard_cap_s(10.0)
+
+
+def test_a_call_is_due_when_its_share_would_just_do() -> None:
+    assert not is_due(10.0, 100.0, 1.0)
+    assert is_due(10.0, 14.0, 1.0)
+    assert is_due(10.0, 100.0, 10.0), "ten calls share a core"
+    assert not is_due(10.0, 1000.0, 20.0)
+    assert not is_due(10.0, 16.0, 0.1), "nobody gets more than a core"
+    assert is_due(1.0, -5.0, 1.0)
+
+
+@pytest.mark.trio
+async def test_long_calls_leave_the_short_places_until_the_long_ones_are_taken(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    Machine(monkeypatch, 0.0)
+    windows: list[int] = []
+    async with driven(monkeypatch, zygotes=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
+        driver.executor.on_window = windows.append
+        endless = driver.submit(*["outlast"] * 3, limits=Limits(timeout_s=1000.0))
+        assert [result.status for result in await driver.run("ok", "ok", "ok")] == [Status.OK] * 3
+        await trio.sleep(10)
+        assert counts(driver) == (0, 3)
+        assert windows == [5, 6, 7]
+        endless += driver.submit("outlast", limits=Limits(timeout_s=1000.0))
+        await trio.sleep(10)
+        assert counts(driver) == (1, 3), "a fourth one keeps its short place"
+        endless += driver.submit("outlast", limits=Limits(timeout_s=1000.0))
+        (waiting,) = driver.submit("ok")
+        await trio.sleep(10)
+        assert counts(driver) == (2, 3)
+        assert waiting not in driver.answers
+        driver.executor.cancel(endless[0])
+        await driver.all_of([waiting])
+        assert counts(driver) == (1, 3)
+        assert driver.executor.stats()["demoted_total"] == 4
+        for seq in endless[1:]:
+            driver.executor.cancel(seq)
+        await driver.run("ok")
+        await trio.testing.wait_all_tasks_blocked()
+        assert windows[-1] == driver.executor.window == 4
+
+
+def counts(driver: Driven) -> tuple[int, int]:
+    stats = driver.executor.stats()
+    assert stats["running"] == stats["running_short"] + stats["running_long"]
+    return stats["running_short"], stats["running_long"]
+
+
+@pytest.mark.trio
+async def test_without_memory_to_spare_long_calls_keep_their_places(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    Machine(monkeypatch, 0.0)
+    available = 0
+    monkeypatch.setattr("sandbox.machine.memory_available", lambda: available)
+    async with driven(monkeypatch, zygotes=1, slots=2, profiles=("bare",)) as driver:
+        seqs = driver.submit("outlast", limits=Limits(timeout_s=1000.0))
+        await trio.sleep(5)
+        assert counts(driver) == (1, 0)
+        available = 1 << 60
+        await trio.sleep(5)
+        assert counts(driver) == (0, 1)
+        driver.executor.cancel(seqs[0])
+        await driver.run("ok")
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Any:
+    """One short place, so that whatever does not leave it is in the way."""
+    with executor(slots=1, long_slots=6, demote_after_ms=50.0) as caller:
+        yield caller
+
+
+EVADERS = {
+    "loops": ENDLESS,
+    "forks": "import os\nos.fork()\nos.fork()\n" + ENDLESS,
+    "sets a session": "import os\nif os.fork() == 0:\n    os.setsid()\n" + ENDLESS,
+    "starts threads": f"import threading\ndef f():\n    {ENDLESS}\nfor _ in '123': threading.Thread(target=f).start()",
+    "forks for ever": "import os\nwhile True:\n    if os.fork() == 0:\n        while sum(os.times()[:2]) < 0.05: pass\n"
+    "        os._exit(0)\n    os.wait()",
+    "leaves its parents": "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n" + ENDLESS,
+}
+
+
+@pytest.mark.parametrize("how", EVADERS)
+def test_what_lasts_gives_way_however_it_goes_about_it(how: str, narrow: Caller) -> None:
+    if not Eagerness().can_change:
+        pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
+    seq = narrow.submit(call(EVADERS[how], timeout_s=60))
+    assert narrow.run("1", timeout_s=60).value == "1", "there is but one short place"
+    narrow.until(lambda: policies(narrow) == {os.SCHED_IDLE})
+    narrow.send("cancel", [seq])
+    narrow.until(lambda: narrow.stats.get("running") == 0)
+
+
+def policies(caller: Caller) -> set[int]:
+    """Of all that has a call's uid, which no zygote has."""
+    found = set()
+    for pid in descendants(caller.process.pid):
+        try:
+            with open(f"/proc/{pid}/status") as file:
+                status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+            is_call = status["NoNewPrivs"].strip() == "1" and status["Seccomp"].strip() == "2"
+            if is_call and "zombie" not in status["State"]:
+                found |= {os.sched_getscheduler(int(tid)) for tid in os.listdir(f"/proc/{pid}/task")}
+        except (OSError, KeyError):
+            continue
+    return found
+
+
+def test_short_calls_are_answered_while_every_long_place_is_taken(narrow: Caller) -> None:
+    seqs = [narrow.submit(call(ENDLESS, timeout_s=60)) for _ in range(6)]
+    for n in range(20):
+        assert narrow.run(f"{n}", timeout_s=60).value == str(n)
+    narrow.until(lambda: narrow.stats.get("running_long") == 6)
+    assert narrow.window == 2 + 6
+    narrow.send("cancel", seqs)
+    narrow.until(lambda: narrow.stats.get("running") == 0)
+    narrow.until(lambda: narrow.window == 2)
+
+
+def test_a_long_call_is_judged_as_ever(narrow: Caller) -> None:
+    assert narrow.run(ENDLESS, timeout_s=0.5).status is Status.TIMEOUT
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint('done')"
+    assert narrow.run(code, timeout_s=60).stdout == "done\n"

@@ -1,0 +1,164 @@
+"""What /proc says of a call's processes, and that they can be made to give way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sandbox.executor import tree
+from sandbox.executor.tree import CallTree, Eagerness, host_pid
+
+HERE = os.getpid()
+THREADS = """
+import sys, threading
+for _ in range(int(sys.argv[1])):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+print(flush=True)
+input()
+"""
+CHILDREN = """
+import os
+readable, writable = os.pipe()
+for _ in range(3):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.write(writable, b".")
+        os.read(0, 1)
+        os._exit(0)
+for _ in range(3):
+    os.read(readable, 1)
+print(flush=True)
+input()
+"""
+
+
+@contextmanager
+def running(code: str, *arguments: str) -> Iterator[int]:
+    """A process that has said that it is ready; ended, with what it has started, at the end."""
+    argv = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.communicate(b"\n")
+
+
+def test_a_pidfd_leads_to_its_process_while_there_is_one() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        fd = os.pidfd_open(child.pid)
+        assert host_pid(fd) == child.pid
+        child.kill()
+        child.wait()
+        assert host_pid(fd) is None
+        os.close(fd)
+    with open(os.devnull) as null:
+        assert host_pid(null.fileno()) is None
+
+
+def test_every_thread_and_process_is_seen() -> None:
+    with running(THREADS, "5") as pid:
+        look = CallTree(pid).look()
+        assert look is not None
+        assert list(look) == [pid]
+        assert len(look[pid].threads) == 6
+        assert look[pid].parent == HERE
+        assert look[pid].ran_s >= sum(thread.ran_s for thread in look[pid].threads.values()) > 0
+        assert 0 <= look[pid].age_s < 600
+    with running(CHILDREN) as pid:
+        look = CallTree(pid).look()
+        assert look is not None
+        assert len(look) == 7
+        assert next(iter(look)) == pid
+        assert sum(process.parent == pid for process in look.values()) == 3
+
+
+def test_who_runs_is_ready_and_its_time_grows() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        own = CallTree(process.pid)
+        while not (look := own.look()) or look[process.pid].ran_s < 0.1:
+            pass
+        assert look[process.pid].is_ready
+        assert own.ran_s >= 0.1
+        (thread,) = look[process.pid].threads.values()
+        assert thread.turns > 0
+        process.kill()
+
+
+def test_a_group_says_who_is_there_and_the_first_is_first() -> None:
+    with running(THREADS, "0") as pid, running(THREADS, "0") as other:
+        look = CallTree(pid, lambda: [other, 0, pid, 2**22 + 1]).look()
+        assert look is not None
+        assert list(look) == [pid, other]
+
+
+def test_what_has_gone_is_not_there() -> None:
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
+        assert CallTree(child.pid).look() == {}
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert CallTree(child.pid).look() == {}, "it is a zombie"
+    child.wait()
+
+
+def test_a_process_whose_first_thread_has_ended_is_still_there() -> None:
+    code = """
+import ctypes, threading, time
+def rest():
+    while not open("/proc/self/stat").read().rpartition(")")[2].startswith(" Z"):
+        time.sleep(0.001)
+    print(flush=True)
+    input()
+    import os; os._exit(0)
+threading.Thread(target=rest).start()
+ctypes.CDLL(None).syscall(60, 0)  # exit(2) of this thread alone
+"""
+    if os.uname().machine != "x86_64":
+        pytest.skip("the number of exit(2) is that of x86-64")
+    with running(code) as pid:
+        look = CallTree(pid).look()
+        assert look
+        assert len(look[pid].threads) == 2
+
+
+def test_a_crowd_is_not_looked_at() -> None:
+    with running(THREADS, str(tree.CROWD + 1)) as pid:
+        assert CallTree(pid).look() is None
+
+
+def test_all_threads_give_way_and_come_back() -> None:
+    eagerness = Eagerness()
+    if not eagerness.can_change:
+        pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
+    for code, count in ((THREADS, 5), (CHILDREN, 7)):
+        with running(code, "4") as pid:
+            own = CallTree(pid)
+            for is_idle, policy in ((True, os.SCHED_IDLE), (False, os.SCHED_OTHER)):
+                own.look()
+                eagerness.set(own, is_idle=is_idle)
+                own.look()
+                assert len(own._policies) == count
+                assert {os.sched_getscheduler(tid) for tid in own._policies} == {policy}
+
+
+def test_without_the_right_nothing_is_changed_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(tree, "may_set_priorities", lambda: True)
+    eagerness = Eagerness()
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with running(THREADS, "0") as pid:
+        own = CallTree(pid)
+        own.look()
+        for _ in range(3):
+            eagerness.set(own, is_idle=True)
+    assert not eagerness.can_change
+    assert len(caplog.records) == 1
