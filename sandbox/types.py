@@ -144,7 +144,7 @@ class Call:
         values: dict[str, Any] = {}
         for name, value in mapping.items():
             values[name] = _decode_field(name, value, base, f"{where}.{name}")
-        return replace(base, **values)
+        return cls(**values) if base is _NO_DEFAULTS else replace(base, **values)  # `replace` takes twice as long
 
     @classmethod
     def decode_defaults(cls, raw: Any, where: str = "defaults") -> Call:
