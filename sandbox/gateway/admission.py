@@ -17,8 +17,8 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ Answer = dict[str, Any]
 RATE_MEMORY_S = 10.0
 """How far back the observed drain rate looks."""
 MAX_RETRY_AFTER_S = 60
+EXPIRE_CALLS = 512
+"""Given up in one go, which takes some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Batch:
     """
 
     __slots__ = (
-        "admitted_at", "answers", "held", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets",
+        "admitted_at", "answers", "first", "held", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets",
     )  # fmt: skip
 
     def __init__(self, size: int, queue_timeout_s: float) -> None:
@@ -107,8 +109,10 @@ class Batch:
         self.held = 0
         """Bytes of answers of executors that the client has not read."""
         self.tickets: list[Ticket] = []
+        self.first = 0
+        """All tickets before this place have been taken once, or need not be."""
         self.line: deque[tuple[float, Ticket]] = deque()
-        """Since when which call waits, oldest first; some of them have ceased to."""
+        """Since when which call waits again, oldest first; some of them have ceased to."""
         self.on_answer: Callable[[int], None] | None = None
         self.on_done: Callable[[], None] | None = None
 
@@ -172,7 +176,8 @@ class Ledger:
 
     def admit(self, batch: Batch, now: float) -> None:
         """Queue all calls of `batch`. Raises `Overloaded` when they do not fit now, `RequestRefused` when never."""
-        wanted = _by_tenant(batch.tickets)
+        groups = _alike(batch.tickets)
+        wanted = _by_tenant(groups)
         self._check_room(wanted, now)
         for name, more in wanted.items():
             for held in (self.all, self._tenants.setdefault(name, Held())):
@@ -181,8 +186,8 @@ class Ledger:
         batch.admitted_at = now
         for ticket in batch.tickets:
             ticket.since = now
-            self._queue.push(ticket)
-            batch.line.append((now, ticket))
+        for group in groups:
+            self._queue.push(*group)
 
     def take(self, node: Node, most: int, most_bytes: int, now: float) -> list[Ticket]:
         """The next calls, now running at `node`: at most `most`, and no more after `most_bytes` are reached."""
@@ -253,9 +258,10 @@ class Ledger:
         return retried, given_up
 
     def expire(self, batch: Batch, now: float) -> list[Ticket]:
-        """Give up those calls of `batch` that have waited its `queue_timeout_s` for a slot."""
-        timeout_s, late = batch.queue_timeout_s, []
-        while (oldest := _oldest(batch)) is not None and now - oldest.since >= timeout_s:
+        """Give up calls of `batch` that have waited its `queue_timeout_s` for a slot: `EXPIRE_CALLS` of them at most,
+        since all else waits meanwhile, and the rest when asked again."""
+        timeout_s, late = batch.queue_timeout_s, list[Ticket]()
+        while len(late) < EXPIRE_CALLS and (oldest := _oldest(batch)) and now - oldest.since >= timeout_s:
             self._stop_waiting(oldest)
             self._refuse(oldest, "QueueTimeout", f"waited {timeout_s:g} s for a slot; send fewer calls, or wait longer")
             late.append(oldest)
@@ -279,6 +285,7 @@ class Ledger:
             self._close(ticket)
         batch.tickets.clear()
         batch.line.clear()
+        batch.first = 0
         return cancelled
 
     def give_up(self, kind: str, message: str) -> list[Ticket]:
@@ -408,20 +415,31 @@ def size_of(answer: Answer) -> int:
     return size
 
 
-def _by_tenant(tickets: Sequence[Ticket]) -> dict[str, Held]:
-    wanted: dict[str, Held] = {}
+def _alike(tickets: Sequence[Ticket]) -> Collection[Sequence[Ticket]]:
+    """`tickets`, those of one priority and tenant together."""
+    groups: defaultdict[tuple[int, str], list[Ticket]] = defaultdict(list)
     for ticket in tickets:
-        more = wanted.get(ticket.tenant)
-        if more is None:
-            more = wanted[ticket.tenant] = Held()
-        more.calls += 1
-        more.bytes += ticket.size
+        groups[ticket.priority, ticket.tenant].append(ticket)
+    return groups.values()
+
+
+def _by_tenant(groups: Iterable[Sequence[Ticket]]) -> dict[str, Held]:
+    wanted: defaultdict[str, Held] = defaultdict(Held)
+    for group in groups:
+        held = wanted[group[0].tenant]
+        held.calls += len(group)
+        held.bytes += sum(ticket.size for ticket in group)
     return wanted
 
 
 def _oldest(batch: Batch) -> Ticket | None:
-    """Which call of `batch` has waited longest, of those that wait."""
-    line = batch.line
+    """Which waiting call of `batch` has waited longest: one that does since its admission, if there is any."""
+    for place in range(batch.first, len(batch.tickets)):
+        ticket = batch.tickets[place]
+        if ticket.call is not None and not ticket.attempts:
+            batch.first = place
+            return ticket
+    batch.first, line = len(batch.tickets), batch.line
     while line:
         since, ticket = line[0]
         if ticket.call is not None and ticket.node is None and ticket.since == since:

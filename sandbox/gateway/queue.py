@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -47,10 +48,10 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._count
 
-    def push(self, item: Item) -> None:
-        """Add `item` behind its tenant's other calls."""
-        self._level(item.priority).push(item)
-        self._count += 1
+    def push(self, *items: Item) -> None:
+        """Add `items`, all of one priority and one tenant, behind that tenant's other calls."""
+        self._level(items[0].priority).push(items)
+        self._count += len(items)
 
     def put_back(self, item: Item) -> None:
         """Add `item`, which was popped and runs no longer, ahead of all new calls of its priority."""
@@ -122,11 +123,12 @@ class _Level(Generic[Item]):
     def has_waiting(self) -> bool:
         return bool(self.returned or self._rings)
 
-    def push(self, item: Item) -> None:
-        tenant = self._tenant(item.tenant)
+    def push(self, items: Sequence[Item]) -> None:
+        name = items[0].tenant
+        tenant = self._tenant(name)
         if not tenant.line:
-            self._stand(item.tenant, tenant)
-        tenant.line[item] = None
+            self._stand(name, tenant)
+        tenant.line.update(dict.fromkeys(items))
 
     def pop(self) -> Item:
         if self.returned:

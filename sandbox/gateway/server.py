@@ -7,6 +7,7 @@ listening socket and its connections close; the executors are told to go, then k
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -29,6 +30,9 @@ from sandbox.gateway.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
+GARBAGE = 20_000, 20, 20
+"""Thresholds of the garbage collector. Calls in the queue are hundreds of thousands of objects and no cycles; to look
+through them as often as Python does by itself takes half of the admission of a large batch."""
 CLOSE_S = 5.0
 """What connections get to take their last bytes."""
 
@@ -47,6 +51,8 @@ def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
 
 def _run(config: ServeConfig, launch: Launch, post: Post | None = None) -> int:
     """One gateway, alone or at its post among several."""
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, launch, post))

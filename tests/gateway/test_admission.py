@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sandbox.errors import Overloaded, RequestRefused
-from sandbox.gateway.admission import MAX_RETRY_AFTER_S, Batch, Bounds, DrainRate, Ledger
+from sandbox.gateway.admission import EXPIRE_CALLS, MAX_RETRY_AFTER_S, Batch, Bounds, DrainRate, Ledger
 from sandbox.types import Call
 
 BOUNDS = Bounds(calls=12, bytes=6000, attempts=3, tenant_share=0.75)
@@ -263,6 +263,16 @@ def test_an_expiry_that_comes_again_and_again_looks_at_each_call_once() -> None:
 
         costs.append(_operations(expire_all))
     assert costs[1] < 11 * costs[0]
+
+
+def test_what_expires_together_is_given_up_in_parts() -> None:
+    ledger, batch = Ledger(Bounds(10_000, 1 << 30, 3)), batch_of(2 * EXPIRE_CALLS + 1)
+    ledger.admit(batch, 0.0)
+    given_up = []
+    while (when := ledger.next_expiry(batch)) is not None:
+        assert when == 10.0
+        given_up.append(len(ledger.expire(batch, 10.0)))
+    assert given_up == [EXPIRE_CALLS, EXPIRE_CALLS, 1] and not ledger.calls
 
 
 def test_big_calls_travel_in_small_frames() -> None:
