@@ -45,8 +45,6 @@ RATIO_AT_LEAST = 0.9
 MEMORY_MB_AT_MOST = 1430
 """1.5 GB."""
 POINTS = (50, 90, 99)
-QUANTILES = 201
-"""Of the CPU that calls use, for `bench.scaling`."""
 UNCOMPILED = ("SyntaxError", "IndentationError")
 SHOWN = 5
 
@@ -276,7 +274,7 @@ def summarise(burst: Run, steady: Sequence[Run], idle_mb: float, watch: Watch[He
         "statuses": dict(burst.statuses.most_common()),
         "burst": _pace(burst),
         "steady": _pace(calm),
-        "call_cpu_ms": quantiles(burst.cpu_ms),
+        "call_cpu_ms": output.quantiles(burst.cpu_ms),
         "ratio": round(ratio, 3),
         "ratio_at_least": RATIO_AT_LEAST,
         "memory_mb": {"idle": round(idle_mb), "peak": round(peak_mb), "at_most": MEMORY_MB_AT_MOST},
@@ -299,13 +297,6 @@ def _pace(run: Run) -> dict[str, Any]:
         "queue_ms": output.percentiles(run.queue_ms, POINTS),
         "run_ms": output.percentiles(run.run_ms, POINTS),
     }
-
-
-def quantiles(values: Sequence[float]) -> list[float]:
-    """The least, the most, and `QUANTILES` - 2 at even steps between them."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return [round(ordered[round(last * step / (QUANTILES - 1))], 2) for step in range(QUANTILES) if ordered]
 
 
 def _joined(runs: Sequence[Run]) -> Run:

@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import re
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -54,9 +52,9 @@ def _measure(args: argparse.Namespace) -> int:
     with _serving() as server, output.progress() as bar:
         task = bar.add_task("calls", total=args.calls * args.rounds)
         for _ in range(args.rounds):
-            before, cpu_s = _body_bytes(server.url), procs.cpu_s([server.pid])
+            before, cpu_s = server.body_bytes(), procs.cpu_s([server.pid])
             wall_s = _drive(server.url, args, lambda calls: bar.advance(task, calls))
-            after = _body_bytes(server.url)
+            after = server.body_bytes()
             rows.append(
                 {
                     "calls_per_s": args.calls / wall_s,
@@ -86,13 +84,6 @@ def _serving() -> Iterator[service.Service]:
             yield service.Service(service.address(server, said), server.pid)
         finally:
             service.stop(server)
-
-
-def _body_bytes(url: str) -> dict[str, float]:
-    """Bytes of bodies so far, by direction, as the gateway counts them."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        text = response.read().decode()
-    return {name: float(n) for name, n in re.findall(r'body_bytes_total\{direction="(\w+)"\} (\S+)', text)}
 
 
 def _drive(url: str, args: argparse.Namespace, advance: Any) -> float:

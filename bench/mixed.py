@@ -19,9 +19,9 @@ import io
 import math
 import random
 import re
+import statistics
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from bench import output, service
+from bench import output, procs, service
 from bench.calls import labelled_calls
 
 SHARES = {"short": 0.885, "error": 0.1, "bomb": 0.005, "loop": 0.01}
@@ -93,6 +93,11 @@ class Tally:
     asked: int = 0
     answered: int = 0
     wrong: int = 0
+    cpu_ms: dict[str, list[float]] = field(default_factory=dict)
+    """What calls used themselves, by group."""
+    server_cpu_ms: float = 0.0
+    """What the server and all calls used together."""
+    body_bytes: float = 0.0
     late_ms: list[float] = field(default_factory=list)
     """How long after it was due a call was sent: our own doing."""
     examples: list[str] = field(default_factory=list)
@@ -101,9 +106,18 @@ class Tally:
         self.answered += 1
         self.statuses[result["status"]] += 1
         self.latencies_ms.setdefault((arrival.group, arrival.family), []).append(waited_s * 1e3)
+        self.cpu_ms.setdefault(arrival.group, []).append(result["usage"]["cpu_ms"])
         if result["status"] not in arrival.ends:
             self.wrong += 1
             self.examples.append(f"{arrival.group} expected {'|'.join(sorted(arrival.ends))}, got {result}")
+
+    def short_cpu_ms(self) -> list[float]:
+        """What each short one used."""
+        return [ms for group in SHORT for ms in self.cpu_ms.get(group, ())]
+
+    def service_cpu_ms(self) -> float:
+        """What the service itself used for a call, on average."""
+        return (self.server_cpu_ms - sum(map(sum, self.cpu_ms.values()))) / max(1, self.answered)
 
     def short_ms(self, family: str | None = None) -> list[float]:
         """Latencies of the short ones, of one family or all."""
@@ -161,13 +175,13 @@ def _mixed(args: argparse.Namespace) -> int:
     examples: list[str] = []
     with service.running(args.python, flags) as server, output.progress() as bar:
         if args.parts != "storm":
-            rate, most, without, with_loops = asyncio.run(_traffic(server.url, args, bar))
+            rate, most, without, with_loops = asyncio.run(_traffic(server, args, bar))
             figures["traffic"] = {"seconds": args.seconds, "rate": round(rate, 2), "closed_loop_rate": most}
             figures["traffic"] |= summarise(without, with_loops)
             examples += without.examples + with_loops.examples
         if args.parts != "traffic":
             task = bar.add_task("storm", total=2 * args.short)
-            storm = asyncio.run(_storm(server.url, args, lambda: bar.advance(task)))
+            storm = asyncio.run(_storm(server, args, lambda: bar.advance(task)))
             figures["storm"] = summarise_storm(storm)
     for part in ("traffic", "storm"):
         figures["missed"] += figures.get(part, {}).get("missed", [])
@@ -216,7 +230,9 @@ def _mix(seed: int, families: Sequence[str]) -> Iterator[Arrival]:
         seed += 1
 
 
-async def _traffic(url: str, args: argparse.Namespace, bar: Any) -> tuple[float, float | None, Tally, Tally]:
+async def _traffic(
+    server: service.Service, args: argparse.Namespace, bar: Any
+) -> tuple[float, float | None, Tally, Tally]:
     """The rate, the most that was found, and what came of the arrivals without and with endless loops."""
     families = ("plain", "math") if args.lean else ()
     async with _http() as http:
@@ -224,7 +240,9 @@ async def _traffic(url: str, args: argparse.Namespace, bar: Any) -> tuple[float,
         if args.rate is None:
             task = bar.add_task("as fast as it goes", total=args.calibration)
             calls = _mix(args.seed + 1, families)
-            most = await _most(http, url, [next(calls) for _ in range(args.calibration)], lambda: bar.advance(task))
+            most = await _most(
+                http, server.url, [next(calls) for _ in range(args.calibration)], lambda: bar.advance(task)
+            )
         rate = args.rate or most * RATE_SHARE
         due = arrivals(rate, args.seconds, args.seed, args.loop_s, families)
         if not any(one.group in SHORT for one in due):
@@ -232,7 +250,11 @@ async def _traffic(url: str, args: argparse.Namespace, bar: Any) -> tuple[float,
         tallies = []
         for name, some in (("without loops", [one for one in due if one.group != "loop"]), ("with loops", due)):
             task = bar.add_task(name, total=len(some))
-            tallies.append(await offer(http, url, some, lambda task=task: bar.advance(task)))
+            meter, sent = procs.Meter(server.pid), sum(server.body_bytes().values())
+            tally = await offer(http, server.url, some, lambda task=task: bar.advance(task))
+            tally.server_cpu_ms = meter.whole_s() * 1e3
+            tally.body_bytes = sum(server.body_bytes().values()) - sent
+            tallies.append(tally)
     return rate, most, *tallies
 
 
@@ -301,6 +323,9 @@ def summarise(without: Tally, with_loops: Tally) -> dict[str, Any]:
             "loops": len(tally.latencies_ms.get(("loop", "loop"), ())),
             "loop_ms": output.percentiles(tally.latencies_ms.get(("loop", "loop"), ()), POINTS),
             "bombs": len(tally.latencies_ms.get(("bomb", "bomb"), ())),
+            "cpu_ms": round(statistics.fmean(tally.short_cpu_ms() or [0.0]) + tally.service_cpu_ms(), 3),
+            "call_cpu_ms": output.quantiles(tally.short_cpu_ms()),
+            "bytes": round(tally.body_bytes / max(1, tally.answered)),
             "statuses": dict(tally.statuses.most_common()),
             "sent_late_ms": output.percentiles(tally.late_ms, POINTS),
         }
@@ -310,16 +335,16 @@ def summarise(without: Tally, with_loops: Tally) -> dict[str, Any]:
 # Storm
 
 
-async def _storm(url: str, args: argparse.Namespace, step: Step) -> Storm:
+async def _storm(server: service.Service, args: argparse.Namespace, step: Step) -> Storm:
     storm = Storm(args.loops)
     kinds = list(LOOPS) if args.loop_kinds == "all" else ["plain"]
     codes = [LOOPS[kinds[n % len(kinds)]] for n in range(args.loops)]
     async with _http() as http:
-        storm.calm_ms = await _one_by_one(http, url, args, storm, step)
-        loops = asyncio.create_task(_run_loops(http, url, codes, storm))
+        storm.calm_ms = await _one_by_one(http, server.url, args, storm, step)
+        loops = asyncio.create_task(_run_loops(http, server.url, codes, storm))
         try:
-            storm.running = await _settled(url, args.loops)
-            storm.storm_ms = await _one_by_one(http, url, args, storm, step)
+            storm.running = await _settled(server, args.loops)
+            storm.storm_ms = await _one_by_one(http, server.url, args, storm, step)
         finally:
             loops.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -337,20 +362,19 @@ async def _run_loops(http: aiohttp.ClientSession, url: str, codes: Sequence[str]
             storm.ended += sum(1 for _ in unpacker)
 
 
-async def _settled(url: str, loops: int) -> int:
+async def _settled(server: service.Service, loops: int) -> int:
     """How many calls the executors run, once that is all of the loops, or after `SETTLE_S`."""
     give_up = time.monotonic() + SETTLE_S
     while True:
-        running = await asyncio.to_thread(_running, url)
+        running = await asyncio.to_thread(_running, server.metrics)
         if running >= loops or time.monotonic() > give_up:
             return running
         await asyncio.sleep(0.2)
 
 
-def _running(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/metrics") as metrics:
-        said = metrics.read().decode()
-    return sum(int(count) for count in re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)$", said, re.MULTILINE))
+def _running(metrics: Callable[[], str]) -> int:
+    counts = re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)$", metrics(), re.MULTILINE)
+    return sum(map(int, counts))
 
 
 async def _one_by_one(

@@ -131,6 +131,13 @@ def percentiles(values: Iterable[float], points: Sequence[int] = (50, 99)) -> di
     return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 2) for p in points if ordered}
 
 
+def quantiles(values: Iterable[float], count: int = 201) -> list[float]:
+    """The least, the most, and `count` - 2 at even steps between them; empty without values."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return [round(ordered[round(last * step / (count - 1))], 2) for step in range(count) if ordered]
+
+
 def median(values: Iterable[float], digits: int = 3) -> float:
     """The median, rounded for people."""
     return round(statistics.median(values), digits)

@@ -234,6 +234,29 @@ def _gateway(figures: Figures) -> list[str]:
     ]
 
 
+def _scaling(figures: Figures) -> list[str]:
+    gateway, held, in_time = figures["gateway"], figures["memory"], f"{figures['p99_s']:g} s"
+    columns = ("they come", "calls/s", f"cores: 99 % begun in {in_time}", "answered", "gateways", "MB/s")
+    lines: list[str] = []
+    for name, kind in figures["kinds"].items():
+        rows = []
+        for way, cores in kind["ways"].items():
+            flow = gateway["ways"][way]
+            found = [f"{cores[part]:,}" if cores[part] else "-" for part in ("cores_for_wait", "cores_for_answer")]
+            rows.append((way, f"{flow['calls_per_s']:,}", *found, str(flow["gateways"]), f"{flow['mb_per_s']:.1f}"))
+        title = f"{KINDS[name]}: {kind['cpu_ms']:.1f} ms of CPU a call, 99 % of them within {kind['own_p99_s']:.2f} s"
+        lines += [f"{figures['calls']:,} calls of {title}, {kind['core_s']:,} core seconds:", ""]
+        lines += [*_table(columns, rows), ""]
+    return [
+        *lines,
+        f"Memory: {held['idle_mb']:,} MiB without calls, {held['each_kb']:.1f} KiB for each in flight, "
+        f"{held['all_mb']:,} MiB for all. A gateway's core moves {gateway['calls_per_core_s']:,} calls/s, "
+        f"an executor's {figures['executor']['calls_per_core_s']:,}; "
+        f"a call of the mix is {gateway['bytes']:,} bytes on the wire, in both directions. "
+        f"Endless loops, 1 % of them with a time-out of 10 s, take {figures['endless_core_s']:,} core seconds more.",
+    ]
+
+
 def _peers(figures: Figures) -> list[str]:
     systems = figures["systems"]
     rows = []
@@ -258,6 +281,7 @@ TABLES: dict[str, Render] = {
     "invariance": _invariance,
     "soak": _soak,
     "gateway": _gateway,
+    "scaling": _scaling,
     "chaos": _chaos,
     "agreement": _agreement,
     "leaks": _leaks,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,17 @@ class Service:
     def processes(self) -> list[int]:
         """The gateway, its executors, their jails and zygotes, and calls that run now."""
         return procs.tree(self.pid)
+
+    def metrics(self) -> str:
+        """What `/metrics` says."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            return str(response.read(), "utf-8")
+
+    def body_bytes(self) -> dict[str, float]:
+        """Bytes of bodies so far, by direction, as the gateway counts them."""
+        return {
+            name: float(n) for name, n in re.findall(r'body_bytes_total\{direction="(\w+)"\} (\S+)', self.metrics())
+        }
 
 
 @contextmanager

@@ -117,12 +117,6 @@ def test_a_promise_that_is_missed_is_named(run: Run, memory_mb: float, missed: s
     assert not figures["holds"]
 
 
-def test_what_calls_use_is_kept_as_quantiles() -> None:
-    kept = burst.quantiles([float(n) for n in range(1000, -1, -1)])
-    assert (len(kept), kept[0], kept[100], kept[-1]) == (burst.QUANTILES, 0, 500, 1000)
-    assert burst.quantiles([]) == []
-
-
 def test_more_connections_than_descriptors_is_misuse(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

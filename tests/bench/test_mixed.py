@@ -17,7 +17,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from tests.executor.calling import OWN_PYTHON
 
-OK = {"status": "ok", "stdout": ""}
+OK = {"status": "ok", "stdout": "", "usage": {"cpu_ms": 2.0}}
 
 
 def _arrival(group: str = "short", family: str = "plain", at_s: float = 0.0) -> Arrival:
@@ -92,8 +92,17 @@ def test_short_calls_may_not_pay_for_endless_ones() -> None:
 
 def test_endless_calls_are_no_part_of_the_latency() -> None:
     tally = _tally(1.0, 2.0)
-    tally.take(_arrival("loop", "loop"), {"status": "timeout"}, 60.0)
+    tally.take(_arrival("loop", "loop"), {**OK, "status": "timeout"}, 60.0)
     assert max(tally.short_ms()) == 2.0
+
+
+def test_what_a_short_call_costs_is_its_own_cpu_and_a_share_of_the_services() -> None:
+    tally = _tally(1.0, 2.0)
+    tally.take(_arrival("bomb", "bomb"), {**OK, "usage": {"cpu_ms": 1000.0}}, 1.0)
+    tally.server_cpu_ms, tally.body_bytes = 1004.0 + 3 * 0.5, 600.0
+    figures = mixed.summarise(tally, tally)["without_loops"]
+    assert (figures["cpu_ms"], figures["bytes"]) == (2.5, 200)
+    assert set(figures["call_cpu_ms"]) == {2.0}
 
 
 @pytest.mark.parametrize(

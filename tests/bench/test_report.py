@@ -36,6 +36,21 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "answered": 1_000_000, "lost": 0, "doubled": 1, "mixed_up": 2, "unavailable": 3,
         "last_half": {"memory_mb": {"median": 800.0, "growth": 1.25, "noise": 3.0, "tolerance": 1}},
     },
+    "scaling": {
+        "calls": 45_000, "p99_s": 1.0, "endless_core_s": 4500,
+        "kinds": {
+            "mix": {
+                "cpu_ms": 88.3, "own_p99_s": 1.281, "core_s": 3815,
+                "ways": {"all at once": {"cores_for_wait": 2977, "cores_for_answer": None}},
+            },
+        },
+        "gateway": {
+            "calls_per_core_s": 18_282, "bytes": 900,
+            "ways": {"all at once": {"calls_per_s": 45_000, "gateways": 3, "mb_per_s": 40.5}},
+        },
+        "executor": {"cpu_ms": 0.4, "calls_per_core_s": 2500},
+        "memory": {"idle_mb": 832, "each_kb": 1.52, "all_mb": 899},
+    },
     "gateway": {"batch": 64, "calls_per_s": 9876.5, "cpu_us": 101.2},
     "peers": {
         "systems": ["ours", "code-judge"],
@@ -63,6 +78,13 @@ EXPECTED = {
         "2 misjudged",
     ],
     "soak": ["1,000,000 calls: 0 lost, 1 doubled, 2 mixed up, 3 unavailable.", "| memory mb | 800.0 | 1.2 | 3.0 |"],
+    "scaling": [
+        "88.3 ms of CPU a call, 99 % of them within 1.28 s",
+        "| all at once | 45,000 | 2,977 | - | 3 | 40.5 |",
+        "1.5 KiB for each in flight",
+        "an executor's 2,500;",
+        "4,500 core seconds more",
+    ],
     "gateway": ["9,876 calls/s, 101 µs"],
     "peers": ["| `print(1 + 1)` | 500 | 12.5 (25.0 %) |", "| the mix of real traffic | 1.0 | - |"],
 }
