@@ -140,10 +140,13 @@ class Confinement:
             _setrlimit(what, (most, most))
 
 
-def lower_for_good() -> None:
-    """Limits that are the same for every call, set once in the zygote and inherited."""
+def lower_for_good(plan: dict) -> None:
+    """What is the same for every call, set once in the zygote and inherited: limits, and most of the filter."""
     for what in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK):
         resource.setrlimit(what, (0, 0))
+    if plan["zygote_seccomp"]:
+        _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
+        _Filter(base64.b64decode(plan["zygote_seccomp"]), []).load()
 
 
 def _mount_scratch(where: str, size: int, inodes: int, uid: int | None) -> None:

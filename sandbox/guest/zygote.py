@@ -371,7 +371,7 @@ def main() -> None:
             first = incoming.receive()
         header = first[0][0]  # configure; nothing else comes before we answer
         zygote = Zygote(incoming, confine.Confinement(header["plan"]))
-        confine.lower_for_good()
+        confine.lower_for_good(header["plan"])
         runner.prepare(zygote.layers.tmpfs or "")
         zygote.become(header["profile"])
         zygote.serve()

@@ -46,7 +46,8 @@ def call_plan(spec: JailSpec) -> dict[str, Any]:
         "drop_caps": confined,
         "drop_bounding": confined,
         "no_new_privs": confined,
-        "seccomp": base64.b64encode(seccomp.program()).decode() if confined else None,
+        "zygote_seccomp": _filter(seccomp.Policy.ZYGOTE) if confined else None,
+        "seccomp": _filter(seccomp.Policy.ADDED) if confined else None,
         "own_pid_at": [],
         "landlock": None,
     }
@@ -68,6 +69,7 @@ def _landlock_plan(spec: JailSpec) -> dict[str, Any]:
         "drop_caps": True,
         "drop_bounding": has_uids,
         "no_new_privs": True,
+        "zygote_seccomp": None,  # there, entering the folder takes half of what a call may not
         "seccomp": base64.b64encode(program).decode(),
         "own_pid_at": seccomp.own_pid_places(program),
         "landlock": {
@@ -77,3 +79,7 @@ def _landlock_plan(spec: JailSpec) -> dict[str, Any]:
             "slots": spec.slots,
         },
     }
+
+
+def _filter(policy: seccomp.Policy) -> str:
+    return base64.b64encode(seccomp.program(policy)).decode()

@@ -3,9 +3,11 @@
 `POLICY` is the whole truth, by name; `verdict` reads it for one call of the kernel, slowly and obviously; `program`
 compiles it, and a test holds the two together for every number. Everything not named is refused with EPERM.
 
-Every call of ours loads this program, so its load time counts: the kernel translates it, and then runs it once for
-each number to see which are always allowed (those then cost nothing). Hence a balanced tree over ranges of numbers
-instead of a chain, whose leaves share their returns. Where a choice was free, it was made for fewer ranges.
+What every call loads costs: the kernel translates a program, and then runs it once for each number to see which are
+always allowed (those then cost nothing). Hence a balanced tree over ranges of numbers instead of a chain, whose leaves
+share their returns. Where a choice was free, it was made for fewer ranges. And hence two programs where a zygote may be
+bound as well: its own, inherited by all its calls, and a small one that each call adds. The kernel runs both, and the
+stricter verdict holds (seccomp(2)); together they say what `POLICY` says.
 """
 
 from __future__ import annotations
@@ -147,11 +149,21 @@ _OWNED = "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime uti
 _ITSELF = dict.fromkeys(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], (When(0, (OWN_PID,)),))
 
 
+# What a zygote needs to make a call ready, and its calls do not, or not with every argument.
+_MAKING_READY = """
+    unshare mount capset seccomp setgroups setresuid setresgid memfd_create clone clone3 prctl fcntl
+"""
+
+
 class Policy(StrEnum):
     """Who a call is, and so how much the filter alone has to hold."""
 
     NAMESPACED = "namespaced"
     """In namespaces of its own."""
+    ZYGOTE = "zygote"
+    """The zygote of such, and so they as well."""
+    ADDED = "added"
+    """What is left to refuse to those."""
     OWN_UID = "own uid"
     """In the container's namespaces, as a user that no other process has."""
     SHARED_UID = "shared uid"
@@ -160,6 +172,8 @@ class Policy(StrEnum):
 
 POLICIES: Mapping[Policy, Mapping[str, Rule]] = {
     Policy.NAMESPACED: POLICY,
+    Policy.ZYGOTE: {**POLICY, **dict.fromkeys(_MAKING_READY.split(), ALLOW)},
+    Policy.ADDED: {name: POLICY.get(name, EPERM) for name in _MAKING_READY.split()},
     Policy.OWN_UID: {**POLICY, **dict.fromkeys(_ATTRIBUTES.split(), EPERM)},
     Policy.SHARED_UID: {
         **POLICY,
@@ -191,7 +205,9 @@ def verdict(number: int, arguments: Sequence[int], arch: int = ARCH_X86_64, poli
 
 
 def rule_of(number: int, policy: Policy = Policy.NAMESPACED) -> Rule:
-    return _NUMBERED[policy].get(number, ENOSYS if number >= NEWER else EPERM)
+    """What holds for the call of the kernel with this number."""
+    otherwise = ALLOW if policy is Policy.ADDED else ENOSYS if number >= NEWER else EPERM
+    return _NUMBERED[policy].get(number, otherwise)
 
 
 def own_pid_places(program: bytes) -> list[int]:
