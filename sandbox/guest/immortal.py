@@ -15,7 +15,7 @@ import gc
 import sys
 import types
 
-_IMMORTAL = 0xFFFFFFFF
+_IMMORTAL, _LEAST_IMMORTAL = 0xFFFFFFFF, 0x80000000
 _CODE_PARTS = (
     "co_consts",
     "co_names",
@@ -41,13 +41,19 @@ def is_possible() -> bool:
 
 
 def immortalize() -> int:
-    """Every object that can be reached from the collector's, for good. Returns how many."""
+    """Every object that can be reached from the collector's, for good. Returns how many became so.
+
+    Those that are so already are left alone: most lie in memory that is shared with a parent.
+    """
     if not is_possible():
         return 0
-    addresses = _addresses()
-    for address in addresses:
-        ctypes.c_uint32.from_address(address).value = _IMMORTAL
-    return len(addresses)
+    changed = 0
+    for address in _addresses():
+        count = ctypes.c_uint32.from_address(address)
+        if count.value < _LEAST_IMMORTAL:
+            count.value = _IMMORTAL
+            changed += 1
+    return changed
 
 
 def _addresses() -> list:
