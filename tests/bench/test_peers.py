@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench import peers
+from bench import peers, service
 from bench.peers import FRESH, OURS, Answer, CodeJudge, SandboxFusion, Tally, Work
 
 PRINTS = {"print(6 * 7)\n": "42\n", "print(1 + 1)\n": "2\n"}
@@ -175,7 +175,8 @@ def running_fakes() -> Iterator[str]:
 def test_all_of_it(guest_python: Path, running_fakes: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--kinds", "print", "--seconds", "0.2", "--rounds", "1", "--at-once", "8", "--python", str(guest_python)]
     theirs = ["--code-judge", running_fakes, "--sandbox-fusion", running_fakes]
-    assert peers.main([*sizes, *theirs, "--json"]) == 0
+    with service.running(str(guest_python), ["--profiles", "bare", "--zygotes", "1"]) as server:
+        assert peers.main([*sizes, *theirs, "--url", server.url, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["systems"] == [OURS, "code-judge", "SandboxFusion", FRESH]
     for row in figures["kinds"]["print"].values():
