@@ -196,14 +196,16 @@ async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamRe
             if not finished:
                 wake.clear()
                 await wake.wait()
-            some = [finished.popleft() for _ in range(min(codec.CHUNK, len(finished)))]
-            left -= len(some)
-            size, data = 0, b""
-            for index in some:
+            lines: list[bytes] = []
+            size = length = 0
+            while finished and len(lines) < codec.CHUNK and length < codec.PIECE:
+                index = finished.popleft()
                 answer = batch.take(index)
                 size += size_of(answer)
-                data += codec.encode_line(index, answer, kind)
-            await _send(request, response, data)
+                lines.append(codec.encode_line(index, answer, kind))
+                length += len(lines[-1])
+            left -= len(lines)
+            await _send(request, response, b"".join(lines))
             dispatcher.ledger.release(batch, size)
         await response.write_eof()
         return response
@@ -223,29 +225,30 @@ async def _respond(request: web.Request, body: bytes, kind: str) -> web.StreamRe
         return response
     stream = web.StreamResponse(headers={"Content-Type": kind, "Content-Length": str(len(body))})
     await stream.prepare(request)
-    await _send(request, stream, body)
+    for start in range(0, len(body), codec.PIECE):
+        await _send(request, stream, body[start : start + codec.PIECE])
     await stream.write_eof()
     return stream
 
 
 async def _send(request: web.Request, response: web.StreamResponse, body: bytes) -> None:
-    """`body`, piece by piece. A client that takes longer than `stall_s` for one of them is cut off."""
+    """`body`, the whole of a `Response` or a part of a stream. A client that takes longer than `stall_s` for each
+    `PIECE` of it is cut off."""
     dispatcher, stall_s = request.app[DISPATCHER], request.app[CONFIG].stall_s
-    dispatcher.counters.bytes_out += len(body)
+    within_s = stall_s * max(1, -(-len(body) // codec.PIECE))
     try:
-        if isinstance(response, web.Response):
-            async with asyncio.timeout(stall_s):
+        async with asyncio.timeout(within_s):
+            if isinstance(response, web.Response):
                 await response.prepare(request)
                 await response.write_eof()
-            return
-        for start in range(0, len(body), codec.PIECE):
-            async with asyncio.timeout(stall_s):
-                await response.write(body[start : start + codec.PIECE])
+            else:
+                await response.write(body)
     except TimeoutError:
         dispatcher.counters.stalled += 1
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError(f"the client read less than {codec.PIECE} bytes in {stall_s:g} s") from None
+        raise ConnectionResetError(f"the client did not read {len(body)} bytes in {within_s:g} s") from None
+    dispatcher.counters.bytes_out += len(body)
 
 
 def _page(name: str) -> web.Response:
