@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import marshal
 import os
 import select
 import shutil
@@ -366,18 +367,21 @@ def _cost(meter: procs.Meter, wall_s: float, calls: Sequence[tuple[str, float]])
 
 def _frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
     """As `guest/frames.py` reads it."""
-    head = json.dumps(header).encode()
+    head = marshal.dumps(dict(header), 2)
     return _LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def _first_frame(data: bytes) -> tuple[dict[str, Any], bytes, bytes] | None:
-    """(header, body, what comes after) of the first frame, if it is whole."""
+    """(header, body, what comes after) of the first frame, ours or the guest's, if it is whole."""
     if len(data) < _LENGTHS.size:
         return None
     head_size, body_size = _LENGTHS.unpack_from(data)
     body = _LENGTHS.size + head_size
     end = body + body_size
-    return (json.loads(data[_LENGTHS.size : body]), data[body:end], data[end:]) if len(data) >= end else None
+    if len(data) < end:
+        return None
+    head = data[_LENGTHS.size : body]
+    return json.loads(head) if head[:2] == b'{"' else marshal.loads(head), data[body:end], data[end:]
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -1,13 +1,15 @@
-"""Frames between executor and zygote, guest side: two little-endian u32 lengths, a JSON header, then raw bytes.
+"""Frames between executor and zygote, guest side: two little-endian u32 lengths, a header, then raw bytes.
 
-The header has numbers and names of ours alone; what is a call's (code, input, names of files, output) follows as
-bytes, cut apart by the lengths that the header lists under "blobs", and never leaves memory that is `apart`. The
-executor has its own copy of this and trusts nothing that comes out of here.
+What comes has a header by `marshal`, what goes one in JSON, or `_DONE`, which each call is answered by. Headers have
+numbers and names of ours alone; what is a call's (code, input, names of files, output) follows as bytes, cut apart by
+the lengths that the header lists under "blobs", and never leaves memory that is `apart`. The executor has its own copy
+of this and trusts nothing that comes out of here.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import socket
 import struct
@@ -15,6 +17,8 @@ import struct
 import apart
 
 _LENGTHS = struct.Struct("<II")
+_DONE = struct.Struct("<BQiiQQQB")
+_DONE_KIND, _OUT_CUT, _ERR_CUT = 1, 1, 2
 _FD = struct.Struct("i")
 _FD_ROOM = socket.CMSG_SPACE(_FD.size)
 
@@ -44,7 +48,7 @@ class Frames:
             body = self._start + 8 + head_size
             if self._end - body < body_size:
                 break
-            header = json.loads(bytes(self._room[self._start + 8 : body]))
+            header = marshal.loads(self._room[self._start + 8 : body])
             frames.append((header, self._room[body : body + body_size]))
             self._start = body + body_size
         return frames
@@ -72,7 +76,7 @@ class Outbox:
     def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
         """Queue a frame whose blobs are the first so many bytes of `files`, (descriptor, length) each."""
         header["blobs"] = [size for _, size in files]
-        head = json.dumps(header, separators=(",", ":")).encode()
+        head = _done(header) if header["op"] == "done" else json.dumps(header).encode()
         body_size = sum(header["blobs"])
         whole = 8 + len(head) + body_size
         if self._end + whole > len(self._room):
@@ -105,6 +109,21 @@ class Outbox:
             self._end = 0
             if len(self._room) > apart.ROOM:
                 self._room = apart.room(apart.ROOM)
+
+
+def _done(header: dict) -> bytes:
+    """1, id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, bits; then a u64 for each blob."""
+    code, ended_by, sizes = header["code"], header["signal"], header["blobs"]
+    return _DONE.pack(
+        _DONE_KIND,
+        header["id"],
+        -1 if code is None else code,
+        -1 if ended_by is None else ended_by,
+        round(header["wall_ms"] * 1e3),
+        round(header["cpu_ms"] * 1e3),
+        header["peak_kb"],
+        _OUT_CUT * header["out_cut"] | _ERR_CUT * header["err_cut"],
+    ) + struct.pack(f"<{len(sizes)}Q", *sizes)
 
 
 def read_whole(fd: int, into: memoryview) -> None:

@@ -38,7 +38,8 @@ def same(one: Any, other: Any) -> bool:
 
 @given(HEADERS, st.text(), st.lists(st.binary()), st.data())
 def test_frames_survive_any_cutting(header: dict[str, Any], op: str, blobs: list[bytes], data: st.DataObject) -> None:
-    stream = frames.pack({**header, "op": op}, blobs) * 2
+    head = json.dumps({**header, "op": op, "blobs": [len(blob) for blob in blobs]}).encode()
+    stream = raw(head, b"".join(blobs)) * 2
     received, made, start = [], unpacker(), 0
     while start < len(stream):
         end = data.draw(st.integers(start + 1, len(stream)))
@@ -159,3 +160,11 @@ def test_a_text_is_short_and_printable_or_an_error(value: Any) -> None:
             (shown,) = got if isinstance(got, list) else [got]
             assert shown.isprintable()
             assert len(shown) < 4000
+
+
+@pytest.mark.parametrize("length", [1, 30, 41, 43, 46, 42 + 8 * 5, 42 + 8 * 1000])
+def test_an_answer_of_a_wrong_length_is_an_error(length: int) -> None:
+    made = unpacker()
+    made.feed(raw(b"\1" + bytes(length - 1)))
+    with pytest.raises(ProtocolError, match="no valid frame"):
+        list(made)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sandbox import wire
 from sandbox.errors import ProtocolError
 from sandbox.executor import frames
+from tests.executor.zygotes import answer, frame
 
 Codec = tuple[Callable[[Any], bytes], Callable[[], Any]]
 
@@ -28,7 +29,8 @@ def _zygote_unpacker() -> frames.Unpacker:
 
 CODECS: dict[str, Codec] = {
     "wire": (lambda text: wire.pack(["results", [[1, text]]]), lambda: wire.Unpacker(max_frame_bytes=1000)),
-    "zygote": (lambda text: frames.pack({"op": "done", "id": 1}, [text.encode(), b""]), _zygote_unpacker),
+    "zygote": (lambda text: frame({"op": "done", "id": 1}, text.encode(), b""), _zygote_unpacker),
+    "zygote's answers": (lambda text: answer(1, text.encode()), _zygote_unpacker),
 }
 
 
@@ -38,8 +40,8 @@ def read(made: Any, pieces: list[bytes]) -> tuple[list[Any], str]:
     try:
         for piece in pieces:
             made.feed(piece)
-            for frame in made:
-                received.append(frame)
+            for whole in made:
+                received.append(whole)
     except ProtocolError as why:
         assert len(str(why)) < 500
         return received, str(why)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from sandbox.types import Status
-from tests.executor.zygotes import Driven, Fleet, Peer, done, driven, frame
+from tests.executor.zygotes import Driven, Fleet, Peer, answer, done, driven, frame
 
 SCALARS = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=4)
 FIELDS = st.dictionaries(
@@ -37,6 +37,7 @@ def says(draw: st.DrawFn) -> dict[str, Any]:
         "fields": draw(FIELDS) | draw(st.just({}) | st.builds(dict, id=NO_TICKETS)),
         "kind": draw(st.sampled_from(("raw", "made", "damaged", "twice"))),
         "at": draw(st.integers(0, 150)),
+        "binary": draw(st.booleans()),
         "gone": draw(st.integers(0, 4)),
         "fds": draw(st.integers(0, 2)),
     }
@@ -49,7 +50,7 @@ def _fuzzed(what: dict[str, Any], ticket: int) -> bytes:
         case "made":
             return frame(json.dumps({"blobs": [len(raw)], **header}), raw)
         case "damaged":
-            true = done(ticket, b"damaged")
+            true = (answer if what["binary"] else done)(ticket, b"damaged")
             return true[: what["at"]] + raw + true[what["at"] + what["gone"] :]
         case "twice":
             return done(ticket, b"damaged") + frame(json.dumps({"blobs": [0], **header}), b"")
