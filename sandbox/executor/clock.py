@@ -24,7 +24,7 @@ from dataclasses import dataclass
 HARD_CAP, HARD_CAP_S = 10, 60.0
 """Wall time may be so many times the limit, and always so many seconds, whatever the own clock says; then the node is
 hopeless, not the call."""
-CALLS_PER_CORE = 4
+CALLS_PER_CORE = 2
 """While more calls than that share a core, the cap is further away in proportion: the wait is for each other."""
 UNSEEN_S = 0.001
 """CPU time that no process seen can account for, from which on somebody has run unseen."""

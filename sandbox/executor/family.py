@@ -112,7 +112,7 @@ class Family:
     def equip(self, tree: jail.Tree) -> None:
         """With a control group for each slot."""
         self._tree = tree
-        self.slots.equip(tree.groups)
+        self.slots.equip(tree.groups, tree.idle)
 
     @property
     def is_complete(self) -> bool:

@@ -2,8 +2,9 @@
 
 Invariants:
 - A call is looked at only once it has run for a while; most never are.
-- Long, a call takes the cores that nobody else wants, and no short place. If at that pace it would not come to its
-  verdict before the hard cap, it has its share of the cores like any other until it does.
+- Long, a call takes the cores that nobody else wants, and no short place. But it has a quarter of its fair share at the
+  least: where it falls behind that, it takes cores like any other until it has caught up. So no storm keeps it from its
+  verdict, to which that brings it before the hard cap.
 - What a call is told to be, its processes are at the latest after the next look, those that it starts included.
 """
 
@@ -24,8 +25,10 @@ LOOK_S, LOOK_AT_MANY_S = (0.05, 0.25), (0.02, 0.1)
 """How often, if the call has one thread, and if it has more: at moments that the code cannot foresee, to have its
 children gone."""
 LEAST_PAUSE_S = 0.002
-MARGIN = 1.5
-"""How much more than its fair share of the time that is left a call may need to come to its verdict."""
+SLOWEST = 4
+"""A long call has this part of its fair share of the cores whatever others want. Against the hard cap: `clock.pace`."""
+SLACK_S = 0.05
+"""Of its own time, by which it may fall behind."""
 
 
 class Host(Protocol):
@@ -49,10 +52,11 @@ class Host(Protocol):
     def count(self, what: str) -> None: ...
 
 
-def is_due(own_left_s: float, cap_left_s: float, calls_per_core: float) -> bool:
-    """Whether a call needs its share of the cores from now on, to have `own_left_s` more of its own time within
-    `cap_left_s` of wall time."""
-    return own_left_s * max(1.0, calls_per_core) * MARGIN >= cap_left_s
+def is_behind(own_s: float, wall_s: float, calls_per_core: float, *, has_share: bool) -> bool:
+    """Whether a call that has had `own_s` of its own time in the `wall_s` since it became a long one needs its share of
+    the cores, or needs it still."""
+    due_s = wall_s / (SLOWEST * max(1.0, calls_per_core))
+    return due_s - own_s > (0.0 if has_share else SLACK_S)
 
 
 async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host) -> None:
@@ -67,6 +71,7 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
     own = clock.OwnClock(host.all_cores)
     cap_left_s, limit = clock.hard_cap_s(work.timeout_s), work.timeout_s
     before = 0.0
+    long_since = 0.0, 0.0
     while True:
         wall_s = trio.current_time() - started
         processes = tree.look()
@@ -84,13 +89,17 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
             return
         host.allow(work, cap_left_s / pace)
         if own.own_s >= host.demote_after_s:
-            work.is_long = work.is_long or host.lengthen(slots, work)
+            if not work.is_long and host.lengthen(slots, work):
+                work.is_long = True
+                long_since = wall_s, own.own_s
         else:
             left_s = min(left_s, host.demote_after_s - own.own_s)
         if work.is_long:
-            if not work.has_share and is_due(left_s, cap_left_s / pace, host.calls_per_core):
-                work.has_share = True
+            since_wall_s, since_own_s = wall_s - long_since[0], own.own_s - long_since[1]
+            had_share = work.has_share
+            work.has_share = is_behind(since_own_s, since_wall_s, host.calls_per_core, has_share=had_share)
+            if work.has_share and not had_share:
                 host.count("promoted")
-            host.eagerness.set(tree, is_idle=not work.has_share)
+            host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)
         pause = random.uniform(*(LOOK_S if own.was_alone else LOOK_AT_MANY_S))
         await trio.sleep(max(LEAST_PAUSE_S, min(left_s, pause)))

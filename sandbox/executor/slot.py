@@ -14,7 +14,7 @@ import logging
 
 import trio
 
-from sandbox.jail import Group, Spent
+from sandbox.jail import Group, Idle, Spent
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,13 @@ class Slots:
         self.long: set[int] = set()
         """Those of calls in long places."""
         self._most_long = long
+        self.idle: Idle | None = None
         self._groups: list[Group] = []
 
-    def equip(self, groups: list[Group]) -> None:
-        """With a group for each."""
+    def equip(self, groups: list[Group], idle: Idle | None = None) -> None:
+        """With a group for each, and one for what shall give way."""
         self._groups = groups
+        self.idle = idle
 
     @property
     def room(self) -> int:

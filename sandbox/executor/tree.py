@@ -10,9 +10,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from sandbox.executor.clock import Look, Process, Thread
-from sandbox.jail import may_set_priorities
+from sandbox.jail import Idle, may_set_priorities
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class CallTree:
         self._root = root
         self._members = members
         self._policies: dict[int, int] = {}  # by thread
+        self._inside: set[int] = set()  # threads that are in the group of those that give way
         self.ran_s = 0.0
         """CPU seconds of all in the last look, and of those they have waited for: all that is known without a group."""
 
@@ -65,10 +67,15 @@ class CallTree:
         since comes with the next look. Raises `PermissionError`."""
         for tid, now in self._policies.items():
             if now != policy:
-                try:
+                with suppress(ProcessLookupError):
                     os.sched_setscheduler(tid, policy, _NORMAL)
-                except ProcessLookupError:
-                    continue
+
+    def move(self, group: Idle, *, inside: bool) -> None:
+        """The same by control group. Raises `OSError`."""
+        for tid in self._policies.keys() - self._inside if inside else self._inside & self._policies.keys():
+            with suppress(ProcessLookupError):
+                group.move(tid, inside=inside)
+        self._inside = set(self._policies) if inside else set()
 
     def _numbers(self) -> list[int]:
         if self._members is None:
@@ -120,13 +127,15 @@ class Eagerness:
         if not self.can_change:
             log.info("no right to set priorities (CAP_SYS_NICE): long calls take cores as short ones do")
 
-    def set(self, tree: CallTree, *, is_idle: bool) -> None:
-        """Idempotent."""
+    def set(self, tree: CallTree, group: Idle | None = None, *, is_idle: bool) -> None:
+        """All that the last look at it found. Idempotent."""
         if not self.can_change:
             return
         try:
             tree.set_policy(os.SCHED_IDLE if is_idle else os.SCHED_OTHER)
-        except PermissionError as why:
+            if group is not None:
+                tree.move(group, inside=is_idle)
+        except OSError as why:
             self.can_change = False
             log.warning("long calls take cores as short ones do: %s", why)
 

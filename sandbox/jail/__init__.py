@@ -8,7 +8,7 @@
 Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
 """
 
-from sandbox.jail.cgroups import Tree
+from sandbox.jail.cgroups import Idle, Tree
 from sandbox.jail.group import Group, Spent
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import may_set_priorities
@@ -20,6 +20,7 @@ from sandbox.jail.uids import host_uids
 __all__ = [
     "SLOT_UID",
     "Group",
+    "Idle",
     "Interpreter",
     "JailSpec",
     "Layer",

@@ -7,6 +7,9 @@
 - A tree belongs to one family of one executor, which holds a lock on it (flock(2)) for as long as it lives. A tree that
   nobody has locked is left over from an executor that was killed, and whoever plants the next tree removes it.
 - Groups are made below the one the server runs in, so that the operator's limits on the server hold for its calls.
+- Where version 1 divides the cores, a tree has one group more, `Idle`, for threads of calls that shall have only the
+  cores that nobody else wants. SCHED_IDLE alone does not say that much: outside of containers the kernel divides the
+  cores between sessions first (sched_autogroup_enabled), of which a jail is one, and a call may begin others.
 - Version 2 has no processes beside groups that are bounded, so there the server and all others in its group move to one
   beside the tree (`OWN`): in a container, or where systemd has left the group to us, and nowhere else.
 - A call enters by a file that was opened out here (`Tree.doors`): the kernel goes by the rights of the opener. In
@@ -53,6 +56,7 @@ class Tree:
         self._locks: dict[str, int] = {}  # by folder: hierarchies may be mounted together
         self.groups: list[Group] = []
         """One for each slot."""
+        self.idle: Idle | None = None
         try:
             _want_files(slots)
             self._dialect, homes = _find()
@@ -60,6 +64,8 @@ class Tree:
                 self._folders[name] = self._planted(home)
             for number in range(slots):
                 self.groups.append(self._made(number))
+            if self._dialect is V1:
+                self.idle = Idle.planted(homes)
         except OSError as why:
             self.close()
             raise IsolationError(f"cgroups: {why}") from None
@@ -100,6 +106,9 @@ class Tree:
         sweeps up."""
         for group in self.groups:
             group.close()
+        if self.idle is not None:
+            self.idle.close()
+            self.idle = None
         for folder, lock in self._locks.items():
             _remove(folder)
             os.close(lock)
@@ -121,6 +130,42 @@ class Tree:
         for folder in self._locks:
             os.mkdir(f"{folder}/{number}")
         return Group(self._dialect, {name: f"{folder}/{number}" for name, folder in self._folders.items()})
+
+
+class Idle:
+    """A group whose threads give way to all others of the group around it, `home`, where the server is."""
+
+    def __init__(self, home: str) -> None:
+        _sweep(home)
+        self._folder, self._lock = _plant(home)
+        try:
+            _write(f"{self._folder}/cpu.idle", "1")
+        except OSError:  # before Linux 5.15
+            _write(f"{self._folder}/cpu.shares", "2")
+        self._inside = _open(f"{self._folder}/{V1.door}", os.O_WRONLY)
+        self._outside = _open(f"{home}/{V1.door}", os.O_WRONLY)
+
+    @classmethod
+    def planted(cls, homes: dict[str, str]) -> Idle | None:
+        """None where there is no such hierarchy, it may not be written to, or slots have their groups in it."""
+        home = own_folders().get("cpu")
+        if home is None or home in homes.values():
+            return None
+        try:
+            return cls(home)
+        except OSError as why:
+            log.info("no group for what may wait: %s", why)
+            return None
+
+    def move(self, tid: int, *, inside: bool) -> None:
+        """A thread, and what it starts from now on. Raises `OSError`."""
+        os.write(self._inside if inside else self._outside, str(tid).encode())
+
+    def close(self) -> None:
+        os.close(self._inside)
+        os.close(self._outside)
+        _remove(self._folder)
+        os.close(self._lock)
 
 
 def _find() -> tuple[Dialect, dict[str, str]]:

@@ -323,3 +323,16 @@ def test_what_another_user_left_does_not_stop_a_start(tmp_path: Path, monkeypatc
     before = time.monotonic()
     cgroups._sweep(str(tmp_path))
     assert time.monotonic() - before < cgroups.LONGEST_END_S
+
+
+def test_a_thread_can_be_put_among_those_that_give_way_and_back(tree: Tree) -> None:
+    if tree.idle is None:
+        pytest.skip("version 1 of control groups does not divide the cores here")
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        group = Path(f"/proc/{child.pid}/cgroup")
+        before = group.read_text()
+        tree.idle.move(child.pid, inside=True)
+        assert "/rstar-sandbox-" in next(line for line in group.read_text().splitlines() if ":cpu:" in line)
+        tree.idle.move(child.pid, inside=False)
+        assert group.read_text() == before
+        child.kill()
