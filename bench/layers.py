@@ -198,7 +198,7 @@ class _Jail:
             os.close(door)
         pages = max(_mapped_pages(pid) for pid in procs.tree(process.pid))
         space = pages * os.sysconf("SC_PAGE_SIZE")
-        self._sock.sendall(_frame({"op": "serve", "address_space": space, "blobs": []}))
+        self._sock.sendall(_frame({"op": "serve", "address_space": space, "lasting_s": WAIT_S, "blobs": []}))
 
     def start(self, step: str, code: str, calls: int) -> None:
         """Have it run `calls` calls as far as `step`."""
