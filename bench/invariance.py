@@ -229,7 +229,7 @@ def summarise(
         change for change in compare(cases, idle, swamped) if change.name in known or change.name not in unstable
     ]
     misjudged = [
-        f"{case.name}: expected {case.status}, got {one.status.value} alone and {other.status.value} swamped"
+        f"{case.name}: expected {case.status}, got {_ended(one)} alone and {_ended(other)} swamped"
         for case, one, other in zip(cases, idle, swamped, strict=True)
         if case.status and {one.status.value, other.status.value} != {case.status}
     ]
@@ -249,6 +249,11 @@ def summarise(
         },
         "holds": not changes and not misjudged,
     }
+
+
+def _ended(result: Result) -> str:
+    why = f" ({result.error.message:.200})" if result.error else ""
+    return f"{result.status.value}{why} after {result.usage.run_ms:.0f} ms and {result.usage.cpu_ms:.0f} of CPU"
 
 
 def _row(change: Change) -> dict[str, Any]:
