@@ -20,7 +20,6 @@ from sandbox.jail import Tree
 from sandbox.types import Limits, Result, Status
 from tests.executor.calling import Caller, call, executor
 from tests.executor.zygotes import Driven, Peer, done, driven
-from tests.jail.jails import descendants
 
 T = TypeVar("T")
 ENDLESS = "while True: pass"
@@ -219,6 +218,8 @@ async def test_without_memory_to_spare_long_calls_keep_their_places(
         await driver.run("ok")
 
 
+standing: dict[Caller, set[int]] = {}
+"""The executor's own processes, jails and zygotes."""
 PATIENT = """
 import runpy, sys
 from sandbox.executor import lasting
@@ -233,6 +234,7 @@ runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 def narrow() -> Iterator[Caller]:
     """One short place, so that whatever does not leave it is in the way."""
     with executor(server=(sys.executable, "-c", PATIENT), slots=1, long_slots=6, demote_after_ms=50.0) as caller:
+        standing[caller] = {*caller.processes()}
         yield caller
 
 
@@ -268,16 +270,14 @@ def cpu_group(tid: int) -> str:
 
 
 def seen_of_calls(caller: Caller, what: Callable[[int], T]) -> set[T]:
-    """Of all threads under a call's filter, which no zygote has."""
+    """Of all threads that have not been there since the executor was ready."""
     found: set[T] = set()
-    for pid in descendants(caller.process.pid):
+    for pid in {*caller.processes()} - standing[caller]:
         try:
-            with open(f"/proc/{pid}/status") as file:
-                status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
-            is_call = status["NoNewPrivs"].strip() == "1" and status["Seccomp"].strip() == "2"
-            if is_call and "zombie" not in status["State"]:
-                found |= {what(int(tid)) for tid in os.listdir(f"/proc/{pid}/task")}
-        except (OSError, KeyError):
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] not in "ZX":
+                    found |= {what(int(tid)) for tid in os.listdir(f"/proc/{pid}/task")}
+        except OSError:
             continue
     return found
 
