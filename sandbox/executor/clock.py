@@ -144,7 +144,7 @@ class OwnClock:
                 else:
                     seen.age_s += span
                 unknown = seen.age_s - thread.ran_s - thread.waited_s - seen.slept_s
-                wait, seen.guess_s = _present_wait_s(thread, seen, max(unknown, 0.0))
+                wait, seen.guess_s = _present_wait_s(thread, seen, max(unknown, 0.0), span)
                 self._guessed_s += seen.guess_s
                 held = thread.waited_s + wait
                 seen.slept_s += unknown - wait
@@ -186,15 +186,15 @@ class OwnClock:
         return furthest
 
 
-def _present_wait_s(thread: Thread, seen: _Seen, unknown: float) -> tuple[float, float]:
+def _present_wait_s(thread: Thread, seen: _Seen, unknown: float, span: float) -> tuple[float, float]:
     """How long a thread has been waiting, out of the time that is not accounted for, and how much of it is a guess: the
-    kernel counts a wait when it is over. Since it was last seen ready, without a turn, it has waited; since it was seen
-    asleep, about as long as its waits take."""
+    kernel counts a wait when it is over. Since it was last seen ready, without a turn, it has waited; with a turn since
+    the last look, at most since then. What was sleep of that comes out at the next look."""
     if not thread.is_ready:
         return 0.0, 0.0
     if not thread.turns or (seen.is_ready and seen.turns == thread.turns):
         return unknown, seen.guess_s
-    wait = min(unknown, thread.waited_s / thread.turns)
+    wait = min(unknown, span)
     return wait, wait
 
 

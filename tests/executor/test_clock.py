@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -109,6 +110,33 @@ def test_sleep_is_own_time_whoever_sleeps() -> None:
         idle, wall, own = own_time(sleeps_by_proxy, cores=2, load=load, seed=0)
         assert idle > 1.0
         assert own == pytest.approx(idle, rel=0.1), f"{wall:.2f} s of wall time"
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("sleeps_s", [0.0, 0.0005, 0.004, 0.05])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_thread_is_timed_exactly_however_uneven_its_waits(waits_s: float, sleeps_s: float, seed: int) -> None:
+    """Turns of sleep, wait and work, each as long as chance will have it, looked at when chance will have it."""
+    rng = random.Random(seed)
+    own = OwnClock(2)
+    now = ran_s = waited_s = true_s = 0.0
+    due = 0.1
+    for turns in range(200):
+        for what, mean_s in (("sleep", sleeps_s), ("wait", waits_s), ("work", 0.004)):
+            end = now + (rng.expovariate(1 / mean_s) if mean_s else 0.0)
+            while due < end:  # a wait is counted when it is over
+                so_far = ran_s + (due - now if what == "work" else 0.0)
+                done = turns + (what == "work")
+                thread = Thread(so_far, waited_s, done, is_ready=what != "sleep")
+                own.look(due, {7: Process(1, due, so_far, {7: thread})}, so_far)
+                assert own.own_s <= true_s + (due - now if what != "wait" else 0.0) + 1e-6
+                due += rng.uniform(0.05, 0.25)
+            ran_s += end - now if what == "work" else 0.0
+            waited_s += end - now if what == "wait" else 0.0
+            true_s += end - now if what != "wait" else 0.0
+            now = end
+    own.look(now, {7: Process(1, now, ran_s, {7: Thread(ran_s, waited_s, 200, is_ready=False)})}, ran_s)
+    assert own.own_s == pytest.approx(true_s, abs=1e-6)
 
 
 def test_a_wait_that_is_not_over_counts() -> None:
