@@ -127,7 +127,7 @@ class OwnClock:
         if has_ended or unseen > UNSEEN_S or (guessed > 0 and not self.was_alone):
             per_cpu_s = self._held_s / max(self._ran_s - self._unseen_s, UNSEEN_S)
             slept = self._blur.slept_s(span, slept, MOST_WAIT * per_cpu_s * unseen + guessed, ready > 0)
-            least = ran / parallel + slept
+            least = slept
         self.own_s = min(wall_s, self.own_s + max(gained + slept, least))
         self._furthest_s, self._ready, self._processes = furthest, ready, processes
 
