@@ -24,6 +24,7 @@ IDLE_S = 75.0
 BACKLOG = 1024
 TOLD_S = 2.0
 """For a client to read why it is not served. Closed at once, it might see a reset instead."""
+LAST_LOOK_S = 0.1
 MAX_TOLD = 100
 SPARE_FILES = 256 + MAX_TOLD
 """Descriptors for all else: sockets to executors, pipes, libraries."""
@@ -78,9 +79,13 @@ class _Served(asyncio.Protocol):
         doors.connections += 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        abort = cast(asyncio.Transport, transport).abort
-        self._timer = asyncio.get_running_loop().call_later(self._doors.stall_s, abort)
+        self._abort = cast(asyncio.Transport, transport).abort
+        self._timer = asyncio.get_running_loop().call_later(self._doors.stall_s, self._stalled)
         self._handler.connection_made(transport)
+
+    def _stalled(self) -> None:
+        """If it was we who were held up, what it sent has not been read yet; it is before this is called."""
+        self._timer = asyncio.get_running_loop().call_later(LAST_LOOK_S, self._abort)
 
     def data_received(self, data: bytes) -> None:
         if self._timer is not None:

@@ -115,8 +115,23 @@ async def test_a_head_is_whole_however_it_comes(pieces: tuple[bytes, ...], is_wh
     connection.connection_made(line)
     for piece in pieces:
         connection.data_received(piece)
-    await asyncio.sleep(0.05)
+    if not is_whole:
+        await until(lambda: line.was_cut)
+    await asyncio.sleep(doors.LAST_LOOK_S + 0.05)
     assert line.was_cut != is_whole
+    connection.connection_lost(None)
+
+
+async def test_what_came_while_we_were_held_up_is_read_before_a_connection_is_cut() -> None:
+    """As a loop does that was held up: the timers that have passed first, then what there is to read."""
+    connection = doors._Served(doors.Doors(asyncio.Protocol, 1, 0.0, lambda: None))
+    line = Line()
+    connection.connection_made(line)
+    timer = connection._timer
+    await until(lambda: connection._timer is not timer)
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    await asyncio.sleep(doors.LAST_LOOK_S + 0.05)
+    assert not line.was_cut
     connection.connection_lost(None)
 
 
