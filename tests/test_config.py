@@ -140,11 +140,11 @@ def test_the_executor_s_part_survives_the_wire() -> None:
 @pytest.mark.parametrize(
     ("cores", "given", "expected"),
     [
-        (2, {}, [(2, 16, 2)]),
-        (20, {}, [(7, 54, 7), (7, 53, 7), (6, 53, 6)]),
-        (2, {"executors": 3}, [(1, 6, 1), (1, 5, 1), (1, 5, 1)]),
-        (64, {"slots": 3}, [(22, 1, 22), (21, 1, 21), (21, 1, 21)]),
-        (64, {"cores": 4, "zygotes": 1, "executors": 2}, [(2, 16, 1), (2, 16, 1)]),
+        (2, {}, [(2, 32, 1)]),
+        (20, {}, [(7, 107, 4), (7, 107, 3), (6, 106, 3)]),
+        (2, {"executors": 3}, [(1, 11, 1), (1, 11, 1), (1, 10, 1)]),
+        (64, {"slots": 3}, [(22, 1, 11), (21, 1, 11), (21, 1, 10)]),
+        (64, {"cores": 4, "zygotes": 1, "executors": 2}, [(2, 32, 1), (2, 32, 1)]),
     ],
 )
 def test_executors_share_what_is_the_whole_servers(

@@ -28,7 +28,7 @@ from typing import Any
 import trio
 
 from sandbox import jail, machine, runtime
-from sandbox.config import LONG_PER_CORE, SLOTS_PER_CORE, ExecutorConfig
+from sandbox.config import CORES_PER_FAMILY, LONG_PER_CORE, SLOTS_PER_CORE, ExecutorConfig
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor import clock, lasting, verdict
 from sandbox.executor.family import MAX_SLOTS, Family, Zygote
@@ -94,7 +94,8 @@ class Executor:
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        families = max(min(config.zygotes or cores, self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
+        asked = config.zygotes or -(-cores // CORES_PER_FAMILY)
+        families = max(min(asked, self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
         if self.level is jail.Level.LANDLOCK:
             room = shutil.disk_usage(tempfile.gettempdir()).total >> 20
