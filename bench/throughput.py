@@ -45,9 +45,9 @@ class Kind:
 
 
 KINDS = (
-    Kind("print", "print(1 + 1)\n", 1024, 128, 5),
-    Kind("numpy", "import numpy as np\nprint(np.linalg.det(np.array([[2.0, 1.0], [1.0, 3.0]])))\n", 768, 32, 25),
-    Kind("sympy", "from sympy import symbols, solve\nx = symbols('x')\nprint(solve(x**2 - 5*x + 6, x))\n", 256, 12, 25),
+    Kind("print", "print(1 + 1)\n", 1024, 128, 8),
+    Kind("numpy", "import numpy as np\nprint(np.linalg.det(np.array([[2.0, 1.0], [1.0, 3.0]])))\n", 768, 32, 32),
+    Kind("sympy", "from sympy import symbols, solve\nx = symbols('x')\nprint(solve(x**2 - 5*x + 6, x))\n", 256, 12, 28),
     Kind("mix", "", 384, 96),
 )
 
