@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,14 +103,14 @@ def _drive(url: str, args: argparse.Namespace, advance: Any) -> float:
     except EOFError:
         raise output.BenchFailed("the client ended; what it printed is above") from None
     finally:
-        ours.close()
-        client.join(5)
         client.kill()
         client.join()
+        ours.close()
 
 
 def _be_client(url: str, calls: int, batch: int, in_flight: int, parent: Connection) -> None:
     """The client's process: how many calls are done, again and again, then the seconds, or what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         parent.send(asyncio.run(_send_all(url, calls, batch, in_flight, parent)))
     except* (output.BenchFailed, aiohttp.ClientError, OSError) as group:
