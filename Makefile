@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CALLS ?=
+# Where no torch is installed yet; a build for the machine's own GPUs may be there before.
+TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -20,6 +22,11 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
+$(VENV)/.train: $(VENV)/.dev
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train]'
+	@touch $@
+
 .PHONY: runtime
 runtime: $(VENV)/.installed  ## the Python that runs the calls, made once
 	@$(BIN)/rstar-sandbox runtime >/dev/null
@@ -27,7 +34,7 @@ runtime: $(VENV)/.installed  ## the Python that runs the calls, made once
 demo: runtime  ## a server, a sample of calls through it, a table (CALLS=file.jsonl for your own)
 	@$(BIN)/python -m bench.demo $(if $(CALLS),--calls '$(CALLS)')
 
-test: $(VENV)/.dev runtime  ## the tests
+test: $(VENV)/.train runtime  ## the tests
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev  ## ruff, mypy, import contracts

@@ -1,0 +1,157 @@
+"""What an episode is: a problem, the tokens that were made for it, and how it went. Pure data, frozen once it is over.
+
+Invariants:
+- Ids, log-probabilities and mask are append-only and of one length. They are recorded as they were sampled; nothing here
+  is ever decoded and tokenised again.
+- `mask` is 1 for what the model sampled and 0 for what was put before it (tool responses, whose log-probability is 0).
+- `reward` is None when there is no verdict: our failure is never a reward of 0.
+
+Letters: T tokens after the prompt, P tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class CallStatus(StrEnum):
+    """How a tool call ended: the sandbox's statuses, and one for what never became a call."""
+
+    OK = "ok"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    MEMORY_LIMIT = "memory_limit"
+    OUTPUT_LIMIT = "output_limit"
+    KILLED = "killed"
+    UNAVAILABLE = "unavailable"
+    """No verdict: ours, never the model's. It ends the episode without a reward."""
+    MALFORMED = "malformed"
+    """JSON that does not parse, an unknown tool, wrong arguments. The model reads what was wrong."""
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    FINISHED = "finished"
+    """A turn without a tool call."""
+    TURN_LIMIT = "turn_limit"
+    """`max_turns` turns, and the last one asked for another tool call."""
+    TOKEN_LIMIT = "token_limit"
+    """The response, tool tokens included, has `max_tokens`."""
+    UNAVAILABLE = "unavailable"
+    """The sandbox or every engine failed. The reward is None."""
+    CANCELLED = "cancelled"
+    """Stopped from outside. The reward is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A task with a checkable answer. `source` names the data set it is from."""
+
+    id: str
+    text: str
+    answer: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as the model asked for it, and what it read in return."""
+
+    name: str
+    code: str
+    stdin: str
+    status: CallStatus
+    response: str
+    seconds: float = 0.0
+    is_cut: bool = False
+    """Whether `response` is shorter than what the tool said."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it counts as failed in p_err: it did not parse, raised, timed out or crashed. Ours never counts."""
+        return self.status not in (CallStatus.OK, CallStatus.UNAVAILABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One stretch of sampling, `ids[start:end]` of the episode, and the tool calls in it."""
+
+    start: int
+    end: int
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    engine: str = ""
+    version: int = 0
+    """Of the weights that sampled it: the number of the last sync."""
+    generate_s: float = 0.0
+    tools_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The growing part of an episode: `ids_T`, `logprobs_T`, `mask_T`, of one length."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append what the model sampled."""
+        assert len(ids) == len(logprobs), f"{len(ids)} ids with {len(logprobs)} log-probabilities"
+        self._append(ids, logprobs, 1)
+
+    def shown(self, ids: Sequence[int]) -> None:
+        """Append what the model was shown."""
+        self._append(ids, [0.0] * len(ids), 0)
+
+    def _append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
+        self.ids += ids
+        self.logprobs += logprobs
+        self.mask += [mask] * len(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A rollout that is over. What `trainer.roc` asks of a rollout, it answers: reward, calls, failed_calls, answer_tags
+    and turns."""
+
+    problem: Problem
+    sample: int
+    """Which of the problem's rollouts."""
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    mask: tuple[int, ...]
+    steps: tuple[Turn, ...]
+    stop: StopReason
+    answer: str | None = None
+    """The last boxed answer of the last turn, as text."""
+    answer_tags: int = 0
+    """`<answer>` blocks that were opened and closed, in all turns."""
+    reward: float | None = None
+    seconds: float = 0.0
+    error: str = ""
+    """What of ours failed, for `StopReason.UNAVAILABLE`."""
+
+    @property
+    def turns(self) -> int:
+        return len(self.steps)
+
+    @property
+    def calls(self) -> int:
+        """Tool calls that have a verdict, malformed ones included."""
+        return sum(call.status is not CallStatus.UNAVAILABLE for turn in self.steps for call in turn.calls)
+
+    @property
+    def failed_calls(self) -> int:
+        return sum(call.has_failed for turn in self.steps for call in turn.calls)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.mask)
