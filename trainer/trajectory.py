@@ -1,8 +1,8 @@
 """What an episode is: a problem, the tokens that were made for it, and how it went. Pure data, frozen once it is over.
 
 Invariants:
-- Ids, log-probabilities and mask are append-only and of one length. They are recorded as they were sampled; nothing here
-  is ever decoded and tokenised again.
+- Ids, log-probabilities and mask are append-only and of one length. They are recorded as they were sampled; nothing is
+  ever decoded and tokenised again.
 - `mask` is 1 for what the model sampled and 0 for what was put before it (tool responses, whose log-probability is 0).
 - `reward` is None when there is no verdict: our failure is never a reward of 0.
 
@@ -118,8 +118,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A rollout that is over. What `trainer.roc` asks of a rollout, it answers: reward, calls, failed_calls, answer_tags
-    and turns."""
+    """A rollout that is over. It answers what `trainer.roc` asks of a rollout."""
 
     problem: Problem
     sample: int
