@@ -1,0 +1,124 @@
+"""Runs that look like real ones, for what reads run folders: made of real episodes, from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trainer.record import METRICS, RunFolder
+from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Trajectory, Turn
+
+KEEP = 4
+STAGES = {"sft": 6, "rl1": 8, "rl2": 4}
+"""Steps of each."""
+
+_TRACEBACK = 'Traceback (most recent call last):\n  File "<call>", line 3, in <module>\n    print(totl)\nNameError: {}'
+
+
+def write_run(path: str, *, seed: int = 0, problems: int = 2, stages: dict[str, int] = STAGES) -> RunFolder:
+    """A run of SFT and two stages that get better."""
+    folder, rng = RunFolder(path), random.Random(seed)
+    folder.write_config({"model": "tiny", "seed": seed, "stages": list(stages)})
+    step, total = 0, sum(stages.values())
+    for stage, steps in stages.items():
+        for _ in range(steps):
+            step += 1
+            if stage == "sft":
+                row = {"loss": 3 / step, "lr": 5e-6, "grad_norm": 1.0, "tokens": 4096, "seconds_step": 0.5}
+                folder.append_metrics({"step": step, "stage": stage, **row})
+            else:
+                groups = [
+                    [episode(rng, f"p{step}-{number}", sample, skill=step / total) for sample in range(2 * KEEP)]
+                    for number in range(problems)
+                ]
+                write_step(folder, step, stage, groups)
+    folder.write_summary({"stages": [
+        {"name": name, "accuracy": 0.5 + 0.1 * i, "tool_error_ratio": 0.4 - 0.1 * i, "one_answer": 0.8, "seconds": 60.0}
+        for i, name in enumerate(stages)
+    ]})  # fmt: skip
+    return folder
+
+
+def write_step(folder: RunFolder, step: int, stage: str, groups: Sequence[Sequence[Episode]]) -> None:
+    """One step's episodes and the numbers that follow from them; the first of each group are kept."""
+    kept = [list(range(KEEP)) for _ in groups]
+    why = [["a positive with little penalty" if one < KEEP else "not drawn" for one in range(len(g))] for g in groups]
+    folder.write_episodes(step, stage, groups, kept, why)
+    folder.append_metrics({"step": step, "stage": stage, **numbers(groups, kept)})
+
+
+def numbers(groups: Sequence[Sequence[Episode]], kept: Sequence[Sequence[int]]) -> dict[str, float]:
+    """A plausible row of metrics with every name."""
+    everyone = [one for group in groups for one in group]
+    chosen = [group[i] for group, indices in zip(groups, kept, strict=True) for i in indices]
+    scored = [one for one in everyone if one.reward is not None]
+    right = [one for one in scored if one.reward]
+    n = len(everyone)
+    row = {
+        "reward": _mean([one.reward or 0 for one in scored]),
+        "reward_kept": _mean([one.reward for one in chosen if one.reward is not None]),
+        "tool_error_ratio": _ratio(everyone),
+        "tool_error_ratio_correct": _ratio(right),
+        "one_answer": sum(one.answer_tags == 1 for one in everyone) / n,
+        "length": _mean([len(one.ids) for one in everyone]),
+        "turns": _mean([one.turns for one in everyone]),
+        "calls": _mean([one.calls for one in everyone]),
+        "kept": len(chosen),
+        "dropped": n - len(chosen),
+        "groups_dropped": sum(len({group[i].reward for i in kept[0]}) == 1 for group in groups),
+        "unavailable": n - len(scored),
+        "tokens": sum(one.sampled_tokens for one in everyone),
+        "seconds_generate": sum(turn.generate_s for one in everyone for turn in one.steps),
+        "seconds_tools": sum(turn.tools_s for one in everyone for turn in one.steps),
+    }
+    return dict.fromkeys(METRICS, 0.125) | row
+
+
+def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> Episode:
+    """A rollout: some reasoning, a call or two, perhaps a broken one, an answer."""
+    a, b = rng.randrange(10, 99), rng.randrange(10, 99)
+    asked = Problem(problem, f"What is {a} × {b}? Give an integer < 10000.", str(a * b), "generated")
+    trajectory, turns, calls_left = Trajectory(), [], rng.randrange(1, 3)
+    while True:
+        calls = (_call(rng, a, b, skill),) if calls_left else ()
+        text = f"<reason>Multiply {a} by {b}.</reason>\n"
+        right = rng.random() < 0.3 + 0.6 * skill
+        answer = str(a * b if right else a * b + 1)
+        for call in calls:
+            text += f'<tool_call>\n{{"name": "{call.name}", "arguments": {{"code": "..."}}}}\n</tool_call>'
+        if not calls:
+            text += f"<answer>\\boxed{{{answer}}}</answer>"
+        start = len(trajectory)
+        size = rng.randrange(20, 90)
+        trajectory.sampled([rng.randrange(384) for _ in range(size)], [-rng.random() for _ in range(size)])
+        spent = {"generate_s": size / 100, "tools_s": sum(call.seconds for call in calls)}
+        turns.append(Turn(start, len(trajectory), text, calls, engine="local", version=3, **spent))
+        if not calls:
+            break
+        trajectory.shown([rng.randrange(384) for _ in range(rng.randrange(8, 30))])
+        calls_left -= 1
+    whole = Episode(
+        asked, sample, tuple(range(40)), tuple(trajectory.ids), tuple(trajectory.logprobs), tuple(trajectory.mask),
+        tuple(turns), StopReason.FINISHED, answer, 1 if rng.random() < 0.5 + skill / 2 else 2, float(right), 1.25,
+    )  # fmt: skip
+    if rng.random() < 0.05:
+        return replace(whole, stop=StopReason.UNAVAILABLE, reward=None, answer=None, error="no engine is left")
+    return whole
+
+
+def _call(rng: random.Random, a: int, b: int, skill: float) -> ToolCall:
+    name, code = "execute_python_code_with_standard_io", f"# the product\ntotal = {a} * {b}\nprint('is', total)\n"
+    if rng.random() < skill:
+        return ToolCall(name, code, "", CallStatus.OK, f"is {a * b}\n", 0.012)
+    error = _TRACEBACK.format("name 'totl' is not defined")
+    return ToolCall(name, code.replace("total)", "totl)"), "", CallStatus.ERROR, error, 0.015, is_cut=True)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _ratio(episodes: Sequence[Episode]) -> float:
+    calls = sum(one.calls for one in episodes)
+    return sum(one.failed_calls for one in episodes) / calls if calls else 0.0
