@@ -58,6 +58,13 @@ def seconds(text: str) -> float:
     return number
 
 
+def url(text: str) -> str:
+    """An argument that is the address of a service."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"expected an address such as http://127.0.0.1:8088, got {text}")
+    return text.rstrip("/")
+
+
 def run_as_command(name: str, work: Callable[[], int]) -> int:
     """`work`, its failures turned into a line on stderr and an exit code. SIGTERM cleans up as Ctrl-C does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

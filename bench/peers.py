@@ -185,9 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("peers", __doc__ or "")
     names = [kind.name for kind in KINDS]
-    parser.add_argument("--url", help="our service (default: one is started)")
-    parser.add_argument("--code-judge", metavar="URL", help="a code-judge that runs there")
-    parser.add_argument("--sandbox-fusion", metavar="URL", help="a SandboxFusion that runs there")
+    parser.add_argument("--url", type=output.url, help="our service (default: one is started)")
+    parser.add_argument("--code-judge", type=output.url, metavar="URL", help="a code-judge that runs there")
+    parser.add_argument("--sandbox-fusion", type=output.url, metavar="URL", help="a SandboxFusion that runs there")
     parser.add_argument("--kinds", nargs="+", choices=names, default=names, help="kinds of calls (default: all)")
     parser.add_argument("--seconds", type=output.seconds, default=5.0, help="of each in each round (default: 5)")
     parser.add_argument("--rounds", type=output.count, default=3, help="rounds (default: 3)")
@@ -229,9 +229,9 @@ async def _systems(stack: AsyncExitStack, args: argparse.Namespace, fresh: Fresh
     http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
     systems: list[System] = [Ours(client, args.at_once)]
     if args.code_judge:
-        systems.append(CodeJudge(http, args.code_judge.rstrip("/"), args.at_once))
+        systems.append(CodeJudge(http, args.code_judge, args.at_once))
     if args.sandbox_fusion:
-        systems.append(SandboxFusion(http, args.sandbox_fusion.rstrip("/"), args.at_once))
+        systems.append(SandboxFusion(http, args.sandbox_fusion, args.at_once))
     return [*systems, fresh]
 
 

@@ -207,23 +207,15 @@ class ServeConfig:
 
     def resolved(self, cores: int) -> ServeConfig:
         """With numbers in place of zeros, on a machine that grants `cores`. Raises `ConfigError`."""
-        cores = self.cores or cores
-        slots = self.slots or SLOTS_PER_CORE * cores
+        shared: dict[str, Any] = in_numbers(self, cores)
+        cores, slots = shared["cores"], shared["slots"]
         gateways = self.gateways or -(-cores // CORES_PER_GATEWAY)
         executors = self.executors or max(gateways, min(slots, -(-cores // CORES_PER_EXECUTOR)))
         if executors < gateways:
             raise ConfigError(f"executors={executors} for gateways={gateways}: expected one each; lower gateways")
         if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
-        return replace(
-            self,
-            cores=cores,
-            slots=slots,
-            long_slots=self.long_slots or LONG_PER_CORE * cores,
-            gateways=gateways,
-            executors=executors,
-            zygotes=self.zygotes or -(-cores // CORES_PER_FAMILY),
-        )
+        return replace(self, **shared, gateways=gateways, executors=executors)
 
     def parts(self) -> list[ServeConfig]:
         """What each gateway gets, once all is resolved."""
@@ -242,6 +234,17 @@ SHARED = ("cores", "slots", "long_slots", "zygotes")
 """Settings that are for all executors together."""
 PARTED = (*SHARED, "executors", "queue_calls", "queue_mb", "results_mb", "connections")
 """Settings that are for all gateways together."""
+
+
+def in_numbers(config: ExecutorConfig | ServeConfig, cores: int) -> dict[str, int]:
+    """The settings in `SHARED`, with numbers in place of zeros, on a machine that grants `cores`."""
+    cores = config.cores or cores
+    return {
+        "cores": cores,
+        "slots": config.slots or SLOTS_PER_CORE * cores,
+        "long_slots": config.long_slots or LONG_PER_CORE * cores,
+        "zygotes": config.zygotes or -(-cores // CORES_PER_FAMILY),
+    }
 
 
 def divided(total: int, parts: int) -> list[int]:

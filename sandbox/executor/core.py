@@ -28,7 +28,7 @@ from typing import Any
 import trio
 
 from sandbox import jail, machine, runtime
-from sandbox.config import CORES_PER_FAMILY, LONG_PER_CORE, SLOTS_PER_CORE, ExecutorConfig
+from sandbox.config import ExecutorConfig, in_numbers
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor import clock, lasting, verdict
 from sandbox.executor.family import MAX_SLOTS, Family, Zygote
@@ -70,16 +70,15 @@ class Executor:
     """`submit` and `cancel` from one task; results come through `answer(seq, result)`."""
 
     def __init__(self, config: ExecutorConfig, answer: Answer, *, hurry: bool = False) -> None:
-        cores = config.cores or machine.cores()
-        self.level = jail.choose(config.isolation)
-        self.slots = config.slots or SLOTS_PER_CORE * cores
-        self.long_slots = config.long_slots or LONG_PER_CORE * cores
-        self.demote_after_s = config.demote_after_ms / 1e3
         self.all_cores = machine.cores()
+        shared = in_numbers(config, self.all_cores)
+        self.level = jail.choose(config.isolation)
+        self.slots, self.long_slots = shared["slots"], shared["long_slots"]
+        self.demote_after_s = config.demote_after_ms / 1e3
         self.eagerness = Eagerness()
         self.on_window: Callable[[int], None] = lambda _window: None
         """Told whenever `window` has changed."""
-        self._cores = cores
+        self._cores = shared["cores"]
         self._memory_kept = int(MEMORY_KEPT * machine.memory_limit())
         self._memory_looked_at = -math.inf
         self._has_memory = True
@@ -94,8 +93,7 @@ class Executor:
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        asked = config.zygotes or -(-cores // CORES_PER_FAMILY)
-        families = max(min(asked, self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
+        families = max(min(shared["zygotes"], self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
         if self.level is jail.Level.LANDLOCK:
             room = shutil.disk_usage(tempfile.gettempdir()).total >> 20
