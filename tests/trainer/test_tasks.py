@@ -1,0 +1,106 @@
+"""The generated problems and conversations: right where they should be, wrong as often as they should be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from trainer import tasks
+from trainer.trajectory import Problem
+
+COUNT = 3000
+NEAR = 0.03
+"""Over three standard deviations of a share of `COUNT`."""
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Problem]:
+    return tasks.generate(COUNT, 1)
+
+
+@pytest.fixture(scope="module")
+def conversations(problems: list[Problem]) -> list[tasks.Messages]:
+    return tasks.traces(problems, 2)
+
+
+def calls(messages: tasks.Messages) -> Iterator[tuple[str, str]]:
+    """What stands in the tags of each call, and the response."""
+    for message, after in itertools.pairwise(messages):
+        if found := re.search("<tool_call>\n(.*)\n</tool_call>", message["content"]):
+            assert after["role"] == "tool"
+            yield found[1], after["content"]
+
+
+def boxed(messages: tasks.Messages) -> list[str]:
+    assert messages[-1]["role"] == "assistant"
+    return re.findall(r"<answer>\n\\boxed\{(-?\d+)\}\n</answer>", messages[-1]["content"])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Add 100 and 11.", 111),
+        ("Take 999 plus 99.", 1098),
+        ("Subtract 67 from 246.", 179),
+        ("Take 100 minus 30, then subtract 90.", -20),
+        ("Multiply 925 by 60, then add 68.", 55568),
+        ("Take 101 times 11, then multiply by 2.", 2222),
+        ("Find how often 41 fits into 235, then subtract 97.", -92),
+        ("Take 100 over 11, rounded down.", 9),
+        ("Find what 539 leaves when divided by 87.", 17),
+        ("Take 500 modulo 99, then add 2.", 7),
+    ],
+)
+def test_answers_are_what_a_person_says(text: str, answer: int) -> None:
+    assert tasks._value(tasks._steps(text)) == answer
+
+
+def test_equal_seeds_give_equal_work_and_others_do_not(problems: list[Problem]) -> None:
+    assert tasks.generate(100, 1) == problems[:100]
+    assert tasks.generate(100, 2) != problems[:100]
+    assert tasks.traces(problems[:50], 3) == tasks.traces(problems[:50], 3) != tasks.traces(problems[:50], 4)
+
+
+def test_problems_differ_and_fresh_ones_are_never_for_training(problems: list[Problem]) -> None:
+    texts = {problem.text for problem in problems}
+    assert len(texts) == len({problem.id for problem in problems}) == COUNT
+    fresh = {problem.text for seed in range(4) for problem in tasks.generate(500, seed, fresh=True)}
+    assert not fresh & texts
+    train = {problem.text for seed in range(9) for problem in tasks.generate(500, seed)}
+    assert not fresh & train
+
+
+def test_a_text_that_was_not_generated_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a problem of trainer\.tasks"):
+        tasks.traces([Problem("x", "What is love?", "0")], 1)
+
+
+def test_what_the_tool_says_is_what_the_code_does(conversations: list[tasks.Messages]) -> None:
+    for messages in conversations[:300]:
+        for asked, said in calls(messages):
+            out = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(out):
+                    exec(compile(json.loads(asked)["arguments"]["code"], "main.py", "exec"))
+            except (SyntaxError, ValueError) as why:
+                assert said.splitlines()[-1] == f"{type(why).__name__}: {why.msg}" or said == f"JSONDecodeError: {why}"
+            else:
+                assert out.getvalue() == f"{said}\n"
+                assert set(boxed(messages)) == {said}
+
+
+def test_faults_come_at_their_rates(problems: list[Problem], conversations: list[tasks.Messages]) -> None:
+    said = [response for messages in conversations for _, response in calls(messages)]
+    failed = sum("Error: " in response for response in said) / len(said)
+    right = [boxed(messages)[0] == problem.answer for problem, messages in zip(problems, conversations, strict=True)]
+    once = [len(boxed(messages)) == 1 for messages in conversations]
+    # Those after the last that is allowed are never broken; a wrong operator may come to the right value.
+    assert tasks.BROKEN - 2 * NEAR < failed < tasks.BROKEN + NEAR
+    assert sum(right) / COUNT == pytest.approx(1 - tasks.WRONG, abs=NEAR)
+    assert sum(once) / COUNT == pytest.approx(1 - tasks.DOUBLED, abs=NEAR)
