@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,12 +68,20 @@ class RecordError(Exception):
 class RunFolder:
     """The folder of one run. Making this object touches nothing; writers make what they need.
 
-    `keep_logprobs` adds every token's log-probability to the episodes, about as much again as the rest.
+    `keep_logprobs` adds every token's log-probability to the episodes, about as much again as the rest. `log` is told
+    of each row of metrics: a tracker, see `trainer.track`.
     """
 
-    def __init__(self, path: str | Path, *, keep_logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep_logprobs: bool = False,
+        log: Callable[[Mapping[str, Any]], None] = lambda row: None,
+    ) -> None:
         self.path = Path(path)
         self.keep_logprobs = keep_logprobs
+        self._log = log
 
     # Writing
 
@@ -90,7 +98,9 @@ class RunFolder:
         if unknown or not row.keys() >= {"step", "stage"}:
             raise ValueError(f"metrics: expected step, stage and names that record.METRICS has, got {sorted(row)}")
         numbers = {name: _finite(value) for name, value in row.items() if name not in ("step", "stage")}
-        _append(self._metrics, [{"version": VERSION, "step": int(row["step"]), "stage": str(row["stage"]), **numbers}])
+        whole = {"version": VERSION, "step": int(row["step"]), "stage": str(row["stage"]), **numbers}
+        _append(self._metrics, [whole])
+        self._log(whole)
 
     def write_episodes(
         self,
