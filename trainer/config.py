@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -86,15 +87,19 @@ class EnginesConfig:
     """What samples."""
 
     kind: str = _text("local", "in this process, or vLLM over HTTP", "local", "vllm")
-    endpoints: tuple[str, ...] = _other((), "URLs of vLLM servers; none starts `count` of them")
+    endpoints: tuple[str, ...] = _other((), "URLs of vLLM servers, [1-8] counting; none starts `count` of them")
     count: int = _number(1, 1, "vLLM servers to start on this machine", 1024)
     python: str = _text("", "Python that has vllm, to start servers with; empty is this one")
     slots: int = _number(64, 1, "sequences that one engine runs at once", 65536)
-    max_length: int = _number(4096, 16, "tokens of prompt and response that an engine takes")
+    max_length: int = _number(16384, 16, "tokens of prompt and response that an engine takes")
     sync: str = _text("file", "how new weights travel: a shared folder, or NCCL/RCCL", "file", "nccl")
     tensor_parallel: int = _number(1, 1, "GPUs of one engine", 64)
     gpu_memory: float = _number(0.9, 0.01, "part of a GPU's memory that an engine takes", 1)
     timeout_s: float = _number(600.0, 1, "seconds for one generation before its engine counts as hung")
+
+    def urls(self) -> tuple[str, ...]:
+        """`endpoints` with every [1-8] in them counted out, as lists of hosts are often written."""
+        return tuple(url for endpoint in self.endpoints for url in _counted(endpoint))
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ class TrackConfig:
 
     to: tuple[str, ...] = _other((), "trackio, wandb, tensorboard")
     project: str = _text("rstar-train", "their project")
-    has_tokens: bool = _other(False, "whether episodes are written with their log-probabilities")
+    has_logprobs: bool = _other(False, "whether episodes are written with their log-probabilities")
 
 
 @dataclass(frozen=True)
@@ -210,6 +215,15 @@ class RunConfig:
     stages: tuple[StageConfig, ...] = ()
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+
+    def __post_init__(self) -> None:
+        wanted = {f"stages.{stage.name}": stage.max_tokens for stage in self.stages}
+        for where, tokens in {**wanted, "evaluate": self.evaluate.max_tokens}.items():
+            if tokens >= self.engines.max_length:
+                raise ConfigError(
+                    f"{where}: max_tokens={tokens} with engines.max_length={self.engines.max_length}: expected less, "
+                    "as the prompt takes some; raise engines.max_length"
+                )
 
     def stage(self, name: str) -> StageConfig:
         """The stage of that name. Raises `ConfigError`."""
@@ -361,6 +375,15 @@ def _kinds(cls: type[Any]) -> dict[str, Any]:
         name: next(part for part in get_args(hint) if part is not type(None)) if type(None) in get_args(hint) else hint
         for name, hint in hints.items()
     }
+
+
+def _counted(text: str) -> list[str]:
+    found = re.search(r"\[(\d+)-(\d+)\]", text)
+    if not found:
+        return [text]
+    low, high = found.groups()
+    numbers = (str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))
+    return [url for number in numbers for url in _counted(text[: found.start()] + number + text[found.end() :])]
 
 
 def _advice(name: str, known: Iterable[str]) -> str:

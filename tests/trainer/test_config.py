@@ -58,8 +58,8 @@ def test_a_stage_has_what_rl_says_unless_it_says_its_own(file: Path) -> None:
 
 
 def test_what_a_run_writes_down_reads_back_as_the_same_run(file: Path, tmp_path: Path) -> None:
-    said = load(file, {}, ['data.train=["a", "b"]', "track.has_tokens=true", "model.chat=own"])
-    assert (said.data.train, said.track.has_tokens, said.model.chat) == (("a", "b"), True, "own")
+    said = load(file, {}, ['data.train=["a", "b"]', "track.has_logprobs=true", "model.chat=own"])
+    assert (said.data.train, said.track.has_logprobs, said.model.chat) == (("a", "b"), True, "own")
     written = tmp_path / "config.json"
     written.write_text(json.dumps(said.to_dict()), encoding="utf-8")
     assert load(written, {}) == said
@@ -75,7 +75,7 @@ def test_what_a_run_writes_down_reads_back_as_the_same_run(file: Path, tmp_path:
         ("seed=1.5", "--set seed: expected a whole number from 0 to 2147483647, got 1.5"),
         ("sft.lr=nan", "--set sft.lr: expected a number from 0 to 1, got nan"),
         ("engines.sync=ftp", "--set engines.sync: expected one of file, nccl, got 'ftp'"),
-        ("track.has_tokens=yes", "--set track.has_tokens: expected true or false, got 'yes'"),
+        ("track.has_logprobs=yes", "--set track.has_logprobs: expected true or false, got 'yes'"),
         ("data.train=a", "--set data.train: expected a list such as"),
         ("data.train=[1]", "--set data.train: expected a list such as"),
         ("model=3", "--set model: expected a table, got '3'"),
@@ -148,3 +148,29 @@ def test_the_paper_s_recipe_is_the_default_of_a_stage() -> None:
     stage = StageConfig()
     assert (stage.prompts, stage.samples, stage.keep, stage.lr, stage.warmup_steps) == (512, 32, 16, 1e-6, 20)
     assert (stage.epsilon_low, stage.epsilon_high, stage.temperature, stage.select) == (0.2, 0.28, 1.0, "paper")
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_the_configurations_that_ship_are_read(file: Path) -> None:
+    said = load(file, {})
+    assert said.sft.data
+    assert [stage.name for stage in said.stages] == ["rl1", "rl2", "rl3"]
+    first, second, third = said.stages
+    assert first.max_tokens < second.max_tokens == third.max_tokens
+    assert first.max_turns == second.max_turns < third.max_turns
+    assert (third.drop_solved, third.reset_optimizer) == (8, True)
+
+
+def test_endpoints_count_their_brackets_out() -> None:
+    said = load(None, {}, ['engines.endpoints=["http://n[08-10]:[1-2]", "http://[::1]:80"]'])
+    assert said.engines.urls() == (
+        *("http://n08:1", "http://n08:2", "http://n09:1", "http://n09:2", "http://n10:1", "http://n10:2"),
+        "http://[::1]:80",
+    )
+
+
+def test_an_engine_must_take_more_than_a_response() -> None:
+    with pytest.raises(ConfigError, match=r"evaluate: max_tokens=100 with engines\.max_length=100: expected less"):
+        load(None, {}, ["engines.max_length=100", "evaluate.max_tokens=100"])

@@ -1,0 +1,108 @@
+"""What a run needs, against numbers worked out by hand and against published ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.arithmetic import activation_bytes, kv_bytes, logit_bytes, parameters, plan, shape_of, shortfalls
+from trainer.config import ConfigError, Shape, load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+QWEN3_14B = Shape(layers=40, hidden=5120, intermediate=17408, heads=40, kv_heads=8, head_dim=128, vocab=151936)
+QWEN25_1B = Shape(28, 1536, 8960, 12, 2, 128, 151936, is_tied=True)
+SMALL = Shape(layers=2, hidden=10, intermediate=30, heads=4, kv_heads=2, head_dim=3, vocab=7)
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    assert parameters(QWEN3_14B) == 14_768_307_200
+    # Its biases on queries, keys and values, less the norms that it does not have.
+    assert parameters(QWEN25_1B) + 28 * (1536 + 2 * 256) - 28 * 2 * 128 == 1_543_714_304
+
+
+def test_parameters_by_hand() -> None:
+    attention = 10 * 12 + 2 * 10 * 6 + 12 * 10 + 3 + 3
+    layer = attention + 3 * 10 * 30 + 10 + 10
+    assert parameters(SMALL) == 2 * layer + 10 + 2 * 7 * 10
+    assert parameters(replace(SMALL, is_tied=True)) == parameters(SMALL) - 70
+
+
+def test_kv_of_a_token_is_the_paper_s_160_kib() -> None:
+    assert kv_bytes(QWEN3_14B) == 160 * 1024
+    assert kv_bytes(QWEN3_14B) * 10_000 == pytest.approx(1.6e9, rel=0.03)
+    assert kv_bytes(SMALL, "float32") == 2 * 2 * 2 * 3 * 4
+
+
+def test_activations_by_hand() -> None:
+    a_layer = 4 * 10 + 2 * 12 + 2 * 6 + 4 * 30
+    assert activation_bytes(SMALL, 5, "bfloat16", is_checkpointing=False) == 2 * 5 * 2 * a_layer
+    assert activation_bytes(SMALL, 5, "bfloat16", is_checkpointing=True) == 5 * 2 * (2 * 10 + a_layer)
+    assert logit_bytes(SMALL, 5, "float32") == 5 * 7 * (4 + 4 + 4)
+
+
+def test_the_paper_s_run_fits_its_machines() -> None:
+    config = load(CONFIGS / "qwen3-14b-mi300x.toml", {})
+    assert config.model.shape == QWEN3_14B
+    run = plan(config, QWEN3_14B)
+    assert (run.gpus, run.engines) == (64, 64)
+    assert run.weight_bytes + run.gradient_bytes + run.adam_bytes == 14_768_307_200 * 16 // 64
+    assert run.kv_tokens == (96_000_000_000 - 2 * 14_768_307_200) // 163_840
+    first = run.stages[0]
+    assert (first.rollouts, first.trained) == (512 * 32, 512 * 16)
+    assert (first.sampled_tokens, first.trained_tokens) == (16384 * 8192, 8192 * 8192)
+    assert first.rollouts_per_engine == run.kv_tokens // (8192 + 1024)
+    assert first.train_bytes == 16 * (run.parameters // 64) + activation_bytes(
+        QWEN3_14B, 8192, "bfloat16", is_checkpointing=True
+    ) + logit_bytes(QWEN3_14B, 8192, "bfloat16")
+    assert shortfalls(run, config) == []
+
+
+def test_unsharded_it_does_not_fit_and_the_answer_says_what_helps() -> None:
+    config = load(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["hardware.sharding=none"])
+    said = shortfalls(plan(config, QWEN3_14B), config)
+    assert len(said) == 3
+    assert said[0].startswith("stages.rl1: a GPU needs about 3")
+    assert "hardware.sharding" in said[0]
+    config = load(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["engines.gpu_memory=0.15"])
+    assert "holds no rollout of full length" in shortfalls(plan(config, QWEN3_14B), config)[0]
+
+
+def test_one_gpu_holds_the_small_run() -> None:
+    config = load(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {})
+    run = plan(config, QWEN25_1B)
+    assert (run.gpus, run.engines, shortfalls(run, config)) == (1, 1, [])
+
+
+def test_engines_of_their_own_leave_the_training_gpus_alone() -> None:
+    shared = load(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["engines.gpu_memory=0.95"])
+    assert len(shortfalls(plan(shared, QWEN3_14B), shared)) == 3
+    apart = load(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["engines.gpu_memory=0.95", "hardware.engine_gpus=64"])
+    assert shortfalls(plan(apart, QWEN3_14B), apart) == []
+
+
+def test_an_engine_in_the_process_caches_what_its_slots_may_hold() -> None:
+    config = load(None, {}, ["engines.slots=8", "engines.max_length=32", "model.dtype=float32"])
+    run = plan(config, SMALL)
+    assert (run.gpus, run.engines, run.kv_tokens) == (0, 1, 256)
+    assert run.engine_bytes == 256 * kv_bytes(SMALL, "float32")
+
+
+def test_a_shape_is_read_from_a_model_s_own_file() -> None:
+    theirs = {
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
+    assert shape_of({**theirs, "tie_word_embeddings": False}) == QWEN3_14B
+    del theirs["head_dim"], theirs["num_key_value_heads"]
+    assert shape_of(theirs) == replace(QWEN3_14B, kv_heads=40)
+    del theirs["vocab_size"]
+    with pytest.raises(ConfigError, match=r"no 'vocab_size'; state its sizes in \[model\.shape\]"):
+        shape_of(theirs)
