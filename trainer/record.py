@@ -25,6 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer import roc
 from trainer.trajectory import Episode, ToolCall, Turn
 
 VERSION = 1
@@ -177,6 +178,8 @@ class RunFolder:
             "answer_tags": episode.answer_tags,
             "calls": episode.calls,
             "failed_calls": episode.failed_calls,
+            "p_err": roc.p_err(episode),
+            "p_format": roc.p_format(episode),
             "prompt_tokens": len(episode.prompt_ids),
             "response_tokens": len(episode.ids),
             "sampled_tokens": episode.sampled_tokens,

@@ -1,14 +1,14 @@
 """Trackers by name: each row of metrics, told to trackio, wandb or tensorboard as well.
 
 The run folder stays the record; a tracker only mirrors it. A run is known by its folder's name, so that one that is
-resumed goes on where it was. Only the package that is named is imported.
+resumed goes on where it was. Only the packages that are named are imported.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from typing import Any
 Log = Callable[[Mapping[str, Any]], None]
 """Takes a row of metrics: `step` and numbers."""
 
-PACKAGES = {"none": None, "trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
+_Tell = Callable[[int, dict[str, float]], None]
+
+TRACKERS = ("trackio", "wandb", "tensorboard")
+"""Each is also the name of the package that it needs."""
 
 _NAMES = ("version", "step", "stage")
 
@@ -26,49 +29,60 @@ class TrackError(Exception):
 
 
 @contextmanager
-def tracking(name: str, run: Path, config: Mapping[str, Any], *, project: str = "rstar") -> Iterator[Log]:
-    """A function that tells the tracker `name` of each row, until the block ends.
+def tracking(names: Sequence[str], run: Path, config: Mapping[str, Any], *, project: str = "rstar") -> Iterator[Log]:
+    """A function that tells the trackers of each row, until the block ends.
 
     trackio writes to this machine ($TRACKIO_DIR, else where Hugging Face caches), tensorboard to the run's own
     `tensorboard/`, wandb to its service or, with WANDB_MODE=offline, into the run folder.
 
-    Raises TrackError when the package is missing, or none has that name.
+    Raises TrackError when a package is missing, or a name is not one of TRACKERS.
     """
-    if name not in PACKAGES:
-        raise TrackError(f"track: expected one of {', '.join(PACKAGES)}, got {name!r}")
-    if name == "none":
-        yield lambda row: None
-    elif name == "tensorboard":
-        _package("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise TrackError(f"track: expected any of {', '.join(TRACKERS)}, got {unknown[0]!r}")
+    with ExitStack() as stack:
+        packages = {name: _package(name) for name in names}
+        logs = [
+            stack.enter_context(_tensorboard(run) if name == "tensorboard" else _hosted(package, run, config, project))
+            for name, package in packages.items()
+        ]
 
-        with SummaryWriter(str(run / "tensorboard")) as writer:
+        def log(row: Mapping[str, Any]) -> None:
+            numbers = {name: x for name, x in row.items() if name not in _NAMES and isinstance(x, (int, float))}
+            for tell in logs:
+                tell(row["step"], numbers)
 
-            def log(row: Mapping[str, Any]) -> None:
-                for key, value in _numbers(row).items():
-                    writer.add_scalar(key, value, row["step"])
-                writer.flush()
+        yield log
 
-            yield log
-    else:
-        package = _package(name)
-        extra = {"id": run.name, "dir": str(run)} if name == "wandb" else {}
-        # Both greet on stdout, which is for results.
+
+@contextmanager
+def _tensorboard(run: Path) -> Iterator[_Tell]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(run / "tensorboard")) as writer:
+
+        def log(step: int, numbers: dict[str, float]) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield log
+
+
+@contextmanager
+def _hosted(package: Any, run: Path, config: Mapping[str, Any], project: str) -> Iterator[_Tell]:
+    """trackio or wandb, which have the same functions."""
+    extra = {"id": run.name, "dir": str(run)} if package.__name__ == "wandb" else {}
+    with redirect_stdout(sys.stderr):  # they greet there, and it is for results
+        package.init(project=project, name=run.name, config=dict(config), resume="allow", **extra)
+    try:
+        yield lambda step, numbers: package.log(numbers, step=step)
+    finally:
         with redirect_stdout(sys.stderr):
-            package.init(project=project, name=run.name, config=dict(config), resume="allow", **extra)
-        try:
-            yield lambda row: package.log(_numbers(row), step=row["step"])
-        finally:
-            with redirect_stdout(sys.stderr):
-                package.finish()
+            package.finish()
 
 
 def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as why:
-        raise TrackError(f"track={name!r} needs {name}: pip install {name}, or track with 'none' ({why})") from why
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in row.items() if key not in _NAMES and isinstance(value, (int, float))}
+        raise TrackError(f"tracking with {name} needs its package: pip install {name} ({why})") from why

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trainer import roc
 from trainer.record import METRICS, RunFolder
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Trajectory, Turn
 
@@ -41,9 +42,10 @@ def write_run(path: str, *, seed: int = 0, problems: int = 2, stages: dict[str, 
 
 
 def write_step(folder: RunFolder, step: int, stage: str, groups: Sequence[Sequence[Episode]]) -> None:
-    """One step's episodes and the numbers that follow from them; the first of each group are kept."""
-    kept = [list(range(KEEP)) for _ in groups]
-    why = [["a positive with little penalty" if one < KEEP else "not drawn" for one in range(len(g))] for g in groups]
+    """One step's episodes, resampled, and the numbers that follow from them."""
+    rng = random.Random(step)
+    kept = [roc.resample_on_correct(group, len(group) // 2, mode="paper", rng=rng) for group in groups]
+    why = [roc.explain(group, some) for group, some in zip(groups, kept, strict=True)]
     folder.write_episodes(step, stage, groups, kept, why)
     folder.append_metrics({"step": step, "stage": stage, **numbers(groups, kept)})
 
@@ -66,7 +68,7 @@ def numbers(groups: Sequence[Sequence[Episode]], kept: Sequence[Sequence[int]]) 
         "calls": _mean([one.calls for one in everyone]),
         "kept": len(chosen),
         "dropped": n - len(chosen),
-        "groups_dropped": sum(len({group[i].reward for i in kept[0]}) == 1 for group in groups),
+        "groups_dropped": sum(not roc.has_signal(*pair) for pair in zip(groups, kept, strict=True)),
         "unavailable": n - len(scored),
         "tokens": sum(one.sampled_tokens for one in everyone),
         "seconds_generate": sum(turn.generate_s for one in everyone for turn in one.steps),

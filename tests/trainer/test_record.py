@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.runs import episode, write_run, write_step
 from trainer.record import METRICS, RecordError, RunFolder, _spans, write_json
+from trainer.roc import p_err, p_format
 from trainer.trajectory import Episode, ToolCall, Turn
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,7 @@ def assert_holds(row: dict, one: Episode) -> None:
     assert tuple(Turn(**turn) for turn in turns) == one.steps
     for name in ("sample", "reward", "answer", "answer_tags", "calls", "failed_calls", "error"):
         assert row[name] == getattr(one, name), name
+    assert (row["p_err"], row["p_format"]) == (p_err(one), p_format(one))
     assert row["stop"] == one.stop and row["sampled_tokens"] == one.sampled_tokens
 
 

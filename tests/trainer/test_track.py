@@ -21,7 +21,7 @@ import json, sys; from pathlib import Path; from trainer.track import tracking
 name, run, rows = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 run.mkdir(exist_ok=True)
 for part in rows[:2], rows[2:]:
-    with tracking(name, run, {"seed": 1}) as log:
+    with tracking([name], run, {"seed": 1}) as log:
         for row in part: log(row)
 """
 """A run that is resumed; in a process of its own, since these packages read the environment when imported."""
@@ -44,28 +44,28 @@ def said(code: str, name: str, run: Path, **environment: str) -> str:
     ).stdout.decode()
 
 
-def test_none_takes_rows_and_does_nothing(tmp_path: Path) -> None:
-    with tracking("none", tmp_path, {}) as log:
+def test_no_tracker_takes_rows_and_does_nothing(tmp_path: Path) -> None:
+    with tracking([], tmp_path, {}) as log:
         log(ROWS[0])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_tracker_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(TrackError, match="expected one of none, trackio, wandb, tensorboard, got 'mlflow'"):
-        tracking("mlflow", tmp_path, {}).__enter__()
+    with pytest.raises(TrackError, match="expected any of trackio, wandb, tensorboard, got 'mlflow'"):
+        tracking(["mlflow"], tmp_path, {}).__enter__()
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])
 def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TrackError, match=f"track='{name}' needs {name}: pip install {name}"):
-        tracking(name, tmp_path, {}).__enter__()
+    with pytest.raises(TrackError, match=f"tracking with {name} needs its package: pip install {name}"):
+        tracking([name], tmp_path, {}).__enter__()
 
 
 @needs("tensorboard")
 @needs("torch")
 def test_tensorboard_has_what_was_logged(tmp_path: Path) -> None:
-    with tracking("tensorboard", tmp_path, {}) as log:
+    with tracking(["tensorboard"], tmp_path, {}) as log:
         for row in ROWS:
             log(row)
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
