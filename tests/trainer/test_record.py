@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.trainer.runs import episode, write_run, write_step
 from trainer.record import METRICS, RecordError, RunFolder, _spans, write_json
 from trainer.roc import p_err, p_format
-from trainer.trajectory import Episode, ToolCall, Turn
+from trainer.trajectory import Episode, Problem, ToolCall, Turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,7 +210,7 @@ def test_a_reader_holds_one_row_at_a_time(folder: RunFolder) -> None:
 
 def test_text_that_is_no_text_survives(folder: RunFolder) -> None:
     hostile = "\ud800 \u2028 \x1b[31m </script> \0 🐍"
-    one = episode(random.Random(1), hostile, 0, skill=1.0)
+    one = replace(episode(random.Random(1), "p", 0, skill=1.0), problem=Problem(hostile, hostile, ""))
     folder.write_episodes(1, "rl1", [[one]], [[0]])
     (row,) = folder.episodes(1)
     assert row["problem"]["id"] == hostile

@@ -1,0 +1,293 @@
+"""`rstar-train show`: a run's folder in the terminal, or as one page of HTML that needs nothing else.
+
+It only reads, and may do so while the run goes on. What it shows was written by a model: in the terminal control
+characters are made visible, and the page puts every text in as text. Of a big run the page takes a bounded sample,
+whole groups of steps that are spread over the run, and says what it left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from importlib.resources import files
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.record import METRICS, RecordError, RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+Row = dict[str, Any]
+
+MOST_EPISODES = 400
+MOST_BYTES = 32 << 20
+"""Of the page's episodes, together."""
+MOST_TEXT = 100_000
+"""Characters of one text in the page."""
+MOST_POINTS = 4000
+"""Rows of metrics in the page."""
+MOST_LISTED = 40
+"""Episodes listed in the terminal."""
+BARS = "▁▂▃▄▅▆▇█"
+BARS_WIDE = 32
+
+# Controls but tab and newline, lone surrogates, and what changes the direction of writing.
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--step", type=_steps, metavar="STEPS", help="episodes of these steps: 12, or 3-9,40")
+    parser.add_argument("--problem", metavar="ID", help="episodes of this problem")
+    parser.add_argument("--sample", type=int, metavar="K", help="this sample of each problem; one alone is shown whole")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    most = f"at most so many episodes in the page, or in the terminal's list (default {MOST_EPISODES}, {MOST_LISTED})"
+    parser.add_argument("--episodes", type=int, metavar="N", help=most)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show a run as `add_arguments` says; the exit code."""
+    folder = RunFolder(args.run)
+    try:
+        if not (args.run / "metrics.jsonl").exists() and folder.config() is None and not folder.steps():
+            raise RecordError(f"{args.run}: expected the folder of a run, found no config, metrics or episodes in it")
+        if args.html:
+            _write_page(folder, args)
+        else:
+            _print(folder, args)
+    except RecordError as why:
+        print(f"rstar-train show: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _steps(text: str) -> list[range]:
+    try:
+        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        return [range(first, last + 1) for first, last in ((end[0], end[-1]) for end in ends if len(end) <= 2)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected steps such as 12 or 3-9,40, got {text!r}") from None
+
+
+def _chosen_steps(folder: RunFolder, args: argparse.Namespace) -> list[int]:
+    return [step for step in folder.steps() if args.step is None or any(step in some for some in args.step)]
+
+
+def _chosen(rows: Iterable[Row], args: argparse.Namespace) -> Iterator[Row]:
+    for row in rows:
+        if args.problem in (None, row["problem"]["id"]) and args.sample in (None, row["sample"]):
+            yield row
+
+
+# The page
+
+
+def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
+    most = MOST_EPISODES if args.episodes is None else args.episodes
+    metrics, episodes = list(folder.metrics()), sample(folder, args, most)
+    text = page({
+        "name": folder.path.resolve().name,
+        "made_at": time.time(),
+        "about": METRICS,
+        "config": folder.config(),
+        "summary": folder.summary(),
+        "metrics": [metrics[i] for i in _spread(len(metrics), MOST_POINTS)],
+        "steps": len(metrics),
+        "sampled": sum((row.get("kept") or 0) + (row.get("dropped") or 0) for row in metrics),
+        "episodes": episodes,
+    })  # fmt: skip
+    args.html.write_text(text, encoding="utf-8")
+    print(f"{args.html}: {len(text) / 1e6:.1f} MB, {len(metrics)} steps, {len(episodes)} episodes")
+
+
+def page(data: Row) -> str:
+    """The page that shows `data`. Its policy lets only its own script run, and load nothing."""
+    text = files("trainer").joinpath("show.html").read_text(encoding="utf-8")
+    hashes = {
+        tag: f"'sha256-{_digest(re.findall(f'<{tag}>(.*?)</{tag}>', text, re.S)[0])}'" for tag in ("script", "style")
+    }
+    policy = f"default-src 'none'; img-src data:; script-src {hashes['script']}; style-src {hashes['style']}"
+    # In a script element only "<" could end it, and JSON may write it so.
+    return text.replace("{{policy}}", policy).replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
+
+
+def sample(folder: RunFolder, args: argparse.Namespace, most: int) -> list[Row]:
+    """At most about `most` of the episodes asked for: whole groups, the first of steps spread over all of them."""
+    steps = _chosen_steps(folder, args)
+    if not steps or most < 1:
+        return []
+    if args.problem is None:
+        group = next((len(list(rows)) for _, rows in _groups(folder, steps[0], args)), 1)
+        steps = [steps[i] for i in _spread(len(steps), max(1, most // group))]
+    found: list[Row] = []
+    for number, step in enumerate(steps, 1):
+        room, size = most * number // len(steps) - len(found), 0
+        for _, rows in _groups(folder, step, args):
+            if room < 1 or size > MOST_BYTES // len(steps):
+                break
+            group_rows = [_for_page(row) for row in islice(rows, room)]
+            size += sum(len(json.dumps(row)) for row in group_rows)
+            room -= len(group_rows)
+            found += group_rows
+    return found
+
+
+def _groups(folder: RunFolder, step: int, args: argparse.Namespace) -> Iterator[tuple[int, Iterator[Row]]]:
+    return groupby(_chosen(folder.episodes(step), args), key=lambda row: int(row["group"]))
+
+
+def _for_page(row: Row) -> Row:
+    """The row without tokens, and with no text too long."""
+    return {key: _short(value) for key, value in row.items() if key not in ("ids", "prompt_ids", "logprobs", "version")}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MOST_TEXT:
+        return f"{value[:MOST_TEXT]}\n[… {len(value) - MOST_TEXT} more characters, see the run's folder]"
+    if isinstance(value, dict):
+        return {key: _short(inner) for key, inner in value.items()}
+    return [_short(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most `most` of range(count), evenly, both ends among them."""
+    if count <= most:
+        return list(range(count))
+    return [i * (count - 1) // max(1, most - 1) for i in range(most)] if most > 1 else [count - 1]
+
+
+def _digest(text: str) -> str:
+    return b64encode(sha256(text.encode()).digest()).decode()
+
+
+# The terminal
+
+
+def _print(folder: RunFolder, args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if args.step is None and args.problem is None and args.sample is None:
+        _print_run(console, folder)
+        args.step = [range(last, last + 1) for last in folder.steps()[-1:]]
+    most = MOST_LISTED if args.episodes is None else args.episodes
+    rows = (row for step in _chosen_steps(folder, args) for row in _chosen(folder.episodes(step), args))
+    found = list(islice(rows, most + 1))
+    if len(found) == 1:
+        console.print(*_episode(found[0]), sep="\n")
+    elif found:
+        console.print(_list(found[:most]))
+        more = f" More than {most} match; --episodes N for more." if len(found) > most else ""
+        console.print(
+            f"One whole: --step {found[0]['step']} --problem {clean(found[0]['problem']['id'])} --sample 0.{more}"
+        )
+    else:
+        console.print("No episodes match." if folder.steps() else "No episodes yet.")
+
+
+def _print_run(console: Console, folder: RunFolder) -> None:
+    rows = list(folder.metrics())
+    if rows:
+        age = time.time() - (folder.path / "metrics.jsonl").stat().st_mtime
+        console.print(f"{folder.path}: step {rows[-1]['step']}, {clean(rows[-1]['stage'])}, written {age:,.0f} s ago")
+        console.print(_stages(rows, folder.summary()), _numbers(rows, console.width), sep="\n")
+    else:
+        console.print(f"{folder.path}: no step is done yet")
+
+
+def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
+    table = _table("stage", "steps>", "reward>", "tool errors if correct>", "one answer>", "length>", "accuracy after>")
+    results = {stage["name"]: stage for stage in (summary or {}).get("stages", ())}
+    for name, some in groupby(rows, key=lambda row: row["stage"]):
+        stage = list(some)
+        ends = [
+            f"{_text(have[0])} → {_text(have[-1])}" if have else "–"
+            for key in ("reward", "tool_error_ratio_correct", "one_answer", "length")
+            for have in [[row[key] for row in stage if row.get(key) is not None]]
+        ]
+        table.add_row(clean(name), str(len(stage)), *ends, _text(results.get(name, {}).get("accuracy")))
+    return table
+
+
+def _numbers(rows: Sequence[Row], width: int) -> Table:
+    table = _table("", "first>", "last>", "course", *([""] if width >= 120 else []))
+    for key, about in METRICS.items():
+        if have := [row[key] for row in rows if row.get(key) is not None]:
+            table.add_row(key, _text(have[0]), _text(have[-1]), bars(have), *([about] if width >= 120 else []))
+    return table
+
+
+def bars(values: Sequence[float]) -> str:
+    """The course of values in a few characters, from their least to their greatest."""
+    chosen = [values[i] for i in _spread(len(values), BARS_WIDE)]
+    low, high = min(chosen), max(chosen)
+    return "".join(
+        BARS[int((value - low) / (high - low) * (len(BARS) - 1) + 0.5) if high > low else 0] for value in chosen
+    )
+
+
+def _list(rows: Sequence[Row]) -> Table:
+    table = _table(
+        "step>", "problem", "sample>", "reward>", "", "stop", "turns>", "failed calls>", "penalty>", "tokens>", "answer"
+    )
+    for row in rows:
+        table.add_row(
+            str(row["step"]), clean(row["problem"]["id"]), str(row["sample"]), _text(row["reward"]),
+            "kept" if row["kept"] else "dropped", row["stop"], str(len(row["turns"])),
+            f"{row['failed_calls']} of {row['calls']}", _text(row["p_err"] + row["p_format"]), str(row["response_tokens"]),
+            clean(row["answer"] or "–"),
+        )  # fmt: skip
+    return table
+
+
+def _episode(row: Row) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.rule import Rule
+    from rich.syntax import Syntax
+    from rich.text import Text
+
+    yield Rule(Text(clean(f"step {row['step']}, {row['stage']}: {row['problem']['id']}, sample {row['sample']}")))
+    yield Text(clean(row["problem"]["text"]))
+    yield Text(clean(
+        f"answer {row['answer'] or '–'}, expected {row['problem']['answer']}; reward {_text(row['reward'])}; "
+        f"{row['stop']}{': ' + row['error'] if row['error'] else ''}\n"
+        f"{row['why'] or ('kept' if row['kept'] else 'dropped')}\n"
+        f"p_err {_text(row['p_err'])}, p_format {_text(row['p_format'])}; {row['response_tokens']} tokens, "
+        f"{row['sampled_tokens']} of them sampled; {row['seconds']} s"
+    ), style="dim")  # fmt: skip
+    for number, turn in enumerate(row["turns"], 1):
+        place = f"turn {number}, tokens {turn['start']} to {turn['end']}, {turn['engine']}, weights {turn['version']}"
+        yield Rule(Text(clean(place)), align="left", style="dim")
+        yield Text(clean(turn["text"]))
+        for call in turn["calls"]:
+            yield Text(clean(f"{call['name']}: {call['status']}, {call['seconds']} s"), style="bold")
+            yield Padding(Syntax(clean(call["code"]), "python", background_color="default", word_wrap=True), (0, 4))
+            yield Padding(Text(clean(call["response"]) + (" [cut]" if call["is_cut"] else "")), (0, 4))
+
+
+def _table(*heads: str) -> Table:
+    """An empty table; a head that ends in > is of numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in heads:
+        table.add_column(head.rstrip(">"), justify="right" if head.endswith(">") else "left", overflow="fold")
+    return table
+
+
+def clean(text: str) -> str:
+    """`text` with what a terminal could obey made visible."""
+    return _UNSEEN.sub(lambda match: f"⟨{ord(match[0]):02x}⟩", text)
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
