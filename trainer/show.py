@@ -243,8 +243,8 @@ def _list(rows: Sequence[Row]) -> Table:
         table.add_row(
             str(row["step"]), clean(row["problem"]["id"]), str(row["sample"]), _text(row["reward"]),
             "kept" if row["kept"] else "dropped", row["stop"], str(len(row["turns"])),
-            f"{row['failed_calls']} of {row['calls']}", _text(row["p_err"] + row["p_format"]), str(row["response_tokens"]),
-            clean(row["answer"] or "–"),
+            f"{row['failed_calls']} of {row['calls']}", _text(row["p_err"] + row["p_format"]),
+            str(row["response_tokens"]), clean(row["answer"] or "–"),
         )  # fmt: skip
     return table
 
