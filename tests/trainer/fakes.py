@@ -1,0 +1,37 @@
+"""What stands in for a model, its tokenizer and the sandbox in the tests of episodes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response") for slash in ("", "/")]
+TEXTS = [
+    "system user assistant tool Solve the following problem. What is the sum of 12 and 30, then times 7?\n",
+    '<reason>I let Python do it.</reason>\n{"name": "execute_python_code_with_standard_io", "arguments": {"code": ',
+    "print(12 + 30)\nimport math\nfor i in range(10):\n    total += i ** 2\nTraceback (most recent call last):\n",
+    "The reasoning process is enclosed within <reason> </reason> and answer is enclosed within <answer> </answer> tags",
+    "<answer>\n\\boxed{42}\n</answer> Größe, été, Ελληνικά, 数学, 🙂",
+]
+
+
+@cache
+def qwen_tokenizer(template: str | None = None) -> Any:
+    """A byte-level BPE of a few hundred tokens with Qwen's: chat tokens that are special, tags that are not."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.normalizer = tokenizers.normalizers.NFC()
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(TEXTS * 3, trainer)
+    bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    bpe.add_tokens(TAGS)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
+    )
