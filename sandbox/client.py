@@ -26,8 +26,9 @@ from typing import Any, TypeVar
 import aiohttp
 import msgpack
 
+from sandbox import verify as verifying
 from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
-from sandbox.types import Call, Limits, Result
+from sandbox.types import Call, Limits, Result, Verdict
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 900.0
@@ -141,6 +142,15 @@ class AsyncClient:
                 yield index, asked[index].answer.result()
         finally:
             self._forget(asked)
+
+    async def verify(self, pairs: Sequence[tuple[str, str]], **fields: Any) -> list[Verdict]:
+        """Check each pair of the right answer and a given one; the verdicts in the same order.
+
+        `fields` are `limits`, `priority` and `tenant`, as in a `Call`. Each pair is a call of its own.
+        """
+        like = verifying.like(_plain(fields))
+        results = await self.run_batch([verifying.call_of(gold, answer, like) for gold, answer in pairs])
+        return [verifying.verdict_of(result) for result in results]
 
     async def ready(self) -> bool:
         """Whether an endpoint takes calls now. Asks each once."""
@@ -335,6 +345,10 @@ class Client:
         finally:
             if self._loop is not None:
                 self._wait(results.aclose)
+
+    def verify(self, pairs: Sequence[tuple[str, str]], **fields: Any) -> list[Verdict]:
+        """Check each pair of the right answer and a given one; the verdicts in the same order."""
+        return self._wait(lambda: self._inner.verify(pairs, **fields))
 
     def ready(self) -> bool:
         """Whether an endpoint takes calls now. Asks each once."""

@@ -36,7 +36,7 @@ CORES_PER_GATEWAY = 16
 """A gateway moves over 8,000 calls a second (`bench.gateway`); 16 cores run hardly more of the shortest ones."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
-ZYGOTE_PROFILES = tuple(p.value for p in Profile if p is not Profile.AUTO)
+ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Profile.VERIFY))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ from pathlib import Path
 from sandbox.errors import ConfigError, SandboxError
 
 REQUIREMENTS = (
+    "antlr4-python3-runtime==4.13.2",
+    "latex2sympy2_extended==1.11.0",
+    "math-verify==0.9.0",
     "mpmath==1.3.0",
     "networkx==3.6.1",
     "numpy==2.4.6",
@@ -43,7 +46,7 @@ BEST_PYTHONS = ((3, 13), (3, 12))
 """Tried in this order before the server's own."""
 
 _MARKER = "rstar-runtime.json"
-_TRIAL = "import mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
+_TRIAL = "import math_verify, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
 _REPORT = "import sys; print(sys.version_info[0], sys.version_info[1])"
 
 

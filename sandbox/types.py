@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -58,6 +58,21 @@ class Profile(StrEnum):
     """`numeric` and sympy, mpmath."""
     SCIENTIFIC = "scientific"
     """`symbolic` and scipy, networkx, pandas."""
+    VERIFY = "verify"
+    """`symbolic` and math-verify, for checks of answers. It is started when it is first asked for."""
+
+
+class Outcome(StrEnum):
+    """What came of comparing an answer with the right one. A trainer must never score `UNAVAILABLE` as 0."""
+
+    EQUIVALENT = "equivalent"
+    """They mean the same, as far as math-verify can tell."""
+    NOT_EQUIVALENT = "not_equivalent"
+    """Both can be read, and they do not mean the same."""
+    UNPARSABLE = "unparsable"
+    """One of the two cannot be read, or comparing them used up its limits. `Verdict.status` says which."""
+    UNAVAILABLE = "unavailable"
+    """No verdict: the service could not check it, or the pair itself was malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +281,26 @@ class Result:
             attempts=raw.get("attempts", 1),
             clamped=raw.get("clamped", {}),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer to one pair of answers. `status` is how the check itself ended, on its own clock and within its own
+    limits: `ok` for one that came to its end, `timeout` for a comparison that did not, and so on."""
+
+    outcome: Outcome
+    status: Status = Status.OK
+    message: str = ""
+    usage: Usage = Usage()
+
+    def encode(self) -> dict[str, Any]:
+        """A mapping fit for JSON and msgpack."""
+        return {
+            "outcome": self.outcome.value,
+            "status": self.status.value,
+            "message": self.message,
+            "usage": asdict(self.usage),
+        }
 
 
 def unavailable(call_id: str, kind: str, message: str, attempts: int = 0) -> Result:

@@ -1,7 +1,7 @@
 """The executor: calls in, results out, each answered exactly once unless cancelled.
 
 Invariants:
-- A call is in the queue, or with one zygote, or waiting to be retried, or answered.
+- A call is in the queue, or with one zygote, or waiting for one or to be retried, or answered.
 - There is no task per call. Only one that lasts gets one, to watch its own clock (`lasting`).
 - Calls start in the order they came, on the family with most free short places, from the leanest zygote that has what
   they import.
@@ -87,6 +87,8 @@ class Executor:
         self._answer = answer
         self._hurry = hurry
         self._queue: deque[Work] = deque()
+        self._waiting: list[Work] = []
+        """Calls for which no zygote can stand in until theirs has come (`Family.must_wait`)."""
         self._works: dict[int, Work] = {}
         self._tickets = itertools.count(1)
         self._nursery: trio.Nursery | None = None
@@ -170,6 +172,9 @@ class Executor:
             if self._queue[0].cancelled:
                 self._queue.popleft()
                 continue
+            if all([family.must_wait(self._queue[0].profile) for family in self.families]):
+                self._waiting.append(self._queue.popleft())
+                continue
             place = self._place(self._queue[0].profile)
             if place is None:
                 break
@@ -181,7 +186,7 @@ class Executor:
     def stats(self) -> dict[str, Any]:
         """What an operator wants to see, as plain data."""
         return {
-            "queued": len(self._queue),
+            "queued": len(self._queue) + len(self._waiting),
             "running": self.running,
             "running_short": self.running - self.running_long,
             "running_long": self.running_long,
@@ -249,7 +254,7 @@ class Executor:
         served = (family.has_served for family in self.families)
         if any(served) if self._hurry else all(served):
             self._ready.set()
-        self.pump()
+        self._look_again()
 
     def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None:
         self._stop_clock(work)
@@ -295,6 +300,12 @@ class Executor:
         for work in works:
             self._stop_clock(work)
             self._nursery.start_soon(self._retry_later, work, why)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """A zygote has come or gone."""
+        self._queue.extendleft(reversed(self._waiting))
+        self._waiting.clear()
         self.pump()
 
     def on_lasting(self, family: Family, work: Work, wall_s: float, pidfd: int) -> None:

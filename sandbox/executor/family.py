@@ -105,6 +105,9 @@ class Family:
         self._profiles = tuple(p for p in ORDER if p in profiles or p is Profile.BARE)
         self._owner = owner
         self._changed = trio.Event()
+        self._wants_verifier = trio.Event()
+        self._has_no_verifier = False
+        """It was wanted, and did not come to life."""
         self._hurry = hurry
         self._process: subprocess.Popen[bytes] | None = None
         self._nursery: trio.Nursery | None = None
@@ -116,17 +119,27 @@ class Family:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.zygotes) == len(self._profiles)
+        return all(profile in self.zygotes for profile in self._profiles)
 
     def best_for(self, profile: Profile) -> Zygote | None:
-        """The zygote of this profile; while it is down the next richer, else the next leaner."""
+        """The zygote of this profile; while it is down the next richer, else the next leaner. None can stand in for the
+        one that verifies, while that may still come."""
         if profile in self.zygotes:
             return self.zygotes[profile]
-        place = ORDER.index(profile)
-        for other in (*ORDER[place + 1 :], *reversed(ORDER[:place])):
+        if self.must_wait(profile):
+            return None
+        place = ORDER.index(Profile.SYMBOLIC if profile is Profile.VERIFY else profile)
+        for other in (*ORDER[place:], *reversed(ORDER[:place])):
             if other in self.zygotes:
                 return self.zygotes[other]
         return None
+
+    def must_wait(self, profile: Profile) -> bool:
+        """Whether a call had better wait: for the zygote that verifies, which is started when it is first asked for."""
+        if profile is not Profile.VERIFY or profile in self.zygotes or self._has_no_verifier:
+            return False
+        self._wants_verifier.set()
+        return True
 
     async def run(self) -> None:
         """Keep every zygote alive until cancelled; then kill the jail."""
@@ -135,6 +148,8 @@ class Family:
                 self._nursery = nursery
                 for profile in self._profiles:
                     nursery.start_soon(self._keep, profile)
+                await self._wants_verifier.wait()
+                await self._keep(Profile.VERIFY)
         finally:
             self._end_jail(self._process)
 
@@ -156,6 +171,8 @@ class Family:
             finally:
                 link.close()
             failures = 0 if zygote.was_warm else failures + 1
+            if profile is Profile.VERIFY:
+                self._has_no_verifier = failures >= START_TRIES
             self._bury(zygote, why)
             if failures >= START_TRIES and not self.has_served:
                 raise NodeError(f"the {profile} zygote does not start: {why}")
@@ -271,14 +288,19 @@ class Family:
 
     async def _birth(self, profile: Profile, link: Link, theirs: socket.socket) -> Zygote:
         link.want_credentials()
-        place = self._profiles.index(profile)
-        if place > 0:
-            parent = await self._living(self._profiles[place - 1])
+        leaner = self._profiles[: self._place_of(profile)]
+        if leaner:
+            parent = await self._living(leaner[-1])
             parent.link.write(frames.pack({"op": "spawn", "profile": profile.value}), theirs.fileno())
             return Zygote(profile, link, parent.jail)
         self._process = self._start_jail(theirs)
         link.write(frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
         return Zygote(profile, link, self._process)
+
+    def _place_of(self, profile: Profile) -> int:
+        """Where it stands among the profiles that are kept, or would stand."""
+        after = ORDER.index(Profile.SYMBOLIC) + 1 if profile is Profile.VERIFY else ORDER.index(profile)
+        return sum(ORDER.index(kept) < after for kept in self._profiles)
 
     async def _living(self, profile: Profile) -> Zygote:
         while profile not in self.zygotes:

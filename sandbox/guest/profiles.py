@@ -15,7 +15,7 @@ import builtins
 import importlib
 from typing import Any
 
-PARENT = {"bare": None, "numeric": "bare", "symbolic": "numeric", "scientific": "symbolic"}
+PARENT = {"bare": None, "numeric": "bare", "symbolic": "numeric", "scientific": "symbolic", "verify": "symbolic"}
 
 _MODULES = {
     "bare": (
@@ -29,6 +29,7 @@ _MODULES = {
         "numpy.fft numpy.polynomial numpy.random scipy scipy.optimize scipy.integrate scipy.linalg scipy.stats "
         "scipy.special scipy.interpolate scipy.sparse scipy.spatial scipy.signal networkx pandas"
     ),
+    "verify": "math_verify rstar_checker",
 }
 
 _WORK = {
@@ -81,6 +82,14 @@ nx.minimum_spanning_tree(nx.complete_graph(4)).size()
 frame = pd.DataFrame({"a": [1, 2, 2], "b": [1.0, 2.0, 3.0]})
 str(frame), str(frame.groupby("a").b.mean()), str(frame.describe()), frame.a.value_counts().to_dict()
 str(frame.sort_values("b"))
+""",
+    "verify": r"""
+from rstar_checker import compare
+compare("42", "42"), compare("42", "43"), compare(r"\frac{1}{2}", "0.5"), compare(r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2")
+compare("(1, 2)", "(1,2)"), compare("[0, 1)", "[0,1)"), compare("1,2", "2,1"), compare(r"\{1, 2\}", r"\{2, 1\}")
+compare("x^2 + 2x + 1", "(x+1)^2"), compare("x = 3", "3"), compare("x < 3", "3 > x"), compare(r"2\pi", r"\pi * 2")
+compare(r"\text{even}", r"\text{odd}"), compare(r"50\%", "0.5"), compare("1,000", "1000"), compare("3 + 4i", "4i + 3")
+compare(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"), compare("1", "")
 """,
 }
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
+
+from trainer.reward import Verdict
+from trainer.tools import ToolReply
+from trainer.trajectory import CallStatus
 
 TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response") for slash in ("", "/")]
 TEXTS = [
@@ -35,3 +41,42 @@ def qwen_tokenizer(template: str | None = None) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
     )
+
+
+class FakePythonTool:
+    """A tool whose `code` says what becomes of it: `error`, `timeout`, `unavailable` and so on by the names of
+    `CallStatus`; `replies` has the response to any other code, which is else its own response."""
+
+    def __init__(self, replies: Mapping[str, str] | None = None) -> None:
+        self.replies = dict(replies or {})
+        self.asked: list[tuple[str, str | Mapping[str, Any]]] = []
+
+    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
+        self.asked.append((name, arguments))
+        try:
+            given = json.loads(arguments) if isinstance(arguments, str) else arguments
+            code, stdin = given["code"], given.get("input", "")
+        except (ValueError, KeyError, TypeError, AttributeError) as why:
+            return ToolReply(CallStatus.MALFORMED, f"{type(why).__name__}: {why}")
+        if code == CallStatus.UNAVAILABLE:
+            return ToolReply(CallStatus.UNAVAILABLE, "", code, stdin, error="the fake is out of order")
+        if code in set(CallStatus):
+            return ToolReply(CallStatus(code), f"it ended with {code}", code, stdin)
+        return ToolReply(CallStatus.OK, self.replies.get(code, code), code, stdin)
+
+
+class FakeVerifier:
+    """Equal texts are equivalent; an answer that is the name of a verdict gets that one."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[tuple[str, str]]] = []
+
+    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        self.asked.append(list(pairs))
+        return [self._verdict(gold, answer) for gold, answer in pairs]
+
+    @staticmethod
+    def _verdict(gold: str, answer: str) -> Verdict:
+        if answer in set(Verdict):
+            return Verdict(answer)
+        return Verdict.EQUIVALENT if gold == answer else Verdict.NOT_EQUIVALENT

@@ -1,0 +1,205 @@
+"""The trainer's one door to the sandbox: the Python tool, the checker of answers, and a service of one's own.
+
+Invariants:
+- What the code did is a reply; what we failed to do is `UNAVAILABLE` with `error`, has no text for the model, and is
+  never an exception: one failed call must not end the other episodes.
+- A service that is misconfigured (no such address, wrong token, no isolation) is an exception, before any episode.
+- A service that we started ends with us, even if we are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from sandbox.client import AsyncClient
+from sandbox.errors import InvalidCall, SandboxError, ServiceError
+from sandbox.tool import MAX_CHARS, TOOL_NAMES, parse_arguments, render
+from sandbox.types import Limits
+from trainer.reward import Verdict
+from trainer.trajectory import CallStatus
+
+log = logging.getLogger(__name__)
+
+START_S = 180.0
+"""For a service of our own: warming its interpreters takes seconds, on a swamped machine a minute or two."""
+STOP_S = 30.0
+
+_CHILD = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the trainer has ended")
+runpy.run_module("sandbox", run_name="__main__", alter_sys=True)
+"""
+_GREETING = re.compile(r"^rstar-sandbox \S+ on (http://\S+).*\n", re.MULTILINE)
+
+
+class ServiceFailed(Exception):
+    """There is no sandbox to work with. The message says which, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReply:
+    """What came of one tool call; `response` is what the model reads, nothing for `UNAVAILABLE`."""
+
+    status: CallStatus
+    response: str
+    code: str = ""
+    stdin: str = ""
+    is_cut: bool = False
+    """Whether `response` is shorter than what the tool said."""
+    seconds: float = 0.0
+    error: str = ""
+    """What of ours failed, for `UNAVAILABLE`."""
+
+
+class PythonTool:
+    """Runs what a model asks for, each call afresh."""
+
+    def __init__(
+        self, client: AsyncClient, *, limits: Limits, max_chars: int = MAX_CHARS, names: Sequence[str] = TOOL_NAMES
+    ) -> None:
+        self._client = client
+        self._limits = limits
+        self._max_chars = max_chars
+        self._names = tuple(names)
+
+    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
+        """The reply to a call by tool name and arguments, JSON or parsed. Raises nothing but cancellation."""
+        if name not in self._names:
+            text = f"NameError: there is no tool {name!r:.80}; there is {self._names[0]}"
+            return ToolReply(CallStatus.MALFORMED, text)
+        try:
+            call = parse_arguments(arguments)
+        except InvalidCall as why:
+            return ToolReply(CallStatus.MALFORMED, str(why))
+        start = time.monotonic()
+        try:
+            result = await self._client.execute(call, limits=self._limits)
+            whole = render(result, max_chars=sys.maxsize)
+        except ServiceError as why:
+            seconds = time.monotonic() - start
+            return ToolReply(CallStatus.UNAVAILABLE, "", call.code, call.stdin, seconds=seconds, error=str(why))
+        seconds = time.monotonic() - start
+        is_cut = len(whole) > self._max_chars or bool({"stdout", "value"} & set(result.truncated))
+        response = render(result, max_chars=self._max_chars)
+        return ToolReply(CallStatus(result.status.value), response, call.code, call.stdin, is_cut, seconds)
+
+
+class Verifier:
+    """Compares answers by math-verify, inside the sandbox."""
+
+    def __init__(self, client: AsyncClient, *, limits: Limits) -> None:
+        self._client = client
+        self._limits = limits
+
+    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """For each pair of the right answer and the model's, in order. Raises nothing but cancellation."""
+        try:
+            verdicts = await self._client.verify(pairs, limits=self._limits)
+        except ServiceError as why:
+            log.warning("%d answers could not be checked: %s", len(pairs), why)
+            return [Verdict.UNAVAILABLE] * len(pairs)
+        return [Verdict(verdict.outcome.value) for verdict in verdicts]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What episodes and rewards need of the sandbox. `endpoints` are where it is."""
+
+    python: PythonTool
+    verifier: Verifier
+    endpoints: tuple[str, ...]
+
+
+@asynccontextmanager
+async def service(
+    endpoint: str | Sequence[str] | None = None,
+    *,
+    timeout_s: float = 10.0,
+    memory_mb: int = 512,
+    max_chars: int = MAX_CHARS,
+    token: str | None = None,
+    arguments: Sequence[str] = (),
+) -> AsyncIterator[Tools]:
+    """The tools of the service at one endpoint or several; None or "local" starts one for as long as this lasts.
+
+    `timeout_s` and `memory_mb` bound each call. `token` is RSTAR_SANDBOX_TOKEN's unless given. `arguments` are further
+    ones of `rstar-sandbox serve`, for a local one. Raises `ServiceFailed`.
+    """
+    token = token or os.environ.get("RSTAR_SANDBOX_TOKEN")
+    limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
+    async with contextlib.AsyncExitStack() as stack:
+        if endpoint in (None, "local"):
+            endpoint = await stack.enter_async_context(_local(arguments))
+        endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint or ())
+        client = await stack.enter_async_context(AsyncClient(endpoints, token=token))
+        await _check(client, endpoints, limits)
+        yield Tools(PythonTool(client, limits=limits, max_chars=max_chars), Verifier(client, limits=limits), endpoints)
+
+
+async def _check(client: AsyncClient, endpoints: Sequence[str], limits: Limits) -> None:
+    """One call: a wrong address, token or limit shall not look like an outage later."""
+    try:
+        result = await client.execute("print(6 * 7)", limits=limits)
+    except (SandboxError, ValueError) as why:
+        raise ServiceFailed(f"no sandbox at {', '.join(endpoints)}: {why}") from why
+    if result.stdout != "42\n":
+        raise ServiceFailed(f"the sandbox at {', '.join(endpoints)} cannot run print(6 * 7): {result.error}")
+
+
+@asynccontextmanager
+async def _local(arguments: Sequence[str]) -> AsyncIterator[str]:
+    """`rstar-sandbox serve` on a free port of loopback; yields its address."""
+    command = [sys.executable, "-c", _CHILD, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0"]
+    with tempfile.TemporaryFile() as said:  # a pipe that nobody reads would stop the service when it is full
+        child = await asyncio.create_subprocess_exec(
+            *command,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=said,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is for us; the service ends when nothing needs it any more
+        )
+        try:
+            yield await _address(child, said)
+        finally:
+            await _end(child)
+
+
+async def _address(child: asyncio.subprocess.Process, said: BinaryIO) -> str:
+    give_up_at = time.monotonic() + START_S
+    while True:
+        has_ended = child.returncode is not None or time.monotonic() > give_up_at
+        text = os.pread(said.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+        if found := _GREETING.search(text):
+            return found.group(1)
+        if has_ended:
+            why = (
+                f"ended ({child.returncode})" if child.returncode is not None else f"was not ready after {START_S:g} s"
+            )
+            raise ServiceFailed(f"`rstar-sandbox serve` {why}; its last words:\n{text.strip()[-2000:]}")
+        await asyncio.sleep(0.05)
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """Gracefully, then not."""
+    if child.returncode is None:
+        child.terminate()
+    try:
+        async with asyncio.timeout(STOP_S):
+            await child.wait()
+    except TimeoutError:
+        child.kill()
+        await child.wait()
