@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import tasks
+from trainer.chat import ANSWER, ANSWER_END, parse
 from trainer.trajectory import Problem
 
 GENERATED = "generated:"
@@ -334,15 +335,9 @@ def _concluded(solution: object) -> str | None:
     """What a worked solution comes to: MATH's last box; DAPO-Math-17k-Processed has the answer itself there."""
     if not isinstance(solution, str):
         return None
-    _, box, rest = solution.rpartition("\\boxed{")
-    if not box:
-        return None if len(solution.split()) > 1 else solution
-    depth = 1
-    for at, sign in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        if not depth:
-            return rest[:at]
-    return None
+    if "\\boxed{" in solution:
+        return parse(f"{ANSWER}{solution}{ANSWER_END}").answer
+    return None if len(solution.split()) > 1 else solution
 
 
 def _first(row: Mapping[str, Any], keys: Iterable[str]) -> Any:

@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import blake2b
 
+from trainer.chat import TOOL_SCHEMA, Malformed, parse
 from trainer.trajectory import Problem
 
 Messages = list[dict[str, str]]
 
-TOOL = "execute_python_code_with_standard_io"
+PREAMBLE = "Use Python."
+"""The system message: a short one, since a tiny model pays for every token."""
 SOURCE = "tiny"
 FRESH_SHARE = 8
 """One text of so many is kept for evaluation."""
@@ -38,6 +40,7 @@ DOUBLED = 0.21
 """How often the answer is given twice."""
 MOST_BROKEN = 3
 
+_TOOL = TOOL_SCHEMA["function"]["name"]  # type: ignore[index]
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -147,21 +150,21 @@ def _conversation(problem: Problem, rng: random.Random) -> Messages:
 def _broken(thought: str, code: str, rng: random.Random) -> Messages:
     """A call that fails, with what the tool says: bad Python, or bad JSON."""
     breaks = rng.choice((*_BREAKS, None))
-    if breaks is None:
-        call = _call(code).replace("}}", "}")
-        said = _raised(json.loads, call.split("\n")[1])
-    else:
-        call = _call(breaks(code))
-        said = _raised(compile, breaks(code), "main.py", "exec")
+    call = _call(breaks(code)) if breaks else _call(code).replace("}}", "}")
+    match parse(call).calls:
+        case (Malformed(response=said),):
+            pass
+        case _:
+            said = _syntax_error(breaks(code) if breaks else code)
     return [_says(thought, call), {"role": "tool", "content": said}]
 
 
-def _raised(work: Callable[..., object], *args: str) -> str:
+def _syntax_error(code: str) -> str:
     try:
-        work(*args)
-    except (SyntaxError, json.JSONDecodeError) as why:
-        return "".join(traceback.format_exception_only(why)).removeprefix("json.decoder.").rstrip("\n")
-    raise AssertionError(f"{args[0]!r} is not broken")
+        compile(code, "main.py", "exec")
+    except SyntaxError as why:
+        return "".join(traceback.format_exception_only(why)).rstrip("\n")
+    raise AssertionError(f"{code!r} is not broken")
 
 
 def _says(thought: str, what: str) -> dict[str, str]:
@@ -169,4 +172,4 @@ def _says(thought: str, what: str) -> dict[str, str]:
 
 
 def _call(code: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': TOOL, 'arguments': {'code': code}})}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': _TOOL, 'arguments': {'code': code}})}\n</tool_call>"

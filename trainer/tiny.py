@@ -88,10 +88,9 @@ def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """The conversations between their tags, with the roles as the chat writes them."""
+    """The conversations in the pieces that the chat encodes one by one: what stands between tags, what others say."""
     between = re.compile("|".join(map(re.escape, TAGS)))
-    yield from ("user\n", "\n", "assistant\n") * _TEXTS
+    yield from ("\n", f"system\n{tasks.PREAMBLE}", "user\n", "assistant\n") * _TEXTS
     for messages in tasks.traces(tasks.generate(_TEXTS, seed), seed):
         for message in messages:
-            wrapped = message["role"] == "tool"
-            yield from between.split(f"\n{message['content']}\n" if wrapped else message["content"])
+            yield from between.split(message["content"])
