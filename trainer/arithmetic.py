@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import ConfigError, RunConfig, Shape, StageConfig
+from trainer.config import ConfigError, RunConfig, Shape, StageConfig, urls
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
@@ -127,7 +127,7 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
         weight_bytes=states,
         gradient_bytes=states,
         adam_bytes=2 * states,
-        engines=1 if engines.kind == "local" else len(engines.urls()) or engines.count,
+        engines=1 if engines.kind == "local" else len(urls(engines.endpoints)) or engines.count,
         engine_bytes=engine_bytes,
         kv_tokens=kv_tokens,
         stages=tuple(_stage(stage, config, shape, 4 * states, kv_tokens) for stage in config.stages),

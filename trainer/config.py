@@ -77,7 +77,9 @@ class ModelConfig:
 class SandboxConfig:
     """Where tool calls and reward checks go."""
 
-    endpoint: str = _text("local", "URL of a service; 'local' starts one for as long as the command runs")
+    endpoints: tuple[str, ...] = _other(
+        (), "URLs of services, [1-8] counting; none starts one for as long as a command runs"
+    )
     timeout_s: float = _number(4.0, 0.01, "seconds of its own clock that a call gets", 300)
     memory_mb: int = _number(512, 16, "MiB that a call gets")
 
@@ -96,10 +98,6 @@ class EnginesConfig:
     tensor_parallel: int = _number(1, 1, "GPUs of one engine", 64)
     gpu_memory: float = _number(0.9, 0.01, "part of a GPU's memory that an engine takes", 1)
     timeout_s: float = _number(600.0, 1, "seconds for one generation before its engine counts as hung")
-
-    def urls(self) -> tuple[str, ...]:
-        """`endpoints` with every [1-8] in them counted out, as lists of hosts are often written."""
-        return tuple(url for endpoint in self.endpoints for url in _counted(endpoint))
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ class EvaluateConfig:
 class TrackConfig:
     """Where metrics go besides the run's folder."""
 
-    to: tuple[str, ...] = _other((), "trackio, wandb, tensorboard")
+    to: tuple[str, ...] = _other((), "any of trackio, wandb, tensorboard")
     project: str = _text("rstar-train", "their project")
     has_logprobs: bool = _other(False, "whether episodes are written with their log-probabilities")
 
@@ -248,8 +246,23 @@ class _Said(NamedTuple):
     is_text: bool
 
 
+def urls(endpoints: Sequence[str]) -> tuple[str, ...]:
+    """`endpoints` with every [1-8] in them counted out, as lists of hosts are often written."""
+    counted: list[str] = []
+    for text in endpoints:
+        if found := re.search(r"\[(\d+)-(\d+)\]", text):
+            low, high = found.groups()
+            numbers = [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+            counted += urls([text[: found.start()] + number + text[found.end() :] for number in numbers])
+        else:
+            counted.append(text)
+    return tuple(counted)
+
+
 def load(file: Path | None, environ: Mapping[str, str], sets: Sequence[str] = ()) -> RunConfig:
-    """Settings from all sources; `sets` are `path.to.key=value`. Raises `ConfigError`."""
+    """Settings from all sources; `file` may be a run's folder, `sets` are `path.to.key=value`. Raises `ConfigError`."""
+    if file is not None and file.is_dir():
+        file /= "config.json"
     tree = _read(file) if file is not None else {}
     said = _flat(tree, str(file))
     stages = tree["stages"] if isinstance(tree.get("stages"), dict) else {}
@@ -339,7 +352,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: expected {'JSON' if file.suffix == '.json' else 'TOML'} ({why})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: expected a table of settings, got {type(tree).__name__}")
-    return tree
+    written = tree.get("config") if file.suffix == ".json" else None  # as `trainer.record` writes it
+    return written if isinstance(written, dict) else tree
 
 
 def _flat(tree: Mapping[str, Any], file: str, above: tuple[str, ...] = ()) -> dict[tuple[str, ...], _Said]:
@@ -375,15 +389,6 @@ def _kinds(cls: type[Any]) -> dict[str, Any]:
         name: next(part for part in get_args(hint) if part is not type(None)) if type(None) in get_args(hint) else hint
         for name, hint in hints.items()
     }
-
-
-def _counted(text: str) -> list[str]:
-    found = re.search(r"\[(\d+)-(\d+)\]", text)
-    if not found:
-        return [text]
-    low, high = found.groups()
-    numbers = (str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))
-    return [url for number in numbers for url in _counted(text[: found.start()] + number + text[found.end() :])]
 
 
 def _advice(name: str, known: Iterable[str]) -> str:

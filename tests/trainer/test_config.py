@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer import config
-from trainer.config import ConfigError, RunConfig, StageConfig, load
+from trainer.config import ConfigError, RunConfig, StageConfig, load, urls
 
 RUN = """
 seed = 3
@@ -164,8 +164,7 @@ def test_the_configurations_that_ship_are_read(file: Path) -> None:
 
 
 def test_endpoints_count_their_brackets_out() -> None:
-    said = load(None, {}, ['engines.endpoints=["http://n[08-10]:[1-2]", "http://[::1]:80"]'])
-    assert said.engines.urls() == (
+    assert urls(["http://n[08-10]:[1-2]", "http://[::1]:80"]) == (
         *("http://n08:1", "http://n08:2", "http://n09:1", "http://n09:2", "http://n10:1", "http://n10:2"),
         "http://[::1]:80",
     )

@@ -1,0 +1,113 @@
+"""The command line: fast help, exit codes that mean something, and a dry run that shows the arithmetic."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import cli
+
+HELP_S = 0.5
+"""What any `--help` may take."""
+COMMANDS = ("", "recipe", "prepare", "data", "show")
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_put_back() -> object:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_fast_and_imports_no_framework(command: str) -> None:
+    code = (
+        "import sys; from trainer.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "slow = {'aiohttp', 'datasets', 'numpy', 'rich', 'torch', 'transformers', 'trl'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    argv = [sys.executable, "-c", code, *filter(None, [command]), "--help"]
+    assert min(_seconds(argv) for _ in range(3)) < HELP_S
+
+
+def _seconds(command: list[str]) -> float:
+    """Of a core, since what else the machine does is not ours to test: `--help` waits for nothing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_version_is_the_installed_one() -> None:
+    done = subprocess.run([sys.executable, "-m", "trainer", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("rstar-train 0.")
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["recipe"], ["recipe", "x.toml", "--sett", "a=b"]])
+def test_misuse_that_argparse_sees_is_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["recipe", "nowhere.toml"], "nowhere.toml: cannot be read (No such file or directory)"),
+        (["recipe", str(CONFIGS / "tiny.toml"), "--set", "rl.step=3"], "--set rl.step: unknown setting; did you mean"),
+        (["show", "nowhere"], "nowhere: expected the folder of a run"),
+        (["data", "nowhere.jsonl", "--out", "x"], "nowhere.jsonl"),
+    ],
+)
+def test_misuse_that_we_see_is_2_and_says_what_was_expected(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rstar-train")
+    assert message in said
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_dry_run_shows_what_is_needed_and_touches_nothing(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["recipe", str(file), "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    assert cli.main([*argv, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["shortfalls"] == []
+    assert said["config"]["run_dir"] == str(tmp_path / "run")
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr().out
+    assert f"{said['plan']['parameters']:,}" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_without_sizes_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "some/model"\n', encoding="utf-8")
+    assert cli.main(["recipe", str(file), "--dry-run"]) == 2
+    assert "state the model's sizes in [model.shape]" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["recipe", str(CONFIGS / "qwen3-14b-mi300x.toml"), "--dry-run", "--set", "hardware.sharding=none"]
+    assert cli.main(argv) == 0
+    assert "does not fit: stages.rl1: a GPU needs about" in capsys.readouterr().out
+
+
+def test_data_writes_problems_and_says_what_became_of_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "generated:5", "--out", str(tmp_path / "five.jsonl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == {"tiny": {"rows": 5, "kept": 5}}
+    assert len((tmp_path / "five.jsonl").read_text(encoding="utf-8").splitlines()) == 5

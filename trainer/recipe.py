@@ -1,0 +1,230 @@
+"""The whole recipe: SFT, stages of reinforcement learning, filters and evaluations between them; resumed where it was.
+
+A recipe is a list of units, each a command of `rstar-train` that could be typed, run as a child process:
+
+    prepare    problems, conversations and the tiny model into the run's folder
+    sft        the first model
+    filter     what the current model solves every time is taken out, before a stage that asks for it
+    grpo       a stage
+    eval       the same fresh problems, after SFT and after each stage
+
+Why a child each: its end frees all memory, a GPU's too, which two trainers in one process never quite do; one command
+is what torchrun can start on many ranks; and a kill at any point leaves what a kill of that command leaves.
+
+Invariants:
+- A unit is over once its `DONE` file is there, which appears whole and last. Nothing that is over runs again.
+- A unit that was killed goes on from what it left, and comes to what it would have come to.
+- One recipe works on a run's folder at a time: children hold the lock too, so that none is overtaken by its successor.
+- A run's folder keeps one configuration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ENV_PREFIX, ConfigError, RunConfig, StageConfig
+from trainer.record import RunFolder, read_json, write_json
+
+SFT = "sft"
+START = "start"
+LAUNCHED = ("sft", "grpo")
+"""The units that run on every rank."""
+STOP_S = 60.0
+"""For a child to end what it started, once it was asked to."""
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class UnitFailed(Exception):
+    """A child ended badly; what went wrong it has said itself. `code` is its exit code."""
+
+    def __init__(self, unit: Unit, code: int) -> None:
+        super().__init__(
+            f"{unit} ended with exit code {code}; what it did so far is kept, and the same command goes on"
+        )
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One child's work."""
+
+    command: str
+    stage: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.command} {self.stage}".rstrip()
+
+
+class Run:
+    """A run's folder as the recipe sees it: where each unit leaves what, and what is over."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.folder = Path(config.run_dir)
+        self.record = RunFolder(self.folder, keep_logprobs=config.track.has_logprobs)
+
+    def units(self) -> list[Unit]:
+        """All of them, in order."""
+        units = [Unit("prepare")]
+        if self.config.sft.data:
+            units += [Unit("sft", SFT), Unit("eval", SFT)]
+        for stage in self.config.stages:
+            filtering = [Unit("filter", stage.name)] if stage.drop_solved else []
+            units += [*filtering, Unit("grpo", stage.name), Unit("eval", stage.name)]
+        return units
+
+    def done_file(self, unit: Unit) -> Path:
+        """What says that a unit is over, and what it found."""
+        name = {"prepare": "prepared", "filter": "filtered", "eval": "evaluated"}.get(unit.command, "done")
+        return self.stage(unit.stage or START) / f"{name}.json"
+
+    def done(self, unit: Unit) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = read_json(self.done_file(unit))
+        return found
+
+    def finish(self, unit: Unit, found: Mapping[str, Any]) -> None:
+        write_json(self.done_file(unit), found)
+
+    def stage(self, name: str) -> Path:
+        return self.record.stage_folder(name)
+
+    def before(self, name: str) -> dict[str, Any]:
+        """What the training before `name` left: `model`, `checkpoint`, `step`. Raises `ConfigError` if it has not."""
+        trained = [unit for unit in self.units() if unit.command in ("prepare", *LAUNCHED)]
+        names = [unit.stage for unit in trained]
+        if name not in names:
+            self.config.stage(name)
+        unit = trained[names.index(name) - 1]
+        return self.needed(unit)
+
+    def needed(self, unit: Unit) -> dict[str, Any]:
+        """What a unit found. Raises `ConfigError` if it is not over."""
+        found = self.done(unit)
+        if found is None:
+            raise ConfigError(f"{self.folder}: `rstar-train {unit}` comes first, or `rstar-train recipe` for all")
+        return found
+
+    def problems(self, stage: StageConfig) -> Path:
+        """The problems that a stage trains on."""
+        if stage.drop_solved:
+            return self.stage(stage.name) / "problems.jsonl"
+        return self.folder / "data" / f"{stage.name if stage.data else 'train'}.jsonl"
+
+    def summary(self) -> dict[str, Any]:
+        """What came out so far, a row for SFT and each stage that is evaluated."""
+        rows = []
+        for unit in self.units():
+            found = self.done(unit) if unit.command == "eval" else None
+            if found:
+                parts = [done for part in self.units() if part.stage == unit.stage and (done := self.done(part))]
+                rows.append({"name": unit.stage, **found["scores"], "seconds": sum(part["seconds"] for part in parts)})
+        return {"stages": rows}
+
+
+Start = Callable[[Unit, Sequence[str], int], int]
+"""Runs a unit's command, which inherits a descriptor, and returns its exit code."""
+
+
+def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str], None] = lambda text: None) -> Run:
+    """Run every unit that is not over. Raises `ConfigError` for another run's folder, `UnitFailed`."""
+    run, start = Run(config), start or start_child
+    with _locked(run.folder, say) as lock:
+        _claim(run)
+        units = run.units()
+        for number, unit in enumerate(units, 1):
+            if run.done(unit):
+                continue
+            say(f"[{number}/{len(units)}] {unit}")
+            code = start(unit, argv(unit, config), lock)
+            if code:
+                raise UnitFailed(unit, code)
+            run.record.write_summary(run.summary())
+        run.record.write_summary(run.summary())
+    return run
+
+
+def argv(unit: Unit, config: RunConfig) -> list[str]:
+    """The command of a unit."""
+    launch = list(config.hardware.launch) if unit.command in LAUNCHED else []
+    stage = ["--stage", unit.stage] if unit.stage else []
+    return [*(launch or [sys.executable]), "-m", "trainer", unit.command, config.run_dir, *stage]
+
+
+def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
+    """Its exit code. It ends when we do, by whatever way; on Ctrl-C, which reaches it too, it is given time."""
+    # It reads what the run's folder says, not what a variable would add to that.
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def die_with_parent() -> None:
+        libc.prctl(_DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    child = subprocess.Popen(command, env=environ, pass_fds=[lock], preexec_fn=die_with_parent)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            _stop(child)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+@contextmanager
+def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
+    """The descriptor that holds the folder's lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{folder}: another recipe works here; waiting for its end (Ctrl-C gives up)")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def _claim(run: Run) -> None:
+    """Write the configuration down, or see that it is the one that is there."""
+    mine, theirs = run.config.to_dict(), run.record.config()
+    if theirs is None:
+        run.record.write_config(mine)
+        return
+    differing = sorted(_differing(mine, theirs)) if mine != theirs else []
+    differing = [name for name in differing if name != "run_dir"]  # a folder may be moved
+    if differing:
+        raise ConfigError(
+            f"{run.folder} is of a run with other settings ({', '.join(differing[:5])}); expected the same ones to go "
+            "on: give them, or another --run-dir to start anew"
+        )
+    run.record.write_config(mine)
+
+
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for name in mine.keys() | theirs.keys():
+        one, other = mine.get(name), theirs.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _differing(one, other, f"{above}{name}.")
+        elif _plain(one) != _plain(other):
+            yield f"{above}{name}"
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
