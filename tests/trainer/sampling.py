@@ -1,0 +1,87 @@
+"""An engine and a collector in one: they sample for real from a model, without turns or tools."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trainer import tiny
+from trainer.trajectory import Episode, Problem, StopReason, Turn
+
+Score = Callable[[Problem, int, Sequence[int]], float | None]
+
+
+def by_parity(problem: Problem, sample: int, ids: Sequence[int]) -> float | None:
+    """A reward that a group differs in, and that follows from what was sampled."""
+    return float(sum(ids) % 2)
+
+
+def problems(count: int) -> list[Problem]:
+    return [Problem(f"p{number}", f"{number} + 1", str(number + 1)) for number in range(count)]
+
+
+@dataclass
+class Sampler:
+    """`pool` and `collector` at once. `before` is called at the start of each collection with its number."""
+
+    folder: Path
+    score: Score = by_parity
+    tokens: int = 8
+    shift: float = 0.0
+    """Added to the log-probabilities that are reported: an engine that disagrees with the trainer."""
+    before: Callable[[int], None] = lambda number: None
+    log: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder).eval()
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    async def sync(self, weights: Mapping[str, torch.Tensor]) -> int:
+        self.weights.append(copy.deepcopy(dict(weights)))
+        self.model.load_state_dict(weights)
+        self.log.append("sync")
+        return len(self.weights)
+
+    async def collect(self, problems: Sequence[Problem], samples: int, **asked: Any) -> list[list[Episode]]:
+        self.before(sum(entry != "sync" for entry in self.log))
+        self.log.append(([problem.id for problem in problems], samples, asked))
+        return [[self.episode(problem, sample, asked["seed"]) for sample in range(samples)] for problem in problems]
+
+    def episode(self, problem: Problem, sample: int, seed: int) -> Episode:
+        """A few sampled tokens, two that are shown, and as many sampled ones again."""
+        prompt = [20 + ord(letter) for letter in problem.id]
+        draw = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        mask: list[int] = []
+        for position in range(self.tokens):
+            if position in (3, 4):
+                ids, logprobs, mask = [*ids, 30 + position], [*logprobs, 0.0], [*mask, 0]
+                continue
+            with torch.no_grad():
+                logp_V = self.model(torch.tensor([prompt + ids])).logits[0, -1].float().log_softmax(-1)
+            token = int(torch.multinomial(logp_V.exp(), 1, generator=draw))
+            ids, logprobs, mask = [*ids, token], [*logprobs, float(logp_V[token]) + self.shift], [*mask, 1]
+        return Episode(
+            problem=problem,
+            sample=sample,
+            prompt_ids=tuple(prompt),
+            ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            mask=tuple(mask),
+            steps=(Turn(0, len(ids), "text", generate_s=0.01),),
+            stop=StopReason.FINISHED,
+            answer_tags=1,
+            reward=self.score(problem, sample, ids),
+        )
+
+
+def model_folder(folder: Path) -> Path:
+    tiny.make(folder, seed=0)
+    return folder

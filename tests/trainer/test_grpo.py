@@ -1,0 +1,267 @@
+"""What TRL must do with what it is given: a contract, held against the installed version on a random tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("trl", reason="needs trl")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from tests.trainer.sampling import Sampler, model_folder, problems  # noqa: E402
+from trainer import grpo  # noqa: E402
+from trainer.background import Background  # noqa: E402
+from trainer.config import StageConfig  # noqa: E402
+from trainer.grpo import Rollouts, prompts_in_order, train_stage  # noqa: E402
+from trainer.progress import Trained  # noqa: E402
+from trainer.record import RunFolder  # noqa: E402
+from trainer.trajectory import Episode, Problem, StopReason  # noqa: E402
+
+STAGE = StageConfig(
+    name="rl1", steps=2, max_tokens=16, max_turns=2, prompts=2, samples=8, keep=4, micro_batch=2, lr=1e-3,
+    warmup_steps=0, save_steps=2, max_grad_norm=1e6,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def background() -> Iterator[Background]:
+    with Background() as background:
+        yield background
+
+
+class Stage:
+    """One stage in a folder, run as often as a test asks."""
+
+    def __init__(self, folder: Path, model: Path, background: Background, **changes: Any) -> None:
+        self.folder, self.model, self.background = folder, model, background
+        self.stage = replace(STAGE, **changes)
+        self.record = RunFolder(folder)
+
+    def run(self, sampler: Sampler, count: int = 6, **more: Any) -> Trained:
+        rollouts = Rollouts(self.background, sampler, sampler)
+        out = self.folder / "stages" / self.stage.name
+        return train_stage(
+            self.stage,
+            model=self.model,
+            problems=problems(count),
+            out=out,
+            record=self.record,
+            rollouts=rollouts,
+            seed=3,
+            **more,
+        )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_steps_keep_the_contract(
+    tmp_path: Path, model: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    losses: list[dict[str, Any]] = []
+    rollout, compute_loss = grpo._Bridge.rollout, grpo.GRPOTrainer.compute_loss
+    monkeypatch.setattr(
+        grpo._Bridge, "rollout", lambda self, prompts, trainer: seen.append(prompts) or rollout(self, prompts, trainer)
+    )
+    monkeypatch.setattr(
+        grpo.GRPOTrainer,
+        "compute_loss",
+        lambda self, model, inputs, **kw: losses.append(inputs) or compute_loss(self, model, inputs, **kw),
+    )
+    sampler = Sampler(model)
+    trained = Stage(tmp_path, model, background).run(sampler)
+
+    # TRL: contiguous copies, and rows that are ours.
+    assert [len(prompts) for prompts in seen] == [8, 8]
+    assert all(prompts == [prompts[0]] * 4 + [prompts[4]] * 4 for prompts in seen)
+    # One sync before each step's rollouts, with the weights that the step starts from.
+    assert ["sync" if entry == "sync" else "collect" for entry in sampler.log] == ["sync", "collect"] * 2
+    assert same(sampler.weights[0], weights(model))
+    assert not same(sampler.weights[1], sampler.weights[0])
+    assert not same(weights(trained.model), sampler.weights[1])
+    # What was asked for: 2G of each problem, under the stage's limits, with a seed for each step.
+    (ids, samples, asked), (_, _, later) = (entry for entry in sampler.log if entry != "sync")
+    assert ids == [seen[0][0], seen[0][4]] and samples == 8 and asked["seed"] != later["seed"]
+    assert asked["limits"].max_tokens == 16 and asked["temperature"] == 1.0
+    # The loss has the correction and leaves out what was shown.
+    assert len(losses) == 2 * 4
+    for inputs in losses:
+        assert (inputs["importance_sampling_ratio"] - 1).abs().max() < 1e-3
+        assert set(inputs["tool_mask"][:, [3, 4]].flatten().tolist()) == {0}
+    # The run's folder.
+    first, second = RunFolder(tmp_path).metrics()
+    assert (first["step"], second["step"], first["stage"]) == (1, 2, "rl1")
+    assert first["kl_sampler"] < 1e-4 and first["grad_norm"] > 0 and second["weight_version"] == 2
+    assert first["kept"] + first["dropped"] == 16 and first["kept"] == 4 * (2 - first["groups_dropped"])
+    assert first["seconds_step"] >= first["seconds_rollout"] + first["seconds_sync"] + first["seconds_optimise"]
+    rows = list(RunFolder(tmp_path).episodes(1))
+    assert len(rows) == 16 and sum(row["kept"] for row in rows) == 8 and all(row["why"] for row in rows)
+
+
+def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
+    tmp_path: Path, model: Path, background: Background
+) -> None:
+    """One step on four problems, against the same gradient worked out by hand."""
+
+    def score(problem: Problem, sample: int, ids: Any) -> float | None:
+        one_of = {"p0": 1.0, "p1": float(sample == 0), "p2": None if sample < 2 else float(sample == 2), "p3": None}
+        return one_of[problem.id]
+
+    class Failing(Sampler):
+        def episode(self, problem: Problem, sample: int, seed: int) -> Episode:
+            episode = super().episode(problem, sample, seed)
+            if problem.id == "p2" and sample == 0:  # failed before its first token
+                return replace(episode, ids=(), logprobs=(), mask=(), steps=(), stop=StopReason.UNAVAILABLE)
+            return episode
+
+    sampler = Failing(model, score=score)
+    stage = Stage(tmp_path, model, background, steps=1, prompts=4, samples=4, keep=4, select="all", micro_batch=4)
+    stage.run(sampler, count=4)
+    (row,) = stage.record.metrics()
+
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    _, _, asked = sampler.log[1]
+    loss, tokens = torch.tensor(0.0), 0
+    for problem in problems(4)[1:3]:
+        group = [sampler.episode(problem, sample, asked["seed"]) for sample in range(4)]
+        rewards = torch.tensor([episode.reward for episode in group if episode.reward is not None])
+        for episode in group:
+            if episode.reward is None:
+                continue
+            advantage = (episode.reward - rewards.mean()) / (rewards.std() + 1e-4)
+            policy_T = policy(torch.tensor([episode.prompt_ids + episode.ids])).logits[0].log_softmax(-1)
+            start = len(episode.prompt_ids)
+            for t, (token, is_sampled) in enumerate(zip(episode.ids, episode.mask, strict=True)):
+                loss = loss - advantage * policy_T[start + t - 1, token] * is_sampled
+                tokens += is_sampled
+    (loss / tokens).backward()
+    norm = torch.nn.utils.get_total_norm(p.grad for p in policy.parameters() if p.grad is not None)
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert (row["groups_dropped"], row["unavailable"]) == (2, 6)
+
+
+def test_an_engine_that_disagrees_is_corrected_and_measured(
+    tmp_path: Path, model: Path, background: Background
+) -> None:
+    agreeing, off = Stage(tmp_path / "a", model, background, steps=1), Stage(tmp_path / "b", model, background, steps=1)
+    agreeing.run(Sampler(model))
+    off.run(Sampler(model, shift=-1.0))  # e^1 is cut at 2: every token counts twice
+    (one,), (other,) = agreeing.record.metrics(), off.record.metrics()
+    assert other["kl_sampler"] == pytest.approx(1.0, abs=1e-3)
+    assert other["grad_norm"] == pytest.approx(2 * one["grad_norm"], rel=1e-3)
+
+
+def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, background: Background) -> None:
+    stage = Stage(tmp_path, model, background, steps=1)
+    trained = stage.run(Sampler(model, score=lambda *_: 1.0))
+    (row,) = stage.record.metrics()
+    assert (row["loss"], row["grad_norm"], row["kept"], row["groups_dropped"]) == (0, 0, 0, 2)
+    assert same(weights(trained.model), weights(model))
+
+
+def test_resume_after_a_failure_ends_as_if_there_was_none(tmp_path: Path, model: Path, background: Background) -> None:
+    whole = Stage(tmp_path / "whole", model, background, steps=5)
+    straight = Sampler(model)
+    expected = whole.run(straight, first_step=7)
+
+    class Outage(Exception):
+        pass
+
+    def fail(number: int) -> None:
+        if number == 3:
+            raise Outage("the third step's")
+
+    broken = Stage(tmp_path / "broken", model, background, steps=5)
+    with pytest.raises(Outage) as caught:
+        broken.run(Sampler(model, before=fail), first_step=7)
+    assert caught.traceback[-1].name == "fail"
+    assert [row["step"] for row in broken.record.metrics()] == [8, 9, 10]
+    torn = tmp_path / "broken/stages/rl1/checkpoints/checkpoint-3"  # as a kill leaves one
+    torn.mkdir()
+    resumed = Sampler(model)
+    actual = broken.run(resumed, first_step=7)
+
+    assert resumed.log == straight.log[2 * 2 :]  # the third step again, from the second's checkpoint
+    assert same(weights(actual.model), weights(expected.model))
+    timed = ("seconds_step", "seconds_rollout", "seconds_sync", "seconds_optimise", "seconds_own", "weight_version")
+    lasting = [
+        [{name: value for name, value in row.items() if name not in timed} for row in stage.record.metrics()]
+        for stage in (whole, broken)
+    ]
+    assert lasting[0] == lasting[1] and len(lasting[0]) == 5
+    # A stage that was over and lost only what came after runs no step again.
+    again = Sampler(model)
+    assert same(weights(broken.run(again, first_step=7).model), weights(expected.model))
+    assert again.log == []
+
+
+def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, background: Background) -> None:
+    first = Stage(tmp_path, model, background).run(Sampler(model))
+    steps = {}
+    for name, checkpoint in {"kept": first.checkpoint, "fresh": None}.items():
+        stage = Stage(tmp_path, first.model, background, name=name, steps=1, warmup_steps=2)
+        sampler = Sampler(first.model)
+        trained = stage.run(sampler, first_step=2, keep_optimizer=checkpoint)
+        assert same(sampler.weights[0], weights(first.model))
+        optimizer = torch.load(trained.checkpoint / "optimizer.pt", weights_only=True)
+        steps[name] = {int(state["step"]) for state in optimizer["state"].values()}
+        rows = [row["step"] for row in stage.record.metrics() if row["stage"] == name]
+        assert rows == [3]
+    assert steps == {"kept": {3}, "fresh": {1}}
+
+
+def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
+    with pytest.raises(ValueError, match=r"stages.rl1: prompts=2 x keep=4 .* micro_batch=3"):
+        Stage(tmp_path, model, background, micro_batch=3).run(Sampler(model))
+    with pytest.raises(ValueError, match=r"expected at least 2 problems .* got 1"):
+        Stage(tmp_path, model, background).run(Sampler(model), count=1)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 3))
+def test_order_has_no_problem_twice_in_a_step_and_uses_all(count: int, per_step: int, steps: int, seed: int) -> None:
+    if count < per_step:
+        return
+    order = prompts_in_order(problems(count), per_step, steps, seed)
+    assert len(order) == per_step * steps and order == prompts_in_order(problems(count), per_step, steps, seed)
+    assert all(len(set(order[at : at + per_step])) == per_step for at in range(0, len(order), per_step))
+    through = count // per_step * per_step
+    assert len(set(order[:through])) == min(through, len(order))
+
+
+def test_two_ranks_share_a_step_and_end_with_the_same_weights(tmp_path: Path, model: Path) -> None:
+    root = Path(__file__).parents[2]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*launch, "tests/trainer/two_ranks.py", model, tmp_path], cwd=root, env=environment, timeout=300, check=True
+    )
+    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert one["weights"] == other["weights"]
+    # Two steps of two passes each: every row was in one rank's, once.
+    for step in (1, 2):
+        passes = [rank["passes"][2 * step - 2 : 2 * step] for rank in (one, other)]
+        trained = [ids for of_rank in passes for rows in of_rank for ids in rows]
+        assert sorted(trained) == sorted(row["ids"] for row in RunFolder(tmp_path).episodes(step))

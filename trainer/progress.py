@@ -1,0 +1,108 @@
+"""How far a stage has come: what TRL's trainers report, kept on disk.
+
+Invariants:
+- A checkpoint counts only once it is whole: a mark is put into it last, so one that a kill tore is passed over.
+- Every optimiser step has one row of metrics, written before the checkpoint of that step.
+- Steps are those of the whole run: `first_step` is how many came before the stage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+_MARK = "whole"
+CHECKPOINTS_KEPT = 2
+"""While the newer one is being written, the older one is what a kill leaves."""
+RANKS_WAIT_S = 24 * 3600
+"""For the first rank's rollouts; the usual 10 or 30 minutes may be less than one step of long episodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a stage leaves: a model's folder, and the checkpoint from which the next one may keep the optimiser."""
+
+    model: Path
+    checkpoint: Path
+
+
+class Record(Protocol):
+    """What is asked of the run's folder."""
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None: ...
+    def rewind(self, step: int) -> None: ...
+
+
+class Progress(TrainerCallback):  # type: ignore[misc]
+    """Writes rows and marks checkpoints, on the first rank. `offset` is added to the trainer's own count of steps."""
+
+    def __init__(self, stage: str, *, record: Record, offset: int) -> None:
+        self.stage, self.record, self.offset = stage, record, offset
+
+    def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """A row's metrics, from what the trainer logged of a step."""
+        names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+        return {ours: float(logs[theirs]) for ours, theirs in names.items() if theirs in logs}
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float],
+        **kwargs: Any,
+    ) -> None:
+        if "loss" in logs and state.is_world_process_zero:  # the last log is of the whole training
+            step = self.offset + state.global_step
+            self.record.append_metrics({"step": step, "stage": self.stage, **self.numbers(logs)})
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / _MARK).touch()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the libraries' warnings about how one of them uses the other."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)  # TRL uses old names
+        warnings.filterwarnings(
+            "ignore", "You are using 'rollout_func'", UserWarning
+        )  # the steadiest seam that TRL has
+        yield
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in a stage's `checkpoints`."""
+    return max((mark.parent for mark in folder.glob(f"checkpoint-*/{_MARK}")), key=steps_of, default=None)
+
+
+def steps_of(checkpoint: Path) -> int:
+    """The optimiser steps that are in a checkpoint."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def ranks() -> PartialState:
+    """The processes that train together, as torchrun started them; one alone is rank 0."""
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(seconds=RANKS_WAIT_S))
+
+
+def finish(trainer: Any, out: Path, start: Path | None) -> Trained:
+    """Train, from checkpoint `start` on if there is one, and save the model."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=str(start) if start else None)
+    trainer.save_model(str(out / "model"))
+    ranks().wait_for_everyone()  # the first one marks checkpoints
+    checkpoint = latest(out / "checkpoints")
+    assert checkpoint is not None, f"{out}: the last step has a checkpoint"
+    return Trained(out / "model", checkpoint)
