@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import pytest
 
+from trainer.engine import Generation, Sampling
 from trainer.reward import Verdict
 from trainer.tools import ToolReply
 from trainer.trajectory import CallStatus
@@ -80,3 +84,73 @@ class FakeVerifier:
         if answer in set(Verdict):
             return Verdict(answer)
         return Verdict.EQUIVALENT if gold == answer else Verdict.NOT_EQUIVALENT
+
+
+END = "<|im_end|>"
+Script = Callable[[str, Sampling], str]
+"""From what stands before the turn, as text, to what the model says; without `END` it is cut off by `max_tokens`."""
+Pause = Callable[[], Awaitable[None]]
+
+
+@dataclass
+class ScriptedPool:
+    """Engines that say what a script says. `asked` has every request, `seated` who sits where."""
+
+    script: Script
+    pause: Pause = lambda: asyncio.sleep(0)
+    asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
+    seated: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def seat(self, *, group: str, prompt_tokens: int) -> AsyncIterator[ScriptedPool]:
+        assert prompt_tokens > 0
+        self.seated.append(group)
+        try:
+            yield self
+        finally:
+            self.seated.remove(group)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        self.asked.append((list(ids), sampling))
+        await self.pause()
+        tokenizer = qwen_tokenizer()
+        said = self.script(tokenizer.decode(ids), sampling)
+        made = tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
+        logprobs = tuple(-(1 + number % 7) / 8 for number in made)
+        return Generation(tuple(made), logprobs, made[-1] in sampling.stop_ids, "scripted", 3)
+
+
+@dataclass
+class ScriptedTools:
+    """A tool that replies what `replies` makes of the code, after a pause, and `FakeVerifier`."""
+
+    replies: Callable[[str], ToolReply | str] = lambda code: code
+    pause: Pause = lambda: asyncio.sleep(0)
+    verifier: FakeVerifier = field(default_factory=FakeVerifier)
+    running: list[str] = field(default_factory=list)
+    most_running: int = 0
+
+    @property
+    def python(self) -> ScriptedTools:
+        return self
+
+    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
+        assert name == "python" and isinstance(arguments, Mapping)
+        code = arguments["code"]
+        self.running.append(code)
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            await self.pause()
+            reply = self.replies(code)
+            return reply if isinstance(reply, ToolReply) else ToolReply(CallStatus.OK, reply, code)
+        finally:
+            self.running.remove(code)
+
+
+def call(code: str = "print(1)", **more: str) -> str:
+    """A tool call as a model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code, **more}})}\n</tool_call>"
+
+
+def answer(value: str) -> str:
+    return f"<answer>\\boxed{{{value}}}</answer>"

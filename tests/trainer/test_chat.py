@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sandbox.tool import tool_schema
-from tests.trainer.fakes import TAGS, qwen_tokenizer
+from tests.trainer.fakes import TAGS, call, qwen_tokenizer
 from trainer.chat import ASK, RSTAR2_SYSTEM, TOOL_SCHEMA, Asked, Malformed, ParsedTurn, own_template, parse, rstar2
 
 # As Qwen2.5 and Qwen3 do it; the loops are theirs, the words are cut short.
@@ -59,10 +59,6 @@ def chats():
 def chat(request):
     names = ["rstar2", "rstar2 preamble", "own", "own preamble", "own thinking"]
     return list(chats())[names.index(request.param)]
-
-
-def call(code="print(1)", **more):
-    return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code, **more}})}\n</tool_call>"
 
 
 class TestParse:
