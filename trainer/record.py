@@ -110,11 +110,16 @@ class RunFolder:
         groups: Sequence[Sequence[Episode]],
         kept: Sequence[Sequence[int]],
         why: Sequence[Sequence[str]] | None = None,
+        *,
+        first_group: int = 0,
     ) -> None:
-        """Add what a step sampled: groups of episodes, the indices kept of each, and why each was or was not."""
+        """Add what a step sampled: groups of episodes, the indices kept of each, and why each was or was not.
+
+        Who adds a step's groups in several calls says which number the first of each has.
+        """
         assert len(groups) == len(kept), f"{len(groups)} groups, and what was kept of {len(kept)}"
         rows = (
-            {"version": VERSION, "step": step, "stage": stage, "group": number}
+            {"version": VERSION, "step": step, "stage": stage, "group": first_group + number}
             | {"kept": index in indices, "why": why[number][index] if why else ""}
             | self._episode(episode)
             for number, (group, indices) in enumerate(zip(groups, map(frozenset, kept), strict=True))

@@ -50,6 +50,7 @@ def make(folder: Path, seed: int = 0) -> None:
         head_dim=32,
         intermediate_size=384,
         max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.08,  # 1 / sqrt(128); with the usual 0.02 it learns to copy numbers several times later
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,191 @@
+"""Evaluation: the numbers by hand, ours never counted as theirs, and nothing run twice."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("numpy", reason="intervals need numpy")
+
+from rich.console import Console
+
+from trainer.evaluate import ALL, Estimate, EvaluationError, Outcome, evaluate, pass_at, report, table
+from trainer.record import RunFolder
+from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+
+PROBLEMS = [
+    Problem(f"p{number}", f"text {number}", str(number), "even" if number % 2 == 0 else "odd") for number in range(4)
+]
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_tokens: int = 100
+    max_turns: int = 3
+    tool_chars: int = 1000
+
+
+def outcome(reward: float | None = 1.0, **some: Any) -> Outcome:
+    of_all = {"calls": 2, "failed_calls": 1, "answer_tags": 1, "turns": 3, "tokens": 10, "stop": "finished"}
+    return Outcome(reward, **{**of_all, **some})
+
+
+def episode(problem: Problem, sample: int, reward: float | None) -> Episode:
+    statuses = [CallStatus.ERROR] * sample + [CallStatus.OK]
+    calls = tuple(ToolCall("python", "1", "", status, "1") for status in statuses)
+    ids = tuple(range(5 + sample))
+    return Episode(
+        problem,
+        sample,
+        prompt_ids=(1, 2),
+        ids=ids,
+        logprobs=(-0.5,) * len(ids),
+        mask=(1,) * len(ids),
+        steps=(Turn(0, 3, "", calls), Turn(3, len(ids), "")),
+        stop=StopReason.UNAVAILABLE if reward is None else StopReason.FINISHED,
+        answer="1",
+        answer_tags=1 + sample % 2,
+        reward=reward,
+    )
+
+
+class Collector:
+    """Of problem n, the first n samples are right. Fails, or ends without verdicts, where it is told to."""
+
+    def __init__(self, *, failing: str = "", unavailable: Sequence[tuple[str, int]] = ()) -> None:
+        self.asked: list[str] = []
+        self.failing, self.unavailable = failing, unavailable
+
+    async def collect(self, problems: Sequence[Problem], samples: int, **_: Any) -> list[list[Episode]]:
+        (problem,) = problems
+        self.asked.append(problem.id)
+        if problem.id == self.failing:
+            await asyncio.sleep(0)  # those asked for before it are done by then
+            raise RuntimeError("killed")
+        right = int(problem.answer)
+        group = [episode(problem, sample, float(sample < right)) for sample in range(samples)]
+        return [[replace(one, reward=None) if (problem.id, one.sample) in self.unavailable else one for one in group]]
+
+
+def run(collector: Collector, record: RunFolder | None = None, **some: Any) -> Any:
+    settings = {"limits": Limits(), "temperature": 1.0, "top_p": 1.0, "seed": 0, **some}
+    return asyncio.run(evaluate(PROBLEMS, 2, collector, record=record, **settings))
+
+
+@pytest.mark.parametrize(("samples", "right", "j"), [(4, 1, 2), (5, 0, 3), (5, 5, 1), (6, 2, 6), (6, 4, 3)])
+def test_pass_at_counts_the_draws(samples: int, right: int, j: int) -> None:
+    draws = list(itertools.combinations([True] * right + [False] * (samples - right), j))
+    assert pass_at(j, samples, right) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_numbers_by_hand() -> None:
+    made = report(
+        [
+            [outcome(1.0, calls=4, failed_calls=1), outcome(0.0, answer_tags=2, stop="turn_limit")],
+            [outcome(0.0, calls=0, failed_calls=0, tokens=30), outcome(0.0, calls=0, failed_calls=0)],
+            [outcome(None, calls=9, failed_calls=9), outcome(1.0, calls=4, failed_calls=0, answer_tags=0)],
+            [outcome(None), outcome(None)],
+        ],
+        2,
+    )
+    assert (made.problems, made.episodes, made.unavailable) == (4, 5, 3)
+    values = {
+        name: getattr(made, name).value
+        for name in ("accuracy", "tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer", "tokens")
+    }
+    assert values == pytest.approx(
+        {
+            "accuracy": (0.5 + 0 + 1) / 3,
+            "tool_error_ratio": 2 / 10,
+            "tool_error_ratio_correct": 1 / 8,
+            "tool_use": 2 / 3,
+            "one_answer": (0.5 + 1 + 0) / 3,
+            "tokens": (10 + 20 + 10) / 3,
+        }
+    )
+    assert {j: chance.value for j, chance in made.pass_at.items()} == pytest.approx({1: 0.5, 2: 0.5})
+    assert made.stops == {"finished": 4, "turn_limit": 1}
+
+
+def test_an_outage_is_no_zero() -> None:
+    right, lost = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
+    assert report([right, lost], 2).accuracy == Estimate(1.0, 1.0, 1.0)
+    nothing = report([lost], 2)
+    assert (nothing.accuracy, nothing.pass_at, nothing.tool_error_ratio, nothing.unavailable) == (None, {}, None, 2)
+    assert nothing.scores() == {"accuracy": None, "tool_error_ratio": None, "one_answer": None}
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=4, max_size=4), max_size=8))
+def test_estimates_are_in_their_intervals_and_agree(rewards: list[list[float | None]]) -> None:
+    made = report([[outcome(reward) for reward in some] for some in rewards], 4)
+    assert made.episodes + made.unavailable == 4 * len(rewards)
+    for estimate in (made.accuracy, *made.pass_at.values(), made.tool_use):
+        assert estimate is None or 0 <= estimate.low <= estimate.value + 1e-9 <= estimate.high + 2e-9 <= 1 + 3e-9
+    if all(None not in some for some in rewards) and rewards:
+        assert made.accuracy is not None
+        assert made.pass_at[1].value == pytest.approx(made.accuracy.value)
+        chances = [chance.value for _, chance in sorted(made.pass_at.items())]
+        assert chances == sorted(chances)
+
+
+def test_interval_is_what_the_normal_law_says() -> None:
+    made = report([[outcome(float(number % 4 == 0))] for number in range(400)], 1).accuracy
+    assert made is not None
+    half = 1.96 * (0.25 * 0.75 / 400) ** 0.5
+    assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
+
+
+def test_reports_are_by_source_and_overall() -> None:
+    seen: list[None] = []
+    reports = run(Collector(), advance=lambda: seen.append(None))
+    assert list(reports) == ["even", "odd", ALL]
+    assert [reports[name].accuracy.value for name in reports] == [0.5, 0.75, 0.625]
+    assert len(seen) == len(PROBLEMS)
+    assert json.loads(json.dumps(reports[ALL].to_dict()))["pass_at"]["2"]["value"] == 0.75
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table(reports))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.split()[:3] for line in shown.splitlines()[1:]] == [
+        ["even", "2", "0.500"],
+        ["odd", "2", "0.750"],
+        ["all", "4", "0.625"],
+    ]
+
+
+def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
+    expected = run(Collector())
+    with pytest.raises(ExceptionGroup):
+        run(Collector(failing="p2"), RunFolder(tmp_path))
+    again = Collector()
+    assert run(again, RunFolder(tmp_path)) == expected
+    assert again.asked[0] == "p2"
+    assert set(again.asked) < {problem.id for problem in PROBLEMS}
+    third = Collector()
+    assert run(third, RunFolder(tmp_path)) == expected
+    assert third.asked == []
+    rows = list(RunFolder(tmp_path).episodes(0))
+    assert {row["group"]: row["problem"]["id"] for row in rows} == {n: one.id for n, one in enumerate(PROBLEMS)}
+
+
+def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
+    first = run(Collector(unavailable=[("p1", 0)]), RunFolder(tmp_path))
+    assert first[ALL].unavailable == 1
+    again = Collector()
+    assert run(again, RunFolder(tmp_path)) == run(Collector())
+    assert again.asked == ["p1"]
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    run(Collector(), RunFolder(tmp_path), about={"model": "a"})
+    with pytest.raises(EvaluationError, match="with another model, temperature; expected the same"):
+        run(Collector(), RunFolder(tmp_path), about={"model": "b"}, temperature=0.6)
