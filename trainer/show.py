@@ -71,11 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _steps(text: str) -> list[range]:
-    try:
-        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        return [range(first, last + 1) for first, last in ((end[0], end[-1]) for end in ends if len(end) <= 2)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected steps such as 12 or 3-9,40, got {text!r}") from None
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise argparse.ArgumentTypeError(f"expected steps such as 12 or 3-9,40, got {text!r}")
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [range(end[0], end[-1] + 1) for end in ends]
 
 
 def _chosen_steps(folder: RunFolder, args: argparse.Namespace) -> list[int]:

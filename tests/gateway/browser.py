@@ -23,6 +23,23 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-port=0",
 )  # fmt: skip
 
+FAINTEST = """() => {
+  const light = text => {
+    const parts = text.match(/[0-9.]+/g).slice(0, 3).map(n => n / 255).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
+    return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2];
+  };
+  const behind = node => {
+    const colour = getComputedStyle(node).backgroundColor;
+    return colour === "rgba(0, 0, 0, 0)" ? behind(node.parentElement) : light(colour);
+  };
+  const has = node => [...node.childNodes].some(child => child.nodeType === Node.TEXT_NODE && child.data.trim());
+  const texts = [...document.querySelectorAll("body *:not(:disabled, option, script, style)")].filter(node => has(node) && node.getClientRects().length);
+  return Math.min(...texts.map(node => {
+    const style = getComputedStyle(node), pair = [light(node.tagName === "text" ? style.fill : style.color), behind(node)];
+    return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
+  }));
+}"""  # noqa: E501
+
 
 class Browser:
     """One Chromium; `page` opens pages in it."""
@@ -104,6 +121,10 @@ class Page:
     async def text(self, selector: str = "body") -> str:
         """What can be read there."""
         return str(await self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+    async def faintest(self) -> float:
+        """The least contrast between a text that can be seen and what is behind it."""
+        return float(await self.run(f"({FAINTEST})()"))
 
     async def screenshot(self) -> bytes:
         """All of the page as a PNG, as far as it can be scrolled."""

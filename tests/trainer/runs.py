@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,7 +86,7 @@ def group(rng: random.Random, problem: str, *, skill: float) -> list[Episode]:
 def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> Episode:
     """A rollout: some reasoning, a call or two, perhaps a broken one, an answer."""
     a, b = (random.Random(f"{problem} {factor}").randrange(10, 99) for factor in "ab")
-    asked = Problem(problem, f"What is {a} × {b}? Give an integer < 10000.", str(a * b), "generated")
+    task = Problem(problem, f"What is {a} × {b}? Give an integer < 10000.", str(a * b), "generated")
     trajectory, turns, calls_left = Trajectory(), [], rng.randrange(1, 3)
     while True:
         calls = (_call(rng, a, b, skill),) if calls_left else ()
@@ -93,7 +94,8 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
         right = rng.random() < 0.3 + 0.6 * skill
         answer = str(a * b if right else a * b + 1)
         for call in calls:
-            text += f'<tool_call>\n{{"name": "{call.name}", "arguments": {{"code": "..."}}}}\n</tool_call>'
+            asked = json.dumps({"name": call.name, "arguments": {"code": call.code, "input": call.stdin}})
+            text += f"<tool_call>\n{asked}\n</tool_call>"
         if not calls:
             text += f"<answer>\\boxed{{{answer}}}</answer>"
         start = len(trajectory)
@@ -106,18 +108,27 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
         trajectory.shown([rng.randrange(384) for _ in range(rng.randrange(8, 30))])
         calls_left -= 1
     whole = Episode(
-        asked, sample, tuple(range(40)), tuple(trajectory.ids), tuple(trajectory.logprobs), tuple(trajectory.mask),
+        task, sample, tuple(range(40)), tuple(trajectory.ids), tuple(trajectory.logprobs), tuple(trajectory.mask),
         tuple(turns), StopReason.FINISHED, answer, 1 if rng.random() < 0.5 + skill / 2 else 2, float(right), 1.25,
     )  # fmt: skip
-    if rng.random() < 0.05:
+    chance = rng.random()
+    if chance < 0.06:
+        stop = StopReason.TOKEN_LIMIT if chance < 0.03 else StopReason.TURN_LIMIT
+        return replace(whole, stop=stop, answer=None, answer_tags=0, reward=0.0)
+    if chance < 0.12:
         return replace(whole, stop=StopReason.UNAVAILABLE, reward=None, answer=None, error="no engine is left")
     return whole
 
 
 def _call(rng: random.Random, a: int, b: int, skill: float) -> ToolCall:
     name, code = "execute_python_code_with_standard_io", f"# the product\ntotal = {a} * {b}\nprint('is', total)\n"
-    if rng.random() < skill:
-        return ToolCall(name, code, "", CallStatus.OK, f"is {a * b}\n", 0.012)
+    chance = rng.random()
+    if chance < 0.1:
+        return ToolCall("", "", "", CallStatus.MALFORMED, "Expecting ',' delimiter: line 1 column 9 (char 8)")
+    if chance < 0.15:
+        return ToolCall(name, "while True: pass", "", CallStatus.TIMEOUT, "Timed out after 4 s.", 4.0)
+    if chance < 0.2 + skill:
+        return ToolCall(name, code, "3 4\n", CallStatus.OK, f"is {a * b}\n", 0.012)
     error = _TRACEBACK.format("name 'totl' is not defined")
     return ToolCall(name, code.replace("total)", "totl)"), "", CallStatus.ERROR, error, 0.015, is_cut=True)
 
