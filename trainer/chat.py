@@ -142,18 +142,21 @@ class Chat:
         self._cuts = _cuts(added)
         self._fixed = functools.cache(self._encode)
 
-        self._before, self._speak = self._pieces("user")
+        self.before, self._speak = self._pieces("user")
+        """What is said before a problem."""
         first, self._between, self._after = self._pieces("user", "assistant", "tool", "tool")[2:]
-        whole = self._pieces("user", "assistant", "tool", "tool", "assistant", "tool")
-        opening = whole[1]
-        self._prefix = self._speak.removeprefix(opening)
-        after = self._after.removesuffix(self._prefix)
-        expected = [self._before, opening, first, self._between, after, first, self._after]
-        if whole != expected or self._speak != opening + self._prefix:
+        before, opened, *seams = self._pieces("user", "assistant", "tool", "tool", "assistant", "tool")
+        del seams[2]  # like `opened`, how a turn that is over begins
+        if [before, *seams] != [self.before, first, self._between, first, self._after]:
             raise ValueError(
                 "the chat template is not append-only: it spells the same turns differently once others follow. "
                 "Use the rstar2 chat, or a template that leaves earlier turns as they were"
             )
+        # What a template says for the model at the start of a turn, such as `<reason>`. Where a turn that is over does
+        # not begin so, it may say something else, such as an empty block of thoughts.
+        opens = re.search(r"<\w+>\s*$", self._speak)
+        self._prefix = opens[0] if opens else ""
+        self._instead = opened.removeprefix(self._speak.removesuffix(self._prefix)) if self._prefix else ""
         self._end = max((text for text in added if first.startswith(text)), key=len, default="")
         if not self._end:
             raise ValueError(f"the chat template ends a turn by {first[:40]!r}; it must begin with a token of its own")
@@ -163,7 +166,7 @@ class Chat:
 
     def prompt(self, problem: str) -> list[int]:
         """The ids up to where the model speaks for the first time."""
-        return self._fill((self._before, self._speak), (problem,))
+        return self._fill((self.before, self._speak), (problem,))
 
     def parse(self, text: str) -> ParsedTurn:
         return parse(text)
@@ -196,7 +199,7 @@ class Chat:
             count = len(list(group))
             if role == "assistant" and count == 1 and pieces:
                 if not said[at].startswith(self._prefix):
-                    pieces = [*pieces[:-1], pieces[-1].removesuffix(self._prefix)]
+                    pieces = [*pieces[:-1], pieces[-1].removesuffix(self._prefix) + self._instead]
                 shown = self._fill(pieces, heard)
                 spoken = [*self._encode(said[at].removeprefix(self._prefix)), self.stop_ids[0]]
                 ids += shown + spoken
@@ -270,7 +273,7 @@ def own_template(tokenizer: Any, *, preamble: str = "") -> Chat:
     """The tokenizer's own chat template, given the tool's schema. It must make the model call in `<tool_call>` tags.
 
     A `preamble` is the system message, and replaces the words around a problem. Raises `ValueError` for a template that
-    fails, is not append-only, or has no `tool` messages.
+    fails, is not append-only, has no `tool` messages, or says nothing of `<tool_call>` where no preamble does.
     """
 
     def render(messages: list[dict[str, str]], has_tool: bool) -> str:
@@ -282,7 +285,10 @@ def own_template(tokenizer: Any, *, preamble: str = "") -> Chat:
         assert isinstance(text, str)
         return text
 
-    return Chat(tokenizer, render, system=preamble, ask="" if preamble else ASK)
+    chat = Chat(tokenizer, render, system=preamble, ask="" if preamble else ASK)
+    if not preamble and CALL not in chat.before:
+        raise ValueError(f"the tokenizer's chat template does not say how to call in {CALL}; give a preamble that does")
+    return chat
 
 
 def _rstar2_text(messages: list[dict[str, str]], has_tool: bool) -> str:

@@ -97,14 +97,16 @@ async def run_episode(
     limits: EpisodeLimits,
     sampling: Sampling,
     seed: int,
+    prompt: list[int] | None = None,
     clock: Clock = time.perf_counter,
 ) -> Episode:
     """One rollout of `problem`, not yet scored. `sampling` gives temperature and top-p; each turn sets the rest of it.
+    `prompt` are the ids that `chat` makes of the problem, where they are at hand.
 
     It is `unavailable` when an engine or the sandbox failed. Without a single token only if no engine gave any.
     """
     started = clock()
-    prompt = chat.prompt(problem.text)
+    prompt = chat.prompt(problem.text) if prompt is None else prompt
     track = Trajectory()
     turns: list[Turn] = []
     answer_tags, answer, error = 0, None, ""
@@ -188,16 +190,16 @@ class Collector:
         sampling = Sampling(limits.max_tokens, temperature, top_p)
 
         async def group(problem: Problem) -> list[Episode]:
-            prompt_tokens = len(self._chat.prompt(problem.text))
+            prompt = self._chat.prompt(problem.text)
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(episode(problem, i, prompt_tokens)) for i in range(samples)]
+                running = [tasks.create_task(episode(problem, i, prompt)) for i in range(samples)]
             return await score([task.result() for task in running], self._tools.verifier)
 
-        async def episode(problem: Problem, sample: int, prompt_tokens: int) -> Episode:
+        async def episode(problem: Problem, sample: int, prompt: list[int]) -> Episode:
             run = partial(run_episode, problem, sample, chat=self._chat, tools=self._tools, limits=limits)
-            run = partial(run, sampling=sampling, seed=seed, clock=self._clock)
+            run = partial(run, sampling=sampling, seed=seed, prompt=prompt, clock=self._clock)
             try:
-                async with self._pool.seat(group=problem.id, prompt_tokens=prompt_tokens) as seat:
+                async with self._pool.seat(group=problem.id, prompt_tokens=len(prompt)) as seat:
                     return await run(seat=seat)
             except EngineFailed as why:
                 return await run(seat=_NoSeat(why))

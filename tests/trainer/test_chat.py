@@ -37,6 +37,7 @@ OPENS_THINKING = QWEN.replace(
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}",
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}",
 )
+EMPTY_THOUGHTS = OPENS_THINKING.replace("{%- if loop.last %}", "{%- if true %}")
 PREAMBLE = "Be brief."
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -53,12 +54,15 @@ def chats():
     yield own_template(qwen_tokenizer(QWEN))
     yield own_template(qwen_tokenizer(QWEN), preamble=PREAMBLE)
     yield own_template(qwen_tokenizer(OPENS_THINKING))
+    yield own_template(qwen_tokenizer(EMPTY_THOUGHTS))
 
 
-@pytest.fixture(scope="module", params=["rstar2", "rstar2 preamble", "own", "own preamble", "own thinking"])
+NAMES = ["rstar2", "rstar2 preamble", "own", "own preamble", "own thinking", "own empty thoughts"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def chat(request):
-    names = ["rstar2", "rstar2 preamble", "own", "own preamble", "own thinking"]
-    return list(chats())[names.index(request.param)]
+    return list(chats())[NAMES.index(request.param)]
 
 
 class TestParse:
@@ -250,6 +254,20 @@ def test_a_turn_that_does_not_open_with_the_prefix_is_encoded_without_it():
     assert chat.decode([number for number, learnt in zip(ids, mask, strict=True) if learnt]) == "2<|im_end|>"
 
 
+def test_a_template_that_shows_empty_thoughts_shows_them_before_a_turn_without_any():
+    chat = own_template(qwen_tokenizer(EMPTY_THOUGHTS), preamble=PREAMBLE)
+    assert chat.decode(chat.prompt("x")).endswith("assistant\n<think>\n")
+    said = [("user", "x"), ("assistant", "<think>\nwell"), ("tool", "1"), ("assistant", "so")]
+    ids, mask = chat.encode([{"role": role, "content": content} for role, content in said])
+    text = chat.decode(ids)
+    assert "assistant\n<think>\nwell<|im_end|>" in text
+    assert text.endswith("assistant\n<think>\n\n</think>\n\nso<|im_end|>")
+    assert (
+        chat.decode([number for number, learnt in zip(ids, mask, strict=True) if learnt])
+        == "well<|im_end|>so<|im_end|>"
+    )
+
+
 def test_a_conversation_with_a_system_message_is_said_as_it_stands():
     chat = rstar2(qwen_tokenizer())
     roles = ["system", "user", "assistant", "user", "assistant"]
@@ -290,7 +308,9 @@ def test_roles_out_of_order_are_refused(roles):
         ("{{ raise_exception('no tools here') }}", "no tools here"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "'tool'"),
         ("{% for m in messages %}{{ m.role + m.content }}\n{% endfor %}assistant", "must begin with a token"),
-        (QWEN.replace("{%- if loop.last %}", "{%- if loop.index0 + 4 > messages | length %}"), "append-only"),
+        (QWEN.replace("if add_gen", "if messages | length > 4 %}late{% endif %}{% if add_gen"), "append-only"),
+        (QWEN.replace("'\\n<tool_response>\\n'", "'\\n' + loop.index | string + '\\n'"), "append-only"),
+        (QWEN.replace("<tool_call></tool_call>", "these"), "give a preamble"),
         (QWEN.replace("message.content }}{{- '\\n</tool", "message.content[:3] }}{{- '\\n</tool"), "'tool'"),
     ],
 )
