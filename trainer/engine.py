@@ -1,8 +1,10 @@
-"""What an engine is asked and what it answers: token ids in, token ids with their log-probabilities out.
+"""Engines: token ids in, token ids and their log-probabilities out. What one is asked and answers, and vLLM over HTTP.
 
 Invariants:
-- Log-probabilities are of the distribution that was sampled from: after temperature and top-p.
-- `version` is that of the weights, the number of the last sync.
+- Log-probabilities are of the distribution that was sampled from: after temperature and top-p (vLLM: processed ones).
+- An engine that is lost, hangs or answers nonsense raises `EngineFailed`, and nothing it said is repaired: the ids are
+  all there is, so another engine can continue. A request that no engine could serve is a `ValueError`.
+- `version` is that of the weights: the number of the last sync.
 """
 
 from __future__ import annotations
