@@ -204,6 +204,11 @@ def pass_at(j: int, samples: int, right: int) -> float:
     return 1 - comb(samples - right, j) / comb(samples, j)
 
 
+def outcomes_of(record: RunFolder) -> dict[tuple[str, int], Outcome]:
+    """What an evaluation's folder holds, by problem and sample. The latest counts: it took the place of an outage."""
+    return {(row["problem"]["id"], row["sample"]): Outcome.of(row) for row in record.episodes(0)}
+
+
 def table(reports: Mapping[str, Report]) -> Table:
     """For people: a row a source."""
     from rich.table import Table
@@ -230,7 +235,7 @@ def table(reports: Mapping[str, Report]) -> Table:
 
 
 def _known(record: RunFolder, settings: Mapping[str, Any]) -> dict[tuple[str, int], Outcome]:
-    """What the folder holds, by problem and sample, the latest of each; claims it for `settings` if it is new."""
+    """What the folder holds. It becomes one of `settings` if it is new."""
     theirs = record.config()
     if theirs is None:
         record.write_config(settings)
@@ -240,7 +245,7 @@ def _known(record: RunFolder, settings: Mapping[str, Any]) -> dict[tuple[str, in
             f"{record.path}: holds an evaluation with another {', '.join(differing)}; expected the same settings to go "
             "on, or another folder"
         )
-    return {(row["problem"]["id"], row["sample"]): Outcome.of(row) for row in record.episodes(0)}
+    return outcomes_of(record)
 
 
 def _outcome(episode: Episode) -> Outcome:

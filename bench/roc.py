@@ -1,0 +1,223 @@
+"""Whether Resample on Correct keeps its promise: fewer failing tool calls in correct rollouts, at no loss of accuracy.
+
+    python -m bench.roc [--seeds 5] [--steps 30] [--arms roc,grpo-g,grpo-2g] [--folder runs/roc] [--plot F.png] [--json]
+
+The tiny model, once taught by SFT for each seed, goes on in several ways: RoC samples 2G rollouts of a problem and
+keeps G; GRPO keeps all of G, which costs half the sampling and the same training; GRPO keeps all of 2G, which costs the
+same sampling and twice the training. All else is configs/tiny.toml's. What comes out is measured on the same fresh
+problems. Seeds differ in everything: model, problems, sampling. So arms are compared within a seed, and the table says
+what the differences were, with their spread over seeds.
+
+Every arm of every seed is a recipe with a folder of its own: what is done is not run again, and a kill costs a step or
+two. The whole takes hours on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from bench import output
+from trainer.config import RunConfig, load
+from trainer.evaluate import outcomes_of, report
+from trainer.recipe import Run, Unit, UnitFailed, recipe
+from trainer.record import RunFolder
+
+CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
+GROUP = 8
+"""G. RoC samples twice as many."""
+ARMS: dict[str, dict[str, Any]] = {
+    "roc": {"samples": 2 * GROUP, "keep": GROUP, "select": "paper"},
+    "grpo-g": {"samples": GROUP, "keep": GROUP, "select": "all"},
+    "grpo-2g": {"samples": 2 * GROUP, "keep": 2 * GROUP, "select": "all"},
+    "roc-released": {"samples": 2 * GROUP, "keep": GROUP, "select": "released"},
+}
+DEFAULT_ARMS = "roc,grpo-g,grpo-2g"
+NAMES = {
+    "sft": "before: SFT",
+    "roc": "RoC, 2G to G",
+    "grpo-g": "GRPO, all of G",
+    "grpo-2g": "GRPO, all of 2G",
+    "roc-released": "RoC as released, 2G to G",
+}
+STAGE = "rl"
+MEASURES = {
+    "accuracy": "accuracy",
+    "tool_error_ratio_correct": "tool errors of correct",
+    "tool_error_ratio": "tool errors",
+    "one_answer": "one answer",
+    "tokens": "tokens a rollout",
+}
+COSTS = {"rollouts": "rollouts", "sampled_tokens": "tokens sampled", "seconds": "seconds"}
+CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
+
+Figures = Mapping[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The comparison; 1 if a run failed."""
+    args = _parser().parse_args(argv)
+    return output.run_as_command("roc", lambda: _compare(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = output.parser("roc", __doc__ or "")
+    parser.add_argument("--seeds", type=output.count, default=5, help="how many, from 0 up (default: 5)")
+    parser.add_argument("--steps", type=output.count, default=30, help="of RL (default: 30)")
+    parser.add_argument("--arms", type=_arms, default=_arms(DEFAULT_ARMS), help=f"of {','.join(ARMS)}")
+    parser.add_argument("--folder", type=Path, default=Path("runs/roc"), help="where the runs are (default: runs/roc)")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="what all arms share (default: configs/tiny.toml)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
+    return parser
+
+
+def _arms(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in ARMS]:
+        raise argparse.ArgumentTypeError(f"unknown arm {unknown[0]!r}; expected some of {', '.join(ARMS)}")
+    return names
+
+
+def _compare(args: argparse.Namespace) -> int:
+    shared = load(args.config, {}, args.set)
+    if not shared.stages:
+        raise output.BenchFailed(f"{args.config}: expected a stage, for the lengths and turns that all arms have")
+    seeds = []
+    try:
+        for seed in range(args.seeds):
+            taught = recipe(taught_by(shared, args.folder / f"sft-{seed}", seed), say=_say)
+            rows = {"sft": measured(taught, "sft")}
+            for arm in args.arms:
+                config = arm_of(shared, arm, taught, args.folder / f"{arm}-{seed}", args.steps)
+                rows[arm] = measured(recipe(config, say=_say), STAGE)
+            seeds.append(rows)
+    except UnitFailed as why:
+        raise output.BenchFailed(str(why)) from None
+    figures = {"bench": "roc", "steps": args.steps, "group": GROUP, **summary(seeds)}
+    _show(figures)
+    output.plot(args.plot, lambda axes: draw(axes, figures))
+    output.finish(figures, as_json=args.json)
+    return 0
+
+
+def taught_by(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
+    """SFT and nothing after it. Evaluated at the length and turns of the longest stage, as every arm is."""
+    longest = max(shared.stages, key=lambda stage: (stage.max_tokens, stage.max_turns))
+    limits = replace(shared.evaluate, max_tokens=longest.max_tokens, max_turns=longest.max_turns)
+    return replace(shared, seed=seed, run_dir=str(folder), stages=(), evaluate=limits)
+
+
+def arm_of(shared: RunConfig, arm: str, taught: Run, folder: Path, steps: int) -> RunConfig:
+    """One long stage from the model of `taught`, in the arm's way."""
+    config = taught.config
+    longest = max(shared.stages, key=lambda stage: (stage.max_tokens, stage.max_turns))
+    stage = replace(longest, name=STAGE, steps=steps, drop_solved=0, reset_optimizer=False, **ARMS[arm])
+    model = replace(config.model, path=str(taught.folder / taught.needed(Unit("sft", "sft"))["model"]))
+    return replace(config, run_dir=str(folder), model=model, sft=replace(config.sft, data=()), stages=(stage,))
+
+
+def measured(run: Run, stage: str) -> dict[str, Any]:
+    """What a run's last evaluation and its metrics say."""
+    outcomes = sorted(outcomes_of(RunFolder(run.stage(stage) / "evaluation")).items())
+    groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
+    found = report(groups, run.config.evaluate.samples)
+    estimates = {name: getattr(found, name) for name in MEASURES}
+    steps = [row for row in run.record.metrics() if row["stage"] == stage]
+    return {
+        **{name: estimate.value if estimate else None for name, estimate in estimates.items()},
+        "unavailable": found.unavailable,
+        "rollouts": sum(row.get("kept", 0) + row.get("dropped", 0) for row in steps),
+        "sampled_tokens": sum(row.get("tokens", 0) for row in steps),
+        "seconds": sum(row.get("seconds_step") or 0 for row in steps),
+        "curves": {name: [row.get(name) for row in steps] for name in CURVES},
+    }
+
+
+def summary(seeds: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
+    """Each arm's numbers over the seeds, and how far RoC is from the others within a seed."""
+    arms = list(seeds[0])
+    return {
+        "seeds": len(seeds),
+        "arms": {arm: {name: _spread(_of(seeds, arm, name)) for name in (*MEASURES, *COSTS)} for arm in arms},
+        "differences": {
+            arm: {
+                name: _spread(
+                    mine - its
+                    for mine, its in zip(_of(seeds, "roc", name), _of(seeds, arm, name), strict=True)
+                    if mine is not None and its is not None
+                )
+                for name in MEASURES
+            }
+            for arm in arms
+            if "roc" in arms and arm not in ("roc", "sft")
+        },
+        "runs": [{arm: {k: v for k, v in row.items() if k != "curves"} for arm, row in rows.items()} for rows in seeds],
+        "curves": {
+            arm: {
+                name: [_mean(step) for step in zip(*(rows[arm]["curves"][name] for rows in seeds), strict=False)]
+                for name in CURVES
+            }
+            for arm in arms
+            if arm != "sft"
+        },
+    }
+
+
+def draw(axes: Any, figures: Figures) -> None:
+    """Tool errors of correct rollouts, step by step, the mean over seeds."""
+    for arm, curves in figures["curves"].items():
+        points = [
+            (step, value) for step, value in enumerate(curves["tool_error_ratio_correct"], 1) if value is not None
+        ]
+        axes.plot(*zip(*points, strict=True), label=NAMES[arm])
+    axes.set_xlabel("step")
+    axes.set_ylabel("failing tool calls in correct rollouts")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Mean of {figures['seeds']} seeds, G = {figures['group']}")
+    axes.legend()
+
+
+def _show(figures: Figures) -> None:
+    columns = ("", *MEASURES.values(), *COSTS.values())
+    rows = ((NAMES[arm], *map(_cell, its.values())) for arm, its in figures["arms"].items())
+    output.show(f"After {figures['steps']} steps, mean ± deviation over {figures['seeds']} seeds", columns, rows)
+    differences = figures["differences"].items()
+    if differences:
+        rows = ((f"RoC less {NAMES[arm]}", *map(_cell, its.values())) for arm, its in differences)
+        output.show("Within a seed", ("", *MEASURES.values()), rows)
+
+
+def _cell(spread: Figures | None) -> str | None:
+    if spread is None:
+        return None
+    digits = 0 if abs(spread["mean"]) >= 100 else 3
+    return f"{spread['mean']:.{digits}f} ± {spread['sd']:.{digits}f}"
+
+
+def _of(seeds: Sequence[Mapping[str, Figures]], arm: str, name: str) -> list[float | None]:
+    return [rows[arm][name] for rows in seeds]
+
+
+def _spread(values: Any) -> dict[str, float] | None:
+    some = [value for value in values if value is not None]
+    if not some:
+        return None
+    return {"mean": round(fmean(some), 4), "sd": round(stdev(some), 4) if len(some) > 1 else 0.0}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    some = [value for value in values if value is not None]
+    return round(fmean(some), 4) if some else None
+
+
+def _say(text: str) -> None:
+    output.CONSOLE.print(text, highlight=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,105 @@
+"""bench.roc: arms differ only in what they compare, and the table says what the runs say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy", reason="evaluation needs numpy")
+
+from bench import roc
+from trainer.config import load
+from trainer.recipe import Run, Unit
+from trainer.record import RunFolder
+from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+
+SHARED = load(roc.CONFIG, {})
+
+
+def episode(number: int, sample: int, reward: float | None, *, fails: bool) -> Episode:
+    call = ToolCall("python", "1", "", CallStatus.ERROR if fails else CallStatus.OK, "1")
+    return Episode(
+        Problem(f"p{number}", "text", "1"),
+        sample,
+        prompt_ids=(1,),
+        ids=(1, 2, 3),
+        logprobs=(-1.0,) * 3,
+        mask=(1,) * 3,
+        steps=(Turn(0, 3, "", (call,)),),
+        stop=StopReason.FINISHED,
+        answer_tags=1,
+        reward=reward,
+    )
+
+
+def taught(folder: Path) -> Run:
+    run = Run(roc.taught_by(SHARED, folder, 3))
+    run.finish(Unit("sft", "sft"), {"model": "stages/sft/model", "step": 0, "seconds": 1.0})
+    return run
+
+
+def rows(**some: float) -> dict[str, Any]:
+    names = (*roc.MEASURES, *roc.COSTS)
+    return {**dict.fromkeys(names, 1.0), "curves": {name: [1.0, None] for name in roc.CURVES}, **some}
+
+
+def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
+    run = taught(tmp_path)
+    configs = {arm: roc.arm_of(SHARED, arm, run, tmp_path, 7) for arm in roc.ARMS}
+    plain = {
+        arm: replace(config, stages=(replace(config.stages[0], samples=2, keep=2, select="all"),))
+        for arm, config in configs.items()
+    }
+    assert len(set(map(repr, plain.values()))) == 1
+    one = configs["roc"]
+    assert (one.seed, one.sft.data, one.stages[0].steps) == (3, (), 7)
+    assert one.model.path == str(tmp_path / "stages/sft/model")
+    assert (one.evaluate.max_tokens, one.evaluate.max_turns) == (one.stages[0].max_tokens, one.stages[0].max_turns)
+    assert [str(unit) for unit in Run(one).units()] == ["prepare", "grpo rl", "eval rl"]
+    assert [str(unit) for unit in run.units()] == ["prepare", "sft sft", "eval sft"]
+
+
+def test_what_a_run_left_is_read(tmp_path: Path) -> None:
+    run = taught(tmp_path)
+    record = RunFolder(tmp_path / "stages/sft/evaluation")
+    record.write_episodes(0, "eval", [[episode(0, 0, None, fails=True)]], [[0]])
+    record.write_episodes(0, "eval", [[episode(1, 0, 0.0, fails=True)]], [[0]], first_group=1)
+    record.write_episodes(0, "eval", [[episode(0, 0, 1.0, fails=False)]], [[0]])
+    for step in (1, 2):
+        row = {"step": step, "stage": "sft", "kept": 8, "dropped": 8, "tokens": 100, "seconds_step": 1.5}
+        run.record.append_metrics({**row, "one_answer": 0.5})
+    found = roc.measured(run, "sft")
+    assert (found["accuracy"], found["tool_error_ratio"], found["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)
+    assert (found["rollouts"], found["sampled_tokens"], found["seconds"], found["unavailable"]) == (32, 200, 3.0, 0)
+    assert found["curves"] == {"tool_error_ratio_correct": [None, None], "one_answer": [0.5, 0.5], "reward": [None] * 2}
+
+
+def test_differences_are_taken_within_a_seed() -> None:
+    seeds = [
+        {"sft": rows(), "roc": rows(accuracy=0.8), "grpo-g": rows(accuracy=0.5)},
+        {"sft": rows(), "roc": rows(accuracy=0.4), "grpo-g": rows(accuracy=0.2)},
+    ]
+    made = roc.summary(seeds)
+    assert made["arms"]["roc"]["accuracy"]["mean"] == 0.6
+    assert list(made["differences"]) == ["grpo-g"]
+    assert made["differences"]["grpo-g"]["accuracy"] == {"mean": 0.25, "sd": 0.0707}
+    assert made["curves"]["roc"]["one_answer"] == [1.0, None]
+    roc._show({"steps": 2, **made})
+
+
+def test_it_is_drawn(tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure", reason="plots need matplotlib").Figure()
+    axes = figure.subplots()
+    roc.draw(axes, {"group": 8, **roc.summary([{"sft": rows(), "roc": rows(), "grpo-g": rows()}])})
+    assert [line.get_label() for line in axes.lines] == ["RoC, 2G to G", "GRPO, all of G"]
+    assert list(axes.lines[0].get_xdata()) == [1]
+
+
+def test_unknown_arms_are_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        roc.main(["--arms", "roc,best"])
+    assert ended.value.code == 2
+    assert "unknown arm 'best'; expected some of roc" in capsys.readouterr().err
