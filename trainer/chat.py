@@ -21,29 +21,20 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-TOOL_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "execute_python_code_with_standard_io",
-        "description": "Run Python code with the given standard input and return what it prints.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "code": {
-                    "type": "string",
-                    "description": "Python code. Print what you want to see; if it prints nothing, the value of its "
-                    "last expression is shown. numpy, scipy and sympy are installed. Every call starts afresh.",
-                },
-                "input": {
-                    "type": "string",
-                    "description": "What the code reads from standard input.",
-                    "default": "",
-                },
-            },
-            "required": ["code"],
-        },
+_PROPERTIES = {
+    "code": {
+        "type": "string",
+        "description": "Python code. Print what you want to see; if it prints nothing, the value of its last "
+        "expression is shown. numpy, scipy and sympy are installed. Every call starts afresh.",
     },
+    "input": {"type": "string", "description": "What the code reads from standard input.", "default": ""},
 }
+_FUNCTION = {
+    "name": "execute_python_code_with_standard_io",
+    "description": "Run Python code with the given standard input and return what it prints.",
+    "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["code"]},
+}
+TOOL_SCHEMA = {"type": "function", "function": _FUNCTION}
 """As `sandbox.tool` states it."""
 
 # The words and the layout that the released model was trained with (custom_chat_template in microsoft/rStar,
@@ -68,7 +59,7 @@ ASK = (
 )
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
-_EXAMPLE = f'{CALL}{{"name": "{TOOL_SCHEMA["function"]["name"]}", "arguments": {{"code": "print(1)"}}}}{CALL_END}'  # type: ignore[index]
+_EXAMPLE = f'{CALL}{{"name": "{_FUNCTION["name"]}", "arguments": {{"code": "print(1)"}}}}{CALL_END}'
 
 Message = Mapping[str, str]
 Render = Callable[[list[dict[str, str]], bool], str]

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from trainer.chat import Asked, Chat, Malformed
 from trainer.engine import EngineFailed, Generation, Sampling
 from trainer.reward import Verifier, score
+from trainer.tools import ToolReply
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Trajectory, Turn
 
 CUT_NOTE_CHARS = 100
@@ -55,27 +56,8 @@ class Pool(Protocol):
     def seat(self, *, group: str, prompt_tokens: int) -> AbstractAsyncContextManager[Seat]: ...
 
 
-class Reply(Protocol):
-    """What came of a tool call (`trainer.tools.ToolReply`)."""
-
-    @property
-    def status(self) -> CallStatus: ...
-    @property
-    def response(self) -> str: ...
-    @property
-    def code(self) -> str: ...
-    @property
-    def stdin(self) -> str: ...
-    @property
-    def is_cut(self) -> bool: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def error(self) -> str: ...
-
-
 class Tool(Protocol):
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> Reply: ...
+    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply: ...
 
 
 class Tools(Protocol):
