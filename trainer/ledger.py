@@ -1,0 +1,78 @@
+"""What an engine's cache holds and will hold: the contexts of its episodes, laid out over the tokens yet to come. Pure.
+
+All that run on an engine grow by a token a step, so steps are the time here (`tick`). An episode is not expected to end
+at its mean length but, in equal parts, at the quantiles of the lengths that it may still have: of a hundred episodes
+that begin together few will ever be long together, and a hundred reservations of the mean would leave half of the cache
+empty. `peak` is the most that the cache is expected to hold at any tick from now on.
+
+Each part is in the bucket of the tick at which it ends, as (count, sum of context - tick): their sum at tick t is
+`sum + count * t`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An episode: its context was `context` at `tick`, and it ends in `buckets`, in equal parts."""
+
+    context: int
+    tick: float
+    buckets: tuple[int, ...]
+
+
+class Ledger:
+    """`width`: ticks in a bucket."""
+
+    def __init__(self, width: float) -> None:
+        self._width = width
+        self._counts: dict[int, float] = {}
+        self._bases: dict[int, float] = {}
+        self.episodes = 0
+        self.held = 0
+        """Tokens of all contexts, each as of its entry."""
+
+    def enter(self, context: int, tick: float, growths: Sequence[float]) -> Entry:
+        """An episode with `context` tokens is to grow by one of `growths`, each as likely."""
+        width = self._width
+        entry = Entry(context, tick, tuple([int((tick + growth) / width) for growth in growths]))
+        self._add(entry, 1)
+        return entry
+
+    def leave(self, entry: Entry) -> None:
+        self._add(entry, -1)
+        if not self.episodes:  # rounding ends with the last
+            self._counts.clear()
+            self._bases.clear()
+
+    def peak(self, tick: float) -> float:
+        """The most tokens that are expected at any time from `tick` on; parts that are overdue end at once."""
+        if not self._counts:
+            return 0.0
+        now, width = int(tick / self._width), self._width
+        count = base = peak = late_count = late_base = 0.0
+        for bucket in sorted(self._counts, reverse=True):
+            if bucket <= now:
+                late_count += self._counts[bucket]
+                late_base += self._bases[bucket]
+                continue
+            count += self._counts[bucket]
+            base += self._bases[bucket]
+            peak = max(peak, base + count * (bucket + 0.5) * width)
+        return max(peak, base + late_base + (count + late_count) * tick)
+
+    def _add(self, entry: Entry, sign: int) -> None:
+        part = sign / len(entry.buckets)
+        base = (entry.context - entry.tick) * part
+        for bucket in entry.buckets:
+            count = self._counts.get(bucket, 0.0) + part
+            if abs(count) < 1e-9:
+                del self._counts[bucket], self._bases[bucket]
+            else:
+                self._counts[bucket] = count
+                self._bases[bucket] = self._bases.get(bucket, 0.0) + base
+        self.episodes += sign
+        self.held += sign * entry.context
