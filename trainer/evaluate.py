@@ -214,10 +214,9 @@ def table(reports: Mapping[str, Report]) -> Table:
     from rich.table import Table
 
     samples = next(iter(reports.values())).samples
-    most = f"pass@{samples}"
     made = Table(box=None, pad_edge=False, header_style="bold")
-    names = ("problems", f"avg@{samples} [95 %]", most, "tool errors", "of correct", "one answer", "tokens", "turns")
-    for name in ("source", *names, "unavailable"):
+    scores = ("problems", f"avg@{samples} [95 %]", f"pass@{samples}")
+    for name in ("source", *scores, "tool errors", "of correct", "one answer", "tokens", "turns", "unavailable"):
         made.add_column(name, justify="left" if name == "source" else "right")
     some = {name: one for name, one in reports.items() if name != ALL or len(reports) > 2}
     for name, one in some.items():

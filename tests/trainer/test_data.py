@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +110,24 @@ def test_arrays_and_parquet_are_read_like_lines(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
     parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / "file.parquet")
     assert read(str(tmp_path / "file.parquet")) == read(str(array))
+
+
+def test_hub_names_carry_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+        asked.append((name, config, split))
+        if name == "no/such":
+            raise FileNotFoundError("no/such is not there")
+        return [{"question": "How many?", "answer": "#### 3"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    source = "openai/gsm8k@main:test"
+    assert read(source) == [Problem(f"{source}-0", "How many?", "3", source)]
+    read("BytedTsinghua-SIA/DAPO-Math-17k")
+    assert asked == [("openai/gsm8k", "main", "test"), ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
+    with pytest.raises(DataError, match=r"^no/such: cannot be had from the hub"):
+        read("no/such")
 
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "no-such-thing", "a/b/c", "generated:", "generated:-1", ""])
