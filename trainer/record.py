@@ -21,7 +21,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -232,10 +231,11 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _spans(mask_T: Sequence[int]) -> list[list[int]]:
     """The runs of equal mask as `[start, end, mask]`."""
-    spans, start = [], 0
-    for value, run in groupby(mask_T):
-        end = start + sum(1 for _ in run)
-        spans.append([start, end, value])
+    mask, spans, start = bytes(mask_T), [], 0
+    while start < len(mask):
+        end = mask.find(1 - mask[start], start)
+        end = len(mask) if end < 0 else end
+        spans.append([start, end, mask[start]])
         start = end
     return spans
 

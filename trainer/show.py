@@ -18,7 +18,8 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.record import METRICS, RecordError, RunFolder
 
@@ -186,9 +187,8 @@ def _print(folder: RunFolder, args: argparse.Namespace) -> None:
     elif found:
         console.print(_list(found[:most]))
         more = f" More than {most} match; --episodes N for more." if len(found) > most else ""
-        console.print(
-            f"One whole: --step {found[0]['step']} --problem {clean(found[0]['problem']['id'])} --sample 0.{more}"
-        )
+        first, problem = found[0], quote(clean(found[0]["problem"]["id"]))
+        console.print(f"One whole: --step {first['step']} --problem {problem} --sample {first['sample']}.{more}")
     else:
         console.print("No episodes match." if folder.steps() else "No episodes yet.")
 
@@ -204,7 +204,7 @@ def _print_run(console: Console, folder: RunFolder) -> None:
 
 
 def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
-    table = _table("stage", "steps>", "reward>", "tool errors if correct>", "one answer>", "length>", "accuracy after>")
+    table = _table("stage", "steps>", "reward>", "errors if right>", "one answer>", "length>", "accuracy>")
     results = {stage["name"]: stage for stage in (summary or {}).get("stages", ())}
     for name, some in groupby(rows, key=lambda row: row["stage"]):
         stage = list(some)
@@ -218,7 +218,7 @@ def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
 
 
 def _numbers(rows: Sequence[Row], width: int) -> Table:
-    table = _table("", "first>", "last>", "course", *([""] if width >= 120 else []))
+    table = _table("", "first>", "last>", "course", *(["…"] if width >= 120 else []))
     for key, about in METRICS.items():
         if have := [row[key] for row in rows if row.get(key) is not None]:
             table.add_row(key, _text(have[0]), _text(have[-1]), bars(have), *([about] if width >= 120 else []))
@@ -235,14 +235,12 @@ def bars(values: Sequence[float]) -> str:
 
 
 def _list(rows: Sequence[Row]) -> Table:
-    table = _table(
-        "step>", "problem", "sample>", "reward>", "", "stop", "turns>", "failed calls>", "penalty>", "tokens>", "answer"
-    )
+    table = _table("step>", "problem…", "#>", "reward>", "", "stop", "failed>", "penalty>", "tokens>", "answer…")
     for row in rows:
         table.add_row(
             str(row["step"]), clean(row["problem"]["id"]), str(row["sample"]), _text(row["reward"]),
-            "kept" if row["kept"] else "dropped", row["stop"], str(len(row["turns"])),
-            f"{row['failed_calls']} of {row['calls']}", _text(row["p_err"] + row["p_format"]),
+            "kept" if row["kept"] else "dropped", row["stop"], f"{row['failed_calls']}/{row['calls']}",
+            _text(row["p_err"] + row["p_format"]),
             str(row["response_tokens"]), clean(row["answer"] or "–"),
         )  # fmt: skip
     return table
@@ -274,12 +272,13 @@ def _episode(row: Row) -> Iterator[RenderableType]:
 
 
 def _table(*heads: str) -> Table:
-    """An empty table; a head that ends in > is of numbers."""
+    """An empty table; a head that ends in > is of numbers, one that ends in … of text that may need several lines."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for head in heads:
-        table.add_column(head.rstrip(">"), justify="right" if head.endswith(">") else "left", overflow="fold")
+        align: Literal["left", "right"] = "right" if head.endswith(">") else "left"
+        table.add_column(head.rstrip(">…"), justify=align, no_wrap=not head.endswith("…"), overflow="fold")
     return table
 
 

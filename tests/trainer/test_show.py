@@ -105,7 +105,7 @@ def test_the_terminal_lists_the_last_step(folder: RunFolder, shown: Shown) -> No
             for line in said.splitlines()
             if line.split()[:3] == [str(LAST), row["problem"]["id"], str(row["sample"])]
         ]
-        assert ("kept" in line.split()) == row["kept"] and f"{row['failed_calls']} of {row['calls']}" in line
+        assert ("kept" in line.split()) == row["kept"] and f"{row['failed_calls']}/{row['calls']}" in line.split()
 
 
 def test_one_episode_is_shown_whole(folder: RunFolder, shown: Shown) -> None:
