@@ -10,6 +10,12 @@ kernel says of the calls' processes (fork to exit) and `own_cpu_ms` is the zygot
 
 from __future__ import annotations
 
+import pages
+
+if __name__ == "__main__":  # as the real one begins
+    pages.gather()
+    pages.restart()
+
 import os
 import resource
 import sys

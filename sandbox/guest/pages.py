@@ -2,8 +2,8 @@
 
 A fork copies each mapping of its parent (1 µs, and its end as much), and the page tables of all that the parent has
 written to: an entry and its bookkeeping for each 4 KiB, which for a heap of 50 MB costs more than everything else a
-small call does. So while a zygote loads, all memory comes from one heap (`gather`), which is then collapsed into huge
-pages (`settle`; madvise(2), MADV_COLLAPSE, Linux 6.1). A kernel that cannot just stays slower.
+small call does. So while a zygote loads (`gather`), and even before (`restart`), all memory comes from one heap, which
+is then collapsed into huge pages (`settle`; madvise(2), MADV_COLLAPSE, Linux 6.1). A kernel that cannot stays slower.
 
 Code is another matter: it is mapped from files, whose pages a fork does not copy, so each call would fault them in
 again, 16 at a time. What of the interpreter fills whole huge pages is copied into such: no fault at all in a call.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import sys
 
 import immortal
@@ -30,6 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = (ctypes.c_size_t,)
+_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -78,6 +80,46 @@ _Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t
 _usual = _Arenas()
 ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_usual))
 
+_RAW, _MEM, _OBJECTS = range(3)  # PyMemAllocatorDomain
+_RESTARTED = "RSTAR_SMALL_OBJECTS"
+
+
+def restart() -> None:
+    """First thing in a zygote, after `gather`: start anew, with what that itself takes in malloc's heap, too.
+
+    Its own allocator (Objects/obmalloc.c) would have put that into mappings of 1 MiB here and there, which nothing can
+    make huge: 1,000 pages to copy in each fork. PYTHONMALLOC=malloc does without that allocator for good. So its
+    functions, which have no public name, are noted before, as distances from one that has, and put back here. Where
+    that is not how it works, nothing happens, and forks cost more.
+    """
+    anchor = ctypes.cast(ctypes.pythonapi.PyMem_GetAllocator, ctypes.c_void_p).value or 0
+    noted = os.environ.pop(_RESTARTED, None)
+    usual, raw = _allocator(_OBJECTS), _allocator(_RAW)
+    if noted is None:
+        if usual.context is None and usual.malloc != raw.malloc and _heeds_environment():
+            own_ways = [getattr(usual, name) for name, _ in _Allocator._fields_[1:]]
+            distances = ",".join(str(function - anchor) for function in own_ways)
+            os.environ.update({"PYTHONMALLOC": "malloc", _RESTARTED: distances})
+            os.execv(sys.executable, sys.orig_argv)
+        return
+    del os.environ["PYTHONMALLOC"]  # calls may start interpreters
+    if usual.malloc == raw.malloc:
+        small = _Allocator(None, *(anchor + int(distance) for distance in noted.split(",")))
+        for domain in (_MEM, _OBJECTS):
+            ctypes.pythonapi.PyMem_SetAllocator(domain, ctypes.byref(small))
+
+
+def _heeds_environment() -> bool:
+    """Whether PYTHONMALLOC would do; without the interpreter lock there is one allocator only."""
+    return hasattr(sys, "orig_argv") and "t" not in sys.abiflags and not sys.flags.ignore_environment
+
+
+def _allocator(domain: int) -> _Allocator:
+    found = _Allocator()
+    ctypes.pythonapi.PyMem_GetAllocator(domain, ctypes.byref(found))
+    return found
+
+
 _kept: list = []
 
 _ONE_HEAP = 32 << 20
@@ -93,8 +135,7 @@ def gather() -> None:
     must not be freed as if malloc had made them, so something in each is kept.
     """
     _kept.append(gc.get_objects())
-    raw = _Allocator()
-    ctypes.pythonapi.PyMem_GetAllocator(0, ctypes.byref(raw))  # PYMEM_DOMAIN_RAW: malloc, which takes a context, too
+    raw = _allocator(_RAW)  # malloc, which takes a context, too
     ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_Arenas(raw.context, raw.malloc, raw.free)))
     _map_own(_ONE_HEAP)
 
@@ -123,6 +164,13 @@ def settle() -> int:
     _scatter()
     top = _libc.sbrk(0) // _HUGE  # a heap that fills it could not grow any more
     return sum(_collapse(block) or _complete(block) for block in blocks | _resident_below(top) if block != top)
+
+
+def trim() -> None:
+    """Give back the free end of the heap, which each fork would copy. (malloc_trim would go for the holes as well.)"""
+    _mallopt(_M_TRIM_THRESHOLD, 0)
+    _libc.free(_libc.malloc(_CHUNK))
+    _map_own(_OWN_MAPPING)
 
 
 def _fill_heap() -> None:
@@ -163,9 +211,9 @@ def _complete(block: int) -> bool:
     return is_whole
 
 
-_filling: list = [None]
+_filling: list = []
 _POOL, _POOL_HEADER, _LARGEST, _STEP = 1 << 14, 48, 512, 16
-_MOST_HOLES = 100_000
+_BATCH, _MOST_BATCHES, _NEAR = 16, 4096, 8
 
 
 def _fill_pools() -> None:
@@ -174,11 +222,25 @@ def _fill_pools() -> None:
     for size in range(_STEP, _LARGEST + 1, _STEP):
         kind = {_STEP: object, 2 * _STEP: complex}.get(size, bytes)  # of exactly that size
         arguments = (size - _EMPTY,) if kind is bytes else ()
-        for _ in range(_MOST_HOLES):
-            _filling.append(kind(*arguments))
-            before, last = map(id, _filling[-2:])
-            if before % _POOL == _POOL_HEADER and last == before + size:  # a new pool begins: no other has room
+        places: list = []
+        for _ in range(_MOST_BATCHES):
+            batch: list = [None] * _BATCH
+            for place in range(_BATCH):  # and nothing else is taken meanwhile
+                batch[place] = kind(*arguments)
+            _filling.append(batch)
+            places = places[-2:] + [id(thing) for thing in batch]
+            if _begins_a_pool(places, size):
                 break
+
+
+def _begins_a_pool(places: list, size: int) -> bool:
+    """Blocks come one after another from the start of a pool, so no other pool of that size had room. Some may be
+    missing, which whoever fills has taken itself."""
+    start, near = _POOL_HEADER + 3 * size, _NEAR * size
+    return any(
+        first % _POOL < start and first < second < third < first + near
+        for first, second, third in zip(places, places[1:], places[2:])
+    )
 
 
 _settled: set = set()

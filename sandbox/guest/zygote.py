@@ -22,6 +22,7 @@ import pages
 
 if __name__ == "__main__":
     pages.gather()  # what is imported from here on lies together
+    pages.restart()
 
 import contextlib
 import ctypes
@@ -143,6 +144,7 @@ class Zygote:
         pages.settle_code()
         pages.settle()
         rehearsal.play(self, 2)  # what settling has put out of the interpreter's caches comes back
+        pages.trim()
         modules = sorted({name.partition(".")[0] for name in sys.modules})
         self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
         self.outbox.flush()

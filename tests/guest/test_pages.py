@@ -75,3 +75,40 @@ def test_what_a_zygote_loads_is_one_heap_of_huge_pages() -> None:
     if huge == "0":
         pytest.skip("this kernel does not collapse memory into huge pages")
     assert int(huge) >= int(size) - 2, "all of the heap but its ends"
+
+
+STARTED = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import pages
+pages.gather()
+pages.restart()
+import gc, os, pathlib
+ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
+heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
+there = [id(thing) in heap for thing in gc.get_objects() if type(thing) is not type]
+print(sum(there) > 0.99 * len(there), [name for name in os.environ if name.startswith(("PYTHON", "RSTAR"))], sys.argv)
+small = pages._allocator(2).malloc != pages._allocator(0).malloc
+print(small, sum(len(str(number)) for number in [[n] for n in range(100_000)]), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_the_interpreter_itself_takes_is_in_that_heap_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-s", "-c", STARTED, "one"], capture_output=True, text=True, check=True, timeout=60, env={}
+    )
+    assert done.stdout == "True [] ['-c', 'one']\nTrue 688890\n"
+
+
+def test_filling_stops_with_the_holes() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import pages
+for size in range(16, 500, 16):
+    scattered = [bytes(size) for _ in range(2_000)]
+    del scattered[::7]
+pages.settle()
+print(len(pages._filling) < 2_000)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n"
