@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 from typing import Literal, Protocol
@@ -101,9 +102,15 @@ def has_signal(group: Sequence[Rollout], kept: Sequence[int]) -> bool:
 
 def explain(group: Sequence[Rollout], kept: Sequence[int]) -> list[str]:
     """In words, for each rollout of `group`, why it was kept or dropped."""
-    chosen = set(kept)
+    everyone = Counter(_kind(rollout) for rollout in group)
+    chosen = Counter(_kind(group[i]) for i in kept)
     flat = "" if has_signal(group, kept) else "; not in the loss, since all that were kept have the same reward"
-    return [f"kept: {_reason(r)}{flat}" if i in chosen else f"dropped: {_reason(r)}" for i, r in enumerate(group)]
+    reasons = []
+    for i, rollout in enumerate(group):
+        kind = _kind(rollout)
+        why = f"{kind}, {chosen[kind]} of {everyone[kind]} of them kept, {_how(rollout)}"
+        reasons.append(f"kept: {why}{flat}" if i in kept else f"dropped: {why}")
+    return reasons
 
 
 def _released_negatives(negatives: int, positives: int, keep: int, size: int) -> int:
@@ -127,12 +134,19 @@ def _draw(pool: Sequence[int], weights: Sequence[float], count: int, rng: Random
     return drawn
 
 
-def _reason(rollout: Rollout) -> str:
+def _kind(rollout: Rollout) -> str:
     if rollout.reward is None:
-        return "no verdict, which was our failure; it fills a group only where no other can"
+        return "no verdict"
+    return "correct" if rollout.reward > 0 else "wrong"
+
+
+def _how(rollout: Rollout) -> str:
+    """What a rollout of this kind is chosen by."""
+    if rollout.reward is None:
+        return "where no others fill the group: the failure was ours"
     if not rollout.reward > 0:
-        return "wrong; wrong ones are kept without regard to their penalty"
+        return "whatever their penalty"
     calls = f"{rollout.failed_calls} of {rollout.calls} calls failed" if rollout.calls else "no tool call"
-    answers = {0: "no answer tag", 1: "one answer"}.get(rollout.answer_tags, f"{rollout.answer_tags} answers")
+    answers = {0: "no answer", 1: "one answer"}.get(rollout.answer_tags, f"{rollout.answer_tags} answers")
     penalty = f"penalty {p_total(rollout):.2f} = {p_err(rollout):.2f} ({calls}) + {p_format(rollout):.2f} ({answers})"
-    return f"correct, {penalty}; the lower the penalty, the likelier kept"
+    return f"the cleaner the likelier; {penalty}"

@@ -244,7 +244,15 @@ def test_every_rollout_is_told_why(group, data, mode):
     assert all("no verdict" in words[i] for i, roll in enumerate(group) if roll.reward is None)
 
 
-def test_why_says_the_penalty():
-    (why,) = explain([Roll(calls=4, failed_calls=1, answer_tags=3, turns=4)], [0])
-    assert "penalty 0.75 = 0.25 (1 of 4 calls failed) + 0.50 (3 answers)" in why
-    assert "not in the loss" in why
+def test_why_says_what_it_was_chosen_by():
+    careless = Roll(calls=4, failed_calls=1, answer_tags=3, turns=4)
+    words = explain([careless, CLEAN, WRONG, WRONG, LOST], [1, 2])
+    right = "correct, 1 of 2 of them kept, the cleaner the likelier"
+    assert words == [
+        f"dropped: {right}; penalty 0.75 = 0.25 (1 of 4 calls failed) + 0.50 (3 answers)",
+        f"kept: {right}; penalty 0.00 = 0.00 (0 of 1 calls failed) + 0.00 (one answer)",
+        "kept: wrong, 1 of 2 of them kept, whatever their penalty",
+        "dropped: wrong, 1 of 2 of them kept, whatever their penalty",
+        "dropped: no verdict, 0 of 1 of them kept, where no others fill the group: the failure was ours",
+    ]
+    assert explain([CLEAN], [0])[0].endswith("; not in the loss, since all that were kept have the same reward")
