@@ -1,57 +1,97 @@
-"""An event loop in a thread of its own, for synchronous code that owns asynchronous things: TRL's, and the recipe's.
+"""An event loop in a thread of its own, for synchronous code that owns asynchronous things: TRL's trainer does.
 
 Invariants:
-- What is entered is left in the same task, last in first out, whatever ends the `with` block.
-- `run` returns or raises only when what it ran is over, also when Ctrl-C interrupts the wait.
+- One task does everything, one thing at a time: what it enters it leaves, last in first out, whatever ends the `with`.
+- `run` returns or raises only when what it ran is over. Ctrl-C while it waits cancels that first.
 - An exception in the loop surfaces where it was waited for, with its own traceback.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack
-from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
-
-from anyio.from_thread import start_blocking_portal
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from typing import Any, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Background:
-    """A context manager; no method may be called from its own loop."""
+    """A context manager, for one thread and not for its own loop."""
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal("asyncio", name="trainer-background"))
-            self._stack = stack.pop_all()
+        self._over: Future[None] = Future()
+        has_begun = threading.Event()
+        self._thread = threading.Thread(target=self._live, args=[has_begun], name="background", daemon=True)
+        self._thread.start()
+        has_begun.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._call(self._stop)
+        self._thread.join()
+        self._over.result()
 
     def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
         """Enter it in the loop, until the `with` block ends."""
-        return self._stack.enter_context(self._portal.wrap_async_context_manager(manager))
+        return self.run(self._stack.enter_async_context, manager)
 
     def run(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Await `function(*args, **kwargs)` in the loop."""
-        is_over = threading.Event()
-
-        async def work() -> T:
-            try:
-                return await function(*args, **kwargs)
-            finally:
-                is_over.set()
-
-        future = self._portal.start_task_soon(work)
+        job: Future[T] = Future()
+        self._call(self._jobs.put_nowait, (job, partial(function, *args, **kwargs)))
+        ends: list[Future[Any]] = [job, self._over]
         try:
-            return future.result()
-        except BaseException:
-            if future.cancel():  # it was the wait that was interrupted
-                is_over.wait()
+            wait(ends, return_when=FIRST_COMPLETED)
+        except BaseException:  # Ctrl-C
+            self._call(self._interrupt, job)
+            wait(ends, return_when=FIRST_COMPLETED)
             raise
+        if not job.done():
+            self._over.result()
+        return job.result()
+
+    def _call(self, function: Callable[..., object], *args: Any) -> None:
+        if not self._over.done():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # In the loop's thread
+
+    def _live(self, has_begun: threading.Event) -> None:
+        try:
+            asyncio.run(self._work(has_begun))
+        except BaseException as why:
+            self._over.set_exception(why)
+        else:
+            self._over.set_result(None)
+
+    async def _work(self, has_begun: threading.Event) -> None:
+        self._loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task
+        self._task = task
+        self._jobs: asyncio.Queue[tuple[Future[Any], Callable[[], Awaitable[Any]]] | None] = asyncio.Queue()
+        self._job: Future[Any] = Future()
+        async with AsyncExitStack() as self._stack:
+            has_begun.set()
+            while entry := await self._jobs.get():
+                self._job, function = entry
+                if not self._job.set_running_or_notify_cancel():
+                    continue
+                try:
+                    self._job.set_result(await function())
+                except BaseException as why:  # whoever waits for it has to act on it
+                    self._job.set_exception(why)
+                    while self._task.cancelling():  # what was interrupted is over; the loop goes on
+                        self._task.uncancel()
+
+    def _interrupt(self, job: Future[Any]) -> None:
+        if not job.cancel() and job.running():
+            self._task.cancel()
+
+    def _stop(self) -> None:
+        self._interrupt(self._job)  # one that Ctrl-C left running
+        self._jobs.put_nowait(None)

@@ -35,7 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainer import roc
 from trainer.background import Background
-from trainer.config import StageConfig
+from trainer.config import ConfigError, StageConfig
 from trainer.progress import CHECKPOINTS_KEPT, Progress, Trained, finish, latest, quiet, ranks, steps_of
 from trainer.progress import Record as ProgressRecord
 from trainer.rollout import EpisodeLimits
@@ -48,6 +48,9 @@ Groups = Sequence[Sequence[Episode]]
 
 
 class Collector(Protocol):
+    own_s: float
+    """What the last collection cost itself: neither engines nor tools."""
+
     async def collect(
         self,
         problems: Sequence[Problem],
@@ -114,12 +117,12 @@ def train_stage(
     checkpoint of the stage before, whose optimiser goes on. Weights are float32 whatever `dtype` says, which is what
     the passes compute in: steps of 1e-6 would be lost in bfloat16.
 
-    Raises ValueError for settings that do not fit together, and what engines and tools raise.
+    Raises `ConfigError` for settings that do not fit together, and what engines and tools raise.
     """
     world = ranks().num_processes
     passes, rest = divmod(stage.prompts * stage.keep, stage.micro_batch * world)
     if rest:
-        raise ValueError(
+        raise ConfigError(
             f"stages.{stage.name}: prompts={stage.prompts} x keep={stage.keep} rows on {world} ranks: expected a "
             f"multiple of ranks x micro_batch={stage.micro_batch}; change one of them"
         )
@@ -194,8 +197,9 @@ def prompts_in_order(problems: Sequence[Problem], per_step: int, steps: int, see
     """
     ids = [problem.id for problem in problems]
     if len(set(ids)) != len(ids) or len(ids) < per_step:
-        raise ValueError(
-            f"expected at least {per_step} problems with ids of their own, got {len(ids)} with {len(set(ids))}"
+        raise ConfigError(
+            f"expected at least prompts={per_step} problems with an id each, got {len(ids)} with {len(set(ids))}; "
+            "lower prompts, or give more problems"
         )
     order: list[str] = []
     epoch = 0
@@ -227,6 +231,7 @@ class _Bridge(Progress):
         self._problems = {problem.id: problem for problem in problems}
         self._version = 0
         self._sampled: dict[str, float] = {}
+        self._own_s = 0.0
         self._since = self._rolled_out = perf_counter()
 
     def sync_weights(self) -> None:
@@ -263,7 +268,7 @@ class _Bridge(Progress):
             "weight_version": self._version,
             "seconds_step": took,
             "seconds_optimise": optimise,
-            "seconds_own": took - waited,
+            "seconds_own": took - waited + self._own_s,
         }
 
     def on_train_begin(
@@ -287,6 +292,7 @@ class _Bridge(Progress):
             seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
         )
         self._sampled["seconds_rollout"] = perf_counter() - began
+        self._own_s = rollouts.collector.own_s
         kept = [self._select(group, step) for group in groups]
         used = [some if roc.has_signal(group, some) else [] for group, some in zip(groups, kept, strict=True)]
         why = [roc.explain(group, some) for group, some in zip(groups, kept, strict=True)]

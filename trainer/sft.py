@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig as TrlSFTConfig
 from trl import SFTTrainer
 
-from trainer.config import SftConfig
+from trainer.config import ConfigError, SftConfig
 from trainer.progress import CHECKPOINTS_KEPT, Progress, Record, Trained, finish, latest, quiet, ranks, steps_of
 
 Messages = Sequence[Mapping[str, str]]
@@ -46,19 +46,19 @@ def train_sft(
 ) -> Trained:
     """Train `model`'s folder on `conversations` into `out`/model, from `out`'s newest whole checkpoint if any.
 
-    Conversations over `sft.max_length` tokens are left out. Raises ValueError where none is left, or the batch does not
-    fit.
+    Conversations over `sft.max_length` tokens are left out. Raises `ConfigError` where none is left, or the batch does
+    not fit.
     """
     world = ranks().num_processes
     passes, rest = divmod(sft.batch, sft.micro_batch * world)
     if rest:
-        raise ValueError(
+        raise ConfigError(
             f"sft: batch={sft.batch} on {world} ranks: expected a multiple of ranks x micro_batch={sft.micro_batch}; "
             "change one of them"
         )
     encoded = [pair for pair in map(chat.encode, conversations) if len(pair[0]) <= sft.max_length and any(pair[1])]
     if not encoded:
-        raise ValueError(f"sft: expected conversations of at most max_length={sft.max_length} tokens, got none")
+        raise ConfigError(f"sft: expected conversations of at most max_length={sft.max_length} tokens, got none")
     start = latest(out / "checkpoints")
     if ranks().is_main_process:
         record.rewind(first_step + (steps_of(start) if start else 0))

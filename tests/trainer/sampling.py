@@ -36,6 +36,7 @@ class Sampler:
     shift: float = 0.0
     """Added to the log-probabilities that are reported: an engine that disagrees with the trainer."""
     before: Callable[[int], None] = lambda number: None
+    own_s: float = 0.0
     log: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:

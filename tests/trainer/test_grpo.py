@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.trainer.sampling import Sampler, model_folder, problems  # noqa: E402
 from trainer import grpo  # noqa: E402
 from trainer.background import Background  # noqa: E402
-from trainer.config import StageConfig  # noqa: E402
+from trainer.config import ConfigError, StageConfig  # noqa: E402
 from trainer.grpo import Rollouts, prompts_in_order, train_stage  # noqa: E402
 from trainer.progress import Trained  # noqa: E402
 from trainer.record import RunFolder  # noqa: E402
@@ -234,9 +234,9 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
 
 
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
-    with pytest.raises(ValueError, match=r"stages.rl1: prompts=2 x keep=4 .* micro_batch=3"):
+    with pytest.raises(ConfigError, match=r"stages.rl1: prompts=2 x keep=4 .* micro_batch=3"):
         Stage(tmp_path, model, background, micro_batch=3).run(Sampler(model))
-    with pytest.raises(ValueError, match=r"expected at least 2 problems .* got 1"):
+    with pytest.raises(ConfigError, match=r"expected at least prompts=2 problems .* got 1"):
         Stage(tmp_path, model, background).run(Sampler(model), count=1)
 
 

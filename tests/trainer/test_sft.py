@@ -1,0 +1,92 @@
+"""Fine-tuning learns what the assistant says, and goes on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("trl", reason="needs trl")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from tests.trainer.sampling import model_folder  # noqa: E402
+from trainer import chat, sft, tasks  # noqa: E402
+from trainer.config import ConfigError, SftConfig  # noqa: E402
+from trainer.progress import Trained  # noqa: E402
+from trainer.record import RunFolder  # noqa: E402
+
+SFT = SftConfig(epochs=2, lr=3e-3, warmup=0.1, batch=4, micro_batch=2, max_length=512, save_steps=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+def train(model: Path, folder: Path, record: RunFolder, *, conversations: int = 12, config: SftConfig = SFT) -> Trained:
+    talks = list(tasks.traces(tasks.generate(conversations, seed=1), seed=1))
+    own = chat.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
+    return sft.train_sft(
+        config, model=model, conversations=talks, chat=own, out=folder / "stages/sft", record=record, seed=5
+    )
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(tmp_path: Path, model: Path) -> None:
+    class Stopping(RunFolder):
+        """Stops in the second epoch, after its first step."""
+
+        def append_metrics(self, row: Mapping[str, Any]) -> None:
+            super().append_metrics(row)
+            if row["step"] == 5:
+                raise KeyboardInterrupt
+
+    whole, broken = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "broken")
+    expected = train(model, whole.path, whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, broken.path, Stopping(broken.path))
+    actual = train(model, broken.path, broken)
+
+    rows = list(whole.metrics())
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and {row["stage"] for row in rows} == {"sft"}
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert list(broken.metrics()) == rows
+    ours, theirs = weights(actual.model), weights(expected.model)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert AutoTokenizer.from_pretrained(actual.model).eos_token == "<|im_end|>"
+
+
+def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    compute_loss = sft.SFTTrainer.compute_loss
+
+    def spy(self: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        seen.append({name: tensor.clone() for name, tensor in inputs.items()})
+        return compute_loss(self, model, inputs, *args, **more)
+
+    monkeypatch.setattr(sft.SFTTrainer, "compute_loss", spy)
+    train(model, tmp_path, RunFolder(tmp_path), conversations=4, config=SftConfig(epochs=1, batch=4, micro_batch=4))
+    (inputs,) = seen
+    own = chat.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
+    expected = sorted(own.encode(talk) for talk in tasks.traces(tasks.generate(4, seed=1), seed=1))
+    pairs = zip(inputs["input_ids"].tolist(), inputs["labels"].tolist(), inputs["attention_mask"].tolist(), strict=True)
+    trained = []
+    for ids, labels, attended in pairs:
+        length = sum(attended)
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+        trained.append((ids[:length], [int(label != -100) for label in labels[:length]]))
+    assert sorted(trained) == expected
+
+
+def test_conversations_that_are_too_long_are_left_out(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"at most max_length=16 tokens, got none"):
+        train(model, tmp_path, RunFolder(tmp_path), config=SftConfig(batch=4, micro_batch=4, max_length=16))
+    with pytest.raises(ConfigError, match=r"batch=4 on 1 ranks: expected a multiple of .* micro_batch=3"):
+        train(model, tmp_path, RunFolder(tmp_path), config=SftConfig(batch=4, micro_batch=3))
