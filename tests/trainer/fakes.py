@@ -116,6 +116,8 @@ class ScriptedPool:
         tokenizer = qwen_tokenizer()
         said = self.script(tokenizer.decode(ids), sampling)
         made = tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
+        stops = [place for place, number in enumerate(made, 1) if number in sampling.stop_ids]
+        made = made[: stops[0]] if stops else made
         logprobs = tuple(-(1 + number % 7) / 8 for number in made)
         return Generation(tuple(made), logprobs, made[-1] in sampling.stop_ids, "scripted", 3)
 

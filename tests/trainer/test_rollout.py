@@ -7,6 +7,8 @@ import random
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, answer, call, qwen_tokenizer
 from trainer.chat import rstar2
@@ -211,6 +213,52 @@ async def test_no_engine_ends_the_episode(chat):
     episode = await run(chat, ScriptedPool(script))
     assert (episode.stop, episode.error) == (StopReason.UNAVAILABLE, "engine: the last engine is gone")
     assert episode.turns == 1
+
+
+parts = st.sampled_from(
+    [
+        call("1"),
+        call("2", input="x"),
+        call("lost"),
+        "<tool_call>{",
+        "</tool_call>",
+        "<reason>hm",
+        answer("42"),
+        END,
+        "é🙂",
+    ]
+)
+
+
+@settings(max_examples=60)
+@given(
+    said=st.lists(st.lists(parts, min_size=1, max_size=4).map("".join), min_size=1, max_size=4),
+    max_tokens=st.integers(1, 300),
+    max_turns=st.integers(1, 4),
+    tool_chars=st.integers(1, 60),
+    gone_at=st.integers(0, 12),
+)
+def test_whatever_happens_an_episode_holds_together(chat, said, max_tokens, max_turns, tool_chars, gone_at):
+    def script(context, sampling):
+        if len(pool.asked) > gone_at + 1:
+            raise EngineFailed("gone")
+        return said[len(pool.asked) % len(said)] + END
+
+    lost = ToolReply(CallStatus.UNAVAILABLE, "", "lost", error="down")
+    pool, tools = ScriptedPool(script), ScriptedTools(lambda code: lost if code == "lost" else code * 200)
+    episode = asyncio.run(run(chat, pool, tools, limits=EpisodeLimits(max_tokens, max_turns, tool_chars)))
+    assert len(episode.ids) == len(episode.logprobs) == len(episode.mask) <= max_tokens
+    assert episode.turns <= max_turns
+    sampled = [place for turn in episode.steps for place in range(turn.start, turn.end)]
+    assert sampled == [place for place, mask in enumerate(episode.mask) if mask]
+    whole = [*episode.prompt_ids, *episode.ids]
+    assert all(whole[: len(ids)] == ids for ids, _ in pool.asked)
+    room = [sampling.max_tokens for _, sampling in pool.asked]
+    assert room[: episode.turns] == [max_tokens - turn.start for turn in episode.steps]
+    assert (episode.stop is StopReason.UNAVAILABLE) == bool(episode.error)
+    assert episode.stop is StopReason.UNAVAILABLE or episode.mask[-1]
+    assert episode.answer_tags == sum(chat.parse(turn.text).answer_tags for turn in episode.steps)
+    assert tools.running == []
 
 
 @pytest.mark.asyncio
