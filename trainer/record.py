@@ -21,11 +21,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer import roc
-from trainer.trajectory import Episode, ToolCall, Turn
+from trainer.trajectory import Episode, ToolCall
 
 VERSION = 1
 
@@ -58,10 +59,13 @@ METRICS = {
 }
 """The numbers that a row of metrics may have. One that does not apply to a step, as a reward to SFT, is not there."""
 
-_BLOCK = 1 << 16
+_EPISODE = (
+    "sample", "reward", "stop", "answer", "answer_tags", "calls", "failed_calls", "sampled_tokens", "seconds", "error",
+)  # fmt: skip
+"""What a row says of an episode as the episode says it."""
 
 
-class RecordError(Exception):
+class RecordError(ValueError):
     """The folder is not what this version of the trainer writes, or holds what it cannot have written."""
 
 
@@ -144,12 +148,11 @@ class RunFolder:
 
     def config(self) -> dict[str, Any] | None:
         """The configuration that was written; None before."""
-        found = read_json(self.path / "config.json")
-        return None if found is None else dict(_known(found, self.path / "config.json")["config"])
+        found = self._read("config.json")
+        return None if found is None else dict(found["config"])
 
     def summary(self) -> dict[str, Any] | None:
-        found = read_json(self.path / "summary.json")
-        return None if found is None else _known(found, self.path / "summary.json")
+        return self._read("summary.json")
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The steps' rows, in order."""
@@ -173,24 +176,18 @@ class RunFolder:
     def _episodes(self, step: int) -> Path:
         return self.path / "episodes" / f"step_{step:06}.jsonl"
 
+    def _read(self, name: str) -> dict[str, Any] | None:
+        found = read_json(self.path / name)
+        return None if found is None else _known(found, self.path / name)
+
     def _episode(self, episode: Episode) -> dict[str, Any]:
-        row = {
-            "sample": episode.sample,
-            "reward": episode.reward,
-            "stop": str(episode.stop),
-            "answer": episode.answer,
-            "answer_tags": episode.answer_tags,
-            "calls": episode.calls,
-            "failed_calls": episode.failed_calls,
+        row = {name: getattr(episode, name) for name in _EPISODE} | {
             "p_err": roc.p_err(episode),
             "p_format": roc.p_format(episode),
             "prompt_tokens": len(episode.prompt_ids),
             "response_tokens": len(episode.ids),
-            "sampled_tokens": episode.sampled_tokens,
-            "seconds": round(episode.seconds, 3),
-            "error": episode.error,
             "problem": _fields(episode.problem),
-            "turns": [_turn(turn) for turn in episode.steps],
+            "turns": [_fields(turn) | {"calls": [_call(call) for call in turn.calls]} for turn in episode.steps],
             "mask": _spans(episode.mask),
             "prompt_ids": episode.prompt_ids,
             "ids": episode.ids,
@@ -214,14 +211,8 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
-    times = {"generate_s": round(turn.generate_s, 3), "tools_s": round(turn.tools_s, 3)}
-    return _fields(turn) | times | {"calls": [_call(call) for call in turn.calls]}
-
-
 def _call(call: ToolCall) -> dict[str, Any]:
-    derived = {"status": str(call.status), "has_failed": call.has_failed, "seconds": round(call.seconds, 3)}
-    return _fields(call) | derived
+    return _fields(call) | {"has_failed": call.has_failed}
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -255,17 +246,11 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _mend(file: BinaryIO) -> None:
     """Cut off a torn last line."""
-    end = size = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        file.truncate(end)
+    if size := file.seek(0, os.SEEK_END):
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        if end < size:
+            file.truncate(end)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -276,9 +261,10 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     with file:
         for number, line in enumerate(_whole_lines(file), 1):
             try:
-                yield _known(json.loads(line), path)
+                row = json.loads(line)
             except ValueError as why:
                 raise RecordError(f"{path}, line {number}: expected a row of JSON, got {line[:80]!r}: {why}") from why
+            yield _known(row, path)
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.record import METRICS, RecordError, RunFolder
+from trainer.record import METRICS, RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -45,6 +44,10 @@ BARS_WIDE = 32
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+class ShowError(ValueError):
+    """There is no run to show, or nowhere to write the page."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--step", type=_steps, metavar="STEPS", help="episodes of these steps: 12, or 3-9,40")
@@ -56,18 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a run as `add_arguments` says; the exit code."""
+    """Show a run as `add_arguments` says; the exit code. Raises `ShowError`, or `RecordError` for what is no run's."""
     folder = RunFolder(args.run)
-    try:
-        if not (args.run / "metrics.jsonl").exists() and folder.config() is None and not folder.steps():
-            raise RecordError(f"{args.run}: expected the folder of a run, found no config, metrics or episodes in it")
-        if args.html:
-            _write_page(folder, args)
-        else:
-            _print(folder, args)
-    except RecordError as why:
-        print(f"rstar-train show: {why}", file=sys.stderr)
-        return 2
+    if not (args.run / "metrics.jsonl").exists() and folder.config() is None and not folder.steps():
+        raise ShowError(f"{args.run}: expected the folder of a run, found no config, metrics or episodes in it")
+    show = _write_page if args.html else _print
+    show(folder, args)
     return 0
 
 
@@ -105,40 +102,39 @@ def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
         "sampled": sum((row.get("kept") or 0) + (row.get("dropped") or 0) for row in metrics),
         "episodes": episodes,
     })  # fmt: skip
-    args.html.write_text(text, encoding="utf-8")
+    try:
+        args.html.write_text(text, encoding="utf-8")
+    except OSError as why:
+        raise ShowError(f"--html {args.html}: expected a file that can be written, got: {why.strerror}") from why
     print(f"{args.html}: {len(text) / 1e6:.1f} MB, {len(metrics)} steps, {len(episodes)} episodes")
 
 
 def page(data: Row) -> str:
     """The page that shows `data`. Its policy lets only its own script run, and load nothing."""
     text = files("trainer").joinpath("show.html").read_text(encoding="utf-8")
-    hashes = {
-        tag: f"'sha256-{_digest(re.findall(f'<{tag}>(.*?)</{tag}>', text, re.S)[0])}'" for tag in ("script", "style")
-    }
-    policy = f"default-src 'none'; img-src data:; script-src {hashes['script']}; style-src {hashes['style']}"
+    script, style = (_hash(re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)[0]) for tag in ("script", "style"))
+    policy = f"default-src 'none'; img-src data:; script-src {script}; style-src {style}"
     # In a script element only "<" could end it, and JSON may write it so.
     return text.replace("{{policy}}", policy).replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
 
 
 def sample(folder: RunFolder, args: argparse.Namespace, most: int) -> list[Row]:
-    """At most about `most` of the episodes asked for: whole groups, the first of steps spread over all of them."""
+    """At most `most` of the episodes asked for: whole groups, the first ones of steps spread over all of them."""
     steps = _chosen_steps(folder, args)
-    if not steps or most < 1:
-        return []
-    if args.problem is None:
+    if args.problem is None and steps:
         group = next((len(list(rows)) for _, rows in _groups(folder, steps[0], args)), 1)
         steps = [steps[i] for i in _spread(len(steps), max(1, most // group))]
     found: list[Row] = []
     for number, step in enumerate(steps, 1):
-        room, size = most * number // len(steps) - len(found), 0
+        room, size, first = most * number // len(steps) - len(found), 0, len(found)
         for _, rows in _groups(folder, step, args):
-            if room < 1 or size > MOST_BYTES // len(steps):
-                break
-            group_rows = [_for_page(row) for row in islice(rows, room)]
+            group_rows = [_for_page(row) for row in rows]
             size += sum(len(json.dumps(row)) for row in group_rows)
             room -= len(group_rows)
+            if (room < 0 or size > MOST_BYTES // len(steps)) and len(found) > first:
+                break
             found += group_rows
-    return found
+    return found[:most]
 
 
 def _groups(folder: RunFolder, step: int, args: argparse.Namespace) -> Iterator[tuple[int, Iterator[Row]]]:
@@ -165,8 +161,8 @@ def _spread(count: int, most: int) -> list[int]:
     return [i * (count - 1) // max(1, most - 1) for i in range(most)] if most > 1 else [count - 1]
 
 
-def _digest(text: str) -> str:
-    return b64encode(sha256(text.encode()).digest()).decode()
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 # The terminal
@@ -259,14 +255,14 @@ def _episode(row: Row) -> Iterator[RenderableType]:
         f"{row['stop']}{': ' + row['error'] if row['error'] else ''}\n"
         f"{row['why'] or ('kept' if row['kept'] else 'dropped')}\n"
         f"p_err {_text(row['p_err'])}, p_format {_text(row['p_format'])}; {row['response_tokens']} tokens, "
-        f"{row['sampled_tokens']} of them sampled; {row['seconds']} s"
+        f"{row['sampled_tokens']} of them sampled; {_text(row['seconds'])} s"
     ), style="dim")  # fmt: skip
     for number, turn in enumerate(row["turns"], 1):
         place = f"turn {number}, tokens {turn['start']} to {turn['end']}, {turn['engine']}, weights {turn['version']}"
         yield Rule(Text(clean(place)), align="left", style="dim")
         yield Text(clean(turn["text"]))
         for call in turn["calls"]:
-            yield Text(clean(f"{call['name']}: {call['status']}, {call['seconds']} s"), style="bold")
+            yield Text(clean(f"{call['name']}: {call['status']}, {_text(call['seconds'])} s"), style="bold")
             yield Padding(Syntax(clean(call["code"]), "python", background_color="default", word_wrap=True), (0, 4))
             yield Padding(Text(clean(call["response"]) + (" [cut]" if call["is_cut"] else "")), (0, 4))
 

@@ -24,7 +24,7 @@ TRACKERS = ("trackio", "wandb", "tensorboard")
 _NAMES = ("version", "step", "stage")
 
 
-class TrackError(Exception):
+class TrackError(ValueError):
     """The tracker that was asked for is not there."""
 
 

@@ -52,11 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shown:
     monkeypatch.setenv("COLUMNS", "160")
 
-    def command(folder: RunFolder, *args: str, code: int = 0) -> str:
-        """What the command prints to stdout, and to stderr where it fails."""
-        assert show.run(arguments(str(folder.path), *args)) == code
-        said = capsys.readouterr()
-        return said.err if code else said.out
+    def command(folder: RunFolder, *args: str) -> str:
+        """What the command prints."""
+        assert show.run(arguments(str(folder.path), *args)) == 0
+        return capsys.readouterr().out
 
     return command
 
@@ -134,7 +133,8 @@ def test_steps_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixtur
 
 def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) -> None:
     folder = RunFolder(tmp_path / "run")
-    assert "expected the folder of a run" in shown(folder, code=2)
+    with pytest.raises(show.ShowError, match="expected the folder of a run"):
+        shown(folder)
     folder.write_config({})
     assert "no step is done yet" in shown(folder) and "No episodes yet." in shown(folder)
     write_step(folder, 1, "rl1", [group(random.Random(1), "p", skill=0.5)])
@@ -168,6 +168,13 @@ def test_a_big_run_gives_whole_groups_spread_over_its_steps(folder: RunFolder) -
     assert len(everything) == len(rows(folder))
     one = show.sample(folder, arguments("run", "--problem", f"p{LAST}-1", "--sample", "3"), 400)
     assert [(row["problem"]["id"], row["sample"]) for row in one] == [(f"p{LAST}-1", 3)]
+    few = show.sample(folder, arguments("run"), 2 * KEEP + 1)
+    assert len(few) == 2 * KEEP and len(show.sample(folder, arguments("run"), 3)) == 3
+
+
+def test_a_page_that_cannot_be_written_is_named(folder: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(show.ShowError, match="expected a file that can be written, got: Is a directory"):
+        show.run(arguments(str(folder.path), "--html", str(tmp_path)))
 
 
 def test_a_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
