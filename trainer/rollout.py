@@ -167,7 +167,11 @@ class Collector:
         top_p: float,
         seed: int,
     ) -> list[list[Episode]]:
-        """`samples` scored episodes of each problem, in order. A group is scored as soon as it is complete."""
+        """`samples` scored episodes of each problem, in order. A group is scored as soon as it is complete.
+
+        Engines and tools that are down make episodes `unavailable`. Anything else that one of them raises ends all the
+        episodes and is raised here, such as `ValueError` for a prompt that leaves no engine room for `max_tokens`.
+        """
         began = time.thread_time()
         sampling = Sampling(limits.max_tokens, temperature, top_p)
 
@@ -186,8 +190,11 @@ class Collector:
             except EngineFailed as why:
                 return await run(seat=_NoSeat(why))
 
-        async with asyncio.TaskGroup() as tasks:
-            groups = [tasks.create_task(group(problem)) for problem in problems]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(group(problem)) for problem in problems]
+        except ExceptionGroup as several:
+            raise _first(several) from None
         self.own_s = time.thread_time() - began
         return [task.result() for task in groups]
 
@@ -205,6 +212,12 @@ class _NoSeat:
 def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:
     """The seed of one stretch of sampling, of 63 bits: a hash of all that it may depend on."""
     return int.from_bytes(blake2b(f"{seed}/{sample}/{turn}/{problem}".encode(), digest_size=8).digest()) >> 1
+
+
+def _first(several: ExceptionGroup[Exception]) -> Exception:
+    """The exception that ended the others."""
+    first = several.exceptions[0]
+    return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
 async def _run(calls: Sequence[Asked | Malformed], tool: Tool, chars: int) -> list[tuple[ToolCall, str]]:
