@@ -9,7 +9,16 @@ Invariants:
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+ROUNDING = 1e-3  # how far above 0 a log-probability may come by rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +48,124 @@ class Generation:
 
 class EngineFailed(Exception):
     """Ours, never the model's: the engine was lost, hung, or answered nonsense. Another may continue."""
+
+
+class VllmEngine:
+    """One vLLM server, started as `trainer.vllm_server` does: `--logprobs-mode processed_logprobs`, development routes.
+
+    It belongs to the event loop that first uses it. Cancelling a request closes its connection, and vLLM drops it then.
+    """
+
+    def __init__(self, url: str, *, vocabulary: int, name: str = "", timeout_s: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self.name = name or self.url
+        self.version = 0
+        self._vocabulary = vocabulary
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0))
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Continue `ids`. Raises `EngineFailed`; `ValueError` for what this engine says is a wrong request."""
+        version = self.version
+        choice = await self._complete(
+            ids,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_ids),
+            logprobs=0,
+        )
+        try:
+            made, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            reason = choice["finish_reason"]
+        except (KeyError, TypeError) as why:
+            raise self._failed("token_ids, logprobs and finish_reason", choice) from why
+        self._check_ids(made, at_most=sampling.max_tokens)
+        self._check_logprobs(logprobs, len(made))
+        is_stopped = made[-1] in sampling.stop_ids
+        if (reason, is_stopped) != ("stop", True) and (reason, len(made)) != ("length", sampling.max_tokens):
+            raise self._failed(f"a stop id or {sampling.max_tokens} tokens", f"{len(made)} tokens, {reason!r}")
+        return Generation(tuple(made), tuple(logprobs), is_stopped, self.name, version)
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Of `ids[1:]`, each given what stands before it, at temperature 1."""
+        choice = await self._complete(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        try:
+            said = choice["prompt_logprobs"][1:]
+            logprobs = [ranked[str(id)]["logprob"] for id, ranked in zip(ids[1:], said, strict=True)]
+        except (KeyError, TypeError, ValueError) as why:
+            raise self._failed(f"prompt_logprobs of {len(ids)} ids", choice) from why
+        self._check_logprobs(logprobs, len(ids) - 1)
+        return logprobs
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Take over a saved model, by a path that the server sees as well. Nothing may be generating."""
+        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        await self.renew(version)
+
+    async def renew(self, version: int) -> None:
+        """Forget what was computed with other weights: those that are there now are `version`."""
+        answer = await self.post("/reset_prefix_cache", {})
+        if answer is not None and answer.get("success") is not True:
+            raise self._failed("an empty prefix cache", answer)
+        self.version = version
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def post(self, route: str, body: dict[str, Any]) -> Any:
+        """The decoded answer, None for an empty one. Raises `EngineFailed`."""
+        status, text = await self._post(route, body)
+        if status != 200:
+            raise self._failed(f"status 200 of {route}", f"{status}: {text}")
+        return self._decoded(text) if text else None
+
+    async def _complete(self, ids: Sequence[int], **options: Any) -> Any:
+        """The one choice of /v1/completions. All that a model's generation_config.json might set is said."""
+        if not ids or options["max_tokens"] < 1:
+            raise ValueError(f"expected ids and max_tokens of at least 1, got {len(ids)} and {options['max_tokens']}")
+        fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
+        status, text = await self._post("/v1/completions", {"prompt": list(ids), **fixed, **options})
+        if status in (400, 422):
+            raise ValueError(f"engine {self.name} refused {len(ids)} ids and {options}: {text[:500]}")
+        if status != 200:
+            raise self._failed("status 200 of /v1/completions", f"{status}: {text}")
+        answer = self._decoded(text)
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or len(choices) != 1:
+            raise self._failed("one choice", answer)
+        return choices[0]
+
+    async def _post(self, route: str, body: dict[str, Any]) -> tuple[int, str]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+        try:
+            async with self._session.post(self.url + route, json=body) as response:
+                return response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as why:
+            raise self._failed(
+                f"an answer of {route} in {self._timeout.total} s", f"{type(why).__name__}: {why}"
+            ) from why
+
+    def _decoded(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as why:
+            raise self._failed("JSON", text) from why
+
+    def _check_ids(self, ids: Any, *, at_most: int) -> None:
+        if not isinstance(ids, list) or not 0 < len(ids) <= at_most:
+            raise self._failed(f"1 to {at_most} token ids", ids)
+        if any(type(id) is not int or not 0 <= id < self._vocabulary for id in ids):
+            raise self._failed(f"token ids from 0 to {self._vocabulary - 1}", ids)
+
+    def _check_logprobs(self, logprobs: Any, count: int) -> None:
+        if not isinstance(logprobs, list) or len(logprobs) != count:
+            raise self._failed(f"{count} log-probabilities", logprobs)
+        if any(type(value) not in (int, float) or not -math.inf < value < ROUNDING for value in logprobs):
+            raise self._failed("finite log-probabilities of at most 0", logprobs)
+
+    def _failed(self, expected: str, got: Any) -> EngineFailed:
+        return EngineFailed(f"engine {self.name}: expected {expected}, got {str(got)[:500]}")

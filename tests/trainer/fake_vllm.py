@@ -1,0 +1,156 @@
+"""vLLM's routes in front of any engine, and an engine without torch to put behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from trainer.engine import EngineFailed, Generation, Sampling
+
+
+@dataclass
+class TableEngine:
+    """The next id's distribution follows from the last id and `salt`, which are its weights."""
+
+    name: str = "table"
+    salt: Any = 0
+    vocabulary: int = 50
+    max_length: int = 256
+    version: int = 0
+    before: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    """Awaited in each `generate`; it may raise or never return."""
+    asked: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
+    is_closed: bool = False
+
+    def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
+        draw = random.Random(f"{self.salt}/{last}")
+        weights = [math.exp(draw.gauss(0, 1.5) / temperature) for _ in range(self.vocabulary)]
+        return [weight / sum(weights) for weight in weights]
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        if not 0 < len(ids) <= self.max_length - sampling.max_tokens or max(ids) >= self.vocabulary:
+            raise ValueError(f"expected at most {self.max_length} known ids, got {len(ids)} and {sampling.max_tokens}")
+        self.asked.append((tuple(ids), sampling))
+        await self.before()
+        made: list[int] = []
+        logprobs: list[float] = []
+        while len(made) < sampling.max_tokens and not (made and made[-1] in sampling.stop_ids):
+            chances = self.distribution([*ids, *made][-1], sampling.temperature or 1.0)
+            if sampling.temperature:
+                position = len(ids) + len(made)
+                (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocabulary), chances)
+            else:
+                token = chances.index(max(chances))
+            made.append(token)
+            logprobs.append(math.log(chances[token]))
+        return Generation(tuple(made), tuple(logprobs), made[-1] in sampling.stop_ids, self.name, self.version)
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        await asyncio.sleep(0)
+        return [math.log(self.distribution(last)[id]) for last, id in pairwise(ids)]
+
+    async def load(self, weights: Any, version: int) -> None:
+        """A folder's file, or what stands under `salt`, is the new salt."""
+        is_here = isinstance(weights, Path)
+        self.salt = (weights / "model.safetensors").read_bytes() if is_here else weights["salt"]
+        self.version = version
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class FakeVllm:
+    """A server on loopback. `twist` sees each route's answer and may change it, or raise an `web.HTTPException`."""
+
+    engine: Any
+    twist: Callable[[str, Any], Any] = lambda route, answer: answer
+    load: Callable[[Any, Path], Awaitable[None]] | None = None
+    """How `engine` takes a folder; None is `engine.load`."""
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    running: int = 0
+    dropped: int = 0
+    """Requests whose client went away."""
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        """Its URL."""
+        app = web.Application()
+        routes = {
+            "/v1/completions": self._completions,
+            "/collective_rpc": self._rpc,
+            "/reset_prefix_cache": self._reset,
+        }
+        app.add_routes([web.post(route, self._answer(route, handler)) for route, handler in routes.items()])
+        app.add_routes([web.get("/health", self._health)])
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    def _answer(self, route: str, handler: Callable[[Any], Awaitable[Any]]) -> Callable[[web.Request], Any]:
+        async def answer(request: web.Request) -> web.Response:
+            body = await request.json()
+            self.asked.append((route, body))
+            await self._count(running=1)
+            try:
+                return web.json_response(self.twist(route, await handler(body)))
+            except ValueError as why:
+                return web.json_response({"error": {"message": str(why), "code": 400}}, status=400)
+            except EngineFailed as why:
+                return web.json_response({"error": {"message": str(why), "code": 500}}, status=500)
+            except asyncio.CancelledError:
+                await self._count(dropped=1)
+                raise
+            finally:
+                await self._count(running=-1)
+
+        return answer
+
+    async def _count(self, running: int = 0, dropped: int = 0) -> None:
+        async with self.changed:
+            self.running += running
+            self.dropped += dropped
+            self.changed.notify_all()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _completions(self, body: Mapping[str, Any]) -> Any:
+        ids = body["prompt"]
+        choice: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "prompt_logprobs": None}
+        if "prompt_logprobs" in body:
+            scores = await self.engine.logprobs(ids)
+            choice["prompt_logprobs"] = [
+                None, *({str(id): {"logprob": score}} for id, score in zip(ids[1:], scores, strict=True))
+            ]  # fmt: skip
+        stop = tuple(body.get("stop_token_ids", ()))
+        sampling = Sampling(body["max_tokens"], body["temperature"], body.get("top_p", 1.0), stop, body.get("seed"))
+        made = await self.engine.generate(ids, sampling)
+        choice |= {"token_ids": list(made.ids), "finish_reason": "stop" if made.is_stopped else "length"}
+        if "logprobs" in body:
+            choice["logprobs"] = {"token_logprobs": list(made.logprobs)}
+        return {"object": "text_completion", "choices": [choice]}
+
+    async def _rpc(self, body: Mapping[str, Any]) -> Any:
+        assert body["method"] == "reload_weights"
+        folder = Path(body["kwargs"]["weights_path"])
+        await (self.load(self.engine, folder) if self.load else self.engine.load(folder, self.engine.version + 1))
+        return {"results": [None]}
+
+    async def _reset(self, body: Mapping[str, Any]) -> Any:
+        return {"success": self.running == 1}

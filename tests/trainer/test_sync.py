@@ -1,0 +1,114 @@
+"""Weights reach engines by each way, and a sync that did not work is seen."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
+from tests.trainer.test_local import VOCABULARY, model, training_logprobs  # noqa: E402
+from trainer.engine import EngineFailed, Sampling, VllmEngine  # noqa: E402
+from trainer.local import LocalEngine  # noqa: E402
+from trainer.pool import Pool  # noqa: E402
+from trainer.sync import ByFile, Reference, SyncFailed, direct  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model().save_pretrained(folder)
+    return folder
+
+
+def local(name="local", seed=0):
+    return LocalEngine(model(seed), name=name, slots=4, max_length=128)
+
+
+async def take(engine, folder):
+    """As vLLM takes a saved model: tied weights are saved once."""
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    await engine.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, engine.version + 1)
+
+
+def test_the_reference_says_what_the_model_says_under_any_weights(folder):
+    reference = Reference(folder)
+    for seed in (0, 1):
+        trained = model(seed)
+        expected = training_logprobs(trained, reference.ids)
+        assert reference.logprobs(trained.state_dict()) == pytest.approx(expected, abs=1e-5)
+    assert all(parameter.is_meta for parameter in reference._model.parameters())
+
+
+@pytest.mark.asyncio
+async def test_engines_in_this_process_take_the_trainers_tensors(folder):
+    async with Pool([local("a"), local("b")], carry=direct, reference=Reference(folder)) as pool:
+        trained = model(1)
+        assert await pool.sync(trained.state_dict()) == 1
+        with torch.no_grad():  # the trainer goes on: the engine has copies
+            trained.model.norm.weight.mul_(2)
+        async with pool.seat(group="a", prompt_tokens=3) as seat:
+            made = await seat.generate([1, 2, 3], Sampling(8, seed=0))
+        expected = training_logprobs(model(1), [1, 2, 3, *made.ids])[2:]
+        assert made.logprobs == pytest.approx(expected, abs=1e-3)
+        assert await pool.sync(trained.state_dict()) == 2
+
+
+@pytest.mark.asyncio
+async def test_servers_take_weights_from_a_folder_that_is_gone_afterwards(folder, tmp_path):
+    behind = local()
+    carry = ByFile(tmp_path / "weights")
+    (tmp_path / "weights/v000001").mkdir(parents=True)  # of a run that was killed
+    async with FakeVllm(behind, load=take).serve() as url:
+        engine = VllmEngine(url, vocabulary=VOCABULARY)
+        async with Pool([engine], carry=carry, reference=Reference(folder)) as pool:
+            for version, seed in enumerate((1, 2), 1):
+                assert await pool.sync(model(seed).state_dict()) == engine.version == version
+                scores = await engine.logprobs([1, 2, 3])
+                assert scores == pytest.approx(training_logprobs(model(seed), [1, 2, 3]), abs=1e-3)
+            assert list((tmp_path / "weights").iterdir()) == []
+    await behind.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("keep", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", ""])
+async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
+    """`keep` stays as it was, as after a reload that left a mix of old and new; '' is all of them."""
+
+    async def partly(engines, weights, version):
+        (engine,) = engines
+        old = engine._model.state_dict()
+        mixed = {name: old[name] if name.startswith(keep) else tensor for name, tensor in weights.items()}
+        await engine.load(mixed, version)
+        return [None]
+
+    trained = model(0)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.05)
+    async with Pool([local()], carry=partly, reference=Reference(folder)) as pool:
+        with pytest.raises(SyncFailed, match=r"within 0\.001 of the trainer's, got a difference of \d+\.\d+"):
+            await pool.sync(trained.state_dict())
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_path):
+    async def refuse(engine, folder):
+        raise EngineFailed("disk full")
+
+    good, bad = local(), local()
+    async with FakeVllm(good, load=take).serve() as one, FakeVllm(bad, load=refuse).serve() as two:
+        servers = [VllmEngine(url, vocabulary=VOCABULARY, name=name) for url, name in ((one, "one"), (two, "two"))]
+        async with Pool(servers, carry=ByFile(tmp_path), reference=Reference(folder)) as pool:
+            assert await pool.sync(model(1).state_dict()) == 1
+            assert "disk full" in pool.desks[1].why
+            async with pool.seat(group="a", prompt_tokens=1) as first, pool.seat(group="a", prompt_tokens=1) as second:
+                made = await asyncio.gather(*(seat.generate([1], Sampling(2, seed=0)) for seat in (first, second)))
+            assert [each.engine for each in made] == ["one", "one"]
+    await asyncio.gather(good.close(), bad.close())
