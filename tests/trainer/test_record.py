@@ -214,3 +214,11 @@ def test_text_that_is_no_text_survives(folder: RunFolder) -> None:
     folder.write_episodes(1, "rl1", [[one]], [[0]])
     (row,) = folder.episodes(1)
     assert row["problem"]["id"] == hostile
+
+
+def test_the_document_has_every_key(folder: RunFolder) -> None:
+    folder.keep_logprobs = True
+    write_step(folder, 1, "rl1", [[episode(random.Random(1), "p", sample, skill=1.0) for sample in range(4)]])
+    (row, *_) = folder.episodes(1)
+    text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    assert [key for key in row if f"`{key}`" not in text] == []
