@@ -382,6 +382,9 @@ async def test_the_list_is_walked_by_keys(browser: Browser, folder: RunFolder, t
         await page.until(f"location.hash === '#{places[20]}'")
         assert await page.run("scrollY") == before and await page.run("document.getElementById('list').scrollTop") > 0
         assert await page.text("#episode h3") == "p7-2 #4"
+        assert (
+            await page.run("[...document.querySelectorAll('#list button')].filter(b => b.tabIndex === 0).length") == 1
+        )
 
 
 @in_a_browser
