@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 START_S = 180.0
 """For a service of our own: warming its interpreters takes seconds, on a swamped machine a minute or two."""
 STOP_S = 30.0
+RETRIES = 8
+"""Failures in a row that a call outlives: about 15 s, in which a service that is restarted is back."""
 
 _CHILD = """
 import ctypes, os, runpy, signal, sys
@@ -144,7 +146,7 @@ async def service(
         if endpoint in (None, "local"):
             endpoint = await stack.enter_async_context(_local(arguments))
         endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint or ())
-        client = await stack.enter_async_context(AsyncClient(endpoints, token=token))
+        client = await stack.enter_async_context(AsyncClient(endpoints, token=token, retries=RETRIES))
         await _check(client, endpoints, limits)
         yield Tools(PythonTool(client, limits=limits, max_chars=max_chars), Verifier(client, limits=limits), endpoints)
 
@@ -153,7 +155,7 @@ async def _check(client: AsyncClient, endpoints: Sequence[str], limits: Limits) 
     """One call: a wrong address, token or limit shall not look like an outage later."""
     try:
         result = await client.execute("print(6 * 7)", limits=limits)
-    except (SandboxError, ValueError) as why:
+    except SandboxError as why:
         raise ServiceFailed(f"no sandbox at {', '.join(endpoints)}: {why}") from why
     if result.stdout != "42\n":
         raise ServiceFailed(f"the sandbox at {', '.join(endpoints)} cannot run print(6 * 7): {result.error}")

@@ -195,6 +195,8 @@ class Family:
                 return "it ended"
             except trio.TooSlowError:
                 return f"not warm after {START_S:g} s"
+            except NodeError as why:
+                return str(why)
             except ProtocolError as why:
                 self._end_jail(zygote.jail)
                 return str(why)
@@ -204,7 +206,7 @@ class Family:
     async def _warm(self, zygote: Zygote) -> None:
         whole = await zygote.receive()
         if not whole:
-            raise ProtocolError("it ended before it was warm")
+            raise NodeError("it ended before it was warm")
         header = whole[0][0]
         if header["op"] != "ready" or len(whole) > 1:
             raise ProtocolError(f"expected ready, got {frames.text(header, 'op')!r} and {len(whole) - 1} more")

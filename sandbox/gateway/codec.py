@@ -229,7 +229,7 @@ def _pack(value: Any) -> bytes:
 
 def _fit(answer: Answer, kind: str) -> Answer:
     """`answer` with its files as base64 where the form has no bytes."""
-    files = answer["files"]
+    files = answer.get("files")
     if not files or kind in (MSGPACK, MSGPACK_STREAM):
         return answer
     return {**answer, "files": {path: base64.b64encode(data).decode("ascii") for path, data in files.items()}}

@@ -6,19 +6,29 @@ One call that is malformed fills its own slot and leaves the others alone; a mal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.gateway.admission import Batch
-from sandbox.types import Call, Limits, unavailable
+from sandbox.types import CALL_FIELDS, Call, Limits, unavailable
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results come back in this order",
     "defaults": "fields for calls that leave them out",
     "queue_timeout_s": "seconds a call may wait for a slot, at most the operator's",
+}
+VERIFY_FIELDS: dict[str, str] = {
+    "pairs": "the right answers and those to check; verdicts come back in this order",
+    **{name: CALL_FIELDS[name] for name in verify.CALL_FIELDS},
+    "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
+}
+PAIR_FIELDS: dict[str, str] = {
+    "gold": "the right answer, as LaTeX or plain text",
+    "answer": "the one to check: what is in the box, or text with a \\boxed{} in it",
 }
 CHUNK = 256
 """Calls validated between two turns of the loop, about 1 ms."""
@@ -37,20 +47,38 @@ def read_call(raw: Any, config: ServeConfig) -> Batch:
 
 async def read_batch(raw: Any, config: ServeConfig) -> tuple[Batch, int]:
     """The body of /v1/batch, and how many of its calls are malformed. Raises `InvalidCall` or `RequestRefused`."""
-    if not isinstance(raw, Mapping):
-        raise InvalidCall(f"batch: expected an object with calls, got {type(raw).__name__}")
-    unknown = [name for name in raw if name not in BATCH_FIELDS]
-    if unknown:
-        raise InvalidCall(f"batch: unknown field {unknown[0]!r:.80}; the fields are {', '.join(BATCH_FIELDS)}")
-    calls = _calls(raw.get("calls"), config.batch_calls)
+    _fields(raw, BATCH_FIELDS, "batch", "calls")
+    calls = _listed(raw.get("calls"), "batch.calls", "call", config.batch_calls)
     defaults = Call.decode_defaults(raw.get("defaults"))
-    batch = Batch(len(calls), _timeout_s(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s))
+    timeout_s = _timeout_s(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
+    return await _read(calls, lambda one, index: Call.decode(one, defaults, f"calls[{index}]"), timeout_s, config)
+
+
+async def read_pairs(raw: Any, config: ServeConfig) -> tuple[Batch, int]:
+    """The body of /v1/verify as calls that check its pairs, and how many of those are malformed. Raises as above."""
+    _fields(raw, VERIFY_FIELDS, "verify", "pairs")
+    pairs = _listed(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
+    like = verify.like({name: raw[name] for name in verify.CALL_FIELDS if name in raw})
+    timeout_s = _timeout_s(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
+    return await _read(
+        pairs,
+        lambda one, index: verify.call_of(*verify.decode_pair(one, f"pairs[{index}]"), like),
+        timeout_s,
+        config,
+    )
+
+
+async def _read(
+    items: list[Any], decode: Callable[[Any, int], Call], timeout_s: float, config: ServeConfig
+) -> tuple[Batch, int]:
+    """A batch of what `items` decode to, and how many of them do not."""
+    batch = Batch(len(items), timeout_s)
     invalid = 0
-    for index, one in enumerate(calls):
+    for index, one in enumerate(items):
         if index % CHUNK == CHUNK - 1:
             await asyncio.sleep(0)
         try:
-            call = Call.decode(one, defaults, f"calls[{index}]")
+            call = decode(one, index)
         except InvalidCall as why:
             invalid += 1
             batch.fill(index, unavailable(_id_of(one, index), "InvalidCall", str(why)).encode(binary=True))
@@ -59,16 +87,24 @@ async def read_batch(raw: Any, config: ServeConfig) -> tuple[Batch, int]:
     return batch, invalid
 
 
-def _calls(calls: Any, most: int) -> list[Any]:
-    if not isinstance(calls, list) or not calls:
-        came = "an empty list" if calls == [] else type(calls).__name__
-        raise InvalidCall(f"batch.calls: expected a list of at least one call, got {came}")
-    if len(calls) > most:
+def _fields(raw: Any, fields: Mapping[str, str], where: str, first: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise InvalidCall(f"{where}: expected an object with {first}, got {type(raw).__name__}")
+    unknown = [name for name in raw if name not in fields]
+    if unknown:
+        raise InvalidCall(f"{where}: unknown field {unknown[0]!r:.80}; the fields are {', '.join(fields)}")
+
+
+def _listed(items: Any, where: str, kind: str, most: int) -> list[Any]:
+    if not isinstance(items, list) or not items:
+        came = "an empty list" if items == [] else type(items).__name__
+        raise InvalidCall(f"{where}: expected a list of at least one {kind}, got {came}")
+    if len(items) > most:
         raise RequestRefused(
-            f"batch.calls: expected at most {most} calls, got {len(calls)}; "
+            f"{where}: expected at most {most} {kind}s, got {len(items)}; "
             "send several batches, or start the service with a larger --batch-calls"
         )
-    return calls
+    return items
 
 
 def _timeout_s(value: Any, where: str, most: float) -> float:

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 
 from sandbox.gateway.guard import OPEN_PATHS
 from sandbox.gateway.history import PERCENTILES
-from sandbox.gateway.intake import BATCH_FIELDS
+from sandbox.gateway.intake import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
 from sandbox.gateway.refusal import KINDS
 from sandbox.types import (
@@ -23,10 +23,12 @@ from sandbox.types import (
     CallError,
     Limits,
     Number,
+    Outcome,
     Profile,
     Result,
     Status,
     Usage,
+    Verdict,
 )
 
 Schema = dict[str, Any]
@@ -115,6 +117,7 @@ def schemas() -> dict[str, Schema]:
             "properties": {"index": index, **result["properties"]},
             "required": ["index", *result["required"]],
         },
+        **_checks(call["properties"], timeout),
         **_stats(),
         "State": {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}},
         "Refusal": {
@@ -127,6 +130,36 @@ def schemas() -> dict[str, Schema]:
                     "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
                 }
             },
+        },
+    }
+
+
+def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
+    """The schemas of `/v1/verify`."""
+    verdict = _of_dataclass(Verdict, {})
+    verdict["additionalProperties"] = True
+    verdict["required"] = [f.name for f in fields(Verdict)]
+    pairs = {"type": "array", "minItems": 1, "items": _ref("Pair"), "description": VERIFY_FIELDS["pairs"]}
+    shared = {name: call[name] for name in VERIFY_FIELDS if name in call}
+    return {
+        "Pair": {
+            "type": "object",
+            "required": list(PAIR_FIELDS),
+            "additionalProperties": False,
+            "properties": {name: {"type": "string", "description": doc} for name, doc in PAIR_FIELDS.items()},
+        },
+        "Verify": {
+            "type": "object",
+            "required": ["pairs"],
+            "additionalProperties": False,
+            "properties": {"pairs": pairs, **shared, "queue_timeout_s": timeout},
+        },
+        "Outcome": _of_enum(Outcome),
+        "Verdict": verdict,
+        "Verdicts": {
+            "type": "object",
+            "required": ["results"],
+            "properties": {"results": {"type": "array", "items": _ref("Verdict")}},
         },
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.gateway import codec, intake, metrics
 from sandbox.gateway.admission import Batch, size_of
@@ -22,6 +23,7 @@ from sandbox.gateway.openapi import MOST, Route, document
 from sandbox.gateway.refusal import Refusal, refusals_as_json
 from sandbox.gateway.siblings import Siblings, State
 from sandbox.gateway.stats import Stats
+from sandbox.types import Result
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 CONFIG = web.AppKey("config", ServeConfig)
@@ -79,6 +81,21 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
         return await _stream(request, batch, kind)
     async with _answered(request.app[DISPATCHER], batch):
         return await _respond(request, await codec.encode_answers(_all(batch), kind), kind)
+
+
+async def run_checks(request: web.Request) -> web.StreamResponse:
+    raw, sent = await _read(request)
+    batch, invalid = await intake.read_pairs(raw, request.app[CONFIG])
+    del raw
+    request.app[DISPATCHER].counters.invalid += invalid
+    kind = codec.answer_type(request, sent, BODY_TYPES)
+    async with _answered(request.app[DISPATCHER], batch):
+        verdicts = []
+        for index, answer in enumerate(_all(batch)):
+            if index % codec.CHUNK == codec.CHUNK - 1:
+                await asyncio.sleep(0)
+            verdicts.append(verify.verdict_of(Result.decode(answer)).encode())
+        return await _respond(request, await codec.encode_answers(verdicts, kind), kind)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -271,6 +288,16 @@ ROUTES: tuple[Route, ...] = (
         "Run many calls: results in order, or streamed as they finish",
         _RESULTS,
         "Batch",
+        BODY_TYPES,
+        _CALL_REFUSALS,
+    ),
+    Route(
+        "POST",
+        "/v1/verify",
+        run_checks,
+        "Check answers of mathematics: verdicts in order",
+        dict.fromkeys(BODY_TYPES, "Verdicts"),
+        "Verify",
         BODY_TYPES,
         _CALL_REFUSALS,
     ),

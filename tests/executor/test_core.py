@@ -244,6 +244,49 @@ async def test_in_a_hurry_one_warm_zygote_is_enough(monkeypatch: pytest.MonkeyPa
         assert result.status is Status.OK
 
 
+@pytest.mark.trio
+async def test_checks_wait_for_their_zygote_and_hold_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch) as driver:
+        others = len(driver.fleet.peers)
+        slow: list[Peer] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Peer, "warm", lambda peer: slow.append(peer))
+            checks = driver.submit(*(f"ok 9 {n}" for n in range(20)), profile=Profile.VERIFY)
+            driver.executor.cancel(checks.pop())
+            await driver.run(*(f"slow 9 {n}" for n in range(20)))
+            assert len(slow) == 2, "one for each family, and only now"
+        assert not any(seq in driver.answers for seq in checks)
+        assert driver.executor.stats()["queued"] == 20
+        slow[0].warm()
+        await driver.all_of(checks)
+        assert {driver.answers[seq].attempts for seq in checks} == {1}
+        slow[1].warm()
+        assert len(driver.fleet.peers) == others + 2
+        await driver.run("ok", profile=Profile.VERIFY)
+        driver.check_at_rest()
+
+
+@pytest.mark.trio
+async def test_a_check_whose_zygote_does_not_come_is_answered(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """By another zygote, which lacks what it imports: that is an error, and so no verdict."""
+    async with driven(monkeypatch) as driver:
+        others = len(driver.fleet.peers)
+        warm = Peer.warm
+        monkeypatch.setattr(Peer, "warm", Peer.end)
+        results = await driver.run(*(f"ok 9 {n}" for n in range(9)), profile=Profile.VERIFY)
+        assert {result.status for result in results} == {Status.OK}, "which fakes say of everything"
+        assert len(driver.fleet.peers) >= others + 6, "after three tries of each family"
+        monkeypatch.setattr(Peer, "warm", warm)
+        families = driver.executor.families
+        await until(lambda: all(Profile.VERIFY in family.zygotes for family in families))
+        await driver.run("die 1", profile=Profile.VERIFY)
+        driver.check_at_rest()
+
+
 def driven_from(monkeypatch: pytest.MonkeyPatch, start: Any) -> Any:
     from tests.executor import zygotes
 
@@ -299,8 +342,11 @@ async def until(claim: Callable[[], bool]) -> None:
 
 
 BEHAVIOURS = st.sampled_from(["ok", "slow", "failed", *(what for what in HOSTILE if what != "hang")])
+PROFILES = [Profile.BARE, Profile.NUMERIC, Profile.VERIFY]
 CALLS = st.lists(
-    st.tuples(BEHAVIOURS, st.integers(0, 4), st.sampled_from([Profile.BARE, Profile.NUMERIC]), st.booleans()),
+    st.tuples(
+        BEHAVIOURS, st.integers(0, 4), st.sampled_from([Profile.BARE, Profile.NUMERIC, Profile.VERIFY]), st.booleans()
+    ),
     max_size=25,
 )
 

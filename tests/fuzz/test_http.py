@@ -47,6 +47,14 @@ BATCHES = (
     )
     | ANYTHING
 )
+PAIRS = st.fixed_dictionaries({"gold": st.text(max_size=8), "answer": st.text(max_size=8)}) | ANYTHING
+CHECKS = (
+    st.fixed_dictionaries(
+        {"pairs": st.lists(PAIRS, max_size=4) | ANYTHING},
+        optional={name: FIELDS[name] | SCALARS for name in ("limits", "priority", "tenant", "code")},
+    )
+    | ANYTHING
+)
 ACCEPTS = st.sampled_from(["", JSON, MSGPACK, "application/x-ndjson", "application/x-msgpack-stream", "text/html, */*"])
 FEW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
@@ -77,6 +85,10 @@ class Asker:
             assert error["message"].isprintable()
             return
         for result in _results(kind, answer):
+            if "outcome" in result:
+                assert (result["outcome"], result["status"]) == ("unavailable", "unavailable"), "fakes check nothing"
+                assert result["message"].startswith(("InvalidCall: ", "the checker said nothing"))
+                continue
             assert Status(result["status"]) in (Status.OK, Status.UNAVAILABLE)
             if result["status"] == "unavailable":
                 assert result["error"]["type"] == "InvalidCall"
@@ -118,6 +130,15 @@ def test_any_batch_is_answered_or_refused(asker: Asker, body: Any, accept: str, 
 
 
 @FEW
+@given(body=CHECKS, accept=ACCEPTS, binary=st.booleans())
+@example(body={"pairs": [{"gold": "\ud800", "answer": "\0"}]}, accept="", binary=False)
+@example(body={"pairs": [{"gold": "1", "answer": None}], "limits": None}, accept="", binary=True)
+def test_any_pairs_are_answered_or_refused(asker: Asker, body: Any, accept: str, binary: bool) -> None:
+    sent, kind = _encode(body, binary)
+    asker.check("/v1/verify", sent, Content_Type=kind, Accept=accept)
+
+
+@FEW
 @given(body=CALLS, accept=ACCEPTS, binary=st.booleans(), timeout=st.none() | SCALARS)
 @example(body={"code": "1"}, accept="", binary=True, timeout=float("nan"))
 @example(body={"code": "1"}, accept="", binary=True, timeout=1e300)
@@ -131,7 +152,7 @@ def test_any_call_is_answered_or_refused(asker: Asker, body: Any, accept: str, b
 @FEW
 @given(
     body=st.binary(max_size=60),
-    path=st.sampled_from(["/v1/batch", "/v1/execute"]),
+    path=st.sampled_from(["/v1/batch", "/v1/execute", "/v1/verify"]),
     kind=st.sampled_from([JSON, MSGPACK, "text/plain", "application/json; charset=latin-1"]),
 )
 @example(body=b"\x81\xc0\x01", path="/v1/batch", kind=MSGPACK)

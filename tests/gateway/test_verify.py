@@ -1,0 +1,98 @@
+"""`/v1/verify` over a real server and executors that run nothing: each pair is a call, and has one verdict."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgpack
+import pytest
+
+from sandbox import verify
+from sandbox.types import Result, Status
+from tests import fakes
+from tests.gateway.serving import serving
+from tests.gateway.test_openapi import SCHEMAS, check
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(autouse=True)
+def _checkers_that_compare_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_of(call: dict[str, Any]) -> dict[str, Any]:
+        gold, answer = json.loads(call["stdin"])
+        if answer == "timeout":
+            return Result("", Status.TIMEOUT).encode(binary=True)
+        said = "equivalent" if gold == answer else "not_equivalent"
+        return Result("", Status.OK, value=repr(said)).encode(binary=True)
+
+    monkeypatch.setattr(fakes, "answer_of", answer_of)
+
+
+def pair(gold: Any, answer: Any) -> dict[str, Any]:
+    return {"gold": gold, "answer": answer}
+
+
+async def test_verdicts_come_in_the_order_of_the_pairs() -> None:
+    pairs = [pair("7", str(number)) for number in range(200)]
+    async with serving() as served:
+        status, body = await served.post("/v1/verify", {"pairs": pairs, "limits": {"timeout_s": 2}, "tenant": "mine"})
+        (call, *_) = served.fleet.last.calls.values()
+    assert status == 200
+    check(body, SCHEMAS["Verdicts"])
+    expected = ["equivalent" if number == 7 else "not_equivalent" for number in range(200)]
+    assert [verdict["outcome"] for verdict in body["results"]] == expected
+    like = verify.like({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert call == verify.call_of("7", "0", like).encode(binary=True)
+
+
+async def test_msgpack_in_and_out() -> None:
+    async with serving() as served:
+        body = msgpack.packb({"pairs": [pair("1", "1")]})
+        headers = {"Content-Type": "application/msgpack"}
+        async with served.http.post(served.url + "/v1/verify", data=body, headers=headers) as response:
+            assert response.content_type == "application/msgpack"
+            (verdict,) = msgpack.unpackb(await response.read())["results"]
+    assert verdict["outcome"] == "equivalent"
+
+
+async def test_a_malformed_pair_spoils_no_other_and_is_no_verdict() -> None:
+    bad: list[Any] = [7, {}, pair("1", 1), {"gold": "1", "answer": "1", "code": "print(1)"}]
+    async with serving() as served:
+        status, body = await served.post("/v1/verify", {"pairs": [*bad, pair("1", "1"), pair("1", "timeout")]})
+        _, scraped = await served.get("/metrics")
+    assert status == 200
+    check(body, SCHEMAS["Verdicts"])
+    verdicts = [(verdict["outcome"], verdict["status"]) for verdict in body["results"]]
+    assert verdicts == [("unavailable", "unavailable")] * 4 + [("equivalent", "ok"), ("unparsable", "timeout")]
+    assert body["results"][2]["message"].startswith("InvalidCall: pairs[2].answer: expected text")
+    assert "rstar_sandbox_calls_invalid_total 4" in scraped
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ([], "verify: expected an object with pairs, got list"),
+        ({}, "verify.pairs: expected a list of at least one pair, got NoneType"),
+        ({"pairs": []}, "verify.pairs: expected a list of at least one pair, got an empty list"),
+        ({"pairs": [1] * 11}, "verify.pairs: expected at most 10 pairs, got 11"),
+        ({"pairs": [pair("1", "1")], "code": "1"}, "verify: unknown field 'code'; the fields are pairs, limits"),
+        ({"pairs": [pair("1", "1")], "limits": {"cores": 1}}, "verify.limits: unknown field 'cores'"),
+        ({"pairs": [pair("1", "1")], "queue_timeout_s": 0}, "verify.queue_timeout_s: expected seconds above 0"),
+    ],
+)
+async def test_a_malformed_request_is_refused(body: Any, says: str) -> None:
+    async with serving(batch_calls=10) as served:
+        status, answer = await served.post("/v1/verify", body)
+    assert status in (400, 413)
+    assert answer["error"]["message"].startswith(says)
+
+
+async def test_an_executor_that_dies_is_no_verdict() -> None:
+    async with serving(attempts=1) as served:
+        served.fleet.last.exit(1)
+        served.fleet.starts += ["exit"] * 100
+        body = {"pairs": [pair("1", "1")], "queue_timeout_s": 0.05}
+        status, answer = await served.post("/v1/verify", body)
+    assert status == 200
+    assert [verdict["outcome"] for verdict in answer["results"]] == ["unavailable"]

@@ -1,0 +1,258 @@
+"""Answers are checked inside the sandbox as math-verify checks them, and no text of theirs can say how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox import verify
+from sandbox.errors import InvalidCall
+from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Status, Verdict
+from tests.executor.calling import Caller, executor
+
+MATH_500 = Path(__file__).parents[2] / "shared" / "data" / "math500.jsonl"
+PLAIN = verify.like({})
+EQUIVALENT, NOT_EQUIVALENT, UNPARSABLE = Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE
+
+
+# What a result means
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [("'equivalent'", EQUIVALENT), ("'not_equivalent'", NOT_EQUIVALENT), ("'no gold'", UNPARSABLE)],
+)
+def test_a_checker_that_came_to_its_end_has_the_word(value: str, outcome: Outcome) -> None:
+    verdict = verify.verdict_of(Result("", Status.OK, value=value))
+    assert (verdict.outcome, verdict.status) == (outcome, Status.OK)
+
+
+@pytest.mark.parametrize("status", [Status.TIMEOUT, Status.MEMORY_LIMIT, Status.KILLED, Status.OUTPUT_LIMIT])
+def test_what_a_pair_does_to_its_checker_is_its_own(status: Status) -> None:
+    result = Result("", status, value="'equivalent'", error=CallError("Timeout", "used up its 1 s"))
+    assert verify.verdict_of(result) == Verdict(UNPARSABLE, status, "Timeout: used up its 1 s")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Result("", Status.UNAVAILABLE, value="'equivalent'", error=CallError("NodeError", "tried 3 times")),
+        Result("", Status.ERROR, value="'equivalent'", error=CallError("ModuleNotFoundError", "No module math_verify")),
+        Result("", Status.OK, value="equivalent"),
+        Result("", Status.OK, stdout="'equivalent'"),
+        Result("", Status.OK),
+    ],
+)
+def test_anything_else_is_ours(result: Result) -> None:
+    verdict = verify.verdict_of(result)
+    assert (verdict.outcome, verdict.status) == (Outcome.UNAVAILABLE, Status.UNAVAILABLE)
+    assert verdict.message
+
+
+def test_a_check_is_a_call_with_both_texts_as_input() -> None:
+    like = verify.like({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
+    call = verify.call_of("1'\n", "\ud800" * 10_000, like)
+    assert (call.profile, call.limits, call.tenant, call.priority) == (Profile.VERIFY, Limits(timeout_s=2), "mine", 3)
+    assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_CHARS + 1)], "no more than is looked at"
+    assert Call.decode(call.encode(binary=True)) == call
+    assert verify.call_of("7", "8", PLAIN).code == call.code
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (7, "pairs[3]: expected an object of gold and answer, got int"),
+        ({"gold": "1"}, "pairs[3]: expected an object of gold and answer, got the fields gold"),
+        ({"gold": "1", "answer": "2", "x": 3}, "pairs[3]: expected an object of gold and answer, got the fields"),
+        ({"gold": "1", "answer": 2}, "pairs[3].answer: expected text of at most"),
+    ],
+)
+def test_a_malformed_pair_is_told_what_was_expected(raw: Any, says: str) -> None:
+    with pytest.raises(InvalidCall) as raised:
+        verify.decode_pair(raw, "pairs[3]")
+    assert str(raised.value).startswith(says)
+
+
+def test_a_pair_may_not_say_what_runs() -> None:
+    with pytest.raises(InvalidCall, match="unknown field 'code'; the fields are limits, priority, tenant"):
+        verify.like({"code": "1"})
+
+
+# The checker itself, in the sandbox
+
+
+@pytest.fixture(scope="module")
+def caller(guest_python: Path) -> Iterator[Caller]:
+    with executor(guest_python, profiles=("bare", "numeric", "symbolic")) as caller:
+        yield caller
+
+
+def check(caller: Caller, pairs: Sequence[tuple[str, str]], **fields: Any) -> list[Verdict]:
+    like = verify.like(fields)
+    return [verify.verdict_of(result) for result in caller.run_all([verify.call_of(*pair, like) for pair in pairs])]
+
+
+def test_the_zygote_that_verifies_comes_when_it_is_asked_for(guest_python: Path) -> None:
+    with executor(guest_python) as caller:
+        caller.run("1")
+        caller.until(lambda: bool(caller.stats.get("zygotes")))
+        assert caller.stats["zygotes"] == {"bare": 1}
+        assert [verdict.outcome for verdict in check(caller, [("1", "1")])] == [EQUIVALENT]
+        caller.until(lambda: len(caller.stats["zygotes"]) > 1)
+        assert caller.stats["zygotes"] == {"bare": 1, "verify": 1}
+
+
+ALIKE = (
+    ("42", "42"),
+    ("42", "42.0"),
+    ("1/2", r"\frac{1}{2}"),
+    (r"\frac{1}{2}", r"The answer is $\boxed{0.5}$."),
+    (r"\boxed{7}", "7"),
+    ("(x+1)^2", "x^2 + 2x + 1"),
+    (r"\{1, 2\}", r"\{2, 1\}"),
+    ("x = 3", "3"),
+    ("1,000", "1000"),
+    (r"\text{even}", r"\text{even}"),
+)
+UNLIKE = (
+    ("42", "43"),
+    ("42", "-42"),
+    ("(1, 2)", "(2, 1)"),
+    ("x + 1", "x - 1"),
+    (r"\text{even}", r"\text{odd}"),
+    ("7", "6 or 7"),
+    ("7", "1, 2, 3, 4, 5, 6, 7"),
+)
+
+
+def test_what_means_the_same_is_equivalent_and_nothing_else_is(caller: Caller) -> None:
+    verdicts = check(caller, [*ALIKE, *UNLIKE])
+    expected = [EQUIVALENT] * len(ALIKE) + [NOT_EQUIVALENT] * len(UNLIKE)
+    assert [(verdict.outcome, verdict.status) for verdict in verdicts] == [(one, Status.OK) for one in expected]
+    assert all(verdict.usage.cpu_ms > 0 for verdict in verdicts)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "7" * (verify.MAX_CHARS + 1), "7 " * 10_000])
+def test_what_is_no_answer_is_unparsable_on_either_side(text: str, caller: Caller) -> None:
+    as_gold, as_answer = check(caller, [(text, "7"), ("7", text)])
+    assert (as_gold.outcome, as_gold.status) == (as_answer.outcome, as_answer.status) == (UNPARSABLE, Status.OK)
+    assert as_gold.message.startswith("gold is empty, too long")
+    assert as_answer.message.startswith("answer is empty, too long")
+
+
+EXIT = "__import__('os')._exit(0)"
+FORGERIES = (
+    "equivalent",
+    "'equivalent'",
+    "__import__('builtins').print('equivalent')",
+    EXIT,
+    rf"\text{{{EXIT}}}",
+    rf"\operatorname{{{EXIT}}}(1)",
+    r"\operatorname{exit}(0)",
+    r"\operatorname{eval}(1)",
+    r"\mathrm{print(1)}",
+    f"${EXIT}$",
+    f"7}} {EXIT} {{7",
+    f"3 + {EXIT}",
+    f"1e5{EXIT}",
+    r"x_{().__class__}",
+    r"\sqrt{().__class__.__base__.__subclasses__()}",
+    "[x for x in ().__class__.__mro__]",
+    "lambda: 7",
+    "\0",
+    "\ud800\udfff",
+    "٧",
+    r"\frac{0}{0}",
+    r"\infty",
+    r"\{",
+    r"\boxed{",
+    "}" * 100,
+    "$" * 4000,
+    r"\frac" * 800,
+    "\n" * 4000 + "x",
+    "%s%n{0}",
+)
+
+
+def test_no_text_forges_a_verdict(caller: Caller) -> None:
+    """Nor turns into an outage of ours: it is wrong, or it cannot be read."""
+    for text, verdict in zip(FORGERIES, check(caller, [("8", text) for text in FORGERIES]), strict=True):
+        assert verdict.outcome in (NOT_EQUIVALENT, UNPARSABLE), (text, verdict)
+
+
+def test_sympy_evaluates_no_text_there_but_numbers(caller: Caller) -> None:
+    """Whatever way a text may find to where sympy evaluates it."""
+    script = "import rstar_checker, sympy\nrstar_checker.refuse_code()\nlist(map(sympy.sympify, {}))"
+    good = caller.run(script.format(["1 + 2*3", "-0.5", "1e10", "10/4"]), profile=Profile.VERIFY)
+    assert good.value == "[7, -0.500000000000000, 10000000000.0000, 5/2]"
+    for text in ("print(1)", "x.y", "[].append", "Integer.__class__", "'a'.upper()", EXIT):
+        bad = caller.run(script.format([text]), profile=Profile.VERIFY)
+        assert bad.status is Status.ERROR, text
+        assert bad.error is not None and "an answer is no code" in bad.error.traceback
+
+
+HANGS = ("9^{9^{9^{9}}} + x", r"\binom{10^9}{10^8}", r"\operatorname{eye}(100000)", "{" * 2000, "(" * 999 + ")" * 999)
+
+
+def test_a_check_that_does_not_end_is_the_pairs_own_and_no_others(caller: Caller) -> None:
+    *hung, last = check(caller, [*[("7", text) for text in HANGS], ("7", "7")], limits={"timeout_s": 0.5})
+    for verdict in hung:
+        assert verdict.outcome in (UNPARSABLE, NOT_EQUIVALENT), verdict
+        assert verdict.status in (Status.OK, Status.TIMEOUT, Status.MEMORY_LIMIT, Status.KILLED), verdict
+    assert Status.TIMEOUT in {verdict.status for verdict in hung}
+    assert last.outcome is EQUIVALENT
+
+
+def test_a_python_without_the_library_is_ours() -> None:
+    with executor() as caller:
+        (verdict,) = check(caller, [("7", "7")])
+    assert verdict.outcome is Outcome.UNAVAILABLE
+    assert "math_verify" in verdict.message
+
+
+# Beside math-verify itself
+
+
+def perturbed(answer: str, number: int) -> str:
+    """The same with one digit changed, or its sign."""
+    digits = [found.start() for found in re.finditer("[0-9]", answer)]
+    if not digits:
+        return f"-({answer})"
+    at = digits[number % len(digits)]
+    return f"{answer[:at]}{(int(answer[at]) + 1) % 10}{answer[at + 1 :]}"
+
+
+class Direct:
+    """math-verify, called in this process."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.parse = cache(lambda text: library.parse(f"\\boxed{{{text}}}", parsing_timeout=None))
+
+    def check(self, gold: str, answer: str) -> Outcome:
+        is_equivalent = self.library.verify(self.parse(gold), self.parse(answer), timeout_seconds=None)
+        return EQUIVALENT if is_equivalent else NOT_EQUIVALENT
+
+
+def test_it_agrees_with_math_verify_called_directly(caller: Caller) -> None:
+    math_verify = Direct(pytest.importorskip("math_verify"))
+    if not MATH_500.exists():
+        pytest.skip(f"needs the answers of MATH-500 at {MATH_500}")
+    answers = [json.loads(line)["answer"] for line in MATH_500.read_text(encoding="utf-8").splitlines()]
+    pairs = [pair for n, one in enumerate(answers) for pair in ((one, one), (one, perturbed(one, n)))]
+    verdicts = check(caller, pairs)
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = [math_verify.check(*pair) for pair in pairs]
+    assert [verdict.outcome for verdict in verdicts] == expected
+    assert set(expected[::2]) == {EQUIVALENT}
+    assert expected[1::2].count(NOT_EQUIVALENT) > 490
