@@ -36,7 +36,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trainer import roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
-from trainer.progress import CHECKPOINTS_KEPT, Progress, Trained, finish, latest, quiet, ranks, steps_of
+from trainer.progress import Progress, Trained, arguments, finish, latest, quiet, ranks, steps_of
 from trainer.progress import Record as ProgressRecord
 from trainer.rollout import EpisodeLimits
 from trainer.trajectory import Episode, Problem
@@ -114,8 +114,7 @@ def train_stage(
     """Train `model`'s folder for `stage.steps` steps into `out`/model, from `out`'s newest whole checkpoint if any.
 
     `rollouts` is None on every rank but the first. `first_step` steps of the run came before; `keep_optimizer` is the
-    checkpoint of the stage before, whose optimiser goes on. Weights are float32 whatever `dtype` says, which is what
-    the passes compute in: steps of 1e-6 would be lost in bfloat16.
+    checkpoint of the stage before, whose optimiser goes on, its warm-up over. `dtype` is what the passes compute in.
 
     Raises `ConfigError` for settings that do not fit together, and what engines and tools raise.
     """
@@ -133,9 +132,15 @@ def train_stage(
         record.rewind(first_step + done)
     bridge = _Bridge(stage, problems, record, rollouts, seed=seed, offset=first_step - before)
     args = GRPOConfig(
-        output_dir=str(out / "checkpoints"),
+        **arguments(
+            out,
+            seed=seed,
+            dtype=dtype,
+            save_steps=stage.save_steps,
+            is_sharded=is_sharded,
+            is_checkpointing=stage.is_checkpointing,
+        ),
         max_steps=before + stage.steps,
-        seed=seed,
         # The batch: TRL repeats each prompt `keep` times and splits the step's rows into micro-batches.
         num_generations=stage.keep,
         per_device_train_batch_size=stage.micro_batch,
@@ -153,26 +158,10 @@ def train_stage(
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=RATIO_CUT,
         # The optimiser.
-        optim="adamw_torch",
         learning_rate=stage.lr,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
-        # The machine.
-        use_cpu=not torch.cuda.is_available(),
-        model_init_kwargs={"dtype": "float32"},
-        bf16=dtype == "bfloat16",
-        gradient_checkpointing=stage.is_checkpointing,
-        ddp_find_unused_parameters=False,
-        fsdp=is_sharded or None,
-        # What is kept and said.
-        save_strategy="steps",
-        save_steps=stage.save_steps,
-        save_total_limit=CHECKPOINTS_KEPT,
-        logging_steps=1,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        report_to="none",
-        disable_tqdm=True,
     )
     # Rows for steps that an earlier stage took are never reached: a resumed trainer skips as many.
     order = ["" for _ in range(before * stage.prompts)] + prompts_in_order(problems, stage.prompts, stage.steps, seed)
@@ -274,7 +263,13 @@ class _Bridge(Progress):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        state.save_steps = args.save_steps  # a checkpoint brings those of its own stage
+        # A checkpoint of the stage before brings that stage's settings, which the trainer takes over.
+        state.save_steps = args.save_steps
+        optimizer, schedule = kwargs["optimizer"], kwargs["lr_scheduler"]
+        schedule.base_lrs = [args.learning_rate for _ in schedule.base_lrs]
+        for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+            group["initial_lr"] = args.learning_rate
+            group["lr"] = args.learning_rate * factor(schedule.last_epoch)
         self._since = perf_counter()
 
     def _step(self, ids: Sequence[str], rollouts: Rollouts) -> list[Row]:

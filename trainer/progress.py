@@ -21,6 +21,8 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from trainer.config import ConfigError
+
 _MARK = "whole"
 CHECKPOINTS_KEPT = 2
 """While the newer one is being written, the older one is what a kill leaves."""
@@ -95,6 +97,36 @@ def steps_of(checkpoint: Path) -> int:
 def ranks() -> PartialState:
     """The processes that train together, as torchrun started them; one alone is rank 0."""
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(seconds=RANKS_WAIT_S))
+
+
+def arguments(
+    out: Path, *, seed: int, dtype: str, save_steps: int, is_sharded: bool, is_checkpointing: bool
+) -> dict[str, Any]:
+    """What both trainers are told alike. Weights are float32 whatever `dtype` says, which is what passes compute in.
+
+    Raises `ConfigError`.
+    """
+    has_gpu = torch.cuda.is_available()  # ROCm's too
+    if is_sharded and not has_gpu:
+        raise ConfigError("hardware.sharding=full: expected GPUs, got none, where nothing is sharded; set it to none")
+    return {
+        "output_dir": str(out / "checkpoints"),
+        "seed": seed,
+        "optim": "adamw_torch",
+        "use_cpu": not has_gpu,
+        "model_init_kwargs": {"dtype": "float32"},  # steps of 1e-6 would be lost in bfloat16
+        "bf16": dtype == "bfloat16",
+        "gradient_checkpointing": is_checkpointing,
+        "ddp_find_unused_parameters": False,
+        "fsdp": is_sharded or None,
+        "save_strategy": "steps",
+        "save_steps": save_steps,
+        "save_total_limit": CHECKPOINTS_KEPT,
+        "logging_steps": 1,
+        "dataloader_pin_memory": has_gpu,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def finish(trainer: Any, out: Path, start: Path | None) -> Trained:

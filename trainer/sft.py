@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig as TrlSFTConfig
 from trl import SFTTrainer
 
 from trainer.config import ConfigError, SftConfig
-from trainer.progress import CHECKPOINTS_KEPT, Progress, Record, Trained, finish, latest, quiet, ranks, steps_of
+from trainer.progress import Progress, Record, Trained, arguments, finish, latest, quiet, ranks, steps_of
 
 Messages = Sequence[Mapping[str, str]]
 STAGE = "sft"
@@ -63,29 +62,21 @@ def train_sft(
     if ranks().is_main_process:
         record.rewind(first_step + (steps_of(start) if start else 0))
     args = TrlSFTConfig(
-        output_dir=str(out / "checkpoints"),
+        **arguments(
+            out,
+            seed=seed,
+            dtype=dtype,
+            save_steps=sft.save_steps,
+            is_sharded=is_sharded,
+            is_checkpointing=is_checkpointing,
+        ),
         num_train_epochs=sft.epochs,
-        seed=seed,
         per_device_train_batch_size=sft.micro_batch,
         gradient_accumulation_steps=passes,
         max_length=sft.max_length,
-        optim="adamw_torch",
         learning_rate=sft.lr,
         lr_scheduler_type="cosine",
         warmup_steps=sft.warmup,
-        use_cpu=not torch.cuda.is_available(),
-        model_init_kwargs={"dtype": "float32"},
-        bf16=dtype == "bfloat16",
-        gradient_checkpointing=is_checkpointing,
-        ddp_find_unused_parameters=False,
-        fsdp=is_sharded or None,
-        save_strategy="steps",
-        save_steps=sft.save_steps,
-        save_total_limit=CHECKPOINTS_KEPT,
-        logging_steps=1,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        report_to="none",
-        disable_tqdm=True,
     )
     trainer = SFTTrainer(
         model=str(model),

@@ -46,6 +46,12 @@ def background() -> Iterator[Background]:
         yield background
 
 
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sums have one order, whatever the machine has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 class Stage:
     """One stage in a folder, run as often as a test asks."""
 
@@ -222,12 +228,13 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
     first = Stage(tmp_path, model, background).run(Sampler(model))
     steps = {}
     for name, checkpoint in {"kept": first.checkpoint, "fresh": None}.items():
-        stage = Stage(tmp_path, first.model, background, name=name, steps=1, warmup_steps=2)
+        stage = Stage(tmp_path, first.model, background, name=name, steps=1, lr=5e-4, save_steps=1)
         sampler = Sampler(first.model)
         trained = stage.run(sampler, first_step=2, keep_optimizer=checkpoint)
         assert same(sampler.weights[0], weights(first.model))
         optimizer = torch.load(trained.checkpoint / "optimizer.pt", weights_only=True)
         steps[name] = {int(state["step"]) for state in optimizer["state"].values()}
+        assert {group["lr"] for group in optimizer["param_groups"]} == {5e-4}
         rows = [row["step"] for row in stage.record.metrics() if row["stage"] == name]
         assert rows == [3]
     assert steps == {"kept": {3}, "fresh": {1}}
@@ -236,6 +243,8 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
     with pytest.raises(ConfigError, match=r"stages.rl1: prompts=2 x keep=4 .* micro_batch=3"):
         Stage(tmp_path, model, background, micro_batch=3).run(Sampler(model))
+    with pytest.raises(ConfigError, match=r"sharding=full: expected GPUs, got none"):
+        Stage(tmp_path, model, background).run(Sampler(model), is_sharded=True)
     with pytest.raises(ConfigError, match=r"expected at least prompts=2 problems .* got 1"):
         Stage(tmp_path, model, background).run(Sampler(model), count=1)
 
@@ -254,9 +263,9 @@ def test_order_has_no_problem_twice_in_a_step_and_uses_all(count: int, per_step:
 def test_two_ranks_share_a_step_and_end_with_the_same_weights(tmp_path: Path, model: Path) -> None:
     root = Path(__file__).parents[2]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(
-        [*launch, "tests/trainer/two_ranks.py", model, tmp_path], cwd=root, env=environment, timeout=300, check=True
+        [*launch, "tests/trainer/two_ranks.py", model, tmp_path], cwd=root, env=environment, timeout=380, check=True
     )
     one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert one["weights"] == other["weights"]

@@ -27,6 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sums have one order, whatever the machine has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def train(model: Path, folder: Path, record: RunFolder, *, conversations: int = 12, config: SftConfig = SFT) -> Trained:
     talks = list(tasks.traces(tasks.generate(conversations, seed=1), seed=1))
     own = chat.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
