@@ -33,10 +33,10 @@ from trainer.lengths import Lengths
 
 Key = Hashable
 
-EASE, CUT = 0.02, 0.8
+EASE, CUT = 0.01, 0.8
 """Additive increase and multiplicative decrease of the share of a cache that is promised, per quiet observation and per
 burst of preemptions."""
-APPETITE, LEAST, MOST = 0.9, 0.5, 0.9
+APPETITE, LEAST, MOST = 0.9, 0.5, 0.95
 FULL = 0.9
 STICKINESS = 1.0
 """How many free tokens elsewhere a token of context that an engine holds is worth."""
@@ -87,6 +87,8 @@ class _Engine:
     appetite: float = APPETITE
     """How much of the capacity is promised: learnt from preemptions."""
     preemptions: int = 0
+    is_overfull: bool = False
+    """Since preemptions began, and until what is promised fits again."""
     ticks: float = 0.0
     ticked_at: float = 0.0
     rate: float = 0.0
@@ -236,10 +238,13 @@ class Scheduler:
         engine = self._engines[name]
         fresh, engine.preemptions = gauge.preemptions - engine.preemptions, gauge.preemptions
         if fresh > 0:
-            if engine.free >= 0:  # else more is promised already than is meant to be, and nothing is let in
+            if not engine.is_overfull:  # one burst of preemptions is one mistake
                 engine.appetite = max(LEAST, engine.appetite * CUT)
-        elif not gauge.waiting and gauge.used < FULL and len(self._queue):
-            engine.appetite = min(MOST, engine.appetite + EASE)
+            engine.is_overfull = True
+        elif engine.free >= 0:
+            engine.is_overfull = False
+            if not gauge.waiting and gauge.used < FULL and len(self._queue):
+                engine.appetite = min(MOST, engine.appetite + EASE)
         self._guess_progress(engine, now)
         engine.refresh(now)
 
@@ -379,11 +384,17 @@ class Scheduler:
 
     def _guess_progress(self, engine: _Engine, now: float) -> None:
         """Those that end say so at once, those that go on only after a turn. Were they not taken to have come as far as
-        their engine is fast, everything would seem to be short."""
+        their engine is fast, everything would seem to be short, and they would be promised less than they need."""
         tick = engine.tick(now)
-        for episode in engine.here.values():
-            if episode.is_running and episode.entry is not None:
-                self._reached(episode, min(episode.most, episode.length + int(tick - episode.entry.tick)))
+        for episode in list(engine.here.values()):
+            entry = episode.entry
+            assert entry is not None
+            if episode.is_running and min(entry.buckets) * self._width <= tick:
+                length = min(episode.most, entry.context + int(tick - entry.tick))
+                self._reached(episode, length)
+                engine.ledger.leave(entry)
+                growths = self.lengths.growths(episode.group, length, episode.most)
+                episode.entry = engine.ledger.enter(length, tick, growths)
 
     def _reached(self, episode: _Episode, length: int) -> None:
         if length > episode.told:
