@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,8 @@ from trainer.progress import Progress, Record, Trained, arguments, finish, lates
 
 Messages = Sequence[Mapping[str, str]]
 STAGE = "sft"
+SORTED = 50
+"""Batches whose conversations are sorted by length together."""
 
 
 class Chat(Protocol):
@@ -58,6 +61,7 @@ def train_sft(
     encoded = [pair for pair in map(chat.encode, conversations) if len(pair[0]) <= sft.max_length and any(pair[1])]
     if not encoded:
         raise ConfigError(f"sft: expected conversations of at most max_length={sft.max_length} tokens, got none")
+    order = by_length([len(ids) for ids, _ in encoded], sft.batch, sft.epochs, seed)
     start = latest(out / "checkpoints")
     if ranks().is_main_process:
         record.rewind(first_step + (steps_of(start) if start else 0))
@@ -70,7 +74,8 @@ def train_sft(
             is_sharded=is_sharded,
             is_checkpointing=is_checkpointing,
         ),
-        num_train_epochs=sft.epochs,
+        num_train_epochs=1,  # `order` has them all
+        train_sampling_strategy="sequential",
         per_device_train_batch_size=sft.micro_batch,
         gradient_accumulation_steps=passes,
         max_length=sft.max_length,
@@ -82,9 +87,28 @@ def train_sft(
         model=str(model),
         args=args,
         train_dataset=Dataset.from_dict(
-            {"input_ids": [ids for ids, _ in encoded], "assistant_masks": [mask for _, mask in encoded]}
+            {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
         ),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Progress(STAGE, record=record, offset=first_step)],
     )
     return finish(trainer, out, start)
+
+
+def by_length(lengths: Sequence[int], batch: int, epochs: float, seed: int) -> list[int]:
+    """Which conversation comes when: every time through in a new order, with those of like length in a batch.
+
+    Padding to the longest of a batch would cost as much again as what it pads. Only blocks of `SORTED` batches are
+    sorted, and their batches come in random order. What does not fill a batch waits for another time through.
+    """
+    rng = random.Random(seed)
+    wanted = max(1, round(len(lengths) * epochs / batch)) * batch
+    order: list[int] = []
+    while len(order) < wanted:
+        once = rng.sample(range(len(lengths)), len(lengths))
+        once = once[: max(batch, len(once) // batch * batch)]
+        blocks = [once[at : at + batch * SORTED] for at in range(0, len(once), batch * SORTED)]
+        alike = [i for block in blocks for i in sorted(block, key=lengths.__getitem__)]
+        batches = [alike[at : at + batch] for at in range(0, len(alike), batch)]
+        order += [i for some in rng.sample(batches, len(batches)) for i in some]
+    return order[:wanted]

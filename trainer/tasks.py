@@ -32,7 +32,7 @@ PREAMBLE = "Use Python."
 SOURCE = "tiny"
 FRESH_SHARE = 8
 """One text of so many is kept for evaluation."""
-BROKEN = 0.43
+BROKEN = 0.48
 """How often a call of the conversations is broken: the tool-error ratio that they teach."""
 WRONG = 0.25
 """How often a conversation's operator is not the problem's."""

@@ -96,3 +96,21 @@ def test_conversations_that_are_too_long_are_left_out(tmp_path: Path, model: Pat
         train(model, tmp_path, RunFolder(tmp_path), config=SftConfig(batch=4, micro_batch=4, max_length=16))
     with pytest.raises(ConfigError, match=r"batch=4 on 1 ranks: expected a multiple of .* micro_batch=3"):
         train(model, tmp_path, RunFolder(tmp_path), config=SftConfig(batch=4, micro_batch=3))
+
+
+def test_like_lengths_share_a_batch_and_nothing_is_left_out() -> None:
+    lengths = [(7 * number) % 101 for number in range(1000)]
+    order = sft.by_length(lengths, 8, 2.0, seed=1)
+    assert order == sft.by_length(lengths, 8, 2.0, seed=1) != sft.by_length(lengths, 8, 2.0, seed=2)
+    assert sorted(order) == sorted([*range(1000)] * 2)
+    firsts = [lengths[i] for i in order[::8]]
+    assert firsts != sorted(firsts)
+    padded = sum(8 * max(lengths[i] for i in order[at : at + 8]) for at in range(0, len(order), 8))
+    assert padded < 1.1 * 2 * sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "epochs", "steps"), [(10, 4, 1, 2), (3, 4, 2, 2), (10, 4, 3, 8), (9, 4, 0.1, 1)]
+)
+def test_epochs_become_whole_steps(count: int, batch: int, epochs: float, steps: int) -> None:
+    assert len(sft.by_length([1] * count, batch, epochs, seed=0)) == steps * batch
