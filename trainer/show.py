@@ -232,12 +232,12 @@ def bars(values: Sequence[float]) -> str:
 
 def _list(rows: Sequence[Row]) -> Table:
     table = _table("step>", "problem…", "#>", "reward>", "", "stop", "failed>", "penalty>", "tokens>", "answer…")
-    for row in rows:
+    for number, row in enumerate(rows):
+        is_next = number > 0 and rows[number - 1]["group"] == row["group"] and rows[number - 1]["step"] == row["step"]
         table.add_row(
-            str(row["step"]), clean(row["problem"]["id"]), str(row["sample"]), _text(row["reward"]),
+            str(row["step"]), "" if is_next else clean(row["problem"]["id"]), str(row["sample"]), _text(row["reward"]),
             "kept" if row["kept"] else "dropped", row["stop"], f"{row['failed_calls']}/{row['calls']}",
-            _text(row["p_err"] + row["p_format"]),
-            str(row["response_tokens"]), clean(row["answer"] or "–"),
+            _text(row["p_err"] + row["p_format"]), str(row["response_tokens"]), clean(row["answer"] or "–"),
         )  # fmt: skip
     return table
 

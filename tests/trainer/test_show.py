@@ -98,14 +98,10 @@ def number(value: float) -> str:
 
 
 def test_the_terminal_lists_the_last_step(folder: RunFolder, shown: Shown) -> None:
-    said = shown(folder)
-    for row in folder.episodes(LAST):
-        (line,) = [
-            line
-            for line in said.splitlines()
-            if line.split()[:3] == [str(LAST), row["problem"]["id"], str(row["sample"])]
-        ]
-        assert ("kept" in line.split()) == row["kept"] and f"{row['failed_calls']}/{row['calls']}" in line.split()
+    listed = [line.split() for line in shown(folder).splitlines() if line.startswith(f"  {LAST} ")]
+    for words, row in zip(listed, folder.episodes(LAST), strict=True):
+        assert (row["problem"]["id"] in words) == (row["sample"] == 0) and str(row["sample"]) in words
+        assert ("kept" in words) == row["kept"] and f"{row['failed_calls']}/{row['calls']}" in words
 
 
 def test_one_episode_is_shown_whole(folder: RunFolder, shown: Shown) -> None:
@@ -360,7 +356,9 @@ async def test_an_episode_is_shown_whole(browser: Browser, folder: RunFolder, tm
         call = row["turns"][0]["calls"][0]
         for text in (row["problem"]["text"], row["why"].removeprefix("kept: "), call["code"], call["response"]):
             assert text.strip() in said
-        assert "kept for the loss" in said and facts["Answer tags"] == str(row["answer_tags"])
+        assert f"{'correct' if row['reward'] else 'wrong'}, kept" in said and facts["Answer tags"] == str(
+            row["answer_tags"]
+        )
         assert facts["Penalty"].split()[2::3] == [f"{row['p_err']:.3g}", f"{row['p_format']:.3g}"]
         spans = json.loads(await page.run(SPANS))
         assert spans == [[start, end - start, mask] for start, end, mask in row["mask"]]
