@@ -1,7 +1,8 @@
 """Trackers by name: each row of metrics, told to trackio, wandb or tensorboard as well.
 
-The run folder stays the record; a tracker only mirrors it. A run is known by its folder's name, so that one that is
-resumed goes on where it was. Only the packages that are named are imported.
+The run folder stays the record; a tracker only mirrors it. The name by which trackers know a run is written into its
+folder, so that a resumed run goes on where it was and a new one of the same folder name is another. Only the packages
+that are named are imported.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 Log = Callable[[Mapping[str, Any]], None]
@@ -71,14 +73,24 @@ def _tensorboard(run: Path) -> Iterator[_Tell]:
 @contextmanager
 def _hosted(package: Any, run: Path, config: Mapping[str, Any], project: str) -> Iterator[_Tell]:
     """trackio or wandb, which have the same functions."""
-    extra = {"id": run.name, "dir": str(run)} if package.__name__ == "wandb" else {}
+    name = _name(run)
+    extra = {"id": name, "dir": str(run)} if package.__name__ == "wandb" else {}
     with redirect_stdout(sys.stderr):  # they greet there, and it is for results
-        package.init(project=project, name=run.name, config=dict(config), resume="allow", **extra)
+        package.init(project=project, name=name, config=dict(config), resume="allow", **extra)
     try:
         yield lambda step, numbers: package.log(numbers, step=step)
     finally:
         with redirect_stdout(sys.stderr):
             package.finish()
+
+
+def _name(run: Path) -> str:
+    """The run's name for trackers: the first to ask gives it."""
+    path = run / "tracked_as"
+    if not path.exists():
+        run.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{run.resolve().name}-{token_hex(4)}\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _package(name: str) -> Any:

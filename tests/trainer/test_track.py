@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from trainer.record import RunFolder
-from trainer.track import TrackError, tracking
+from trainer.track import TrackError, _name, tracking
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"step": step, "stage": "rl1", "reward": step / 4, "loss": None} for step in (1, 2, 3)]
 WRITE = """
 import json, sys; from pathlib import Path; from trainer.track import tracking
 name, run, rows = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-run.mkdir(exist_ok=True)
 for part in rows[:2], rows[2:]:
     with tracking([name], run, {"seed": 1}) as log:
         for row in part: log(row)
@@ -28,7 +27,7 @@ for part in rows[:2], rows[2:]:
 
 READ_TRACKIO = """
 from trackio.sqlite_storage import SQLiteStorage
-print(json.dumps(SQLiteStorage.get_logs("rstar", "run")))
+print(json.dumps(SQLiteStorage.get_logs("rstar", (run / "tracked_as").read_text().strip())))
 """
 
 
@@ -64,6 +63,7 @@ def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pyte
 
 @needs("tensorboard")
 @needs("torch")
+@pytest.mark.filterwarnings("ignore")  # of what both import
 def test_tensorboard_has_what_was_logged(tmp_path: Path) -> None:
     with tracking(["tensorboard"], tmp_path, {}) as log:
         for row in ROWS:
@@ -85,7 +85,12 @@ def test_trackio_has_what_was_logged_and_a_resumed_run_goes_on(tmp_path: Path) -
 @needs("wandb")
 def test_wandb_writes_a_run_while_it_is_offline(tmp_path: Path) -> None:
     assert said(WRITE, "wandb", tmp_path / "run", WANDB_MODE="offline") == ""
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-run.wandb"))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-run-*.wandb"))
+
+
+def test_a_run_is_tracked_under_one_name_and_another_under_another(tmp_path: Path) -> None:
+    one, other = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    assert _name(one) == _name(one) and _name(one).startswith("run-") and _name(one) != _name(other)
 
 
 def test_the_run_folder_tells_a_tracker_of_each_row(tmp_path: Path) -> None:
