@@ -1,4 +1,5 @@
-"""A jail and the zygotes in it: one for each profile, each forked from the next leaner one.
+"""A jail and the zygotes in it: one for each profile, each forked from the next leaner one, and the one that verifies,
+which is forked from `symbolic` or what is leaner when it is first asked for.
 
 Invariants:
 - Each profile has one keeper task, which brings its zygote to life, serves it, and when it dies hands its calls back
