@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, answer, call, qwen_tokenizer
 from trainer.chat import rstar2
-from trainer.engine import EngineFailed, Sampling
+from trainer.engine import EngineFailed, Generation, Sampling
 from trainer.rollout import Collector, EpisodeLimits, run_episode, turn_seed
 from trainer.tools import ToolReply
 from trainer.trajectory import CallStatus, Problem, StopReason
@@ -423,3 +424,41 @@ async def test_times_are_those_of_the_clock(chat):
     assert [(turn.generate_s, turn.tools_s) for turn in episode.steps] == [(1.0, 1.0), (1.0, 0.0)]
     assert episode.seconds > sum(turn.generate_s + turn.tools_s for turn in episode.steps)
     assert collector.own_s > 0
+
+
+@pytest.mark.asyncio
+async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(chat):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from trainer.local import LocalEngine
+    from trainer.pool import Pool
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    config = transformers.Qwen3Config(vocab_size=len(qwen_tokenizer()), tie_word_embeddings=True, **sizes, **heads)
+    model = transformers.Qwen3ForCausalLM(config)
+    asks = qwen_tokenizer().encode(call("1") + END, add_special_tokens=False)
+
+    class Asking(LocalEngine):
+        """Its first turn is a call, whatever it would rather say."""
+
+        async def generate(self, ids, sampling):
+            if "it printed 1" in chat.decode(ids):
+                return await super().generate(ids, sampling)
+            logprobs = await self.logprobs([*ids, *asks])
+            return Generation(tuple(asks), tuple(logprobs[-len(asks) :]), True, self.name, self.version)
+
+    limits = EpisodeLimits(len(asks) + len(chat.responses(["it printed 1"])) + 12, 9)
+    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)]) as pool:
+        tools = ScriptedTools(lambda code: "it printed 1")
+        groups = await collect(pool, chat, tools, [PROBLEM, Problem("p1", "What is it?", "1")], 2, limits)
+    for episode in (episode for group in groups for episode in group):
+        assert (episode.turns, episode.calls, episode.reward) == (2, 1, 0.0)
+        with torch.no_grad():
+            logits_PTV = model(torch.tensor([[*episode.prompt_ids, *episode.ids]])).logits[0, :-1].float()
+        trained_T = logits_PTV.log_softmax(-1)[-len(episode.ids) :]
+        for trained_V, number, logprob, mask in zip(
+            trained_T, episode.ids, episode.logprobs, episode.mask, strict=True
+        ):
+            assert logprob == (pytest.approx(trained_V[number].item(), abs=1e-3) if mask else 0.0)
+    assert len({episode.ids for group in groups for episode in group}) > 1
