@@ -26,7 +26,7 @@ from bench import output
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_name("results")
-DRAWN = ("throughput", "peers", "layers", "leaks", "mixed")
+DRAWN = ("throughput", "peers", "layers", "leaks", "mixed", "roc")
 """Benchmarks whose module has a `draw(axes, figures)`."""
 BLOCK = re.compile(r"(<!-- numbers: ([\w-]+) -->\n)(.*?)(<!-- /numbers -->)", re.DOTALL)
 
@@ -272,6 +272,25 @@ def _peer(row: Figures | None) -> str:
     return _number(row["calls_per_s"]) + (f" ({share:.1f} %)" if share else "")
 
 
+def _roc(figures: Figures) -> list[str]:
+    measures = {
+        "accuracy": "accuracy",
+        "tool_error_ratio_correct": "tool errors of correct",
+        "tool_error_ratio": "tool errors",
+        "one_answer": "one answer",
+        "rollouts": "rollouts",
+        "seconds": "seconds",
+    }
+    names = figures["names"]
+    rows = [(names[arm], *(_spread(its[name]) for name in measures)) for arm, its in figures["arms"].items()]
+    rows += [
+        (f"RoC less {names[arm]}", *(_spread(its.get(name)) for name in measures))
+        for arm, its in figures["differences"].items()
+    ]
+    said = f"{figures['seeds']} seeds, {figures['steps']} steps, G = {figures['group']}; mean ± deviation over seeds."
+    return [*_table(("", *measures.values()), rows), "", said]
+
+
 TABLES: dict[str, Render] = {
     "throughput": _throughput,
     "peers": _peers,
@@ -285,6 +304,7 @@ TABLES: dict[str, Render] = {
     "chaos": _chaos,
     "agreement": _agreement,
     "leaks": _leaks,
+    "roc": _roc,
 }
 
 
@@ -307,6 +327,13 @@ def _where(name: str, machine: Figures) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _spread(figure: Figures | None) -> str:
+    if figure is None:
+        return "-"
+    digits = 0 if abs(figure["mean"]) >= 100 else 3
+    return f"{figure['mean']:,.{digits}f} ± {figure['sd']:,.{digits}f}"
 
 
 def _pair(latency_ms: Figures, high: str = "p99") -> str:

@@ -143,6 +143,7 @@ def summary(seeds: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
     arms = list(seeds[0])
     return {
         "seeds": len(seeds),
+        "names": {arm: NAMES[arm] for arm in arms},
         "arms": {arm: {name: _spread(_of(seeds, arm, name)) for name in (*MEASURES, *COSTS)} for arm in arms},
         "differences": {
             arm: {
@@ -184,15 +185,16 @@ def draw(axes: Any, figures: Figures) -> None:
 
 def _show(figures: Figures) -> None:
     columns = ("", *MEASURES.values(), *COSTS.values())
-    rows = ((NAMES[arm], *map(_cell, its.values())) for arm, its in figures["arms"].items())
+    rows = ((NAMES[arm], *map(cell, its.values())) for arm, its in figures["arms"].items())
     output.show(f"After {figures['steps']} steps, mean ± deviation over {figures['seeds']} seeds", columns, rows)
     differences = figures["differences"].items()
     if differences:
-        rows = ((f"RoC less {NAMES[arm]}", *map(_cell, its.values())) for arm, its in differences)
+        rows = ((f"RoC less {NAMES[arm]}", *map(cell, its.values())) for arm, its in differences)
         output.show("Within a seed", ("", *MEASURES.values()), rows)
 
 
-def _cell(spread: Figures | None) -> str | None:
+def cell(spread: Figures | None) -> str | None:
+    """A number and its deviation over seeds."""
     if spread is None:
         return None
     digits = 0 if abs(spread["mean"]) >= 100 else 3

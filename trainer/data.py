@@ -30,6 +30,8 @@ EXAMPLES = 20
 NGRAM = 8
 """Words that a training problem may not share with an evaluation problem (the paper's section 4)."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
+TAUGHT = 1 << 20
+"""What lies between the seed of generated problems and that of conversations, which are about others."""
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
 _TEXT_KEYS = ("problem", "question", "prompt", "text")
 _ANSWER_KEYS = ("answer", "label", "ground_truth", "expected_answer")
@@ -114,7 +116,7 @@ def read(source: str, *, seed: int = 0, fresh: bool = False) -> list[Problem]:
 def read_conversations(source: str, *, seed: int = 0) -> list[tasks.Messages]:
     """The conversations of `source`: `{"messages": [{"role", "content"}, ...]}` a row. Raises `DataError`."""
     if source.startswith(GENERATED):
-        return tasks.traces(tasks.generate(_count(source), seed), seed)
+        return tasks.traces(tasks.generate(_count(source), seed + TAUGHT), seed)
     conversations = []
     for number, row in enumerate(_rows(source)):
         messages = row.get("messages") if isinstance(row, Mapping) else None

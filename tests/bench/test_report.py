@@ -22,6 +22,11 @@ MACHINE = {
 PACE = {"calls": 45000, "calls_per_s": 321.4, "cpu_ms": 3.21, "latency_ms": {"p50": 1.5, "p90": 2.0, "p99": 140_000.0}}
 POINTS = {"p50": 5.0, "p90": 60.5, "p99": 200.0}
 
+HALF = {"mean": 0.5, "sd": 0.1}
+ROC = dict.fromkeys(
+    ("accuracy", "tool_error_ratio_correct", "tool_error_ratio", "one_answer", "rollouts", "seconds"), HALF
+)
+
 MADE_UP: dict[str, dict[str, Any]] = {
     "burst": {
         "burst": PACE, "steady": PACE, "lost": 1, "doubled": 2, "wrong": 3, "ratio": 0.95,
@@ -62,6 +67,14 @@ MADE_UP: dict[str, dict[str, Any]] = {
             "mix": {"ours": {"calls": 1, "calls_per_s": 1.0, "wrong": 0, "unanswered": 0}},
         },
     },
+    "roc": {
+        "seeds": 2, "steps": 30, "group": 8, "names": {"roc": "RoC, 2G to G", "grpo-g": "GRPO, all of G"},
+        "arms": {
+            "roc": {**ROC, "accuracy": {"mean": 0.85, "sd": 0.01}, "rollouts": {"mean": 7680.0, "sd": 0.0}},
+            "grpo-g": {**ROC, "tool_error_ratio_correct": None},
+        },
+        "differences": {"grpo-g": {"accuracy": {"mean": -0.0123, "sd": 0.004}}},
+    },
 }  # fmt: skip
 EXPECTED = {
     "burst": [
@@ -86,6 +99,12 @@ EXPECTED = {
         "4,500 core seconds more",
     ],
     "gateway": ["9,876 calls/s, 101 µs"],
+    "roc": [
+        "| RoC, 2G to G | 0.850 ± 0.010 | 0.500 ± 0.100 | 0.500 ± 0.100 | 0.500 ± 0.100 | 7,680 ± 0 |",
+        "| GRPO, all of G | 0.500 ± 0.100 | - |",
+        "| RoC less GRPO, all of G | -0.012 ± 0.004 | - |",
+        "2 seeds, 30 steps, G = 8",
+    ],
     "peers": ["| `print(1 + 1)` | 500 | 12.5 (25.0 %) |", "| the mix of real traffic | 1.0 | - |"],
 }
 
