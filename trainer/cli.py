@@ -15,12 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import ConfigError, RunConfig, load
 
 if TYPE_CHECKING:
     from trainer.arithmetic import Plan
+    from trainer.recipe import Run
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -68,9 +70,62 @@ def recipe(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace) -> int:
     """Bring a run's problems, conversations and, if it is generated, model into its folder."""
-    from trainer import stages
+    stages, run = _unit(args)
+    stages.prepare(run)
+    return 0
 
-    stages.prepare(_run(args))
+
+def sft(args: argparse.Namespace) -> int:
+    """Fine-tune on conversations."""
+    stages, run = _unit(args)
+    stages.sft(run)
+    return 0
+
+
+def drop_solved(args: argparse.Namespace) -> int:
+    """Take out what the model before a stage solves every time."""
+    stages, run = _unit(args)
+    stages.drop_solved(run, args.stage)
+    return 0
+
+
+def grpo(args: argparse.Namespace) -> int:
+    """Train one stage of GRPO-RoC."""
+    stages, run = _unit(args)
+    stages.grpo(run, args.stage)
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Measure a model: accuracy, tool use, format, lengths."""
+    stages, run = _unit(args)
+    if args.stage:
+        reports = stages.evaluate(run, args.stage)
+    else:
+        from trainer.data import read
+
+        if not args.out:
+            raise ConfigError("eval --model: expected --out DIR, where its episodes go")
+        config = run.config
+        problems = [
+            problem for source in config.evaluate.data for problem in read(source, seed=config.seed, fresh=True)
+        ]
+        reports = stages.measure(run, Path(args.model), problems, Path(args.out))
+    if args.json:
+        print(json.dumps({source: report.to_dict() for source, report in reports.items()}))
+    else:
+        from rich.console import Console
+
+        from trainer.evaluate import table
+
+        Console().print(table(reports))
+    return 0
+
+
+def rollout(args: argparse.Namespace) -> int:
+    """Sample episodes into a folder that `show` opens."""
+    stages, run = _unit(args)
+    stages.rollout(run, args.stage, problems=args.problems, samples=args.samples, out=Path(args.out))
     return 0
 
 
@@ -104,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, add_arguments, command in (
         ("recipe", _recipe_arguments, recipe),
         ("prepare", _run_arguments, prepare),
+        ("sft", _run_arguments, sft),
+        ("filter", _stage_arguments, drop_solved),
+        ("grpo", _stage_arguments, grpo),
+        ("eval", _eval_arguments, evaluate),
+        ("rollout", _rollout_arguments, rollout),
         ("data", _data_arguments, data),
         ("show", _show_arguments, show),
     ):
@@ -140,6 +200,28 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last")
 
 
+def _stage_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_arguments(parser)
+    parser.add_argument("--stage", required=True, help="which of the stages in CONFIG")
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_arguments(parser)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--stage", help="of a run's model: sft, or one of the stages in CONFIG")
+    which.add_argument("--model", metavar="PATH", help="any model's folder, on the problems of [evaluate]")
+    parser.add_argument("--out", metavar="DIR", help="where --model's episodes go; what is there is not run again")
+    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last")
+
+
+def _rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_arguments(parser)
+    parser.add_argument("--stage", required=True, help="whose model: start, sft, or one of the stages in CONFIG")
+    parser.add_argument("--problems", type=int, default=16, help="how many, from the first (default: 16)")
+    parser.add_argument("--samples", type=int, default=4, help="episodes of each (default: 4)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the episodes")
+
+
 def _data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", nargs="+", metavar="SOURCE", help="generated:N, a file, or owner/name[@config][:split]"
@@ -164,10 +246,14 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return load(Path(args.config), os.environ, sets)
 
 
-def _run(args: argparse.Namespace) -> Any:
+def _unit(args: argparse.Namespace) -> tuple[ModuleType, Run]:
+    """What does the work, and for which run."""
+    from trainer import stages
     from trainer.recipe import Run
 
-    return Run(_config(args))
+    run = Run(_config(args))
+    stages.quiet()
+    return stages, run
 
 
 # What is printed

@@ -185,8 +185,8 @@ class EvaluateConfig:
     samples: int = _number(1, 1, "episodes per problem, the k of avg@k", 1024)
     temperature: float = _number(1.0, 0.01, "of sampling", 10)
     top_p: float = _number(1.0, 0.01, "of sampling", 1)
-    max_tokens: int = _number(0, 0, "response tokens; 0 is what the stage just over had")
-    max_turns: int = _number(0, 0, "turns; 0 is what the stage just over had", 10_000)
+    max_tokens: int = _number(0, 0, "response tokens; 0 is the most that a stage has")
+    max_turns: int = _number(0, 0, "turns; 0 is the most that a stage has", 10_000)
 
 
 @dataclass(frozen=True)
@@ -272,10 +272,10 @@ def load(file: Path | None, environ: Mapping[str, str], sets: Sequence[str] = ()
         said[path] = one
     common = {path[1:]: said.pop(path) for path in list(said) if path[0] == "rl"}
     _build(StageConfig, common)  # so that a mistake in [rl] is seen where no stage inherits it
-    for name in stages:
-        said[("stages", name, "name")] = _Said(name, f"{file}: stages", is_text=True)
-        for path, one in common.items():
-            said.setdefault(("stages", name, *path), one)
+    for name in stages:  # in the file's order, whichever of them say something of their own
+        own = {path: said.pop(path) for path in list(said) if path[:2] == ("stages", name)}
+        inherited = {("stages", name, *path): one for path, one in common.items()}
+        said |= {**inherited, **own, ("stages", name, "name"): _Said(name, f"{file}: stages", is_text=True)}
     config: RunConfig = _build(RunConfig, said)
     return config
 

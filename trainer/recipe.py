@@ -62,7 +62,7 @@ class Unit:
     stage: str = ""
 
     def __str__(self) -> str:
-        return f"{self.command} {self.stage}".rstrip()
+        return " ".join(dict.fromkeys([self.command, *self.stage.split()]))
 
 
 class Run:
@@ -156,7 +156,7 @@ def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str]
 def argv(unit: Unit, config: RunConfig) -> list[str]:
     """The command of a unit."""
     launch = list(config.hardware.launch) if unit.command in LAUNCHED else []
-    stage = ["--stage", unit.stage] if unit.stage else []
+    stage = ["--stage", unit.stage] if unit.stage and unit.command != SFT else []
     return [*(launch or [sys.executable]), "-m", "trainer", unit.command, config.run_dir, *stage]
 
 

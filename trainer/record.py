@@ -103,7 +103,7 @@ class RunFolder:
             raise ValueError(f"metrics: expected step, stage and names that record.METRICS has, got {sorted(row)}")
         numbers = {name: _finite(value) for name, value in row.items() if name not in ("step", "stage")}
         whole = {"version": VERSION, "step": int(row["step"]), "stage": str(row["stage"]), **numbers}
-        _append(self._metrics, [whole])
+        append_rows(self._metrics, [whole])
         self._log(whole)
 
     def write_episodes(
@@ -128,7 +128,7 @@ class RunFolder:
             for number, (group, indices) in enumerate(zip(groups, map(frozenset, kept), strict=True))
             for index, episode in enumerate(group)
         )
-        _append(self._episodes(step), rows)
+        append_rows(self._episodes(step), rows)
 
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`: the one of the checkpoint from which the run goes on."""
@@ -156,7 +156,7 @@ class RunFolder:
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The steps' rows, in order."""
-        return _rows(self._metrics)
+        return read_rows(self._metrics)
 
     def steps(self) -> list[int]:
         """The steps that have episodes, ascending."""
@@ -164,7 +164,7 @@ class RunFolder:
 
     def episodes(self, step: int) -> Iterator[dict[str, Any]]:
         """The rows of a step's episodes, as they were written."""
-        return _rows(self._episodes(step))
+        return read_rows(self._episodes(step))
 
     def stage_folder(self, name: str) -> Path:
         return self.path / "stages" / name
@@ -236,7 +236,8 @@ def _finite(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add lines to a file of rows, in place of a torn last one; each row has `version`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         _mend(file)
@@ -253,7 +254,8 @@ def _mend(file: BinaryIO) -> None:
             file.truncate(end)
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole rows of a file; none if it is not there. Raises `RecordError`."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

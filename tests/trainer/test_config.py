@@ -57,6 +57,13 @@ def test_a_stage_has_what_rl_says_unless_it_says_its_own(file: Path) -> None:
     assert (second.name, second.steps, second.prompts, second.lr) == ("second", 9, 8, StageConfig().lr)
 
 
+def test_stages_keep_the_file_s_order_whichever_say_something(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[stages.b]\n[stages.c]\nsteps = 2\n[stages.a]\n[rl]\nsteps = 3\n", encoding="utf-8")
+    assert [(stage.name, stage.steps) for stage in load(file, {}).stages] == [("b", 3), ("c", 2), ("a", 3)]
+    assert [(stage.name, stage.steps) for stage in load(file, {}, ["stages.a.steps=1"]).stages][2] == ("a", 1)
+
+
 def test_what_a_run_writes_down_reads_back_as_the_same_run(file: Path, tmp_path: Path) -> None:
     said = load(file, {}, ['data.train=["a", "b"]', "track.has_logprobs=true", "model.chat=own"])
     assert (said.data.train, said.track.has_logprobs, said.model.chat) == (("a", "b"), True, "own")

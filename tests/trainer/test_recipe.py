@@ -27,7 +27,7 @@ steps = 2
 drop_solved = 8
 data = ["generated:4"]
 """
-ORDER = ["prepare", "sft sft", "eval sft", "grpo rl1", "eval rl1", "filter rl2", "grpo rl2", "eval rl2"]
+ORDER = ["prepare", "sft", "eval sft", "grpo rl1", "eval rl1", "filter rl2", "grpo rl2", "eval rl2"]
 
 
 def _config(folder: Path, *sets: str) -> RunConfig:
@@ -87,13 +87,13 @@ def test_each_training_starts_from_the_one_before(tmp_path: Path) -> None:
     run = Run(_config(tmp_path))
     for unit in run.units():
         run.finish(unit, {"model": str(unit)})
-    assert [run.before(name)["model"] for name in ("sft", "rl1", "rl2")] == ["prepare", "sft sft", "grpo rl1"]
+    assert [run.before(name)["model"] for name in ("sft", "rl1", "rl2")] == ["prepare", "sft", "grpo rl1"]
     with pytest.raises(ConfigError, match="stage 'rl3': did you mean rl"):
         run.before("rl3")
 
 
 def test_a_unit_out_of_turn_says_what_comes_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`rstar-train sft sft` comes first, or `rstar-train recipe` for all"):
+    with pytest.raises(ConfigError, match="`rstar-train sft` comes first, or `rstar-train recipe` for all"):
         Run(_config(tmp_path)).before("rl1")
 
 

@@ -1,21 +1,130 @@
-"""What the recipe's units do, one by one."""
+"""The recipe's units at work: apart from what is evaluated, resumed as if never killed."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
-from trainer import data, stages
-from trainer.config import load
-from trainer.recipe import Run, Unit
+# These need torch, too.
+from sandbox.errors import NodeError  # noqa: E402
+from sandbox.runtime import default_python  # noqa: E402
+from trainer import cli, data, stages  # noqa: E402
+from trainer.background import Background  # noqa: E402
+from trainer.config import ConfigError, RunConfig, load  # noqa: E402
+from trainer.recipe import Run, Start, Unit, recipe  # noqa: E402
+from trainer.record import VERSION, RunFolder, append_rows, read_rows  # noqa: E402
+from trainer.tools import service  # noqa: E402
+
+SMALL = """
+[model]
+dtype = "float32"
+preamble = "Use Python."
+[engines]
+slots = 8
+max_length = 96
+[sft]
+batch = 16
+micro_batch = 16
+epochs = 1
+lr = 1e-2
+max_length = 96
+[rl]
+prompts = 2
+samples = 8
+keep = 4
+micro_batch = 8
+lr = 1e-4
+warmup_steps = 0
+max_tokens = 24
+max_turns = 2
+save_steps = 1
+[stages.rl1]
+steps = 6
+[stages.rl2]
+steps = 1
+drop_solved = 3
+"""
+GUESSES = ("1", "2")
+"""What the model learns to answer to everything, one as often as the other."""
+PATIENCE_S = 600
+"""For a machine that is swamped."""
+
+
+def _config(folder: Path, *sets: str) -> RunConfig:
+    file = folder / "run.toml"
+    file.write_text(SMALL, encoding="utf-8")
+    return load(file, {}, [f"run_dir={folder / 'run'}", *sets])
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run after SFT, with a sandbox of its own. Torch has one thread, as the children have: sums depend on it."""
+    try:
+        default_python()
+    except NodeError as why:
+        pytest.skip(f"needs the guest runtime: {why}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with Background() as background:
+        tools = background.enter(service("local", arguments=["--slots", "8", "--zygotes", "1"]))
+        run = Run(_guessing(tmp_path_factory.mktemp("taught"), tools.endpoints))
+        recipe(run.config, start=_until("sft"))
+        run.finish(Unit("eval", "sft"), {"scores": {}, "seconds": 0})
+        yield run
+    torch.set_num_threads(threads)
+
+
+def _guessing(folder: Path, endpoints: Sequence[str]) -> RunConfig:
+    """A run in which answers are right about every other time, so that groups differ and weights move."""
+    answers = [f"\n</reason>\n<answer>\n\\boxed{{{guess}}}\n</answer>" for guess in GUESSES]
+    asked = [f"Number {number}?" for number in range(6)]
+    chats = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"<reason>{answer}"}]}
+        for text in asked * 40
+        for answer in answers
+    ]
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
+    for name, some in (("train", asked), ("fresh", ["Which one?", "What is it?"])):
+        rows = [{"id": text, "text": text, "answer": GUESSES[0], "source": name} for text in some]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    sources = {"sft.data": "chats", "data.train": "train", "evaluate.data": "fresh"}
+    sets = [f'{key}=["{folder / name}.jsonl"]' for key, name in sources.items()]
+    return _config(folder, *sets, f"sandbox.endpoints={json.dumps(list(endpoints))}")
+
+
+def _until(last: str) -> Start:
+    """Runs units in this process, training ones alone; those of later stages are left for another time."""
+
+    def start(unit: Unit, command: Sequence[str], lock: int) -> int:
+        run = Run(load(Path(command[command.index(unit.command) + 1]), {}))
+        if unit.command == "prepare":
+            stages.prepare(run)
+        elif unit.command == "sft":
+            stages.sft(run)
+        elif unit.command == "grpo" and unit.stage <= last and last != "sft":
+            stages.grpo(run, unit.stage)
+        return 0
+
+    return start
 
 
 def test_prepare_brings_problems_apart_from_those_that_are_evaluated(tmp_path: Path) -> None:
-    sets = [f"run_dir={tmp_path / 'run'}", 'data.train=["generated:30"]', 'evaluate.data=["generated:20"]']
-    run = Run(load(None, {}, sets))
+    run = Run(_config(tmp_path, 'data.train=["generated:30"]', 'evaluate.data=["generated:20"]'))
     stages.prepare(run)
     training = data.read(str(run.folder / "data/train.jsonl"))
     fresh = data.read(str(run.folder / "data/evaluate.jsonl"))
@@ -24,3 +133,94 @@ def test_prepare_brings_problems_apart_from_those_that_are_evaluated(tmp_path: P
     found = run.needed(Unit("prepare"))
     assert (found["model"], found["step"]) == ("stages/start/model", 0)
     assert (run.folder / found["model"] / "config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_stage_that_is_killed_ends_as_one_that_is_not(taught: Run, tmp_path: Path) -> None:
+    whole, killed = _copy(taught, tmp_path / "whole"), _copy(taught, tmp_path / "killed")
+    recipe(whole.config, start=_until("rl1"))
+    if not _kill_after(killed, step=taught.needed(Unit("sft", "sft"))["step"] + 2):
+        pytest.skip("the stage was over before it could be killed: the machine looked away")
+    left = len(_rows(killed))
+    assert killed.done(Unit("grpo", "rl1")) is None
+    recipe(killed.config, start=_until("rl1"))
+
+    rewards = {row["reward"] for row in whole.record.metrics() if row["stage"] == "rl1"}
+    assert len(rewards) > 1, "weights that never move prove nothing"
+    assert left < len(_rows(whole))
+    assert _rows(killed) == _rows(whole)
+    ours, theirs = (load_file(run.stage("rl1") / "model" / "model.safetensors") for run in (whole, killed))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_what_is_always_solved_is_taken_out_once(taught: Run, tmp_path: Path) -> None:
+    run = _copy(taught, tmp_path / "run")
+    before = run.needed(Unit("sft", "sft"))
+    run.finish(Unit("grpo", "rl1"), before)  # as if a stage had left it as it was
+    with pytest.raises(ConfigError, match="`rstar-train filter rl2` comes first"):
+        stages.grpo(run, "rl2")
+    known = {"Number 0?": 3, "Number 1?": 2}
+    counts = run.stage("rl2") / "solved.jsonl"
+    append_rows(counts, ({"version": VERSION, "id": id, "solved": solved} for id, solved in known.items()))
+    with counts.open("a", encoding="utf-8") as file:
+        file.write('{"version": 1, "id": "Number')  # a kill has torn it
+    stages.drop_solved(run, "rl2")
+    rows = {row["id"]: row["solved"] for row in read_rows(counts)}
+    assert set(rows) == {f"Number {number}?" for number in range(6)}
+    assert {id: rows[id] for id in known} == known
+    kept = [problem.id for problem in data.read(str(run.problems(run.config.stage("rl2"))))]
+    assert kept == [id for id, solved in sorted(rows.items()) if solved < 3]
+    assert run.needed(Unit("filter", "rl2"))["kept"] == len(kept)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_evaluation_and_rollout_write_what_show_reads(
+    taught: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _copy(taught, tmp_path / "run")
+    assert cli.main(["eval", str(run.folder), "--run-dir", str(run.folder), "--stage", "sft", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])["all"]
+    assert (said["problems"], said["unavailable"]) == (2, 0)
+    (scores,) = run.summary()["stages"]
+    assert (scores["name"], scores["accuracy"]) == ("sft", said["accuracy"]["value"])
+
+    out = tmp_path / "out"
+    sampled = ["--stage", "sft", "--problems", "2", "--samples", "3", "--out", str(out)]
+    assert cli.main(["rollout", str(run.folder), "--run-dir", str(run.folder), *sampled]) == 0
+    episodes = list(RunFolder(out).episodes(1))
+    assert [(row["problem"]["id"], row["sample"]) for row in episodes] == [
+        (f"Number {number}?", sample) for number in range(2) for sample in range(3)
+    ]
+    assert {row["reward"] for row in episodes} <= {0.0, 1.0}
+    assert cli.main(["show", str(out)]) == 0
+    assert "Number 1?" in capsys.readouterr().out
+
+
+def _copy(taught: Run, folder: Path) -> Run:
+    shutil.copytree(taught.folder, folder)
+    return Run(load(folder, {}, [f"run_dir={folder}"]))
+
+
+def _kill_after(run: Run, *, step: int) -> bool:
+    """Go on with a run in processes of its own, and kill -9 all of them once a step is written; whether in time."""
+    command = [sys.executable, "-m", "trainer", "recipe", str(run.folder), "--run-dir", str(run.folder)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True) as parent:
+        deadline = time.monotonic() + PATIENCE_S
+        while parent.poll() is None and max((row["step"] for row in run.record.metrics()), default=0) < step:
+            assert time.monotonic() < deadline, f"no step in {PATIENCE_S} s"
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+    return run.done(Unit("grpo", "rl1")) is None
+
+
+def _rows(run: Run) -> list[dict[str, Any]]:
+    rows = [row for row in run.record.metrics() if row["stage"] == "rl1"]
+    own = ("seconds", "weight_version")  # a process counts its own syncs
+    return [{name: value for name, value in row.items() if not name.startswith(own)} for row in rows]

@@ -15,7 +15,7 @@ from trainer import cli
 
 HELP_S = 0.5
 """What any `--help` may take."""
-COMMANDS = ("", "recipe", "prepare", "data", "show")
+COMMANDS = ("", "recipe", "prepare", "sft", "filter", "grpo", "eval", "rollout", "data", "show")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -52,7 +52,7 @@ def test_version_is_the_installed_one() -> None:
     assert done.stdout.startswith("rstar-train 0.")
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["recipe"], ["recipe", "x.toml", "--sett", "a=b"]])
+@pytest.mark.parametrize("argv", [[], ["fly"], ["recipe"], ["grpo", "x.toml"], ["recipe", "x.toml", "--sett", "a=b"]])
 def test_misuse_that_argparse_sees_is_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
@@ -75,6 +75,17 @@ def test_misuse_that_we_see_is_2_and_says_what_was_expected(
     said = capsys.readouterr().err
     assert said.startswith("rstar-train")
     assert message in said
+
+
+def test_a_stage_that_is_not_there_and_one_out_of_turn_are_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    tiny = [str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
+    assert cli.main(["grpo", *tiny, "--stage", "rl9"]) == 2
+    assert "stage 'rl9': did you mean rl" in capsys.readouterr().err
+    assert cli.main(["grpo", *tiny, "--stage", "rl1"]) == 2
+    assert "`rstar-train sft` comes first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

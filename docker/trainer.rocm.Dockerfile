@@ -1,0 +1,29 @@
+# The trainer and its engines for AMD GPUs: docker build -f docker/trainer.rocm.Dockerfile -t rstar-train:rocm .
+# It has not been built or run yet; docs/mi300x.md lists what else has not.
+#
+# BASE brings ROCm, its PyTorch and vLLM, which are built for each other. The trainer gets an environment of its own on
+# top of them: it shares their torch and brings its transformers, since vLLM's is another version.
+ARG BASE=docker.io/vllm/vllm-openai-rocm:v0.27.1
+FROM ${BASE}
+COPY pyproject.toml README.md LICENSE /src/
+COPY sandbox /src/sandbox
+COPY trainer /src/trainer
+COPY configs /opt/configs
+# Where pip needs a configuration to reach an index, it is a secret (--secret id=pip,src=FILE) and stays out of the image.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python3 -c 'import torch; assert torch.version.hip, "BASE has no torch for ROCm"; print(f"torch=={torch.__version__}")' \
+        > /opt/constraints.txt \
+    && python3 -m venv --system-site-packages /opt/rstar \
+    && /opt/rstar/bin/pip install --no-cache-dir --disable-pip-version-check \
+        --constraint /opt/constraints.txt '/src[train]' \
+    && /opt/rstar/bin/rstar-sandbox runtime --path /opt/runtime \
+    && /opt/rstar/bin/python -c 'import trl, torch; assert torch.version.hip'
+# Engines run in BASE's own Python. File sync writes where all of a run's machines can read: mount that at /runs.
+ENV PATH=/opt/rstar/bin:${PATH} \
+    RSTAR_RUNTIME=/opt/runtime \
+    RSTAR_TRAIN_ENGINES__PYTHON=/usr/bin/python3 \
+    HSA_NO_SCRATCH_RECLAIM=1 \
+    NCCL_MIN_NCHANNELS=112
+WORKDIR /runs
+ENTRYPOINT ["rstar-train"]
+CMD ["--help"]
