@@ -253,7 +253,8 @@ class _Bridge(Progress):
         return {
             **super().numbers(logs),
             **self._sampled,
-            "kl_sampler": logs["sampling/sampling_logp_difference/mean"],
+            # TRL's 0 for a step without a token in the loss would read as perfect agreement.
+            "kl_sampler": logs["sampling/sampling_logp_difference/mean"] if self._sampled["kept"] else float("nan"),
             "weight_version": self._version,
             "seconds_step": took,
             "seconds_optimise": optimise,

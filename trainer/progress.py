@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import datasets
 import torch
+import transformers
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -75,8 +77,12 @@ class Progress(TrainerCallback):  # type: ignore[misc]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the libraries' warnings about how one of them uses the other."""
-    with warnings.catch_warnings():
+    """Without the libraries' warnings about how one of them uses the other, and their progress bars."""
+    with warnings.catch_warnings(), ExitStack() as stack:
+        for library in (datasets, transformers.utils.logging):
+            if library.is_progress_bar_enabled():
+                library.disable_progress_bar()
+                stack.callback(library.enable_progress_bar)
         warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)  # TRL uses old names
         warnings.filterwarnings(
             "ignore", "You are using 'rollout_func'", UserWarning
