@@ -126,10 +126,9 @@ def measured(run: Run, stage: str) -> dict[str, Any]:
     outcomes = sorted(outcomes_of(RunFolder(run.stage(stage) / "evaluation")).items())
     groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
     found = report(groups, run.config.evaluate.samples)
-    estimates = {name: getattr(found, name) for name in MEASURES}
     steps = [row for row in run.record.metrics() if row["stage"] == stage]
     return {
-        **{name: estimate.value if estimate else None for name, estimate in estimates.items()},
+        **{name: found.measures[name].value if name in found.measures else None for name in MEASURES},
         "unavailable": found.unavailable,
         "rollouts": sum(row.get("kept", 0) + row.get("dropped", 0) for row in steps),
         "sampled_tokens": sum(row.get("tokens", 0) for row in steps),

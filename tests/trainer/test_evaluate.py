@@ -19,7 +19,18 @@ pytest.importorskip("numpy", reason="intervals need numpy")
 
 from rich.console import Console
 
-from trainer.evaluate import ALL, Estimate, EvaluationError, Outcome, evaluate, pass_at, report, table
+from trainer.evaluate import (
+    ALL,
+    MEASURES,
+    Estimate,
+    EvaluationError,
+    Outcome,
+    Report,
+    evaluate,
+    pass_at,
+    report,
+    table,
+)
 from trainer.record import RunFolder
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
@@ -77,9 +88,13 @@ class Collector:
         return [[replace(one, reward=None) if (problem.id, one.sample) in self.unavailable else one for one in group]]
 
 
-def run(collector: Collector, record: RunFolder | None = None, **some: Any) -> Any:
-    settings = {"limits": Limits(), "temperature": 1.0, "top_p": 1.0, "seed": 0, **some}
-    return asyncio.run(evaluate(PROBLEMS, 2, collector, record=record, **settings))
+def run(collector: Collector, folder: Path, **some: Any) -> dict[str, Report]:
+    settings = {"limits": Limits(), "temperature": 1.0, "top_p": 1.0, "seed": 0, "about": {"model": "a"}, **some}
+    return asyncio.run(evaluate(PROBLEMS, 2, collector, record=RunFolder(folder), **settings))
+
+
+def value(report: Report, name: str = "accuracy") -> float:
+    return report.measures[name].value
 
 
 @pytest.mark.parametrize(("samples", "right", "j"), [(4, 1, 2), (5, 0, 3), (5, 5, 1), (6, 2, 6), (6, 4, 3)])
@@ -99,18 +114,16 @@ def test_numbers_by_hand() -> None:
         2,
     )
     assert (made.problems, made.episodes, made.unavailable) == (4, 5, 3)
-    values = {
-        name: getattr(made, name).value
-        for name in ("accuracy", "tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer", "tokens")
-    }
-    assert values == pytest.approx(
+    assert {name: value(made, name) for name in MEASURES} == pytest.approx(
         {
-            "accuracy": (0.5 + 0 + 1) / 3,
+            "accuracy": 2 / 5,
             "tool_error_ratio": 2 / 10,
             "tool_error_ratio_correct": 1 / 8,
-            "tool_use": 2 / 3,
-            "one_answer": (0.5 + 1 + 0) / 3,
-            "tokens": (10 + 20 + 10) / 3,
+            "tool_use": 3 / 5,
+            "one_answer": 3 / 5,
+            "calls": 10 / 5,
+            "turns": 3,
+            "tokens": 70 / 5,
         }
     )
     assert {j: chance.value for j, chance in made.pass_at.items()} == pytest.approx({1: 0.5, 2: 0.5})
@@ -121,7 +134,7 @@ def test_an_outage_is_no_zero() -> None:
     right, lost = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
     assert report([right, lost], 2).accuracy == Estimate(1.0, 1.0, 1.0)
     nothing = report([lost], 2)
-    assert (nothing.accuracy, nothing.pass_at, nothing.tool_error_ratio, nothing.unavailable) == (None, {}, None, 2)
+    assert (nothing.accuracy, nothing.pass_at, nothing.measures, nothing.unavailable) == (None, {}, {}, 2)
     assert nothing.scores() == {"accuracy": None, "tool_error_ratio": None, "one_answer": None}
 
 
@@ -129,7 +142,7 @@ def test_an_outage_is_no_zero() -> None:
 def test_estimates_are_in_their_intervals_and_agree(rewards: list[list[float | None]]) -> None:
     made = report([[outcome(reward) for reward in some] for some in rewards], 4)
     assert made.episodes + made.unavailable == 4 * len(rewards)
-    for estimate in (made.accuracy, *made.pass_at.values(), made.tool_use):
+    for estimate in (*made.pass_at.values(), *(made.measures.get(name) for name in ("accuracy", "tool_use"))):
         assert estimate is None or 0 <= estimate.low <= estimate.value + 1e-9 <= estimate.high + 2e-9 <= 1 + 3e-9
     if all(None not in some for some in rewards) and rewards:
         assert made.accuracy is not None
@@ -145,11 +158,11 @@ def test_interval_is_what_the_normal_law_says() -> None:
     assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
 
 
-def test_reports_are_by_source_and_overall() -> None:
+def test_reports_are_by_source_and_overall(tmp_path: Path) -> None:
     seen: list[None] = []
-    reports = run(Collector(), advance=lambda: seen.append(None))
+    reports = run(Collector(), tmp_path, advance=lambda: seen.append(None))
     assert list(reports) == ["even", "odd", ALL]
-    assert [reports[name].accuracy.value for name in reports] == [0.5, 0.75, 0.625]
+    assert [value(one) for one in reports.values()] == [0.5, 0.75, 0.625]
     assert len(seen) == len(PROBLEMS)
     assert json.loads(json.dumps(reports[ALL].to_dict()))["pass_at"]["2"]["value"] == 0.75
     console = Console(file=io.StringIO(), width=200)
@@ -163,29 +176,29 @@ def test_reports_are_by_source_and_overall() -> None:
 
 
 def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
-    expected = run(Collector())
+    expected = run(Collector(), tmp_path / "whole")
     with pytest.raises(ExceptionGroup):
-        run(Collector(failing="p2"), RunFolder(tmp_path))
+        run(Collector(failing="p2"), tmp_path / "killed")
     again = Collector()
-    assert run(again, RunFolder(tmp_path)) == expected
+    assert run(again, tmp_path / "killed") == expected
     assert again.asked[0] == "p2"
     assert set(again.asked) < {problem.id for problem in PROBLEMS}
     third = Collector()
-    assert run(third, RunFolder(tmp_path)) == expected
+    assert run(third, tmp_path / "killed") == expected
     assert third.asked == []
-    rows = list(RunFolder(tmp_path).episodes(0))
+    rows = list(RunFolder(tmp_path / "killed").episodes(0))
     assert {row["group"]: row["problem"]["id"] for row in rows} == {n: one.id for n, one in enumerate(PROBLEMS)}
 
 
 def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
-    first = run(Collector(unavailable=[("p1", 0)]), RunFolder(tmp_path))
+    first = run(Collector(unavailable=[("p1", 0)]), tmp_path)
     assert first[ALL].unavailable == 1
     again = Collector()
-    assert run(again, RunFolder(tmp_path)) == run(Collector())
+    assert run(again, tmp_path) == run(Collector(), tmp_path / "whole")
     assert again.asked == ["p1"]
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
-    run(Collector(), RunFolder(tmp_path), about={"model": "a"})
+    run(Collector(), tmp_path)
     with pytest.raises(EvaluationError, match="with another model, temperature; expected the same"):
-        run(Collector(), RunFolder(tmp_path), about={"model": "b"}, temperature=0.6)
+        run(Collector(), tmp_path, about={"model": "b"}, temperature=0.6)
