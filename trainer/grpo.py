@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -36,45 +36,14 @@ from trl import GRPOConfig, GRPOTrainer
 from trainer import roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
+from trainer.pool import Pool
 from trainer.progress import Progress, Trained, arguments, finish, latest, quiet, ranks, steps_of
-from trainer.progress import Record as ProgressRecord
-from trainer.rollout import EpisodeLimits
+from trainer.record import RunFolder
+from trainer.rollout import Collector, EpisodeLimits
 from trainer.trajectory import Episode, Problem
 
 RATIO_CUT = 2.0
 """TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
-
-Groups = Sequence[Sequence[Episode]]
-
-
-class Collector(Protocol):
-    own_s: float
-    """What the last collection cost itself: neither engines nor tools."""
-
-    async def collect(
-        self,
-        problems: Sequence[Problem],
-        samples: int,
-        *,
-        limits: EpisodeLimits,
-        temperature: float,
-        top_p: float,
-        seed: int,
-    ) -> list[list[Episode]]:
-        """`samples` scored episodes of each problem, in order."""
-        ...
-
-
-class Pool(Protocol):
-    async def sync(self, weights: Mapping[str, torch.Tensor]) -> int:
-        """Give every engine these weights; their version."""
-        ...
-
-
-class Record(ProgressRecord, Protocol):
-    def write_episodes(
-        self, step: int, stage: str, groups: Groups, kept: Sequence[Sequence[int]], why: Sequence[Sequence[str]]
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +56,13 @@ class Rollouts:
 
 
 class Row(NamedTuple):
-    """One completion for TRL. `reward` None is a row without a verdict."""
+    """One completion, as TRL names its parts. `roc_reward` None is a row without a verdict."""
 
     prompt_ids: list[int]
-    ids: list[int]
+    completion_ids: list[int]
     logprobs: list[float]
-    mask: list[int]
-    reward: float | None
+    env_mask: list[int]
+    roc_reward: float | None
 
 
 @quiet()
@@ -103,7 +72,7 @@ def train_stage(
     model: Path,
     problems: Sequence[Problem],
     out: Path,
-    record: Record,
+    record: RunFolder,
     rollouts: Rollouts | None,
     seed: int,
     first_step: int = 0,
@@ -130,7 +99,7 @@ def train_stage(
     done = steps_of(start) - before if start else 0
     if ranks().is_main_process:
         record.rewind(first_step + done)
-    bridge = _Bridge(stage, problems, record, rollouts, seed=seed, offset=first_step - before)
+    bridge = _Bridge(stage, problems, rollouts, seed, record=record, offset=first_step - before)
     args = GRPOConfig(
         **arguments(
             out,
@@ -205,18 +174,10 @@ class _Bridge(Progress):
     trainer: Any
 
     def __init__(
-        self,
-        stage: StageConfig,
-        problems: Sequence[Problem],
-        record: Record,
-        rollouts: Rollouts | None,
-        *,
-        seed: int,
-        offset: int,
+        self, stage: StageConfig, problems: Sequence[Problem], rollouts: Rollouts | None, seed: int, **of_progress: Any
     ) -> None:
-        super().__init__(stage.name, record=record, offset=offset)
+        super().__init__(stage.name, **of_progress)
         self._stage, self._rollouts, self._seed = stage, rollouts, seed
-        self._episodes = record
         self._problems = {problem.id: problem for problem in problems}
         self._version = 0
         self._sampled: dict[str, float] = {}
@@ -237,13 +198,7 @@ class _Bridge(Progress):
         rows = self._step(ids, self._rollouts) if self._rollouts else []
         mine = _scatter(rows, len(prompts))
         self._rolled_out = perf_counter()
-        return {
-            "prompt_ids": [row.prompt_ids for row in mine],
-            "completion_ids": [row.ids for row in mine],
-            "logprobs": [row.logprobs for row in mine],
-            "env_mask": [row.mask for row in mine],
-            "roc_reward": [row.reward for row in mine],
-        }
+        return {name: [getattr(row, name) for row in mine] for name in Row._fields}
 
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
@@ -290,13 +245,13 @@ class _Bridge(Progress):
         self._sampled["seconds_rollout"] = perf_counter() - began
         self._own_s = rollouts.collector.own_s
         kept = [self._select(group, step) for group in groups]
-        used = [some if roc.has_signal(group, some) else [] for group, some in zip(groups, kept, strict=True)]
+        used = [_used(group, some) for group, some in zip(groups, kept, strict=True)]
         why = [roc.explain(group, some) for group, some in zip(groups, kept, strict=True)]
-        self._episodes.write_episodes(step, stage.name, groups, kept, why)
+        self.record.write_episodes(step, stage.name, groups, kept, why)
         self._sampled |= summary(groups, used)
         filler = self.trainer.processing_class.eos_token_id
         return [
-            _row(group[index], is_used=bool(use), filler=filler)
+            _row(group[index], is_used=index in use, filler=filler)
             for group, some, use in zip(groups, kept, used, strict=True)
             for index in some
         ]
@@ -309,7 +264,7 @@ class _Bridge(Progress):
         return roc.resample_on_correct(group, self._stage.keep, mode=mode, rng=rng)
 
 
-def summary(groups: Groups, used: Sequence[Sequence[int]]) -> dict[str, float]:
+def summary(groups: Sequence[Sequence[Episode]], used: Sequence[Sequence[int]]) -> dict[str, float]:
     """A step's numbers, named as in `record.METRICS`; `used` are the indices in each group that are in the loss."""
     episodes = [episode for group in groups for episode in group]
     in_loss = [group[index] for group, some in zip(groups, used, strict=True) for index in some]
@@ -343,11 +298,16 @@ def _error_ratio(episodes: Sequence[Episode]) -> float:
     return sum(episode.failed_calls for episode in episodes) / calls if calls else float("nan")
 
 
+def _used(group: Sequence[Episode], kept: Sequence[int]) -> list[int]:
+    """Which of the kept are in the loss."""
+    return [index for index in kept if group[index].reward is not None] if roc.has_signal(group, kept) else []
+
+
 def _row(episode: Episode, *, is_used: bool, filler: int) -> Row:
     """TRL takes no empty completion: an episode that failed before its first token is one `filler`, which is masked."""
     ids = list(episode.ids) or [filler]
     logprobs = list(episode.logprobs) or [0.0]
-    mask = list(episode.mask) if is_used and episode.reward is not None and episode.ids else [0] * len(ids)
+    mask = list(episode.mask) if is_used and episode.ids else [0] * len(ids)
     return Row(list(episode.prompt_ids), ids, logprobs, mask, episode.reward)
 
 

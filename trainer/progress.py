@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import torch
@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import PrinterCallback
 
 from trainer.config import ConfigError
+from trainer.record import RunFolder
 
 _MARK = "whole"
 CHECKPOINTS_KEPT = 2
@@ -40,17 +41,10 @@ class Trained:
     checkpoint: Path
 
 
-class Record(Protocol):
-    """What is asked of the run's folder."""
-
-    def append_metrics(self, row: Mapping[str, Any]) -> None: ...
-    def rewind(self, step: int) -> None: ...
-
-
 class Progress(TrainerCallback):  # type: ignore[misc]
     """Writes rows and marks checkpoints, on the first rank. `offset` is added to the trainer's own count of steps."""
 
-    def __init__(self, stage: str, *, record: Record, offset: int) -> None:
+    def __init__(self, stage: str, *, record: RunFolder, offset: int) -> None:
         self.stage, self.record, self.offset = stage, record, offset
 
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:

@@ -11,24 +11,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig as TrlSFTConfig
 from trl import SFTTrainer
 
+from trainer.chat import Chat
 from trainer.config import ConfigError, SftConfig
-from trainer.progress import Progress, Record, Trained, arguments, finish, latest, quiet, ranks, steps_of
+from trainer.progress import Progress, Trained, arguments, finish, latest, quiet, ranks, steps_of
+from trainer.record import RunFolder
 
 Messages = Sequence[Mapping[str, str]]
 STAGE = "sft"
 SORTED = 50
 """Batches whose conversations are sorted by length together."""
-
-
-class Chat(Protocol):
-    def encode(self, messages: Messages) -> tuple[list[int], list[int]]: ...
 
 
 @quiet()
@@ -39,7 +36,7 @@ def train_sft(
     conversations: Iterable[Messages],
     chat: Chat,
     out: Path,
-    record: Record,
+    record: RunFolder,
     seed: int,
     first_step: int = 0,
     dtype: str = "float32",
