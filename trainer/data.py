@@ -72,11 +72,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A problem that shares `gram` with the evaluation problem `with_id` of `with_source`."""
+    """A problem, the evaluation problem that it shares words with, and the words."""
 
     problem: Problem
-    with_id: str
-    with_source: str
+    other: Problem
     gram: str
 
 
@@ -98,7 +97,7 @@ def prepare(
         held_out = [problem for source in against for problem in read(source, seed=seed, fresh=True)]
         problems, overlaps = decontaminate(problems, held_out)
         for overlap in overlaps:
-            why = f"shares {overlap.gram!r} with {overlap.with_id} of {overlap.with_source}"
+            why = f"shares {overlap.gram!r} with {overlap.other.id} of {overlap.other.source}"
             report.leave_out(overlap.problem.source, overlap.problem.id, "contaminated", why)
     for problem in problems:
         report.count(problem.source, "kept")
@@ -124,7 +123,7 @@ def read_conversations(source: str, *, seed: int = 0) -> list[tasks.Messages]:
             isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
             for message in messages
         ):
-            raise DataError(f"{source}: row {number}: expected messages of a role and a content, got {_short(row)}")
+            raise DataError(f"{source}: row {number}: expected messages of a role and a content, got {row!r:.200}")
         conversations.append([{key: message[key] for key in ("role", "content")} for message in messages])
     return conversations
 
@@ -155,8 +154,7 @@ def decontaminate(
         if shared is None:
             kept.append(problem)
         else:
-            other = held_out[shared]
-            overlaps.append(Overlap(problem, other.id, other.source, " ".join(shared)))
+            overlaps.append(Overlap(problem, held_out[shared], " ".join(shared)))
     return kept, overlaps
 
 
@@ -286,51 +284,50 @@ def _hub(name: str, config: str | None, split: str | None) -> Iterator[Any]:
 
 def _problem(row: Any, source: str, number: int) -> Problem:
     """The problem that `row` holds. Raises `DataError`."""
-    if isinstance(row, list) and len(row) == 2:  # ORZ's file; its hub version names the columns so
-        row = {"0": row[0], "1": row[1]}
-    if not isinstance(row, Mapping):
-        raise DataError(f"expected a problem and its answer, got {_short(row)}")
-    if row.keys() == _OURS and all(isinstance(value, str) for value in row.values()):
+    if isinstance(row, Mapping) and row.keys() == _OURS and all(isinstance(value, str) for value in row.values()):
         return Problem(**row)
-    low = {str(key).lower(): value for key, value in row.items()}
-    if not (text := _text(low)):
-        raise DataError(f"expected a problem as {' | '.join(_TEXT_KEYS)}, got {_short(row)}")
-    if not (answer := _answer(low)):
-        raise DataError(f"expected an answer as {' | '.join(_ANSWER_KEYS)}, got {_short(row)}")
-    extra = low.get("extra_info")
-    known = low.get("id", extra.get("index") if isinstance(extra, Mapping) else None)
-    return Problem(f"{source}-{number}" if known is None else str(known), text, answer, source)
+    text, answer = _text(row), _answer(row)
+    if not text:
+        raise DataError(f"expected a problem as {' | '.join(_TEXT_KEYS)}, got {row!r:.200}")
+    if not answer:
+        raise DataError(f"expected an answer as {' | '.join(_ANSWER_KEYS)}, got {row!r:.200}")
+    match row:
+        case {"id": known} | {"ID": known} | {"extra_info": {"index": known}}:
+            return Problem(str(known), text, answer, source)
+    return Problem(f"{source}-{number}", text, answer, source)
 
 
-def _text(row: Mapping[str, Any]) -> str:
-    value = _first(row, _TEXT_KEYS)
-    if value is None and isinstance(row.get("0"), Mapping):
-        value = row["0"].get("value")
-    if isinstance(value, list):  # a chat: what the user says
-        users = [message for message in value if isinstance(message, Mapping) and message.get("role") == "user"]
-        value = users[-1].get("content") if users else None
-    if not isinstance(value, str):
+def _text(row: Any) -> str:
+    match row:
+        case [{"value": text}, _] | {"0": {"value": text}}:  # ORZ: its file, its hub version
+            pass
+        case {"prompt": [*_, {"role": "user", "content": text}]}:  # DAPO and verl
+            pass
+        case _:
+            text = _first(row, _TEXT_KEYS)
+    if not isinstance(text, str):
         return ""
-    if value.startswith(_DAPO_HEAD):
-        value = value.partition("\n\n")[2].removesuffix(_DAPO_TAIL)
-    return value.strip()
+    if text.startswith(_DAPO_HEAD):
+        text = text.partition("\n\n")[2].removesuffix(_DAPO_TAIL)
+    return text.strip()
 
 
-def _answer(row: Mapping[str, Any]) -> str:
-    value = _first(row, _ANSWER_KEYS)
-    if value is None:
-        value = _concluded(row.get("solution"))
-    for holder, key in (("reward_model", "ground_truth"), ("1", "ground_truth")):
-        if isinstance(row.get(holder), Mapping):
-            value = row[holder].get(key)
-    if isinstance(value, Mapping):  # ORZ
-        value = value.get("value")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
+def _answer(row: Any) -> str:
+    match row:
+        case [_, {"ground_truth": {"value": answer}}] | {"1": {"ground_truth": {"value": answer}}}:
+            pass
+        case {"reward_model": {"ground_truth": answer}}:
+            pass
+        case _:
+            answer = _first(row, _ANSWER_KEYS)
+            if answer is None:
+                answer = _concluded(_first(row, ["solution"]))
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
         return ""
     # GSM8K's answers end with the number, after their derivation.
-    return str(value).rpartition("####")[2].strip()
+    return str(answer).rpartition("####")[2].strip()
 
 
 def _concluded(solution: object) -> str | None:
@@ -342,9 +339,7 @@ def _concluded(solution: object) -> str | None:
     return None if len(solution.split()) > 1 else solution
 
 
-def _first(row: Mapping[str, Any], keys: Iterable[str]) -> Any:
-    return next((row[key] for key in keys if row.get(key) is not None), None)
-
-
-def _short(row: Any) -> str:
-    return f"{row!r:.200}"
+def _first(row: Any, keys: Iterable[str]) -> Any:
+    """What stands under the first of `keys` that there is, in whatever case."""
+    low = {str(key).lower(): value for key, value in row.items()} if isinstance(row, Mapping) else {}
+    return next((low[key] for key in keys if low.get(key) is not None), None)
