@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -14,9 +15,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
+from sandbox import verify
 from sandbox.client import AsyncClient, Client, backoff_s
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
-from sandbox.types import Call, Limits, Status
+from sandbox.types import Call, Limits, Result, Status
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until
 
@@ -199,6 +201,41 @@ async def test_a_refused_request_is_not_repeated(status: int) -> None:
     assert len(server.seen) == 1
 
 
+async def checked(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+    """Equal texts are equivalent; what says "die" tears the connection, once."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for index, call in enumerate(calls):
+        gold, answer = json.loads(call["stdin"])
+        said = Result("", Status.OK, value=repr("equivalent" if gold == answer else "not_equivalent"))
+        await response.write(msgpack.packb({"index": index, **said.encode(binary=True)}))
+        if answer == "die" and len(calls) == 3:
+            assert request.transport is not None
+            request.transport.abort()
+            break
+    return response
+
+
+@pytest.mark.asyncio
+async def test_checks_are_calls_and_tried_again_like_them() -> None:
+    async with scripted(checked) as server, AsyncClient(server.url) as client:
+        verdicts = await client.verify([("1", "1"), ("2", "die"), ("3", "3")], limits={"timeout_s": 2}, tenant="mine")
+        assert await client.verify([]) == []
+    assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
+    assert [len(calls) for calls in server.seen] == [3, 1]
+    like = verify.like({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert Call.decode(server.seen[1][0]) == verify.call_of("3", "3", like)
+
+
+@pytest.mark.asyncio
+async def test_checks_without_a_service_are_no_verdicts() -> None:
+    async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=0) as client:
+        with pytest.raises(Unreachable):
+            await client.verify([("1", "1")])
+        with pytest.raises(InvalidCall, match="unknown field 'code'"):
+            await client.verify([("1", "1")], code="print(1)")
+
+
 @pytest.mark.asyncio
 async def test_nobody_there_is_unreachable() -> None:
     async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=1) as client:
@@ -296,6 +333,7 @@ def test_the_synchronous_client_does_the_same() -> None:
     with serving_in_a_thread() as url, Client(url) as client:
         assert client.ready()
         assert client.execute("one", stdin="x").value == "x"
+        assert [verdict.outcome for verdict in client.verify([("1", "1")])] == ["unavailable"], "fakes check nothing"
         assert [r.stdout for r in client.run_batch(["a", "b"])] == ["a", "b"]
         assert sorted((index, r.stdout) for index, r in client.stream(["a", "b"])) == [(0, "a"), (1, "b")]
         for _ in client.stream(["a", "hang"]):

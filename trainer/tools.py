@@ -135,7 +135,7 @@ async def service(
     token: str | None = None,
     arguments: Sequence[str] = (),
 ) -> AsyncIterator[Tools]:
-    """The tools of the service at one endpoint or several; None or "local" starts one for as long as this lasts.
+    """The tools of the service at one endpoint or several; none, or "local", starts one for as long as this lasts.
 
     `timeout_s` and `memory_mb` bound each call. `token` is RSTAR_SANDBOX_TOKEN's unless given. `arguments` are further
     ones of `rstar-sandbox serve`, for a local one. Raises `ServiceFailed`.
@@ -143,9 +143,9 @@ async def service(
     token = token or os.environ.get("RSTAR_SANDBOX_TOKEN")
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
     async with contextlib.AsyncExitStack() as stack:
-        if endpoint in (None, "local"):
+        if not endpoint or endpoint == "local":
             endpoint = await stack.enter_async_context(_local(arguments))
-        endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint or ())
+        endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint)
         client = await stack.enter_async_context(AsyncClient(endpoints, token=token, retries=RETRIES))
         await _check(client, endpoints, limits)
         yield Tools(PythonTool(client, limits=limits, max_chars=max_chars), Verifier(client, limits=limits), endpoints)
