@@ -68,31 +68,11 @@ def recipe(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(args: argparse.Namespace) -> int:
-    """Bring a run's problems, conversations and, if it is generated, model into its folder."""
+def unit(args: argparse.Namespace) -> int:
+    """Run one unit of a recipe, as `recipe` does."""
     stages, run = _unit(args)
-    stages.prepare(run)
-    return 0
-
-
-def sft(args: argparse.Namespace) -> int:
-    """Fine-tune on conversations."""
-    stages, run = _unit(args)
-    stages.sft(run)
-    return 0
-
-
-def drop_solved(args: argparse.Namespace) -> int:
-    """Take out what the model before a stage solves every time."""
-    stages, run = _unit(args)
-    stages.drop_solved(run, args.stage)
-    return 0
-
-
-def grpo(args: argparse.Namespace) -> int:
-    """Train one stage of GRPO-RoC."""
-    stages, run = _unit(args)
-    stages.grpo(run, args.stage)
+    work = {"prepare": stages.prepare, "sft": stages.sft, "filter": stages.drop_solved, "grpo": stages.grpo}
+    work[args.unit](run, *([args.stage] if "stage" in args else []))
     return 0
 
 
@@ -156,21 +136,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rstar-train", description=about)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, add_arguments, command in (
-        ("recipe", _recipe_arguments, recipe),
-        ("prepare", _run_arguments, prepare),
-        ("sft", _run_arguments, sft),
-        ("filter", _stage_arguments, drop_solved),
-        ("grpo", _stage_arguments, grpo),
-        ("eval", _eval_arguments, evaluate),
-        ("rollout", _rollout_arguments, rollout),
-        ("data", _data_arguments, data),
-        ("show", _show_arguments, show),
+    for name, add_arguments, command, doc in (
+        ("recipe", _recipe_arguments, recipe, recipe.__doc__),
+        ("prepare", _run_arguments, unit, "Bring a run's data, and its model if it is generated, into its folder."),
+        ("sft", _run_arguments, unit, "Fine-tune on conversations."),
+        ("filter", _stage_arguments, unit, "Take out what the model before a stage solves every time."),
+        ("grpo", _stage_arguments, unit, "Train one stage of GRPO-RoC."),
+        ("eval", _eval_arguments, evaluate, evaluate.__doc__),
+        ("rollout", _rollout_arguments, rollout, rollout.__doc__),
+        ("data", _data_arguments, data, data.__doc__),
+        ("show", _show_arguments, show, show.__doc__),
     ):
-        doc = (command.__doc__ or "").rstrip(".")
-        sub = commands.add_parser(name, help=doc[0].lower() + doc[1:], description=doc + ".", allow_abbrev=False)
+        about = (doc or "").rstrip(".")
+        sub = commands.add_parser(name, help=about[0].lower() + about[1:], description=doc, allow_abbrev=False)
         add_arguments(sub)
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=command, unit=name)
     return parser
 
 
@@ -266,7 +246,7 @@ def _dry_run(args: argparse.Namespace, config: RunConfig) -> int:
     shape = config.model.shape
     if file.exists():
         shape = shape_of(json.loads(file.read_text(encoding="utf-8")))
-    if shape is None:
+    if not shape.layers:
         raise ConfigError(f"model.path={config.model.path} is no folder here: state the model's sizes in [model.shape]")
     needs = plan(config, shape)
     short = shortfalls(needs, config)
@@ -281,41 +261,26 @@ def _dry_run(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _print_plan(plan: Plan) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    where = f"on each of {plan.gpus} GPUs" if plan.gpus else "on the CPU"
-    run = Table(box=None, pad_edge=False, show_header=False)
+    each = f"on each of {plan.gpus} GPUs" if plan.gpus else "on the CPU"
     for name, value in (
         ("parameters", f"{plan.parameters:,}"),
-        (f"weights, float32, {where}", _size(plan.weight_bytes)),
-        ("gradients", _size(plan.gradient_bytes)),
-        ("Adam's moments", _size(plan.adam_bytes)),
+        (f"weights, gradients, moments {each}", " + ".join(map(_size, (plan.weight_bytes,) * 2 + (plan.adam_bytes,)))),
         ("KV cache of a token", f"{plan.kv_bytes_per_token / 1024:g} KiB"),
         ("engines", f"{plan.engines}, each with a cache of {plan.kv_tokens:,} tokens"),
-        ("memory of an engine, on each of its GPUs" if plan.gpus else "memory of that cache", _size(plan.engine_bytes)),
+        ("an engine's memory, on each of its GPUs" if plan.gpus else "that cache", _size(plan.engine_bytes)),
     ):
-        run.add_row(name, value)
-    console.print(run)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in (
-        "stage",
-        "rollouts a step",
-        "kept",
-        "tokens at most",
-        "trained on",
-        f"to train, {where}*",
-        "at once**",
-    ):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage in plan.stages:
-        numbers = (stage.rollouts, stage.trained, stage.sampled_tokens, stage.trained_tokens)
-        table.add_row(
-            stage.name, *(f"{n:,}" for n in numbers), _size(stage.train_bytes), str(stage.rollouts_per_engine)
+        print(f"{name:48}{value}")
+    numbers = [
+        (
+            stage.name,
+            *(f"{n:,}" for n in (stage.rollouts, stage.trained, stage.sampled_tokens, stage.trained_tokens)),
+            _size(stage.train_bytes),
+            str(stage.rollouts_per_engine),
         )
-    console.print(table)
-    console.print("* with activations and logits, by estimate   ** rollouts of full length in one engine")
+        for stage in plan.stages
+    ]
+    _print_table(("stage", "rollouts", "kept", "tokens", "trained on", "memory*", "at once**"), numbers)
+    print(f"a step at most. * to train {each}, by estimate   ** rollouts of full length in one engine")
 
 
 def _size(count: float) -> str:
@@ -327,13 +292,21 @@ def _size(count: float) -> str:
 
 
 def _print_stages(stages: Sequence[dict[str, Any]]) -> None:
+    def shown(share: float | None) -> str:
+        return "-" if share is None else f"{share:.3f}"
+
+    names = ("accuracy", "tool_error_ratio", "one_answer")
+    rows = [(row["name"], *(shown(row[name]) for name in names), f"{row['seconds'] / 60:.1f}") for row in stages]
+    _print_table(("stage", "accuracy", "tool errors", "one answer", "minutes"), rows)
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("stage", "accuracy", "tool errors", "one answer", "minutes"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage in stages:
-        shares = (stage["accuracy"], stage["tool_error_ratio"], stage["one_answer"])
-        table.add_row(stage["name"], *(f"{share:.3f}" for share in shares), f"{stage['seconds'] / 60:.1f}")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)

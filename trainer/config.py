@@ -16,10 +16,10 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 ENV_PREFIX = "RSTAR_TRAIN_"
 ENV_DOT = "__"
@@ -39,26 +39,27 @@ def _number(default: float, low: float, doc: str, high: float = MANY) -> Any:
     return field(default=default, metadata={"doc": doc, "low": low, "high": high})
 
 
-def _size(doc: str) -> Any:
-    return field(metadata={"doc": doc, "low": 1, "high": MANY})
-
-
 def _other(default: Any, doc: str) -> Any:
     return field(default=default, metadata={"doc": doc})
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes for `--dry-run`, as in its config.json. To be stated where that file is not at hand."""
+    """The model's sizes for `--dry-run`, as in its config.json. To be stated, all, where that file is not at hand."""
 
-    layers: int = _size("decoder layers")
-    hidden: int = _size("width of the residual stream")
-    intermediate: int = _size("width of the gated MLP")
-    heads: int = _size("query heads")
-    kv_heads: int = _size("key and value heads")
-    head_dim: int = _size("width of a head")
-    vocab: int = _size("rows of the embedding")
+    layers: int = _number(0, 0, "decoder layers")
+    hidden: int = _number(0, 0, "width of the residual stream")
+    intermediate: int = _number(0, 0, "width of the gated MLP")
+    heads: int = _number(0, 0, "query heads")
+    kv_heads: int = _number(0, 0, "key and value heads")
+    head_dim: int = _number(0, 0, "width of a head")
+    vocab: int = _number(0, 0, "rows of the embedding")
     is_tied: bool = _other(False, "whether the output layer is the embedding")
+
+    def __post_init__(self) -> None:
+        missing = [name for name, size in asdict(self).items() if name != "is_tied" and not size]
+        if 0 < len(missing) < len(fields(self)) - 1:
+            raise ConfigError(f"model.shape: expected {', '.join(missing)} beside the others")
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class ModelConfig:
     dtype: str = _text("bfloat16", "of the weights that sample and train", "float32", "bfloat16")
     chat: str = _text("rstar2", "the prompt's form: rStar2's, or the tokenizer's own template", "rstar2", "own")
     preamble: str = _text("", "what the system message says instead of the chat's own; empty is the chat's own")
-    shape: Shape | None = None
-    """Sizes, where they cannot be read from the model's folder."""
+    shape: Shape = field(default_factory=Shape)
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,15 @@ class EnginesConfig:
     slots: int = _number(64, 1, "sequences that one engine runs at once", 65536)
     max_length: int = _number(16384, 16, "tokens of prompt and response that an engine takes")
     sync: str = _text("file", "how new weights travel: a shared folder, or NCCL/RCCL", "file", "nccl")
+    nccl_address: str = _text("127.0.0.1:29600", "host:port of the first rank, where engines meet it for sync = nccl")
+    first_gpu: int = _number(0, 0, "the first GPU for servers that are started here", 63)
     tensor_parallel: int = _number(1, 1, "GPUs of one engine", 64)
     gpu_memory: float = _number(0.9, 0.01, "part of a GPU's memory that an engine takes", 1)
     timeout_s: float = _number(600.0, 1, "seconds for one generation before its engine counts as hung")
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r".+:\d+", self.nccl_address):
+            raise ConfigError(f"engines.nccl_address: expected host:port, got {self.nccl_address!r}")
 
 
 @dataclass(frozen=True)
@@ -232,18 +238,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As nested mappings fit for JSON, which `load` reads back."""
-        tree = {name: value for name, value in asdict(self).items() if value is not None}
-        tree["model"] = {name: value for name, value in tree["model"].items() if value is not None}
-        tree["stages"] = {stage.pop("name"): stage for stage in tree["stages"]}
-        return tree
-
-
-class _Said(NamedTuple):
-    """A value as a source gave it, and where it stood."""
-
-    value: Any
-    where: str
-    is_text: bool
+        return {**asdict(self), "stages": {stage.name: asdict(stage) for stage in self.stages}}
 
 
 def urls(endpoints: Sequence[str]) -> tuple[str, ...]:
@@ -259,79 +254,79 @@ def urls(endpoints: Sequence[str]) -> tuple[str, ...]:
     return tuple(counted)
 
 
+class _Said(NamedTuple):
+    """A value as a source gave it, and where it stood."""
+
+    value: Any
+    where: str
+    is_text: bool = False
+
+
+_Table = dict[str, Any]
+"""Of tables and `_Said`."""
+
+
 def load(file: Path | None, environ: Mapping[str, str], sets: Sequence[str] = ()) -> RunConfig:
     """Settings from all sources; `file` may be a run's folder, `sets` are `path.to.key=value`. Raises `ConfigError`."""
     if file is not None and file.is_dir():
         file /= "config.json"
-    tree = _read(file) if file is not None else {}
-    said = _flat(tree, str(file))
-    stages = tree["stages"] if isinstance(tree.get("stages"), dict) else {}
+    tree = _marked(_read(file), f"{file}: ") if file is not None else {}
+    stages = tree.get("stages")
+    names = list(stages) if isinstance(stages, dict) else []
     for path, one in [*_from_environment(environ), *_from_sets(sets)]:
-        if path[0] == "stages" and len(path) > 1 and path[1] not in stages:
-            raise ConfigError(f"{one.where}: no such stage; {_advice(path[1], list(stages))}")
-        said[path] = one
-    common = {path[1:]: said.pop(path) for path in list(said) if path[0] == "rl"}
+        if path[0] == "stages" and len(path) > 1 and path[1] not in names:
+            raise ConfigError(f"{one.where}: no such stage; {_advice(path[1], names)}")
+        _put(tree, path, one)
+    common = tree.pop("rl", {})
     _build(StageConfig, common)  # so that a mistake in [rl] is seen where no stage inherits it
-    for name in stages:  # in the file's order, whichever of them say something of their own
-        own = {path: said.pop(path) for path in list(said) if path[:2] == ("stages", name)}
-        inherited = {("stages", name, *path): one for path, one in common.items()}
-        said |= {**inherited, **own, ("stages", name, "name"): _Said(name, f"{file}: stages", is_text=True)}
-    config: RunConfig = _build(RunConfig, said)
+    if isinstance(stages := tree.get("stages"), dict):
+        for name, own in stages.items():
+            if isinstance(own, dict):
+                stages[name] = {**common, **own, "name": _Said(name, f"{file}: stages")}
+    config: RunConfig = _build(RunConfig, tree)
     return config
 
 
-def _build(cls: type[Any], said: Mapping[tuple[str, ...], _Said]) -> Any:
-    """A `cls` from what was said of it, by path below it."""
-    known, kinds, below = {f.name: f for f in fields(cls)}, _kinds(cls), _by_name(said)
-    for name, part in below.items():
-        where = next(iter(part.values())).where
-        if not name:
-            raise ConfigError(f"{where}: expected a table, got {part[()].value!r:.80}")
+def _build(cls: type[Any], table: Any) -> Any:
+    """A `cls` of what was said of it."""
+    if isinstance(table, _Said):
+        raise ConfigError(f"{table.where}: expected a table, got {table.value!r:.80}")
+    known, kinds = {f.name: f.metadata for f in fields(cls)}, get_type_hints(cls)
+    for name, said in table.items():
         if name not in known:
-            raise ConfigError(
-                f"{where}: unknown setting; {_advice(name, [*known, 'rl'] if cls is RunConfig else known)}"
-            )
-    missing = [
-        f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING and f.name not in below
-    ]
-    if missing:
-        raise ConfigError(f"{next(iter(said.values())).where}: expected {', '.join(missing)} beside it")
-    return cls(**{name: _value(kinds[name], known[name].metadata, part) for name, part in below.items()})
+            advice = _advice(name, [*known, "rl"] if cls is RunConfig else known)
+            raise ConfigError(f"{_where(said) or name}: unknown setting; {advice}")
+    return cls(**{name: _value(kinds[name], known[name], said) for name, said in table.items()})
 
 
-def _value(kind: Any, rule: Mapping[str, Any], said: Mapping[tuple[str, ...], _Said]) -> Any:
-    is_table = kind == tuple[StageConfig, ...] or is_dataclass(kind)
-    for path, one in said.items():
-        if is_table != bool(path):
-            raise ConfigError(f"{one.where}: expected a {'table' if is_table else 'value'}, got {one.value!r:.80}")
+def _value(kind: Any, rule: Mapping[str, Any], said: Any) -> Any:
     if kind == tuple[StageConfig, ...]:
-        return tuple(_build(StageConfig, stage) for stage in _by_name(said).values())
-    return _build(kind, said) if is_table else _checked(kind, rule, said[()])
-
-
-def _by_name(said: Mapping[tuple[str, ...], _Said]) -> dict[str, dict[tuple[str, ...], _Said]]:
-    below: dict[str, dict[tuple[str, ...], _Said]] = {}
-    for path, one in said.items():
-        below.setdefault(path[0] if path else "", {})[path[1:]] = one
-    return below
-
-
-def _checked(kind: Any, rule: Mapping[str, Any], one: _Said) -> Any:
-    value = _literal(one.value) if one.is_text and kind is not str else one.value
+        tables = said.values() if isinstance(said, dict) else [said]
+        return tuple(_build(StageConfig, table) for table in tables)
+    if is_dataclass(kind):
+        return _build(cast(type[Any], kind), said)
+    if isinstance(said, dict):
+        raise ConfigError(f"{_where(said)}: expected a value, got a table")
+    value = _literal(said.value) if said.is_text and kind is not str else said.value
     if kind is float and type(value) is int:
         value = float(value)
     if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    low, high, choices = rule.get("low", -MANY), rule.get("high", MANY), rule.get("choices", ())
-    is_number = kind in (int, float)
-    if type(value) is not kind or (is_number and not low <= value <= high) or (choices and value not in choices):
-        expected = {bool: "true or false", str: "text", tuple[str, ...]: 'a list such as ["a", "b"]'}.get(kind, "")
-        if is_number:
-            expected = f"a{' whole' if kind is int else ''} number from {low:.12g} to {high:.12g}"
-        if choices:
-            expected = f"one of {', '.join(choices)}"
-        raise ConfigError(f"{one.where}: expected {expected}, got {value!r:.80}")
+    expected, holds = _rule(kind, rule)
+    if type(value) is not kind or not holds(value):
+        raise ConfigError(f"{said.where}: expected {expected}, got {value!r:.80}")
     return value
+
+
+def _rule(kind: Any, rule: Mapping[str, Any]) -> tuple[str, Callable[[Any], bool]]:
+    """What values are expected, in words and as a test of those that have the kind."""
+    if "low" in rule:
+        low, high = rule["low"], rule["high"]
+        return f"a{' whole' * (kind is int)} number from {low:.12g} to {high:.12g}", lambda value: low <= value <= high
+    if choices := rule.get("choices"):
+        return f"one of {', '.join(choices)}", lambda value: value in choices
+    words = {bool: "true or false", str: "text"}
+    return words.get(kind, 'a list such as ["a", "b"]'), lambda value: kind in words
 
 
 def _literal(text: str) -> Any:
@@ -342,55 +337,54 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> Mapping[str, Any]:
+    kind, parse = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        text = file.read_text(encoding="utf-8")
-        tree = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        tree = parse(file.read_text(encoding="utf-8"))
+        return dict(tree.get("config", tree) if kind == "JSON" else tree)  # as `trainer.record` writes it
     except OSError as why:
         raise ConfigError(f"{file}: cannot be read ({why.strerror})") from None
-    except ValueError as why:
-        raise ConfigError(f"{file}: expected {'JSON' if file.suffix == '.json' else 'TOML'} ({why})") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: expected a table of settings, got {type(tree).__name__}")
-    written = tree.get("config") if file.suffix == ".json" else None  # as `trainer.record` writes it
-    return written if isinstance(written, dict) else tree
+    except (ValueError, AttributeError) as why:
+        raise ConfigError(f"{file}: expected a table of settings in {kind} ({why})") from None
 
 
-def _flat(tree: Mapping[str, Any], file: str, above: tuple[str, ...] = ()) -> dict[tuple[str, ...], _Said]:
-    said: dict[tuple[str, ...], _Said] = {}
-    for name, value in tree.items():
-        path = (*above, name)
-        if isinstance(value, dict):
-            said |= _flat(value, file, path)
-        else:
-            said[path] = _Said(value, f"{file}: {'.'.join(path)}", is_text=False)
-    return said
-
-
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], _Said]]:
-    for name, text in environ.items():
-        if name.startswith(ENV_PREFIX):
-            path = tuple(name.removeprefix(ENV_PREFIX).lower().split(ENV_DOT))
-            yield path, _Said(text, name, is_text=True)
-
-
-def _from_sets(sets: Iterable[str]) -> Iterator[tuple[tuple[str, ...], _Said]]:
-    for text in sets:
-        path, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {text}: expected path.to.key=value")
-        yield tuple(path.strip().split(".")), _Said(value.strip(), f"--set {path.strip()}", is_text=True)
-
-
-def _kinds(cls: type[Any]) -> dict[str, Any]:
-    """The type of each field, `X` for `X | None`."""
-    hints = get_type_hints(cls)
+def _marked(tree: Mapping[str, Any], where: str) -> _Table:
     return {
-        name: next(part for part in get_args(hint) if part is not type(None)) if type(None) in get_args(hint) else hint
-        for name, hint in hints.items()
+        name: _marked(value, f"{where}{name}.") if isinstance(value, dict) else _Said(value, f"{where}{name}")
+        for name, value in tree.items()
     }
 
 
+def _put(tree: _Table, path: Sequence[str], one: _Said) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+        if isinstance(tree, _Said):
+            raise ConfigError(f"{one.where}: expected a value, as {name} is no table")
+    tree[path[-1]] = one
+
+
+def _where(said: Any) -> str:
+    """Where the first value of a table stands."""
+    while isinstance(said, dict):
+        said = next(iter(said.values()), "")
+    return said.where if said else ""
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[list[str], _Said]]:
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX):
+            yield name.removeprefix(ENV_PREFIX).lower().split(ENV_DOT), _Said(text, name, is_text=True)
+
+
+def _from_sets(sets: Iterable[str]) -> Iterator[tuple[list[str], _Said]]:
+    for text in sets:
+        path, equals, value = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise ConfigError(f"--set {text}: expected path.to.key=value")
+        yield path.split("."), _Said(value, f"--set {path}", is_text=True)
+
+
 def _advice(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, (names := list(known)), n=1)
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names) or 'none'}"
