@@ -46,6 +46,10 @@ RATIO_CUT = 2.0
 """TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
 
 
+class Outage(Exception):
+    """Not one episode of a step has a verdict. Going on would count steps in which nothing can be learnt."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """What samples: objects that live in `background`'s loop."""
@@ -85,7 +89,7 @@ def train_stage(
     `rollouts` is None on every rank but the first. `first_step` steps of the run came before; `keep_optimizer` is the
     checkpoint of the stage before, whose optimiser goes on, its warm-up over. `dtype` is what the passes compute in.
 
-    Raises `ConfigError` for settings that do not fit together, and what engines and tools raise.
+    Raises `ConfigError` for settings that do not fit together, `Outage`, and what engines and tools raise.
     """
     world = ranks().num_processes
     passes, rest = divmod(stage.prompts * stage.keep, stage.micro_batch * world)
@@ -248,6 +252,11 @@ class _Bridge(Progress):
         used = [_used(group, some) for group, some in zip(groups, kept, strict=True)]
         why = [roc.explain(group, some) for group, some in zip(groups, kept, strict=True)]
         self.record.write_episodes(step, stage.name, groups, kept, why)
+        if all(episode.reward is None for group in groups for episode in group):
+            raise Outage(
+                f"step {step}: none of {sum(map(len, groups))} episodes has a verdict ({groups[0][0].error} for the "
+                "first); once that is mended, the same command goes on"
+            )
         self._sampled |= summary(groups, used)
         filler = self.trainer.processing_class.eos_token_id
         return [

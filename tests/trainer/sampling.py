@@ -36,6 +36,7 @@ class Sampler:
     shift: float = 0.0
     """Added to the log-probabilities that are reported: an engine that disagrees with the trainer."""
     before: Callable[[int], None] = lambda number: None
+    error: str = ""
     own_s: float = 0.0
     log: list[Any] = field(default_factory=list)
 
@@ -80,6 +81,7 @@ class Sampler:
             stop=StopReason.FINISHED,
             answer_tags=1,
             reward=self.score(problem, sample, ids),
+            error=self.error,
         )
 
 

@@ -24,7 +24,7 @@ from tests.trainer.sampling import Sampler, model_folder, problems  # noqa: E402
 from trainer import grpo  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, StageConfig  # noqa: E402
-from trainer.grpo import Rollouts, prompts_in_order, train_stage  # noqa: E402
+from trainer.grpo import Outage, Rollouts, prompts_in_order, train_stage  # noqa: E402
 from trainer.progress import Trained  # noqa: E402
 from trainer.record import RunFolder  # noqa: E402
 from trainer.trajectory import Episode, Problem, StopReason  # noqa: E402
@@ -186,6 +186,13 @@ def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, 
     (row,) = stage.record.metrics()
     assert (row["loss"], row["grad_norm"], row["kept"], row["groups_dropped"]) == (0, 0, 0, 2)
     assert same(weights(trained.model), weights(model))
+
+
+def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, background: Background) -> None:
+    stage = Stage(tmp_path, model, background)
+    with pytest.raises(Outage, match=r"step 1: none of 16 episodes has a verdict \(sandbox: gone for the first\)"):
+        stage.run(Sampler(model, score=lambda *_: None, error="sandbox: gone"))
+    assert list(stage.record.metrics()) == []
 
 
 def test_resume_after_a_failure_ends_as_if_there_was_none(tmp_path: Path, model: Path, background: Background) -> None:
