@@ -39,7 +39,7 @@ METRICS = {
     "length": "mean tokens of a response, tool tokens included",
     "turns": "mean turns of an episode",
     "calls": "mean tool calls of an episode",
-    "kept": "episodes kept for the loss",
+    "kept": "episodes kept for the loss; of a group of equal rewards none",
     "dropped": "episodes sampled and not kept",
     "groups_dropped": "groups left out of the loss, as all their rewards are equal",
     "unavailable": "episodes without a reward, since something of ours failed",

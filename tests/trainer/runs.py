@@ -51,7 +51,8 @@ def write_step(folder: RunFolder, step: int, stage: str, groups: Sequence[Sequen
 def numbers(groups: Sequence[Sequence[Episode]], kept: Sequence[Sequence[int]]) -> dict[str, float]:
     """A plausible row of metrics with every name."""
     everyone = [one for group in groups for one in group]
-    chosen = [group[i] for group, indices in zip(groups, kept, strict=True) for i in indices]
+    used = [some if roc.has_signal(group, some) else [] for group, some in zip(groups, kept, strict=True)]
+    chosen = [group[i] for group, indices in zip(groups, used, strict=True) for i in indices]
     scored = [one for one in everyone if one.reward is not None]
     right = [one for one in scored if one.reward]
     n = len(everyone)
@@ -66,7 +67,7 @@ def numbers(groups: Sequence[Sequence[Episode]], kept: Sequence[Sequence[int]]) 
         "calls": _mean([one.calls for one in everyone]),
         "kept": len(chosen),
         "dropped": n - len(chosen),
-        "groups_dropped": sum(not roc.has_signal(*pair) for pair in zip(groups, kept, strict=True)),
+        "groups_dropped": sum(not some for some in used),
         "unavailable": n - len(scored),
         "tokens": sum(one.sampled_tokens for one in everyone),
         "seconds_generate": sum(turn.generate_s for one in everyone for turn in one.steps),
