@@ -56,11 +56,11 @@ class VllmEngine:
     It belongs to the event loop that first uses it. Cancelling a request closes its connection, and vLLM drops it then.
     """
 
-    def __init__(self, url: str, *, vocabulary: int, name: str = "", timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, vocabulary: int, max_length: int, name: str = "", timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.version = 0
-        self._vocabulary = vocabulary
+        self._vocabulary, self._max_length = vocabulary, max_length
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0))
         self._session: aiohttp.ClientSession | None = None
 
@@ -124,8 +124,9 @@ class VllmEngine:
 
     async def _complete(self, ids: Sequence[int], **options: Any) -> Any:
         """The one choice of /v1/completions. All that a model's generation_config.json might set is said."""
-        if not ids or options["max_tokens"] < 1:
-            raise ValueError(f"expected ids and max_tokens of at least 1, got {len(ids)} and {options['max_tokens']}")
+        tokens = options["max_tokens"]
+        if tokens < 1 or not 0 < len(ids) <= self._max_length - tokens:  # vLLM would silently give fewer
+            raise ValueError(f"expected 1 to {self._max_length} tokens in all, got {len(ids)} ids and {tokens} to come")
         fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
         status, text = await self._post("/v1/completions", {"prompt": list(ids), **fixed, **options})
         if status in (400, 422):

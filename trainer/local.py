@@ -197,7 +197,7 @@ class LocalEngine:
                 _settle(row, None)
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        mask_SL = self._cache.aim(positions_S)
+        mask_SL = self._cache.aim(positions_S).to(self._model.dtype)
         output = self._model(
             input_ids=tokens_S[:, None],
             position_ids=positions_S[:, None],
@@ -274,7 +274,9 @@ def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int
     target_S = torch.tensor(uniform, dtype=torch.double) * cumulative_SV[:, -1]
     sampled_S = torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0]
     given_S = torch.tensor(given)
-    ids_S = torch.where(given_S == SAMPLED, sampled_S, torch.where(given_S == LIKELIEST, logits_SV.argmax(-1), given_S))
+    if LIKELIEST in given:
+        given_S = torch.where(given_S == LIKELIEST, logits_SV.argmax(-1), given_S)
+    ids_S = torch.where(given_S == SAMPLED, sampled_S, given_S)
     # A logit that is not a number makes every log-probability of its row one, and the id one past the end.
     chosen_S = logprobs_SV.gather(-1, ids_S.clamp(max=logprobs_SV.shape[1] - 1)[:, None])[:, 0]
     if not chosen_S.isfinite().all():
@@ -305,10 +307,11 @@ class _SlotCache(Cache):  # type: ignore[misc]
         self._values: dict[int, torch.Tensor] = {}
 
     def aim(self, positions_S: torch.Tensor) -> torch.Tensor:
-        """Where the next pass writes. Returns what it may attend to, up to the end of the last block in use."""
+        """Where the next pass writes. Returns 0 where it attends and -inf elsewhere, to the end of the last used block."""
         self._block_S, self._offset_S = positions_S // BLOCK, positions_S % BLOCK
         self._used = int(self._block_S.max()) + 1
-        return torch.arange(self._used * BLOCK) <= positions_S[:, None]
+        is_ahead_SL = torch.arange(self._used * BLOCK) > positions_S[:, None]
+        return torch.zeros(is_ahead_SL.shape).masked_fill(is_ahead_SL, -torch.inf)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -337,7 +340,7 @@ def _attend(
     used, key_heads = key.shape[0], key.shape[2]
     query_SKGD = query.reshape(slots, key_heads, heads // key_heads, size)
     mask = attention_mask.reshape(slots, used, 1, 1, BLOCK).transpose(0, 1)
-    scores = (query_SKGD @ key.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
+    scores = mask + query_SKGD @ key.transpose(-1, -2) * scaling
     weights = (scores - scores.amax((0, -1), keepdim=True)).exp()
     total = sum(weights.sum(-1, keepdim=True))
     output_SKGD = sum(weights @ value) / total

@@ -28,7 +28,7 @@ async def engine(request, tmp_path_factory):
         match request.param:
             case "fake":
                 url = await stack.enter_async_context(FakeVllm(TableEngine()).serve())
-                made = VllmEngine(url, vocabulary=50)
+                made = VllmEngine(url, vocabulary=50, max_length=256)
             case "local":
                 pytest.importorskip("torch")
                 pytest.importorskip("transformers")
@@ -114,7 +114,7 @@ async def test_many_at_once_are_all_answered(engine):
 @asynccontextmanager
 async def vllm(fake, **options):
     async with fake.serve() as url:
-        engine = VllmEngine(url, vocabulary=50, **options)
+        engine = VllmEngine(url, vocabulary=50, max_length=256, **options)
         try:
             yield engine
         finally:
@@ -170,7 +170,7 @@ async def test_a_server_that_fails_or_is_gone_is_a_failure():
     async with vllm(FakeVllm(TableEngine(), broken)) as engine:
         with pytest.raises(EngineFailed, match="EngineDeadError"):
             await engine.generate([1], Sampling(4, seed=0))
-    gone = VllmEngine(engine.url, vocabulary=50)
+    gone = VllmEngine(engine.url, vocabulary=50, max_length=256)
     with pytest.raises(EngineFailed, match="expected an answer of /v1/completions"):
         await gone.generate([1], Sampling(4, seed=0))
     await gone.close()

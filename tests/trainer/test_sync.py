@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
@@ -12,11 +13,14 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
+from tests.trainer.real_vllm import real  # noqa: E402
 from tests.trainer.test_local import VOCABULARY, model, training_logprobs  # noqa: E402
 from trainer.engine import EngineFailed, Sampling, VllmEngine  # noqa: E402
 from trainer.local import LocalEngine  # noqa: E402
 from trainer.pool import Pool  # noqa: E402
 from trainer.sync import ByFile, Reference, SyncFailed, direct  # noqa: E402
+
+VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ async def test_servers_take_weights_from_a_folder_that_is_gone_afterwards(folder
     carry = ByFile(tmp_path / "weights")
     (tmp_path / "weights/v000001").mkdir(parents=True)  # of a run that was killed
     async with FakeVllm(behind, load=take).serve() as url:
-        engine = VllmEngine(url, vocabulary=VOCABULARY)
+        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=256)
         async with Pool([engine], carry=carry, reference=Reference(folder)) as pool:
             for version, seed in enumerate((1, 2), 1):
                 assert await pool.sync(model(seed).state_dict()) == engine.version == version
@@ -104,7 +108,10 @@ async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_
 
     good, bad = local(), local()
     async with FakeVllm(good, load=take).serve() as one, FakeVllm(bad, load=refuse).serve() as two:
-        servers = [VllmEngine(url, vocabulary=VOCABULARY, name=name) for url, name in ((one, "one"), (two, "two"))]
+        servers = [
+            VllmEngine(url, vocabulary=VOCABULARY, max_length=256, name=name)
+            for url, name in ((one, "one"), (two, "two"))
+        ]
         async with Pool(servers, carry=ByFile(tmp_path), reference=Reference(folder)) as pool:
             assert await pool.sync(model(1).state_dict()) == 1
             assert "disk full" in pool.desks[1].why
@@ -112,3 +119,23 @@ async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_
                 made = await asyncio.gather(*(seat.generate([1], Sampling(2, seed=0)) for seat in (first, second)))
             assert [each.engine for each in made] == ["one", "one"]
     await asyncio.gather(good.close(), bad.close())
+
+
+@pytest.mark.asyncio
+async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path):
+    if not VLLM:
+        pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
+    async with real(VLLM, tmp_path) as engine:
+        reference = Reference(tmp_path / "model")
+        async with Pool([engine], carry=ByFile(tmp_path / "weights"), reference=reference) as pool:
+            for seed in (1, 2, 1):
+                trained = model(seed)
+                await pool.sync(trained.state_dict())
+                async with pool.seat(group="a", prompt_tokens=3) as seat:
+                    for temperature in (1.0, 0.6):
+                        made = await seat.generate([1, 2, 3], Sampling(40, temperature=temperature, seed=seed))
+                        expected = training_logprobs(trained, [1, 2, 3, *made.ids], temperature)[2:]
+                        assert made.logprobs == pytest.approx(expected, abs=1e-3)
+            wrong = {name: tensor * 1.05 for name, tensor in model(1).state_dict().items()}
+            with pytest.raises(SyncFailed):
+                await reference.check(engine, reference.logprobs(wrong))

@@ -1,0 +1,29 @@
+"""A real vLLM on the CPU for tests, with the tiny model of `test_local`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.trainer.test_local import VOCABULARY, model
+from trainer.engine import VllmEngine
+from trainer.vllm_server import Servers
+
+
+def saved(folder: Path) -> Path:
+    """The model, and a tokenizer for its vocabulary, which vLLM wants to see."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    return folder
+
+
+@asynccontextmanager
+async def real(python: str, folder: Path, count: int = 1) -> AsyncIterator[VllmEngine]:
+    servers = Servers(python, saved(folder / "model"), max_length=256, slots=16, dtype="float32")
+    async with servers.serve(count, folder / "logs") as (url, *_):
+        yield VllmEngine(url, vocabulary=VOCABULARY, max_length=256)

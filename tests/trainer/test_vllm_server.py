@@ -1,0 +1,121 @@
+"""The launcher of vLLM servers: what it runs, and that nothing outlives it. A stand-in answers the health route."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import trainer
+from trainer.engine import EngineFailed
+from trainer.vllm_server import Servers
+
+STAND_IN = """
+import http.server, os, subprocess, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+model = sys.argv[sys.argv.index("--model") + 1]
+if model.endswith("broken"):
+    sys.exit("no such architecture")
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+open(f"{model}.{port}", "w").write(f"{os.getpid()} {child.pid} {os.environ['VLLM_CPU_OMP_THREADS_BIND']}")
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+@pytest.fixture
+def servers(tmp_path, monkeypatch):
+    """Servers whose Python has a `vllm` that is a stand-in."""
+    module = tmp_path / "site/vllm/entrypoints/openai/api_server.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(STAND_IN)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site:$PYTHONPATH exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return Servers(str(python), tmp_path / "model", max_length=64)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def gone(pids):
+    async with asyncio.timeout(60):
+        while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110 (the kernel sends no event)
+            await asyncio.sleep(0.02)
+
+
+def started(folder):
+    said = [path.read_text().split() for path in folder.glob("model.*")]
+    return [int(pid) for pids in said for pid in pids[:2]], [cores for _, _, cores in said]
+
+
+@pytest.mark.asyncio
+async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_path):
+    async with servers.serve(2, tmp_path / "logs") as urls:
+        pids, cores = started(tmp_path)
+        assert len(set(urls)) == 2
+        assert len(pids) == 4
+        assert all(map(is_alive, pids))
+        if len(os.sched_getaffinity(0)) > 1:
+            assert len(set(cores)) == 2
+    await gone(pids)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_cannot_start_is_said_with_what_it_said(servers, tmp_path):
+    broken = replace(servers, model=tmp_path / "broken")
+    with pytest.raises(EngineFailed, match=r"exit code 1; .*engine0.log ends with:\nno such architecture"):
+        async with broken.serve(1, tmp_path / "logs"):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_servers_end_when_their_owner_is_killed(servers, tmp_path):
+    owner = f"""
+import asyncio, pathlib
+from trainer.vllm_server import Servers
+servers = Servers({servers.python!r}, pathlib.Path({str(servers.model)!r}), 64)
+async def main():
+    async with servers.serve(1, pathlib.Path({str(tmp_path / "logs")!r})):
+        print("up", flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", owner, stdout=subprocess.PIPE)
+    assert await process.stdout.readline() == b"up\n"
+    (server, child), _ = started(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    await gone([server])
+    os.kill(child, signal.SIGKILL)  # a stand-in's: vLLM's own end with their server
+
+
+def test_gpus_are_given_out_in_turn_and_cores_are_shared_when_few():
+    gpu = Servers("python", Path("model"), 64, gpus=2, first_gpu=4)
+    assert [gpu.environment(number, 2, [0], {})["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
+    assert "--worker-extension-cls" not in gpu.command(1)
+    cpu = Servers("python", Path("model"), 64)
+    bound = [cpu.environment(number, 3, [0, 1], {})["VLLM_CPU_OMP_THREADS_BIND"] for number in range(3)]
+    assert bound == ["0", "1", "0"]
+    assert "nccl" in " ".join(replace(gpu, is_nccl=True).command(1))
+
+
+def test_the_worker_extension_imports_nothing_but_vllm():
+    tree = ast.parse(Path(trainer.__path__[0], "vllm_worker.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"vllm._custom_ops", "__future__"}

