@@ -307,7 +307,7 @@ class _SlotCache(Cache):  # type: ignore[misc]
         self._values: dict[int, torch.Tensor] = {}
 
     def aim(self, positions_S: torch.Tensor) -> torch.Tensor:
-        """Where the next pass writes. Returns 0 where it attends and -inf elsewhere, to the end of the last used block."""
+        """Where the next pass writes. Returns 0 where it attends, else -inf, up to the end of the last used block."""
         self._block_S, self._offset_S = positions_S // BLOCK, positions_S % BLOCK
         self._used = int(self._block_S.max()) + 1
         is_ahead_SL = torch.arange(self._used * BLOCK) > positions_S[:, None]
