@@ -25,6 +25,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,8 @@ class LocalEngine:
         self._model.set_attn_implementation(ATTENTION)
         self._cache = _SlotCache(slots, max_length)
         self._running: dict[int, _Row] = {}
-        self._free: dict[int, list[int]] = {
-            slot: [] for slot in range(slots)
-        }  # least recently used first: what it holds
+        self._free: dict[int, list[int]] = {slot: [] for slot in range(slots)}
+        """What each holds, the one that was free longest first."""
         self._waiting: deque[_Row] = deque()
         self._inbox: queue.SimpleQueue[_Row | _Task | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -91,9 +91,7 @@ class LocalEngine:
 
         def load() -> Exception | None:
             if self._running or self._waiting:
-                return RuntimeError(
-                    f"expected an idle engine, got a load while {len(self._running)} rows run; await them"
-                )
+                return RuntimeError(f"expected an idle engine to load, got {len(self._running)} running; await them")
             self._model.load_state_dict(weights)
             self._free = {slot: [] for slot in self._free}
             self.version = version
@@ -108,21 +106,16 @@ class LocalEngine:
 
     def _checked(self, ids: Sequence[int], more: int) -> list[int]:
         if not 0 < len(ids) <= self.max_length - more:
-            raise ValueError(
-                f"expected 1 to {self.max_length - more} ids, {more} more to come, got {len(ids)}; raise max_length"
-            )
+            raise ValueError(f"expected 1 to {self.max_length} tokens in all, got {len(ids)} ids and {more} to come")
         if not 0 <= min(ids) <= max(ids) < self._model.config.vocab_size:
-            raise ValueError(
-                f"expected ids from 0 to {self._model.config.vocab_size - 1}, got {min(ids)} to {max(ids)}"
-            )
+            raise ValueError(f"expected ids below {self._model.config.vocab_size}, got {min(ids)} to {max(ids)}")
         return list(ids)
 
     async def _answer(self, job: _Row | _Task) -> None:
-        if self._failure is not None:
-            raise EngineFailed(f"engine {self.name} ended before: {self._failure}") from self._failure
-        job.future = asyncio.get_running_loop().create_future()
         self._inbox.put(job)
-        await job.future
+        if self._failure is not None:  # after the put: this sees that the thread has ended, or the thread sees the job
+            raise EngineFailed(f"engine {self.name} ended before: {self._failure}") from self._failure
+        await asyncio.wrap_future(job.future)
 
     # What follows runs in the engine's thread.
 
@@ -194,7 +187,7 @@ class LocalEngine:
                 row.ids.append(ids[slot])
             if row.is_over:
                 self._release(slot)
-                _settle(row, None)
+                _settle(row)
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
         mask_SL = self._cache.aim(positions_S).to(self._model.dtype)
@@ -219,7 +212,7 @@ class _Row:
     """None scores `ids` instead of continuing them."""
     done: int = 0
     logprobs: list[float] = field(default_factory=list)
-    future: asyncio.Future[None] = field(init=False)
+    future: Future[None] = field(default_factory=Future)
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -239,18 +232,12 @@ class _Task:
     """Something else to do in the engine's thread."""
 
     run: Callable[[], Exception | None]
-    future: asyncio.Future[None] = field(init=False)
+    future: Future[None] = field(default_factory=Future)
 
 
-def _settle(job: _Row | _Task, error: Exception | None) -> None:
-    """Answer from the engine's thread."""
-
-    def settle() -> None:
-        if not job.future.done():
-            job.future.set_exception(error) if error else job.future.set_result(None)
-
-    with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits any more
-        job.future.get_loop().call_soon_threadsafe(settle)
+def _settle(job: _Row | _Task, error: Exception | None = None) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+        job.future.set_exception(error) if error else job.future.set_result(None)
 
 
 def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int], list[float]]:

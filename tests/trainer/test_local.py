@@ -46,7 +46,7 @@ def training_logprobs(trained, ids, temperature=1.0):
 
 async def test_bits_do_not_depend_on_company_slot_or_time():
     asked = [
-        (ids, Sampling(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index)) for index, ids in enumerate(prompts(20))
+        (ids, Sampling(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index)) for index, ids in enumerate(prompts(12))
     ]
     engine = await engine_of()
     together = await asyncio.gather(*(engine.generate(*request) for request in asked))
@@ -56,6 +56,22 @@ async def test_bits_do_not_depend_on_company_slot_or_time():
     assert alone == together[:3]
     assert backwards[::-1] == together
     assert len({generation.ids for generation in together}) == len(asked)
+
+
+@pytest.mark.parametrize("slots", [5, 64])
+async def test_every_slot_computes_the_same_bits(slots):
+    """What the test above rests on, for all slots at once: the same ids, alone or among strangers further on."""
+    engine, strangers = await engine_of(slots=slots), await engine_of(slots=slots)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (80,), generator=draw)
+    for position, id in enumerate(ids.tolist()):
+        same = engine._forward(torch.full((slots,), id), torch.full((slots,), position))
+        others = torch.randint(0, VOCABULARY, (slots,), generator=draw)
+        positions = torch.randint(0, 250, (slots,), generator=draw)
+        others[-1], positions[-1] = id, position
+        last = strangers._forward(others, positions)[-1]
+        assert torch.equal(same, last.expand(slots, -1)), f"position {position}"
+    await asyncio.gather(engine.close(), strangers.close())
 
 
 async def test_logprobs_are_the_trainers():
