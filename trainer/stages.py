@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -248,7 +249,8 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
     from trainer.engine import VllmEngine
     from trainer.local import LocalEngine
     from trainer.pool import Pool
-    from trainer.sync import ByFile, Reference, direct
+    from trainer.sync import ByFile, ByNccl, Reference, direct
+    from trainer.vllm_server import Servers
 
     engines, dtype = run.config.engines, run.config.model.dtype
     reference = Reference(model, tolerance=TOLERANCE[dtype])
@@ -259,10 +261,24 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
             yield pool
         return
     async with AsyncExitStack() as stack:
-        endpoints = urls(engines.endpoints)
-        vocabulary = AutoConfig.from_pretrained(model).vocab_size
-        served = [VllmEngine(url, vocabulary=vocabulary, timeout_s=engines.timeout_s) for url in endpoints]
-        carry = ByFile(run.folder / "weights")
+        is_nccl = engines.sync == "nccl"
+        servers = Servers(
+            python=engines.python or sys.executable,
+            model=model,
+            max_length=engines.max_length,
+            slots=engines.slots,
+            dtype=dtype,
+            gpus=engines.tensor_parallel if run.config.hardware.gpus else 0,
+            first_gpu=run.config.hardware.gpus if run.config.hardware.engine_gpus else 0,
+            gpu_memory=engines.gpu_memory,
+            is_nccl=is_nccl,
+        )
+        endpoints: Sequence[str] = urls(engines.endpoints)
+        if not endpoints:
+            endpoints = await stack.enter_async_context(servers.serve(engines.count, run.folder / "engines"))
+        about = {"vocabulary": AutoConfig.from_pretrained(model).vocab_size, "max_length": engines.max_length}
+        served = [VllmEngine(url, **about, timeout_s=engines.timeout_s) for url in endpoints]
+        carry = ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights")
         pool = await stack.enter_async_context(Pool(served, carry=carry, reference=reference))
         # They may have those of the unit before, or of another run.
         await pool.sync(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict())

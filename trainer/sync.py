@@ -16,6 +16,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.engine import EngineFailed, VllmEngine
 from trainer.pool import Engine, Weights
+from trainer.vllm_server import free_port
 
 PROBE_TOKENS = 32
 
@@ -101,8 +103,8 @@ class ByNccl:
     Not run on a GPU yet.
     """
 
-    def __init__(self, address: str, port: int, *, gpus_per_engine: int = 1) -> None:
-        self._address, self._port, self._gpus = address, port, gpus_per_engine
+    def __init__(self, *, gpus_per_engine: int = 1) -> None:
+        self._gpus = gpus_per_engine
         self._weights: Weights = {}
         self._sender: Any = None
 
@@ -134,11 +136,11 @@ class ByNccl:
                 return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in carrier._weights.items()]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return iter(carrier._weights.items())
+                return ((name, each.to("cuda")) for name, each in carrier._weights.items())
 
         world = 1 + self._gpus * len(engines)
         return NCCLTrainerWeightTransferEngine.trainer_init(
-            NCCLTrainerInitInfo(rank=0, master_address=self._address, master_port=self._port, world_size=world),
+            NCCLTrainerInitInfo(rank=0, master_address=gethostname(), master_port=free_port(""), world_size=world),
             client=_Servers(engines, loop, self._gpus),
             source=Source(),
         )

@@ -102,7 +102,7 @@ class Servers:
             for number in range(count):
                 log = logs / f"engine{number}.log"
                 environment = self.environment(number, count, cores, base)
-                port = _free_port()
+                port = free_port()
                 process = await stack.enter_async_context(_child(self.command(port), environment, log))
                 waits.append(_answering(session, f"http://127.0.0.1:{port}", process, log))
             yield list(await asyncio.gather(*waits))
@@ -150,8 +150,9 @@ def _end(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:]
 
 
-def _free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
+    """One that nobody listens on, of this host's address, or of all of them where that is empty."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port

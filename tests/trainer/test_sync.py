@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
@@ -18,7 +21,7 @@ from tests.trainer.test_local import VOCABULARY, model, training_logprobs  # noq
 from trainer.engine import EngineFailed, Sampling, VllmEngine  # noqa: E402
 from trainer.local import LocalEngine  # noqa: E402
 from trainer.pool import Pool  # noqa: E402
-from trainer.sync import ByFile, Reference, SyncFailed, direct  # noqa: E402
+from trainer.sync import ByFile, ByNccl, Reference, SyncFailed, direct  # noqa: E402
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 
@@ -139,3 +142,58 @@ async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path)
             wrong = {name: tensor * 1.05 for name, tensor in model(1).state_dict().items()}
             with pytest.raises(SyncFailed):
                 await reference.check(engine, reference.logprobs(wrong))
+
+
+@pytest.mark.asyncio
+async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(monkeypatch):
+    """Our half of the transfer. vLLM's, the sender, is a stand-in here: no GPU has run this yet."""
+    posted, sent = [], []
+
+    class Meta(NamedTuple):
+        name: str
+        dtype: object
+        shape: tuple[int, ...]
+
+    class Sender:
+        @classmethod
+        def trainer_init(cls, info, *, client, source):
+            sender = cls()
+            sender.info, sender.client, sender.source = info, client, source
+            client.init_weight_transfer_engine({"rank_offset": 1, "world_size": info["world_size"]})
+            return sender
+
+        def send_weights(self):
+            self.client.start_weight_update()
+            self.client.update_weights({"names": [meta.name for meta in self.source.metadata()]})
+            sent.extend(name for name, tensor in self.source)
+            self.client.finish_weight_update()
+
+    base, nccl = ModuleType("base"), ModuleType("nccl_engine")
+    base.ParamMeta, base.WeightSource = Meta, object
+    nccl.NCCLTrainerInitInfo, nccl.NCCLTrainerWeightTransferEngine = dict, Sender
+    for name, module in (("base", base), ("nccl_engine", nccl)):
+        monkeypatch.setitem(sys.modules, f"vllm.distributed.weight_transfer.{name}", module)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+
+    class Server:
+        def __init__(self, name):
+            self.name, self.version = name, 0
+
+        async def post(self, route, body):
+            posted.append((self.name, route, body))
+
+        async def renew(self, version):
+            self.version = version
+
+    servers = [Server("a"), Server("b")]
+    carry = ByNccl(gpus_per_engine=2)
+    trained = model()
+    for version in (1, 2):
+        assert await carry(servers, trained.state_dict(), version) == [None, None]
+        assert [server.version for server in servers] == [version] * 2
+    joined = {name: body["init_info"] for name, route, body in posted if route == "/init_weight_transfer_engine"}
+    assert joined == {"a": {"rank_offset": 1, "world_size": 5}, "b": {"rank_offset": 3, "world_size": 5}}
+    assert sent == [name for name, _ in trained.named_parameters()] * 2
+    assert [route for name, route, _ in posted if name == "b"][1:4] == [
+        "/start_weight_update", "/update_weights", "/finish_weight_update"
+    ]  # fmt: skip
