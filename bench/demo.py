@@ -10,17 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
-import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -29,17 +24,15 @@ from rich.table import Table
 from bench.calls import labelled_calls, load_calls
 from sandbox.client import AsyncClient
 from sandbox.errors import SandboxError
+from sandbox.local import local_service
 from sandbox.types import Call, Result, Status
 
 BATCH = 64
 """Calls in one request, as rStar2-Agent's send workers gather them."""
-START_S = 120
-"""Warming the interpreters takes seconds; on a loaded machine, more of them."""
-STOP_S = 60
 
 
 class DemoFailed(Exception):
-    """The server did not start or did not stay."""
+    """There is nothing to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,52 +68,13 @@ async def _demo(args: argparse.Namespace) -> int:
         calls, expected = [call for _, call in labelled], [template.status for template, _ in labelled]
     if not calls:
         raise DemoFailed("expected at least one call, got none")
-    async with _server() as url, AsyncClient(url, batch_size=BATCH) as client:
+    async with local_service() as url, AsyncClient(url, batch_size=BATCH) as client:
         answers = await _send(client, [Call.decode(call) for call in calls])
     figures = summarise(answers, expected)
     _show(figures)
     if args.json:
         print(json.dumps(figures))
     return 1 if figures["statuses"].get(Status.UNAVAILABLE) else 0
-
-
-@asynccontextmanager
-async def _server() -> AsyncIterator[str]:
-    """A server on a free port; yields its address and stops it on the way out."""
-    command = [sys.executable, "-m", "sandbox", "serve", "--port", "0"]
-    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would stop the server when it is full
-        server = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=asyncio.subprocess.STDOUT
-        )
-        try:
-            yield await _address(server, log)
-        finally:
-            await _stop(server)
-
-
-async def _address(server: asyncio.subprocess.Process, log: BinaryIO) -> str:
-    give_up = time.monotonic() + START_S
-    while time.monotonic() < give_up:
-        ended = server.returncode is not None
-        said = os.pread(log.fileno(), 1 << 16, 0).decode("utf-8", "replace")
-        if found := re.search(r"^rstar-sandbox \S+ on (http://\S+).*\n", said, re.MULTILINE):
-            return found.group(1)
-        if ended:
-            raise DemoFailed(f"the server ended (exit {server.returncode}) and said:\n{said}")
-        await asyncio.sleep(0.05)
-    raise DemoFailed(f"the server was not ready after {START_S} s and said:\n{said}")
-
-
-async def _stop(server: asyncio.subprocess.Process) -> None:
-    """Gracefully, then not."""
-    if server.returncode is None:
-        server.send_signal(signal.SIGTERM)
-    try:
-        async with asyncio.timeout(STOP_S):
-            await server.wait()
-    except TimeoutError:
-        server.kill()
-        await server.wait()
 
 
 async def _send(client: AsyncClient, calls: Sequence[Call]) -> list[Answered]:

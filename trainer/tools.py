@@ -9,21 +9,19 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
-import re
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from sandbox.client import AsyncClient
 from sandbox.errors import InvalidCall, SandboxError, ServiceError
+from sandbox.local import local_service
 from sandbox.tool import MAX_CHARS, TOOL_NAMES, parse_arguments, render
 from sandbox.types import Limits
 from trainer.reward import Verdict
@@ -31,20 +29,8 @@ from trainer.trajectory import CallStatus
 
 log = logging.getLogger(__name__)
 
-START_S = 180.0
-"""For a service of our own: warming its interpreters takes seconds, on a swamped machine a minute or two."""
-STOP_S = 30.0
 RETRIES = 8
 """Failures in a row that a call outlives: about 15 s, in which a service that is restarted is back."""
-
-_CHILD = """
-import ctypes, os, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("the trainer has ended")
-runpy.run_module("sandbox", run_name="__main__", alter_sys=True)
-"""
-_GREETING = re.compile(r"^rstar-sandbox \S+ on (http://\S+).*\n", re.MULTILINE)
 
 
 class ServiceFailed(Exception):
@@ -144,7 +130,10 @@ async def service(
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
     async with contextlib.AsyncExitStack() as stack:
         if not endpoint or endpoint == "local":
-            endpoint = await stack.enter_async_context(_local(arguments))
+            try:
+                endpoint = await stack.enter_async_context(local_service(arguments))
+            except ServiceError as why:
+                raise ServiceFailed(str(why)) from why
         endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint)
         client = await stack.enter_async_context(AsyncClient(endpoints, token=token, retries=RETRIES))
         await _check(client, endpoints, limits)
@@ -159,49 +148,3 @@ async def _check(client: AsyncClient, endpoints: Sequence[str], limits: Limits) 
         raise ServiceFailed(f"no sandbox at {', '.join(endpoints)}: {why}") from why
     if result.stdout != "42\n":
         raise ServiceFailed(f"the sandbox at {', '.join(endpoints)} cannot run print(6 * 7): {result.error}")
-
-
-@asynccontextmanager
-async def _local(arguments: Sequence[str]) -> AsyncIterator[str]:
-    """`rstar-sandbox serve` on a free port of loopback; yields its address."""
-    command = [sys.executable, "-c", _CHILD, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0"]
-    with tempfile.TemporaryFile() as said:  # a pipe that nobody reads would stop the service when it is full
-        child = await asyncio.create_subprocess_exec(
-            *command,
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=said,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C is for us; the service ends when nothing needs it any more
-        )
-        try:
-            yield await _address(child, said)
-        finally:
-            await _end(child)
-
-
-async def _address(child: asyncio.subprocess.Process, said: BinaryIO) -> str:
-    give_up_at = time.monotonic() + START_S
-    while True:
-        has_ended = child.returncode is not None or time.monotonic() > give_up_at
-        text = os.pread(said.fileno(), 1 << 16, 0).decode("utf-8", "replace")
-        if found := _GREETING.search(text):
-            return found.group(1)
-        if has_ended:
-            why = (
-                f"ended ({child.returncode})" if child.returncode is not None else f"was not ready after {START_S:g} s"
-            )
-            raise ServiceFailed(f"`rstar-sandbox serve` {why}; its last words:\n{text.strip()[-2000:]}")
-        await asyncio.sleep(0.05)
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    """Gracefully, then not."""
-    if child.returncode is None:
-        child.terminate()
-    try:
-        async with asyncio.timeout(STOP_S):
-            await child.wait()
-    except TimeoutError:
-        child.kill()
-        await child.wait()

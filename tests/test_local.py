@@ -1,0 +1,90 @@
+"""A service of one's own is there when it says so, and ends with its maker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox.client import AsyncClient
+from sandbox.errors import IsolationError, ServiceError
+from sandbox.jail import choose
+from sandbox.local import local_service
+
+LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
+DEADLINE_S = 120
+
+CHILD = """
+import asyncio, sys
+from sandbox.local import local_service
+
+async def main():
+    async with local_service(sys.argv[1:]) as url:
+        print(url, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_run(guest_python: Path) -> None:
+    try:
+        choose("auto")
+    except IsolationError as why:
+        pytest.skip(str(why))
+
+
+def test_it_ends_with_the_block_whatever_happens_in_it() -> None:
+    async def main() -> str:
+        async with local_service(LEAN) as url, AsyncClient(url) as client:
+            assert (await client.execute("1 + 1")).value == "2"
+            raise KeyError(url)
+
+    with pytest.raises(KeyError) as raised:
+        asyncio.run(main())
+    assert not asyncio.run(is_ready(raised.value.args[0]))
+
+
+def test_it_ends_with_a_maker_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", CHILD, *LEAN], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        url = maker.stdout.readline().strip()
+        (service,) = children(maker.pid)
+        assert asyncio.run(is_ready(url))
+        pidfd = os.pidfd_open(service)
+        maker.send_signal(signal.SIGKILL)
+    try:
+        ready, _, _ = select.select([pidfd], [], [], DEADLINE_S)
+        assert ready, "the service is still there"
+    finally:
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(("--no-such-flag",), "ended (2)"), (("--python", "/nowhere"), "/nowhere")]
+)
+def test_one_that_does_not_start_says_why(arguments: tuple[str, ...], says: str) -> None:
+    async def main() -> None:
+        async with local_service(arguments):
+            pytest.fail("it says that it is ready")
+
+    with pytest.raises(ServiceError) as raised:
+        asyncio.run(main())
+    assert says in str(raised.value)
+
+
+async def is_ready(url: str) -> bool:
+    async with AsyncClient(url, retries=0) as client:
+        return await client.ready()
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
