@@ -242,6 +242,7 @@ class Direct:
         return EQUIVALENT if is_equivalent else NOT_EQUIVALENT
 
 
+@pytest.mark.slow
 def test_it_agrees_with_math_verify_called_directly(caller: Caller) -> None:
     math_verify = Direct(pytest.importorskip("math_verify"))
     if not MATH_500.exists():
