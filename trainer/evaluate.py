@@ -96,7 +96,7 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,24 +210,18 @@ def pass_at(j: int, samples: int, right: int) -> float:
 
 
 def table(reports: Mapping[str, Report]) -> Table:
-    """For people: a row a source."""
+    """For people: a row a source. The rest is in the reports."""
     from rich.table import Table
 
     samples = reports[ALL].samples
-    shown = {
-        "tool_error_ratio": "tool errors",
-        "tool_error_ratio_correct": "of correct",
-        "one_answer": "one answer",
-        "tokens": "tokens",
-        "turns": "turns",
-    }
     made = Table(box=None, pad_edge=False, header_style="bold")
-    scores = ("problems", f"avg@{samples} [95 %]", f"pass@{samples}")
-    for name in ("source", *scores, *shown.values(), "unavailable"):
-        made.add_column(name, justify="left" if name == "source" else "right")
+    made.add_column("source")
+    for name in ("problems", f"avg@{samples} [95 %]", f"pass@{samples}", "tool errors", "one answer", "tokens"):
+        made.add_column(name, justify="right", no_wrap="avg" in name)
+    made.add_column("no verdict", justify="right")
     for name, one in reports.items():
         if name != ALL or len(reports) > 2:
-            estimates = [one.pass_at.get(samples), *map(one.measures.get, shown)]
+            estimates = [one.pass_at.get(samples), *map(one.measures.get, ("tool_error_ratio", "one_answer", "tokens"))]
             cells = [f"{estimate.value:.3g}" if estimate else "-" for estimate in estimates]
             made.add_row(name, str(one.problems), str(one.accuracy or "-"), *cells, str(one.unavailable))
     return made
