@@ -35,6 +35,13 @@ STAGE = StageConfig(
 )  # fmt: skip
 
 
+# What the libraries say of each other changes with their versions; what they say of us is an error, as everywhere.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:(accelerate|datasets|torch|transformers|trl)",
+    "ignore::DeprecationWarning:(accelerate|datasets|torch|transformers|trl)",
+)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
@@ -47,9 +54,13 @@ def background() -> Iterator[Background]:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sums have one order, whatever the machine has."""
+def _on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where sums have one order, whatever the machine has, and threads do not wait for each other."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Stage:

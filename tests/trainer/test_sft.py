@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,26 @@ from trainer.record import RunFolder  # noqa: E402
 SFT = SftConfig(epochs=2, lr=3e-3, warmup=0.1, batch=4, micro_batch=2, max_length=512, save_steps=2)
 
 
+# What the libraries say of each other changes with their versions; what they say of us is an error, as everywhere.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:(accelerate|datasets|torch|transformers|trl)",
+    "ignore::DeprecationWarning:(accelerate|datasets|torch|transformers|trl)",
+)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sums have one order, whatever the machine has."""
+def _on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where sums have one order, whatever the machine has, and threads do not wait for each other."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def train(model: Path, folder: Path, record: RunFolder, *, conversations: int = 12, config: SftConfig = SFT) -> Trained:
