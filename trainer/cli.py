@@ -31,7 +31,7 @@ TERMINATED = 143
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     args = _parser().parse_args(argv)
-    # Before torch is loaded: its threads share cores with the sandbox, and those that spin while they wait cost tenfold.
+    # Before torch loads: its threads share cores with the sandbox, and ones that spin while they wait cost tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what was started is ended, too
     try:
