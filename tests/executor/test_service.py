@@ -179,7 +179,8 @@ def test_a_jail_killed_under_its_calls_costs_them_a_retry(which: int, two: Calle
     os.kill(jail_of(two)[which], signal.SIGKILL)
     for seq in wanted:
         result = two.answer(seq)
-        assert (result.status, result.attempts) == (Status.TIMEOUT, 2)
+        # A retry may meet another interpreter of the same jail, just before that is gone as well.
+        assert (result.status, result.attempts in (2, 3)) == (Status.TIMEOUT, True)
     wait_gone([pid for pid in before if pid != two.process.pid])
     assert [result.status for result in two.run_all([call("1"), call("1", profile="numeric")])] == [Status.OK] * 2
 
