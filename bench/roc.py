@@ -179,17 +179,22 @@ def draw(axes: Any, figures: Figures) -> None:
     axes.set_ylabel("failing tool calls in correct rollouts")
     axes.set_ylim(bottom=0)
     axes.set_title(f"Mean of {figures['seeds']} seeds, G = {figures['group']}")
-    axes.legend()
+    if axes.lines:  # none where no rollout was right
+        axes.legend()
 
 
 def _show(figures: Figures) -> None:
-    columns = ("", *MEASURES.values(), *COSTS.values())
-    rows = ((NAMES[arm], *map(cell, its.values())) for arm, its in figures["arms"].items())
-    output.show(f"After {figures['steps']} steps, mean ± deviation over {figures['seeds']} seeds", columns, rows)
-    differences = figures["differences"].items()
-    if differences:
-        rows = ((f"RoC less {NAMES[arm]}", *map(cell, its.values())) for arm, its in differences)
-        output.show("Within a seed", ("", *MEASURES.values()), rows)
+    names = {**MEASURES, **COSTS}
+    title = f"After {figures['steps']} steps, mean ± deviation over {figures['seeds']} seeds"
+    _show_arms(title, names, {NAMES[arm]: its for arm, its in figures["arms"].items()})
+    if figures["differences"]:
+        less = {f"less {NAMES[arm]}": its for arm, its in figures["differences"].items()}
+        _show_arms("RoC, within a seed", MEASURES, less)
+
+
+def _show_arms(title: str, names: Mapping[str, str], arms: Mapping[str, Figures]) -> None:
+    rows = ((shown, *(cell(its[name]) for its in arms.values())) for name, shown in names.items())
+    output.show(title, ("", *arms), rows)
 
 
 def cell(spread: Figures | None) -> str | None:

@@ -58,8 +58,8 @@ def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
     assert (one.seed, one.sft.data, one.stages[0].steps) == (3, (), 7)
     assert one.model.path == str(tmp_path / "stages/sft/model")
     assert (one.evaluate.max_tokens, one.evaluate.max_turns) == (one.stages[0].max_tokens, one.stages[0].max_turns)
-    assert [str(unit) for unit in Run(one).units()] == ["prepare", "grpo rl", "eval rl"]
-    assert [str(unit) for unit in run.units()] == ["prepare", "sft sft", "eval sft"]
+    assert Run(one).units() == [Unit("prepare"), Unit("grpo", "rl"), Unit("eval", "rl")]
+    assert run.units() == [Unit("prepare"), Unit("sft", "sft"), Unit("eval", "sft")]
 
 
 def test_what_a_run_left_is_read(tmp_path: Path) -> None:
