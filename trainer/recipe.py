@@ -41,6 +41,11 @@ LAUNCHED = ("sft", "grpo")
 """The units that run on every rank."""
 STOP_S = 60.0
 """For a child to end what it started, once it was asked to."""
+MAY_DIFFER = (
+    *("run_dir", "track.", "hardware.launch", "sandbox.endpoints"),
+    *("engines.endpoints", "engines.python", "engines.nccl_address", "engines.first_gpu", "engines.timeout_s"),
+)
+"""Settings of the place where a run goes on, not of the run."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -207,8 +212,7 @@ def _claim(run: Run) -> None:
     if theirs is None:
         run.record.write_config(mine)
         return
-    differing = sorted(_differing(mine, theirs)) if mine != theirs else []
-    differing = [name for name in differing if name != "run_dir"]  # a folder may be moved
+    differing = sorted(name for name in _differing(mine, theirs) if not name.startswith(MAY_DIFFER))
     if differing:
         raise ConfigError(
             f"{run.folder} is of a run with other settings ({', '.join(differing[:5])}); expected the same ones to go "

@@ -90,7 +90,8 @@ def sft(run: Run) -> None:
     conversations = [
         conversation for source in config.sft.data for conversation in data.read_conversations(source, seed=config.seed)
     ]
-    with _recording(run) as record:
+    steps = round(config.sft.epochs * len(conversations) / config.sft.batch)
+    with _recording(run, SFT, before["step"], steps) as record:
         trained = train_sft(
             config.sft,
             model=model,
@@ -127,7 +128,7 @@ def grpo(run: Run, name: str) -> None:
         "dtype": config.model.dtype,
         "is_sharded": config.hardware.sharding == "full",
     }
-    with _recording(run, stage) as record:
+    with _recording(run, name, before["step"], stage.steps) as record:
         if ranks().is_main_process:
             with sampling(run, model) as rollouts:
                 trained = train_stage(stage, record=record, rollouts=rollouts, **arguments)
@@ -309,7 +310,7 @@ def _chat(config: RunConfig, model: Path) -> Chat:
 
 
 @contextmanager
-def _recording(run: Run, stage: StageConfig | None = None) -> Iterator[RunFolder]:
+def _recording(run: Run, name: str, first_step: int, steps: int) -> Iterator[RunFolder]:
     """The run's folder; each row goes to the trackers, too, and moves a progress bar."""
     from trainer.progress import ranks
 
@@ -321,13 +322,12 @@ def _recording(run: Run, stage: StageConfig | None = None) -> Iterator[RunFolder
         tracking(config.track.to, run.folder, config.to_dict(), project=config.track.project) as tell,
         _progress() as bars,
     ):
-        name = stage.name if stage else SFT
-        task = bars.add_task(name, total=stage.steps if stage else None)
+        task = bars.add_task(name, total=steps)
 
         def log(row: Mapping[str, Any]) -> None:
             tell(row)
             shown = [f"{metric} {row[metric]:.3g}" for metric in SHOWN if row.get(metric) is not None]
-            bars.update(task, advance=1, description="  ".join([name, *shown]))
+            bars.update(task, completed=row["step"] - first_step, description="  ".join([name, *shown]))
 
         yield RunFolder(run.folder, keep_logprobs=config.track.has_logprobs, log=log)
 

@@ -121,7 +121,7 @@ def test_a_folder_keeps_its_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other settings \(data\.train, stages\.rl1\.steps\)"):
         recipe(other, start=Children(other))
     (tmp_path / "run").rename(tmp_path / "moved")
-    moved = _config(tmp_path, f"run_dir={tmp_path / 'moved'}")
+    moved = _config(tmp_path, f"run_dir={tmp_path / 'moved'}", 'sandbox.endpoints=["http://elsewhere"]')
     children = Children(moved)
     recipe(moved, start=children)
     assert children.started == []
