@@ -95,15 +95,9 @@ class EnginesConfig:
     slots: int = _number(64, 1, "sequences that one engine runs at once", 65536)
     max_length: int = _number(16384, 16, "tokens of prompt and response that an engine takes")
     sync: str = _text("file", "how new weights travel: a shared folder, or NCCL/RCCL", "file", "nccl")
-    nccl_address: str = _text("127.0.0.1:29600", "host:port of the first rank, where engines meet it for sync = nccl")
-    first_gpu: int = _number(0, 0, "the first GPU for servers that are started here", 63)
     tensor_parallel: int = _number(1, 1, "GPUs of one engine", 64)
     gpu_memory: float = _number(0.9, 0.01, "part of a GPU's memory that an engine takes", 1)
     timeout_s: float = _number(600.0, 1, "seconds for one generation before its engine counts as hung")
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r".+:\d+", self.nccl_address):
-            raise ConfigError(f"engines.nccl_address: expected host:port, got {self.nccl_address!r}")
 
 
 @dataclass(frozen=True)

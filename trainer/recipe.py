@@ -43,7 +43,7 @@ STOP_S = 60.0
 """For a child to end what it started, once it was asked to."""
 MAY_DIFFER = (
     *("run_dir", "track.", "hardware.launch", "sandbox.endpoints"),
-    *("engines.endpoints", "engines.python", "engines.nccl_address", "engines.first_gpu", "engines.timeout_s"),
+    *("engines.endpoints", "engines.count", "engines.python", "engines.timeout_s"),
 )
 """Settings of the place where a run goes on, not of the run."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

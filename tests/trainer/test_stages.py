@@ -187,7 +187,7 @@ def test_evaluation_and_rollout_write_what_show_reads(
     said = json.loads(capsys.readouterr().out.splitlines()[-1])["all"]
     assert (said["problems"], said["unavailable"]) == (2, 0)
     (scores,) = run.summary()["stages"]
-    assert (scores["name"], scores["accuracy"]) == ("sft", said["accuracy"]["value"])
+    assert (scores["name"], scores["accuracy"]) == ("sft", said["measures"]["accuracy"]["value"])
 
     out = tmp_path / "out"
     sampled = ["--stage", "sft", "--problems", "2", "--samples", "3", "--out", str(out)]
