@@ -214,9 +214,9 @@ def table(reports: Mapping[str, Report]) -> Table:
     from rich.table import Table
 
     samples = reports[ALL].samples
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    made.add_column("source")
-    for name in ("problems", f"avg@{samples} [95 %]", f"pass@{samples}", "tool errors", "one answer", "tokens"):
+    made = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    made.add_column("source", no_wrap=True)
+    for name in ("n", f"avg@{samples} [95 %]", f"pass@{samples}", "tool errors", "one answer", "tokens"):
         made.add_column(name, justify="right", no_wrap="avg" in name)
     made.add_column("no verdict", justify="right")
     for name, one in reports.items():
