@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return 1
+    except ModuleNotFoundError as why:
+        print(f"rstar-train: needs {why.name}; pip install 'rstar-sandbox[train]'", file=sys.stderr)
+        return 1
     except Exception as why:
         # Ours say all there is to say; of anything else the traceback is wanted.
         if not type(why).__module__.startswith("trainer."):

@@ -116,6 +116,14 @@ def test_a_dry_run_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) ->
     assert "does not fit: stages.rl1: a GPU needs about" in capsys.readouterr().out
 
 
+def test_without_the_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert cli.main(["prepare", str(CONFIGS / "tiny.toml")]) == 1
+    assert capsys.readouterr().err == "rstar-train: needs datasets; pip install 'rstar-sandbox[train]'\n"
+
+
 def test_data_writes_problems_and_says_what_became_of_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
