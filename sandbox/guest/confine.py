@@ -107,7 +107,7 @@ class Confinement:
         """Confine this process for good. Mounts come first (they need privilege), then the identity that had the
         privilege goes, then what it may use, and the filter last, since it forbids most of what came before."""
         if self._unshare:
-            _check(_unshare(self._unshare), "unshare(mount, IPC, UTS)")
+            _check(_unshare(self._unshare), "unshare(mount)")
         uid = self._uid_base + slot if self._uid_base is not None else None
         if self.tmpfs:
             _mount_scratch(self.tmpfs, limits["disk"], self._inodes, uid)

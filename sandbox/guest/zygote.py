@@ -134,21 +134,6 @@ class Zygote:
         """Queue a frame, with the first so many bytes of `files`, (descriptor, length) each."""
         self.outbox.add(header, files)
 
-    def become(self, profile: str) -> None:
-        """Import, work, and settle: what is in memory now is shared by every call and touched by none."""
-        pages.gather()
-        missing = profiles.load(profile)
-        rehearsal.play(self, 20)
-        if threading.active_count() != 1:
-            raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
-        pages.settle_code()
-        pages.settle()
-        rehearsal.play(self, 2)  # what settling has put out of the interpreter's caches comes back
-        pages.trim()
-        modules = sorted({name.partition(".")[0] for name in sys.modules})
-        self.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
-        self.outbox.flush()
-
     def _do_serve(self, header: dict, _body: memoryview) -> None:
         self.layers.address_space = header["address_space"]
         self.lasting_s = header["lasting_s"]
@@ -314,11 +299,33 @@ class Zygote:
                 running.close()
             self.frames.sock.close()
             os.close(self.deaths)
-            self.layers.settle()
-            child = Zygote(frames.Frames(_settle(sock)), self.layers)
+            layers = self.layers
+            layers.settle()
             self.__dict__.clear()
-            child.become(header["profile"])
-            child.serve()
+            live(_settle(sock), layers, header["profile"])
+
+
+def live(sock: socket.socket, layers: confine.Confinement, profile: str) -> None:
+    """Import, work, settle, and serve: what is in memory by then is shared by every call and touched by none."""
+    pages.gather()
+    missing = profiles.load(profile)
+    warming = Zygote(frames.Frames(sock), layers)
+    rehearsal.play(warming, 20)
+    if threading.active_count() != 1:
+        raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
+    os.close(warming.deaths)
+    del warming
+    pages.settle_code()
+    pages.settle()
+    # Made now, what changes with each call lies apart from what never does. A write into a huge page splits it, and
+    # then each fork copies 512 entries instead of one.
+    zygote = Zygote(frames.Frames(sock), layers)
+    rehearsal.play(zygote, 2)  # what settling has put out of the interpreter's caches comes back
+    pages.trim()
+    modules = sorted({name.partition(".")[0] for name in sys.modules})
+    zygote.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
+    zygote.outbox.flush()
+    zygote.serve()
 
 
 @contextlib.contextmanager
@@ -374,11 +381,16 @@ def main() -> None:
         while not first:
             first = incoming.receive()
         header = first[0][0]  # configure; nothing else comes before we answer
-        zygote = Zygote(incoming, confine.Confinement(header["plan"]))
+        del incoming, first
+        layers = confine.Confinement(header["plan"])
         confine.lower_for_good(header["plan"])
-        runner.prepare(zygote.layers.tmpfs or "")
-        zygote.become(header["profile"])
-        zygote.serve()
+        runner.prepare(layers.tmpfs or "")
+        first_steps = Zygote(frames.Frames(sock), layers)
+        rehearsal.play(first_steps, 20)
+        pages.gather_code(os.path.dirname(__file__))
+        os.close(first_steps.deaths)
+        del first_steps
+        live(sock, layers, header["profile"])
 
 
 if __name__ == "__main__":

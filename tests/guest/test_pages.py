@@ -112,3 +112,33 @@ print(len(pages._filling) < 2_000)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "True\n"
+
+
+GATHERED = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import pages
+pages.gather()
+import frames, runner
+kept = [bytearray(size) for size in range(200, 4000, 8)]
+del kept[::2]
+def work():
+    runner._last_line("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
+    return frames.cut(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
+before = [work() for _ in range(200)][0]
+count = pages.gather_code({str(GUEST)!r})
+functions = frames.cut, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
+there = sorted(id(function.__code__) for function in functions)
+print(count, all(work() == before for _ in range(200)), there[-1] - there[0] < 32768, frames.cut.__name__, flush=True)
+import os; os._exit(0)
+"""
+
+
+def test_code_that_runs_often_lies_together_and_runs_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", GATHERED], capture_output=True, text=True, check=True, timeout=60
+    )
+    count, same, together, name = done.stdout.split()
+    assert (same, name) == ("True", "cut")
+    if count == "0":
+        pytest.skip("this interpreter does not adapt its bytecode")
+    assert together == "True"
