@@ -87,6 +87,15 @@ def test_what_each_call_loads_is_small() -> None:
     assert len(seccomp.program(seccomp.Policy.ADDED)) < len(seccomp.program()) / 3
 
 
+@pytest.mark.parametrize("policy", [seccomp.Policy.NAMESPACED, seccomp.Policy.ZYGOTE])
+def test_nothing_is_left_in_the_namespaces_that_calls_share(policy: seccomp.Policy) -> None:
+    """IPC and UTS: calls have none of their own, since nobody can make, find or change anything there."""
+    names = [name for name in X86_64 if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))]
+    assert len(names) == 20
+    for name in names:
+        assert emulate(seccomp.program(policy), X86_64[name], [0] * 6)[0] == seccomp.EPERM
+
+
 OWN = seccomp.OWN_PID
 SHARED: list[tuple[str, tuple[int, ...], bool]] = [
     ("kill", (OWN, 9), True),
