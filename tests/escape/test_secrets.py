@@ -201,6 +201,8 @@ def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
     caller = target.caller
     hanging = caller.submit(past.running)
     caller.run_all([past.ended] * 3)
+    caller.stats.clear()
+    caller.until(lambda: caller.stats.get("running") == 1)  # those that the test before has cancelled are gone
     with target.stopped():  # so that the zygote knows of all three when it forks the first
         attacks = caller.submit(attack)
         batch_mates = [caller.submit(late.running), caller.submit(late.ended)]
