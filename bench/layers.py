@@ -6,7 +6,7 @@ Every step is the one before and one thing more, on the same warm interpreter an
 
     floor       fork(2), compile and run the code with stdout on a memory file, exit; no isolation
     os.fork     the floor with Python's own os.fork, for comparison; later steps build on the floor
-    namespaces  own PID and mount namespaces
+    namespaces  own PID, mount, IPC and UTS namespaces
     tmpfs       a private scratch folder
     identity    uid, capabilities, rlimits, no_new_privs
     seccomp     the system call filter

@@ -39,9 +39,7 @@ def call_plan(spec: JailSpec) -> dict[str, Any]:
     return {
         "level": spec.level.value,
         "unshare_pid": confined,
-        # Not IPC and UTS: the filter refuses all that could be done in them, to zygotes already, and an IPC namespace
-        # for each call costs more than its mounts. The jail has its own of both.
-        "unshare": kernel.CLONE_NEWNS if confined else 0,
+        "unshare": kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS if confined else 0,
         "tmpfs": "/tmp" if confined else None,
         "inodes": CALL_INODES,
         "uid_base": SLOT_UID if confined and spec.uid_base is not None else None,

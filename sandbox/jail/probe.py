@@ -298,7 +298,7 @@ _REQUIRED: tuple[_Attempt, ...] = (
     ("PID namespace", _pid_namespace, "calls see and signal only their own processes, and end with them"),
     ("mount namespace, tmpfs", _private_tmpfs, "private scratch folders of limited size"),
     ("pivot_root", _pivot_root, "none of the host's files inside"),
-    ("IPC namespace", _ipc_namespace, "no shared memory with the host"),
+    ("IPC namespace", _ipc_namespace, "no shared memory between calls"),
     ("UTS namespace", _uts_namespace, "the host's name stays outside"),
     ("network namespace", _net_namespace, "no network"),
     ("capability drop", _no_capabilities, "calls hold no privilege, even inside"),

@@ -56,7 +56,7 @@ def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch: str |
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
 def test_plan_is_json_and_has_every_layer(level: Level) -> None:
     plan = json.loads(json.dumps(call_plan(spec(level, uid_base=HIGH_UIDS, uid_count=2000))))
-    assert plan.pop("unshare") == 0x20000  # mount
+    assert plan.pop("unshare") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
     assert b64decode(plan.pop("zygote_seccomp")) == seccomp.program(seccomp.Policy.ZYGOTE)
     assert b64decode(plan.pop("seccomp")) == seccomp.program(seccomp.Policy.ADDED)
     assert plan == {
