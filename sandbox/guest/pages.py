@@ -99,7 +99,7 @@ def restart() -> None:
     usual, raw = _allocator(_OBJECTS), _allocator(_RAW)
     if noted is None:
         if usual.context is None and usual.malloc != raw.malloc and _heeds_environment():
-            own_ways = [getattr(usual, name) for name, _ in _Allocator._fields_[1:]]
+            own_ways = [getattr(usual, field[0]) for field in _Allocator._fields_[1:]]
             distances = ",".join(str(function - anchor) for function in own_ways)
             os.environ.update({"PYTHONMALLOC": "malloc", _RESTARTED: distances})
             os.execv(sys.executable, sys.orig_argv)
