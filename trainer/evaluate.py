@@ -256,5 +256,6 @@ def _ratio(parts_P: Sequence[tuple[float, float]]) -> Estimate | None:
 @cache
 def _resamples(count: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """How often each problem is in each of R draws of P with replacement."""
-    times_RP = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return times_RP.astype(float)
+    draws_RP = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    times_RP: np.ndarray[tuple[int, int], np.dtype[np.float64]] = draws_RP.astype(float)
+    return times_RP
