@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # Before torch loads: its threads share cores with the sandbox, and ones that spin while they wait cost tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # nobody is told of a run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what was started is ended, too
     try:
         code: int = args.command(args)
