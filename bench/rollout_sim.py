@@ -1,0 +1,405 @@
+"""Engines that exist as numbers, for the rollout scheduler to be tried against without any GPU. Pure, and seeded.
+
+An `Engine` is vLLM as far as it matters for scheduling: it takes any request, runs as many as its cache holds; a step
+makes one token for each that runs; when the cache is full, the one that came last is preempted, loses its place and is
+computed anew; contexts that nobody uses stay until their room is needed, least recently used first. Time passes in
+stretches in which nothing begins or ends, which is exact for a step time that is linear in batch and context:
+
+    step_s = base_s + per_sequence_s * running + per_context_s * (tokens of all contexts), and prefill_s per new token
+
+Letters: n requests that run, C tokens of their contexts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trainer.scheduler import Gauge, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One engine's constants, and where they come from."""
+
+    name: str
+    capacity: int
+    """Tokens that the cache holds."""
+    most_running: int
+    base_s: float
+    per_sequence_s: float
+    per_context_s: float
+    prefill_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an episode will turn out to be: of each turn, the tokens it samples, those its tool shows, and the seconds
+    the tool takes. The last turn has no tool."""
+
+    group: int
+    prompt: int
+    turns: tuple[tuple[int, int, float], ...]
+
+    @property
+    def length(self) -> int:
+        return self.prompt + sum(sampled + shown for sampled, shown, _ in self.turns)
+
+
+@dataclass(slots=True)
+class _Request:
+    episode: int
+    group: int
+    prompt: int
+    context: int
+    """Tokens when it began to run."""
+    left: int
+    """Tokens to sample from then on."""
+    fresh: int
+    """Tokens of the context that were never computed before."""
+    began: float = 0.0
+    """The engine's step at which it began to run."""
+
+
+class Engine:
+    """One simulated engine. `advance` brings it to a time; `due` says when something happens by itself."""
+
+    def __init__(self, name: str, hardware: Hardware) -> None:
+        self.name = name
+        self.hardware = hardware
+        self.clock = self.steps = self.debt = 0.0
+        self.waiting: deque[_Request] = deque()
+        self.running: OrderedDict[int, _Request] = OrderedDict()
+        self.cached: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self.preemptions = self.recomputed = self.asked = self.hits = 0
+        self.sampled = 0
+        self.busy_s = self.used_s = 0.0
+        self._ends: list[tuple[float, int, _Request]] = []
+        self._numbers = itertools.count()
+        self._cached_tokens = 0.0
+        self._own = 0.0  # tokens beyond the prompts, of all that run
+        self._shared: dict[int, list[int]] = {}  # of prompts in use: [users, tokens]
+        self._shared_tokens = 0
+        self._contexts = 0.0
+
+    @property
+    def used(self) -> float:
+        return self._own + self._shared_tokens
+
+    def take(self, request: _Request) -> None:
+        self.waiting.append(request)
+        self._admit()
+
+    def due(self) -> float:
+        """When the next request ends, or the cache is full."""
+        if not self.running:
+            return math.inf
+        return self.clock + self.debt + self._seconds(self._stretch())
+
+    def advance(self, now: float) -> list[_Request]:
+        """Bring it to `now`, which is not beyond `due`; the requests that end there."""
+        passed = now - self.clock
+        self.clock = now
+        if not self.running:
+            return []
+        self.busy_s += passed
+        self.used_s += passed * self.used
+        paid = min(self.debt, passed)
+        self.debt -= paid
+        steps = min(self._steps(passed - paid), self._stretch())
+        if self._stretch() - steps < 1e-6:
+            steps = self._stretch()
+        self.steps += steps
+        grown = steps * len(self.running)
+        self._own += grown
+        self._contexts += grown
+        ended = []
+        while self._ends and self._ends[0][0] <= self.steps + 1e-6:
+            _, _, request = heapq.heappop(self._ends)
+            if self.running.get(request.episode) is request:
+                ended.append(request)
+                self._stop(request, request.context + request.left)
+                self.sampled += request.left
+        self._preempt()
+        self._admit()
+        return ended
+
+    def _stretch(self) -> float:
+        """Steps until something happens."""
+        while self._ends and self.running.get(self._ends[0][2].episode) is not self._ends[0][2]:
+            heapq.heappop(self._ends)
+        n = len(self.running)
+        room = (self.hardware.capacity - self.used) / n if n > 1 else math.inf
+        return max(0.0, min(self._ends[0][0] - self.steps, room))
+
+    def _seconds(self, steps: float) -> float:
+        n, h = len(self.running), self.hardware
+        first = h.base_s + h.per_sequence_s * n + h.per_context_s * self._contexts
+        return steps * first + h.per_context_s * n * steps * steps / 2
+
+    def _steps(self, seconds: float) -> float:
+        n, h = len(self.running), self.hardware
+        first, slope = h.base_s + h.per_sequence_s * n + h.per_context_s * self._contexts, h.per_context_s * n
+        if slope <= 0:
+            return seconds / first
+        return (math.sqrt(first * first + 2 * slope * seconds) - first) / slope
+
+    def _preempt(self) -> None:
+        while len(self.running) > 1 and self.used + len(self.running) > self.hardware.capacity:
+            request = next(reversed(self.running.values()))
+            made = int(self.steps - request.began)
+            self._stop(request, request.context + made)
+            self.preemptions += 1
+            self.sampled += made
+            again = _Request(
+                request.episode, request.group, request.prompt, request.context + made, max(1, request.left - made), 0
+            )
+            self.waiting.appendleft(again)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.hardware.most_running:
+            request = self.waiting[0]
+            shared = 0 if request.group in self._shared else request.prompt
+            need = request.context - request.prompt + shared
+            if self.running and self.used + need + len(self.running) > self.hardware.capacity:
+                return
+            self.waiting.popleft()
+            self._start(request)
+
+    def _start(self, request: _Request) -> None:
+        own = self.cached.pop(("episode", request.episode), 0.0)
+        self._cached_tokens -= own
+        users = self._shared.get(request.group)
+        held = float(request.prompt)
+        if users is None:
+            held = self.cached.pop(("prompt", request.group), 0.0)
+            self._cached_tokens -= held
+            users = self._shared[request.group] = [0, request.prompt]
+            self._shared_tokens += request.prompt
+        users[0] += 1
+        hit = min(held + (own if held >= request.prompt else 0.0), request.context - 1)
+        self.asked += request.context
+        self.hits += int(hit)
+        missed = request.context - hit
+        self.recomputed += max(0, int(missed) - request.fresh)
+        self.debt += missed * self.hardware.prefill_s
+        request.began = self.steps
+        self.running[request.episode] = request
+        self._own += request.context - request.prompt
+        self._contexts += request.context
+        heapq.heappush(self._ends, (self.steps + request.left, next(self._numbers), request))
+        self._evict()
+
+    def _stop(self, request: _Request, context: float) -> None:
+        del self.running[request.episode]
+        own = context - request.prompt
+        self._own -= own
+        self._contexts -= context
+        users = self._shared[request.group]
+        users[0] -= 1
+        self._keep(("episode", request.episode), own)
+        if not users[0]:
+            del self._shared[request.group]
+            self._shared_tokens -= users[1]
+            self._keep(("prompt", request.group), users[1])
+        if not self.running:
+            self._own = self._contexts = 0.0
+
+    def _keep(self, name: tuple[str, int], tokens: float) -> None:
+        self.cached[name] = tokens
+        self._cached_tokens += tokens
+        self._evict()
+
+    def _evict(self) -> None:
+        over = self.used + self._cached_tokens - self.hardware.capacity
+        while over > 0 and self.cached:
+            name, tokens = next(iter(self.cached.items()))
+            if tokens > over:
+                self.cached[name] = tokens - over
+                self._cached_tokens -= over
+                return
+            del self.cached[name]
+            self._cached_tokens -= tokens
+            over -= tokens
+
+
+@dataclass(slots=True)
+class Run:
+    """What a policy made of a workload."""
+
+    makespan_s: float
+    engines: list[Engine]
+    service_s: list[float]
+    """Of each episode, from its first placement to its end."""
+    moves: int
+    spans: list[tuple[int, float, float, int]] = field(default_factory=list)
+    """For the plot: engine, from, to, requests that ran."""
+
+
+OBSERVE_S = 1.0
+"""Between two scrapes of an engine."""
+
+
+def simulate(plans: Sequence[Plan], hardware: Hardware, engines: int, policy: str, most_new: int) -> Run:
+    """Run all `plans`, handed in at time 0, to their ends. `most_new`: the longest response that is allowed."""
+    return _Simulation(plans, hardware, engines, policy, most_new).run()
+
+
+class _Simulation:
+    def __init__(self, plans: Sequence[Plan], hardware: Hardware, engines: int, policy: str, most_new: int) -> None:
+        self.plans = plans
+        self.engines = {f"e{n}": Engine(f"e{n}", hardware) for n in range(engines)}
+        self.scheduler = Scheduler(max(plan.prompt for plan in plans) + most_new, policy)
+        for name in self.engines:
+            self.scheduler.up(name, hardware.capacity, hardware.most_running, now=0.0)
+        for key, plan in enumerate(plans):
+            self.scheduler.submit(key, plan.group, plan.prompt, plan.prompt + most_new)
+        self.turn = [0] * len(plans)
+        self.context = [plan.prompt for plan in plans]
+        self.fresh = [plan.prompt for plan in plans]
+        self.began: dict[int, float] = {}
+        self.service: list[float] = []
+        self.now = 0.0
+        self.moves = 0
+        self._events: list[tuple[float, int, str, object]] = []
+        self._order = itertools.count()
+        self._dues: dict[str, float] = {}
+
+    def run(self) -> Run:
+        self._at(OBSERVE_S, "observe", None)
+        self._place(self.engines.values())
+        while len(self.service) < len(self.plans):
+            self.now, _, kind, what = heapq.heappop(self._events)
+            if kind == "tool":
+                assert isinstance(what, int)
+                self._wake(what)
+            elif kind == "observe":
+                self._observe()
+            else:
+                assert isinstance(what, Engine)
+                if self._dues.get(what.name) == self.now:
+                    self._advance(what)
+        return Run(self.now, list(self.engines.values()), self.service, self.moves)
+
+    def _at(self, time: float, kind: str, what: object) -> None:
+        heapq.heappush(self._events, (time, next(self._order), kind, what))
+
+    def _advance(self, engine: Engine) -> None:
+        ended = engine.advance(self.now)
+        for request in ended:
+            self._over(request)
+        if ended:
+            self._place([engine])
+        else:
+            self._set_due(engine)
+
+    def _over(self, request: _Request) -> None:
+        key = request.episode
+        plan, turn = self.plans[key], self.turn[key]
+        sampled, shown, tool_s = plan.turns[turn]
+        self.context[key] += sampled
+        self.turn[key] += 1
+        if self.turn[key] == len(plan.turns):
+            self.scheduler.complete(key, self.now, self.context[key])
+            self.service.append(self.now - self.began[key])
+            return
+        self.scheduler.park(key, self.context[key], self.now)
+        self.fresh[key] = shown
+        self.context[key] += shown
+        self._at(self.now + tool_s, "tool", key)
+
+    def _wake(self, key: int) -> None:
+        self.scheduler.wake(key, self.context[key], self.now)
+        self._place([])
+
+    def _observe(self) -> None:
+        for engine in self.engines.values():
+            gauge = Gauge(engine.preemptions, len(engine.waiting), engine.used / engine.hardware.capacity)
+            self.scheduler.observe(engine.name, gauge, self.now)
+        self._at(self.now + OBSERVE_S, "observe", None)
+        self._place([])
+
+    def _place(self, changed: Sequence[Engine] | object) -> None:
+        touched = {engine.name: engine for engine in changed}  # type: ignore[attr-defined]
+        for placement in self.scheduler.place(self.now):
+            key, engine = placement.episode, self.engines[placement.engine]
+            assert isinstance(key, int)
+            self.moves += placement.has_moved
+            if engine.name not in touched:
+                for request in engine.advance(self.now):
+                    self._over(request)
+                touched[engine.name] = engine
+            self.began.setdefault(key, self.now)
+            plan = self.plans[key]
+            sampled = plan.turns[self.turn[key]][0]
+            engine.take(_Request(key, plan.group, plan.prompt, self.context[key], sampled, self.fresh[key]))
+        for engine in touched.values():
+            self._set_due(engine)
+
+    def _set_due(self, engine: Engine) -> None:
+        due = max(engine.due(), self.now)
+        self._dues[engine.name] = due
+        if due < math.inf:
+            self._at(due, "engine", engine)
+
+
+def workload(groups: int, samples: int, most_new: int, mean: float, seed: int) -> list[Plan]:
+    """Multi-turn episodes as in the paper's stages: 3.7 turns on average, hard prompts long in all of their samples."""
+    rng = random.Random(seed)
+    plans = []
+    for group in range(groups):
+        prompt = rng.randint(150, 450)
+        level = rng.lognormvariate(0.0, 0.55)
+        for _ in range(samples):
+            turns = 1 + min(9, int(rng.expovariate(1 / 2.7) + 0.5))
+            length = int(min(most_new, max(16 * turns, mean * 0.77 * level * rng.lognormvariate(0.0, 0.45))))
+            plans.append(Plan(group, prompt, _turns(turns, length, rng)))
+    return plans
+
+
+def _turns(turns: int, length: int, rng: random.Random) -> tuple[tuple[int, int, float], ...]:
+    shares = [rng.uniform(0.5, 1.5) for _ in range(turns)]
+    made = []
+    left = length
+    for number, share in enumerate(shares):
+        is_last = number == turns - 1
+        part = left if is_last else max(2, int(length * share / sum(shares)))
+        part = min(part, left - 2 * (turns - 1 - number))
+        shown = 0 if is_last else min(part // 2, rng.randint(8, 200))
+        left -= part
+        made.append((max(1, part - shown), shown, 0.0 if is_last else rng.lognormvariate(-1.2, 0.8)))
+    return tuple(made)
+
+
+def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> float:
+    """No schedule is faster: the work that has to be done however it is batched, and the longest episode alone.
+
+    Work: each sampled token costs its context's reading and its place in a batch; a step costs its base, and there are
+    at least as many steps as contexts fill whole caches, or sequences whole batches.
+    """
+    tokens = contexts = 0.0
+    fresh = 0.0
+    longest = 0.0
+    prompts: dict[int, int] = {}
+    for plan in plans:
+        prompts[plan.group] = plan.prompt
+        context, alone = float(plan.prompt), plan.prompt * hardware.prefill_s * 0
+        for sampled, shown, tool_s in plan.turns:
+            reading = sampled * context + sampled * sampled / 2
+            tokens += sampled
+            contexts += reading
+            fresh += shown
+            alone += sampled * (hardware.base_s + hardware.per_sequence_s) + reading * hardware.per_context_s
+            alone += tool_s + shown * hardware.prefill_s
+            context += sampled + shown
+        longest = max(longest, alone)
+    fresh += sum(prompts.values())
+    steps = max(contexts / hardware.capacity, tokens / hardware.most_running)
+    work = steps * hardware.base_s + tokens * hardware.per_sequence_s + contexts * hardware.per_context_s
+    return max((work + fresh * hardware.prefill_s) / engines, longest)

@@ -1,0 +1,43 @@
+"""Simulated engines: what goes in comes out, time is what the formula says, and policies differ as they should."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.rollout_sim import Hardware, Plan, lower_bound_s, simulate, workload
+from trainer.scheduler import POLICIES
+
+ROOMY = Hardware("roomy", 10**6, 512, base_s=0.01, per_sequence_s=0.0, per_context_s=0.0, prefill_s=0.0)
+TIGHT = Hardware("tight", 12_000, 512, base_s=0.01, per_sequence_s=5e-5, per_context_s=5e-7, prefill_s=5e-5)
+
+
+def test_an_episode_alone_takes_a_step_a_token_and_its_tools_time() -> None:
+    plan = Plan(0, 100, ((50, 10, 2.0), (30, 0, 0.0)))
+    run = simulate([plan], ROOMY, 1, "kv", 200)
+    assert run.makespan_s == pytest.approx(80 * 0.01 + 2.0)
+    assert run.service_s == [pytest.approx(run.makespan_s)]
+    (engine,) = run.engines
+    assert (engine.sampled, engine.preemptions, engine.recomputed) == (80, 0, 0)
+    assert engine.busy_s == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_is_sampled_once_and_no_faster_than_can_be(policy: str) -> None:
+    plans = workload(12, 8, 2000, 700.0, seed=1)
+    run = simulate(plans, TIGHT, 2, policy, 2000)
+    assert len(run.service_s) == len(plans)
+    wanted = sum(sampled for plan in plans for sampled, _, _ in plan.turns)
+    preemptions = sum(engine.preemptions for engine in run.engines)
+    assert sum(engine.sampled for engine in run.engines) == pytest.approx(wanted, abs=2 * preemptions)
+    assert run.makespan_s >= lower_bound_s(plans, TIGHT, 2)
+    assert simulate(plans, TIGHT, 2, policy, 2000).makespan_s == run.makespan_s
+
+
+def test_admission_by_expected_length_evicts_less_and_ends_sooner_than_a_static_split() -> None:
+    plans = workload(16, 8, 2000, 700.0, seed=2)
+    runs = {policy: simulate(plans, TIGHT, 2, policy, 2000) for policy in POLICIES}
+    evicted = {policy: sum(engine.preemptions for engine in run.engines) for policy, run in runs.items()}
+    assert evicted["kv"] < evicted["static"] / 4
+    assert evicted["reserve_worst_case"] == 0
+    assert runs["kv"].makespan_s < runs["static"].makespan_s
+    assert runs["kv"].makespan_s < runs["reserve_worst_case"].makespan_s
