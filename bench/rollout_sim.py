@@ -17,8 +17,8 @@ import itertools
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from trainer.scheduler import Gauge, Scheduler
 
@@ -139,16 +139,19 @@ class Engine:
         return max(0.0, min(self._ends[0][0] - self.steps, room))
 
     def _seconds(self, steps: float) -> float:
-        n, h = len(self.running), self.hardware
-        first = h.base_s + h.per_sequence_s * n + h.per_context_s * self._contexts
-        return steps * first + h.per_context_s * n * steps * steps / 2
+        first, slope = self._step()
+        return steps * first + slope * steps * steps / 2
 
     def _steps(self, seconds: float) -> float:
-        n, h = len(self.running), self.hardware
-        first, slope = h.base_s + h.per_sequence_s * n + h.per_context_s * self._contexts, h.per_context_s * n
+        first, slope = self._step()
         if slope <= 0:
             return seconds / first
         return (math.sqrt(first * first + 2 * slope * seconds) - first) / slope
+
+    def _step(self) -> tuple[float, float]:
+        """Seconds of the next step, and by how much each one after it is longer."""
+        n, h = len(self.running), self.hardware
+        return h.base_s + h.per_sequence_s * n + h.per_context_s * self._contexts, h.per_context_s * n
 
     def _preempt(self) -> None:
         while len(self.running) > 1 and self.used + len(self.running) > self.hardware.capacity:
@@ -238,8 +241,6 @@ class Run:
     service_s: list[float]
     """Of each episode, from its first placement to its end."""
     moves: int
-    spans: list[tuple[int, float, float, int]] = field(default_factory=list)
-    """For the plot: engine, from, to, requests that ran."""
 
 
 OBSERVE_S = 1.0
@@ -325,8 +326,8 @@ class _Simulation:
         self._at(self.now + OBSERVE_S, "observe", None)
         self._place([])
 
-    def _place(self, changed: Sequence[Engine] | object) -> None:
-        touched = {engine.name: engine for engine in changed}  # type: ignore[attr-defined]
+    def _place(self, changed: Iterable[Engine]) -> None:
+        touched = {engine.name: engine for engine in changed}
         for placement in self.scheduler.place(self.now):
             key, engine = placement.episode, self.engines[placement.engine]
             assert isinstance(key, int)
@@ -389,7 +390,7 @@ def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> fl
     prompts: dict[int, int] = {}
     for plan in plans:
         prompts[plan.group] = plan.prompt
-        context, alone = float(plan.prompt), plan.prompt * hardware.prefill_s * 0
+        context, alone = float(plan.prompt), 0.0
         for sampled, shown, tool_s in plan.turns:
             reading = sampled * context + sampled * sampled / 2
             tokens += sampled

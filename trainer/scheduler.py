@@ -135,14 +135,13 @@ class _Episode:
 class Scheduler:
     """Decides where turns run. `policy` is one of `POLICIES`; those but "kv" are there to be compared with."""
 
-    def __init__(self, most_tokens: int, policy: str = "kv", *, stickiness: float = STICKINESS) -> None:
+    def __init__(self, most_tokens: int, policy: str = "kv") -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
         self.policy = policy
         self.lengths = Lengths(most_tokens)
         self.is_held = False
         """While set, nothing is placed: the weights are being changed."""
-        self._stickiness = stickiness
         self._width = max(1.0, most_tokens / BUCKETS)
         self._pick, queue = POLICIES[policy]
         self._engines: dict[str, _Engine] = {}
@@ -316,7 +315,7 @@ class Scheduler:
             return home
         best = max(self.engines(), key=_free)
         need = self.lengths.beyond(episode.length)
-        price = need + self._stickiness * episode.length
+        price = need + STICKINESS * episode.length
         return best if best.free - home.free > price and best.running < best.most_running else home
 
     def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
