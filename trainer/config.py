@@ -167,7 +167,7 @@ class StageConfig:
     save_steps: int = _number(10, 1, "steps between checkpoints")
 
     def __post_init__(self) -> None:
-        here = f"stages.{self.name}"
+        here = f"stages.{self.name}" if self.name else "rl"
         if self.keep > self.samples:
             raise ConfigError(f"{here}: keep={self.keep} of samples={self.samples}: expected no more; lower keep")
         if self.select == "all" and self.keep != self.samples:
