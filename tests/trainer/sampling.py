@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +16,12 @@ from trainer import tiny
 from trainer.trajectory import Episode, Problem, StopReason, Turn
 
 Score = Callable[[Problem, int, Sequence[int]], float | None]
+
+# What the libraries say of each other changes with their versions; what they say of us is an error, as everywhere.
+QUIET_LIBRARIES = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:(accelerate|datasets|torch|transformers|trl)",
+    "ignore::DeprecationWarning:(accelerate|datasets|torch|transformers|trl)",
+)
 
 
 def by_parity(problem: Problem, sample: int, ids: Sequence[int]) -> float | None:

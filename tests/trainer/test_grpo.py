@@ -20,7 +20,7 @@ pytest.importorskip("trl", reason="needs trl")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from tests.trainer.sampling import Sampler, model_folder, problems  # noqa: E402
+from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder, problems  # noqa: E402
 from trainer import grpo  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, StageConfig  # noqa: E402
@@ -35,11 +35,7 @@ STAGE = StageConfig(
 )  # fmt: skip
 
 
-# What the libraries say of each other changes with their versions; what they say of us is an error, as everywhere.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning:(accelerate|datasets|torch|transformers|trl)",
-    "ignore::DeprecationWarning:(accelerate|datasets|torch|transformers|trl)",
-)
+pytestmark = QUIET_LIBRARIES
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ pytest.importorskip("trl", reason="needs trl")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from tests.trainer.sampling import model_folder  # noqa: E402
+from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import chat, sft, tasks  # noqa: E402
 from trainer.config import ConfigError, SftConfig  # noqa: E402
 from trainer.progress import Trained  # noqa: E402
@@ -22,11 +22,7 @@ from trainer.record import RunFolder  # noqa: E402
 SFT = SftConfig(epochs=2, lr=3e-3, warmup=0.1, batch=4, micro_batch=2, max_length=512, save_steps=2)
 
 
-# What the libraries say of each other changes with their versions; what they say of us is an error, as everywhere.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning:(accelerate|datasets|torch|transformers|trl)",
-    "ignore::DeprecationWarning:(accelerate|datasets|torch|transformers|trl)",
-)
+pytestmark = QUIET_LIBRARIES
 
 
 @pytest.fixture(scope="module")
