@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.scheduler import Gauge, Scheduler
+from trainer.scheduler import Gauge, Placement, Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +232,28 @@ class Engine:
             over -= tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn as who asked for it sees it: from when an engine got it to its last token."""
+
+    episode: int
+    engine: str
+    began: float
+    ended: float
+    context: int
+    """Tokens that it began with."""
+    sampled: int
+    has_moved: bool
+
+
 @dataclass(slots=True)
 class Run:
     """What a policy made of a workload."""
 
     makespan_s: float
     engines: list[Engine]
+    turns: list[Turn]
+    """In the order in which they ended."""
     service_s: list[float]
     """Of each episode, from its first placement to its end."""
     moves: int
@@ -266,6 +282,8 @@ class _Simulation:
         self.fresh = [plan.prompt for plan in plans]
         self.began: dict[int, float] = {}
         self.service: list[float] = []
+        self.placed: dict[int, tuple[Placement, float]] = {}
+        self.turns: list[Turn] = []
         self.now = 0.0
         self.moves = 0
         self._events: list[tuple[float, int, str, object]] = []
@@ -286,7 +304,7 @@ class _Simulation:
                 assert isinstance(what, Engine)
                 if self._dues.get(what.name) == self.now:
                     self._advance(what)
-        return Run(self.now, list(self.engines.values()), self.service, self.moves)
+        return Run(self.now, list(self.engines.values()), self.turns, self.service, self.moves)
 
     def _at(self, time: float, kind: str, what: object) -> None:
         heapq.heappush(self._events, (time, next(self._order), kind, what))
@@ -304,6 +322,9 @@ class _Simulation:
         key = request.episode
         plan, turn = self.plans[key], self.turn[key]
         sampled, shown, tool_s = plan.turns[turn]
+        placed, began = self.placed.pop(key)
+        context = self.context[key]
+        self.turns.append(Turn(key, placed.engine, began, self.now, context, sampled, placed.has_moved))
         self.context[key] += sampled
         self.turn[key] += 1
         if self.turn[key] == len(plan.turns):
@@ -337,6 +358,7 @@ class _Simulation:
                     self._over(request)
                 touched[engine.name] = engine
             self.began.setdefault(key, self.now)
+            self.placed[key] = placement, self.now
             plan = self.plans[key]
             sampled = plan.turns[self.turn[key]][0]
             engine.take(_Request(key, plan.group, plan.prompt, self.context[key], sampled, self.fresh[key]))

@@ -16,6 +16,8 @@ def test_an_episode_alone_takes_a_step_a_token_and_its_tools_time() -> None:
     run = simulate([plan], ROOMY, 1, "kv", 200)
     assert run.makespan_s == pytest.approx(80 * 0.01 + 2.0)
     assert run.service_s == [pytest.approx(run.makespan_s)]
+    assert [(turn.context, turn.sampled) for turn in run.turns] == [(100, 50), (160, 30)]
+    assert [turn.ended - turn.began for turn in run.turns] == [pytest.approx(0.5), pytest.approx(0.3)]
     (engine,) = run.engines
     assert (engine.sampled, engine.preemptions, engine.recomputed) == (80, 0, 0)
     assert engine.busy_s == pytest.approx(0.8)
