@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
 
+from trainer.scheduler import POLICIES
+
 ENV_PREFIX = "RSTAR_TRAIN_"
 ENV_DOT = "__"
 """What a dot is in the name of a variable."""
@@ -97,7 +99,8 @@ class EnginesConfig:
     sync: str = _text("file", "how new weights travel: a shared folder, or NCCL/RCCL", "file", "nccl")
     tensor_parallel: int = _number(1, 1, "GPUs of one engine", 64)
     gpu_memory: float = _number(0.9, 0.01, "part of a GPU's memory that an engine takes", 1)
-    timeout_s: float = _number(600.0, 1, "seconds for one generation before its engine counts as hung")
+    timeout_s: float = _number(600.0, 1, "seconds for one generation; more where the engine's usual speed asks for it")
+    policy: str = _text("kv", "where a turn runs; others are to compare with", *POLICIES)
 
 
 @dataclass(frozen=True)

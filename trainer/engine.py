@@ -9,16 +9,33 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from trainer.scheduler import Gauge
+
+CONNECTIONS = 1024
+"""Turns that one server is asked for at a time; others wait here, in order."""
+CONNECT_S = 30.0
 ROUNDING = 1e-3  # how far above 0 a log-probability may come by rounding
+METRICS = (
+    "cache_config_info",
+    "generation_tokens",
+    "kv_cache_usage_perc",
+    "num_preemptions",
+    "num_requests_waiting",
+    "prompt_tokens",
+)
+METRIC = re.compile(rf"^vllm:({'|'.join(METRICS)})(?:_total)?\{{(.*)\}} (\S+)$", re.MULTILINE)
+"""Name, labels and value in /metrics. A server that has several engines says each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,14 @@ class Generation:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine has room for: `tokens` of contexts, and `running` turns at once."""
+
+    tokens: int
+    running: int
+
+
 class EngineFailed(Exception):
     """Ours, never the model's: the engine was lost, hung, or answered nonsense. Another may continue."""
 
@@ -54,28 +79,41 @@ class VllmEngine:
     """One vLLM server, started as `trainer.vllm_server` does: `--logprobs-mode processed_logprobs`, development routes.
 
     It belongs to the event loop that first uses it. Cancelling a request closes its connection, and vLLM drops it then.
+    `slots`: sequences that it runs at once (`--max-num-seqs`). `timeout_s` bounds all but `generate`, which takes as
+    long as its caller waits.
     """
 
-    def __init__(self, url: str, *, vocabulary: int, max_length: int, name: str = "", timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        vocabulary: int,
+        max_length: int,
+        slots: int = CONNECTIONS,
+        name: str = "",
+        timeout_s: float = 600.0,
+    ) -> None:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.version = 0
-        self._vocabulary, self._max_length = vocabulary, max_length
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0))
+        self._vocabulary, self._max_length, self._slots = vocabulary, max_length, slots
+        self._timeout_s = timeout_s
+        self._connections = asyncio.Semaphore(CONNECTIONS)
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `ids`. Raises `EngineFailed`; `ValueError` for what this engine says is a wrong request."""
         version = self.version
-        choice = await self._complete(
-            ids,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            stop_token_ids=list(sampling.stop_ids),
-            logprobs=0,
-        )
+        options = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stop_token_ids": list(sampling.stop_ids),
+            "logprobs": 0,
+        }
+        async with self._connections:
+            choice = await self._complete(ids, options, None)
         try:
             made, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             reason = choice["finish_reason"]
@@ -90,7 +128,8 @@ class VllmEngine:
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Of `ids[1:]`, each given what stands before it, at temperature 1."""
-        choice = await self._complete(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        choice = await self._complete(ids, options, self._timeout_s)
         try:
             said = choice["prompt_logprobs"][1:]
             logprobs = [ranked[str(id)]["logprob"] for id, ranked in zip(ids[1:], said, strict=True)]
@@ -111,24 +150,52 @@ class VllmEngine:
             raise self._failed("an empty prefix cache", answer)
         self.version = version
 
+    async def capacity(self) -> Capacity:
+        """Of its key-value cache. Raises `EngineFailed`."""
+        about = (await self._metrics())["cache_config_info"]
+        tokens = 0
+        for labels, _ in about:
+            sizes = dict(re.findall(r'(\w+)="(\d+)"', labels))
+            tokens += int(sizes.get("num_gpu_blocks", 0)) * int(sizes.get("block_size", 0))
+        if not tokens:
+            raise self._failed("vllm:cache_config_info in /metrics (start it without --disable-log-stats)", about)
+        return Capacity(tokens, self._slots)
+
+    async def gauge(self) -> Gauge:
+        """What it says of itself now. Raises `EngineFailed`."""
+        values = {name: [value for _, value in said] for name, said in (await self._metrics()).items()}
+        return Gauge(
+            preemptions=int(sum(values["num_preemptions"])),
+            waiting=int(sum(values["num_requests_waiting"])),
+            used=max(values["kv_cache_usage_perc"], default=0.0),
+            tokens=int(sum(values["prompt_tokens"] + values["generation_tokens"])),
+        )
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
     async def post(self, route: str, body: dict[str, Any]) -> Any:
         """The decoded answer, None for an empty one. Raises `EngineFailed`."""
-        status, text = await self._post(route, body)
-        if status != 200:
-            raise self._failed(f"status 200 of {route}", f"{status}: {text}")
+        text = await self._text("POST", route, body)
         return self._decoded(text) if text else None
 
-    async def _complete(self, ids: Sequence[int], **options: Any) -> Any:
+    async def _metrics(self) -> dict[str, list[tuple[str, float]]]:
+        """Of each metric its series: labels and value."""
+        text = await self._text("GET", "/metrics")
+        made: dict[str, list[tuple[str, float]]] = {name: [] for name in METRICS}
+        for name, labels, value in METRIC.findall(text):
+            made[name].append((labels, float(value)))
+        return made
+
+    async def _complete(self, ids: Sequence[int], options: Mapping[str, Any], timeout_s: float | None) -> Any:
         """The one choice of /v1/completions. All that a model's generation_config.json might set is said."""
         tokens = options["max_tokens"]
         if tokens < 1 or not 0 < len(ids) <= self._max_length - tokens:  # vLLM would silently give fewer
             raise ValueError(f"expected 1 to {self._max_length} tokens in all, got {len(ids)} ids and {tokens} to come")
         fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
-        status, text = await self._post("/v1/completions", {"prompt": list(ids), **fixed, **options})
+        body = {"prompt": list(ids), **fixed, **options}
+        status, text = await self._ask("POST", "/v1/completions", body, timeout_s)
         if status in (400, 422):
             raise ValueError(f"engine {self.name} refused {len(ids)} ids and {options}: {text[:500]}")
         if status != 200:
@@ -139,16 +206,21 @@ class VllmEngine:
             raise self._failed("one choice", answer)
         return choices[0]
 
-    async def _post(self, route: str, body: dict[str, Any]) -> tuple[int, str]:
+    async def _text(self, method: str, route: str, body: Any = None) -> str:
+        status, text = await self._ask(method, route, body, self._timeout_s)
+        if status != 200:
+            raise self._failed(f"status 200 of {route}", f"{status}: {text}")
+        return text
+
+    async def _ask(self, method: str, route: str, body: Any, timeout_s: float | None) -> tuple[int, str]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
-            async with self._session.post(self.url + route, json=body) as response:
+            async with self._session.request(method, self.url + route, json=body, timeout=timeout) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as why:
-            raise self._failed(
-                f"an answer of {route} in {self._timeout.total} s", f"{type(why).__name__}: {why}"
-            ) from why
+            raise self._failed(f"an answer of {route}", f"{type(why).__name__}: {why}") from why
 
     def _decoded(self, text: str) -> Any:
         try:

@@ -34,7 +34,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
-from trainer.engine import EngineFailed, Generation, Sampling
+from trainer.engine import Capacity, EngineFailed, Generation, Sampling
 
 ATTENTION = "rstar_slots"
 BLOCK = 64
@@ -98,6 +98,12 @@ class LocalEngine:
             return None
 
         await self._answer(_Task(load))
+
+    async def capacity(self) -> Capacity:
+        return Capacity(self.slots * self.max_length, self.slots)
+
+    async def gauge(self) -> None:
+        """Nothing that its caller does not know: every running row has its room."""
 
     async def close(self) -> None:
         """End the thread after its current step. What still waits fails."""

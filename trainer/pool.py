@@ -1,27 +1,43 @@
-"""Several engines behind one face: every episode has a seat, and every seat an engine that it keeps while that answers.
+"""Several engines behind one face: tells the scheduler what happens to them and to episodes, and does what it decides.
 
 Invariants:
-- An engine that fails rests, and its episodes go on elsewhere from the same ids. It is asked again after its rest, once
-  it has proven its weights; what it missed of a sync it gets with the next one.
-- Only engines with the weights of the last sync sample, and a sync counts only for engines that have proven it.
-- Nothing generates during a sync: a seat then, or a sync while there are seats, is an error of the caller.
-- Everything belongs to one event loop, and nothing polls.
-
-Where an episode goes is the least loaded engine's affair here; what is to know of it when it comes is in `seat`.
+- Where and when a turn runs is the scheduler's affair. It hears of every event, is asked after each, and nothing polls.
+- Only turns that have a place are requests. All others wait here, as many as there are.
+- An engine that dies or hangs loses its place, not its turns: they go on elsewhere, from the same ids. It takes part
+  again once it has proven its weights; what it missed of a sync it gets with the next one.
+- Only engines with the weights of the last sync sample, and a sync counts only for engines that have proven it. It
+  waits for the turns that run; those that come meanwhile wait for it.
+- However a turn ends, by an exception or cancelled, the books say so before anything else happens.
+- Everything belongs to one event loop, and every task to the pool's block.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from trainer.engine import EngineFailed, Generation, Sampling
+from trainer.engine import Capacity, EngineFailed, Generation, Sampling
+from trainer.scheduler import Gauge, Placement, Scheduler
+
+logger = logging.getLogger(__name__)
+
+GAUGE_S = 20.0
+"""For one scrape: a server with a thousand requests is late, too."""
+MISSES = 3
+"""Scrapes in a row without an answer, after which an engine counts as lost."""
+STALL_S = 120.0
+"""Without one token computed, though turns run there."""
+PROOF_S = 60.0
+"""For an engine that wants to take part again."""
+SLACK = 10.0
+"""How many times the time that its tokens take at the engine's usual speed a turn may need."""
+TRIES = 3
+"""Engines that may fail at one turn before it counts as what makes them fail."""
 
 Weights = Mapping[str, Any]
 """A state dict: tensors by their name in the checkpoint."""
@@ -34,6 +50,10 @@ class Engine(Protocol):
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation: ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]: ...
+
+    async def capacity(self) -> Capacity: ...
+
+    async def gauge(self) -> Gauge | None: ...
 
     async def close(self) -> None: ...
 
@@ -54,59 +74,112 @@ class Reference(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A turn that an engine has answered. Times are the event loop's."""
+
+    episode: int
+    group: Hashable
+    engine: str
+    wanted: float
+    """When the episode asked for it."""
+    began: float
+    ended: float
+    context: int
+    """Tokens before it."""
+    sampled: int
+    has_moved: bool
+    """Whether the episode's last turn ran elsewhere."""
+
+
 @dataclass(slots=True, eq=False)
 class Desk:
     """An engine and what the pool knows of it."""
 
     engine: Engine
-    seats: int = 0
-    requests: int = 0
-    tokens: int = 0
-    failures: int = 0
-    rests_until: float | None = None
-    """Of the pool's clock; None while it works."""
-    why: str = ""
-    """Its last failure."""
+    is_up: bool = False
+    why: str = "it has not answered yet"
+    """It is not up."""
+    rests_until: float = 0.0
+    requests: dict[object, asyncio.Timeout] = field(default_factory=dict)
+    """What it is asked now, by whom, and what ends it."""
+    misses: int = 0
+    computed: int = 0
+    """Tokens, as of its last scrape."""
+    moved_at: float = 0.0
+    """When that last grew, or nothing ran."""
+
+    def cut(self, now: float) -> None:
+        """End all requests; those that wait for them get a `TimeoutError`."""
+        for bound in self.requests.values():
+            if not bound.expired():
+                bound.reschedule(now)
 
 
 class Pool:
-    """A context manager that owns its engines. `carry` and `reference` are needed only for `sync`."""
+    """A context manager that owns its engines. `carry` and `reference` are needed only for `sync`.
+
+    `most_tokens`: the longest context of any episode. `turn_s`: what any turn may take, however fast its engine is.
+    `rest_s`: until an engine that failed is tried again. `patience_s`: how long episodes wait for one when all are
+    down. `log` is told of every turn.
+    """
 
     def __init__(
         self,
         engines: Sequence[Engine],
         *,
+        most_tokens: int,
+        policy: str = "kv",
         carry: Carry | None = None,
         reference: Reference | None = None,
+        scrape_s: float = 1.0,
+        turn_s: float = 600.0,
         rest_s: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
+        patience_s: float = 60.0,
+        log: Callable[[Served], None] | None = None,
     ) -> None:
         if not engines or len({engine.name for engine in engines}) < len(engines):
             raise ValueError(f"expected engines with names of their own, got {[engine.name for engine in engines]}")
-        self.desks = [Desk(engine) for engine in engines]
+        self.scheduler = Scheduler(most_tokens, policy)
+        self.desks = {engine.name: Desk(engine) for engine in engines}
         self.version = 0
-        self._carry, self._reference, self._rest_s, self._clock = carry, reference, rest_s, clock
+        self.log = log
+        self._carry, self._reference = carry, reference
+        self._scrape_s, self._turn_s, self._rest_s, self._patience_s = scrape_s, turn_s, rest_s, patience_s
         self._expected: Any = None  # what the reference said of the last sync's weights
-        self._is_syncing = False
+        self._seats: dict[Hashable, Seat] = {}
+        self._keys = itertools.count()
+        self._tasks = asyncio.TaskGroup()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._has_changed, self._has_ended = asyncio.Event(), asyncio.Event()
+        self._down_since = 0.0
+        """When the last engine went down."""
 
     async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._down_since = self.now()
+        jobs = [self._place(), *map(self._watch, self.desks.values())]
+        self._watchers = [self._tasks.create_task(job) for job in jobs]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.gather(*(desk.engine.close() for desk in self.desks))
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._watchers:
+            task.cancel()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            await asyncio.gather(*(desk.engine.close() for desk in self.desks.values()))
 
     @asynccontextmanager
-    async def seat(self, *, group: str, prompt_tokens: int) -> AsyncIterator[Seat]:
-        """A place to generate for one episode of the problem `group`. Raises `EngineFailed` when no engine is left."""
-        if self._is_syncing:
-            raise RuntimeError("expected no new episode during a sync; await it first")
-        seat = Seat(self, await self.place())
+    async def seat(self, *, group: Hashable, most_tokens: int) -> AsyncIterator[Seat]:
+        """For one episode of the problem `group`, of which the context never exceeds `most_tokens`."""
+        seat = Seat(self, next(self._keys), group, most_tokens)
         try:
             yield seat
-        finally:
-            seat.desk.seats -= 1
+        except BaseException:
+            seat.leave(None)
+            raise
+        seat.leave(seat.length)
 
     async def sync(self, weights: Weights) -> int:
         """Give all engines `weights`, and prove it. Returns their version, one more than the last.
@@ -116,98 +189,259 @@ class Pool:
         """
         if self._carry is None or self._reference is None:
             raise ValueError("expected a pool with carry and reference to sync, got one without; see trainer.sync")
-        if self._is_syncing or any(desk.seats for desk in self.desks):
-            raise RuntimeError("expected a pool without episodes to sync; await them first")
-        self._is_syncing = True
+        if self.scheduler.is_held:
+            raise RuntimeError("expected one sync at a time; await the first")
+        desks = list(self.desks.values())
+        self.scheduler.is_held = True
         try:
-            engines = [desk.engine for desk in self.desks]
-            self._expected = await asyncio.to_thread(self._reference.logprobs, weights)
+            await self._drain()
+            expected = await asyncio.to_thread(self._reference.logprobs, weights)
+            for desk in desks:  # none has a context left, nor weights to sample from, until it has proven the new ones
+                self._take_down(desk)
+                desk.why = "it has not the weights of the last sync"
             self.version += 1
-            failed = await self._carry(engines, weights, self.version)
-            for desk, why in zip(self.desks, failed, strict=True):
-                desk.rests_until = None
-                if why is not None:
-                    self.rest(desk, why)
-            await asyncio.gather(*(self._prove(desk) for desk in self.desks if desk.rests_until is None))
+            self._expected = expected
+            failed = await self._carry([desk.engine for desk in desks], weights, self.version)
+            for desk, why in zip(desks, failed, strict=True):
+                desk.why = desk.why if why is None else str(why)
+            took = [desk for desk, why in zip(desks, failed, strict=True) if why is None]
+            ends = await asyncio.gather(*map(self._admit, took), return_exceptions=True)
+            for desk, end in zip(took, ends, strict=True):
+                if isinstance(end, EngineFailed):
+                    self._rest(desk, str(end))
+                elif end is not None:
+                    raise end
         finally:
-            self._is_syncing = False
-        if all(desk.rests_until is not None for desk in self.desks):
+            self.scheduler.is_held = False
+            self._has_changed.set()
+        self.scheduler.new_step()
+        if not self._is_any_up():
             raise self.none_left()
         return self.version
 
-    async def place(self) -> Desk:
-        """The usable engine with fewest episodes, and a seat there."""
-        for desk in self.desks:
-            if (
-                desk.rests_until is not None
-                and desk.rests_until <= self._clock()
-                and desk.engine.version == self.version
-            ):
-                await self._readmit(desk)
-        usable = [desk for desk in self.desks if desk.rests_until is None]
-        if not usable:
-            raise self.none_left()
-        desk = min(usable, key=lambda desk: desk.seats)
-        desk.seats += 1
-        return desk
+    # --- for seats ---
 
-    async def _readmit(self, desk: Desk) -> None:
-        """Back to work, if it has the weights that it should have: it may have been started anew."""
-        back: float | None = self._clock()
-        desk.rests_until = math.inf  # one tries; others go elsewhere meanwhile
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def limit_s(self, desk: Desk, tokens: int) -> float:
+        """After which an engine that has not answered with `tokens` counts as lost."""
+        rate = self.scheduler.rate(desk.engine.name)
+        return max(self._turn_s, SLACK * tokens / rate if rate else 0.0)
+
+    @asynccontextmanager
+    async def asking(self, desk: Desk, who: object, limit_s: float) -> AsyncIterator[None]:
+        """A request to an engine. Raises `TimeoutError` when it takes too long, or the engine is taken down."""
         try:
-            if self._reference is not None and self._expected is not None:
-                await self._reference.check(desk.engine, self._expected)
-            back = None
-        except Exception as why:  # whatever it is, this engine is not used for now, and why is said where none is left
-            back = self._clock() + self._rest_s
-            desk.why = str(why)
+            async with asyncio.timeout(limit_s) as desk.requests[who]:
+                yield
         finally:
-            desk.rests_until = back
+            del desk.requests[who]
+            self.ended()
 
-    async def _prove(self, desk: Desk) -> None:
-        assert self._reference is not None
-        try:
-            await self._reference.check(desk.engine, self._expected)
-        except EngineFailed as why:
-            self.rest(desk, why)
+    def enter(self, seat: Seat) -> None:
+        self._seats[seat.key] = seat
 
-    def rest(self, desk: Desk, why: BaseException) -> None:
-        desk.failures += 1
-        desk.why = str(why)
-        desk.rests_until = self._clock() + self._rest_s
+    def leave(self, seat: Seat, length: int | None) -> None:
+        del self._seats[seat.key]
+        self.scheduler.complete(seat.key, self.now(), length)
+        self.changed()
+        self.ended()
+
+    def changed(self) -> None:
+        self._has_changed.set()
+
+    def ended(self) -> None:
+        """A request is over."""
+        self._has_ended.set()
+
+    def fail(self, desk: Desk, why: str) -> None:
+        """The engine is lost, with all contexts; its turns want another place."""
+        logger.warning("engine %s is left out for %g s: %s", desk.engine.name, self._rest_s, why)
+        self._take_down(desk)
+        self._rest(desk, why)
+
+    def is_hopeless(self) -> bool:
+        """Whether all engines are down, and have been for too long."""
+        is_down = not (self.scheduler.is_held or self._is_any_up())
+        return is_down and self.now() - self._down_since >= self._patience_s
 
     def none_left(self) -> EngineFailed:
-        said = "; ".join(
-            f"{desk.engine.name}: {desk.why or 'it has not the weights of the last sync'}" for desk in self.desks
-        )
+        said = "; ".join(f"{name}: {desk.why}" for name, desk in self.desks.items())
         return EngineFailed(f"no engine is left of {len(self.desks)}: {said}")
+
+    # --- what happens to engines ---
+
+    def _is_any_up(self) -> bool:
+        return any(desk.is_up for desk in self.desks.values())
+
+    def _rest(self, desk: Desk, why: str) -> None:
+        desk.why, desk.rests_until = why, self.now() + self._rest_s
+
+    def _take_down(self, desk: Desk) -> None:
+        now = self.now()
+        desk.cut(now)
+        if not desk.is_up:
+            return
+        desk.is_up = False
+        for key in self.scheduler.lost(desk.engine.name, now):
+            self._seats[key].placement = None
+        if not self._is_any_up():
+            self._down_since = now
+        self.changed()
+        self.ended()
+
+    async def _admit(self, desk: Desk) -> None:
+        """It takes part (again), if it has the weights that it should have: it may have been started anew."""
+        engine = desk.engine
+        if self._reference is not None and self._expected is not None:
+            await self._reference.check(engine, self._expected)
+        room, gauge = await engine.capacity(), await engine.gauge()
+        now = self.now()
+        preemptions = 0 if gauge is None else gauge.preemptions
+        self.scheduler.up(engine.name, room.tokens, room.running, preemptions=preemptions, now=now)
+        desk.is_up, desk.misses, desk.moved_at = True, 0, now
+        self.changed()
+
+    async def _try(self, desk: Desk) -> None:
+        try:
+            async with self.asking(desk, desk, PROOF_S):
+                await self._admit(desk)
+        except Exception as why:  # whatever it is, this engine is not used for now, and why is said where none is left
+            self._rest(desk, str(why) or repr(why))
+
+    async def _watch(self, desk: Desk) -> None:
+        while True:
+            if desk.is_up:
+                await self._scrape(desk)
+            elif not self.scheduler.is_held and desk.engine.version == self.version and desk.rests_until <= self.now():
+                await self._try(desk)
+            if self.is_hopeless():
+                for seat in self._seats.values():
+                    seat.look()
+            await asyncio.sleep(self._scrape_s)
+
+    async def _scrape(self, desk: Desk) -> None:
+        """What the engine says of itself. One that does not is suspected only: those that it works for know better."""
+        try:
+            async with asyncio.timeout(GAUGE_S):
+                gauge = await desk.engine.gauge()
+        except (EngineFailed, TimeoutError) as why:
+            desk.misses += 1
+            if desk.is_up and desk.misses >= MISSES:
+                self.fail(desk, f"no answer to {MISSES} scrapes: {why!r}")
+            return
+        desk.misses = 0
+        if gauge is None or not desk.is_up:
+            return
+        now = self.now()
+        self.scheduler.observe(desk.engine.name, gauge, now)
+        self.changed()
+        if gauge.tokens != desk.computed or not desk.requests:
+            desk.computed, desk.moved_at = gauge.tokens, now
+        elif now - desk.moved_at > STALL_S:
+            self.fail(desk, f"not one token in {STALL_S:g} s")
+
+    # --- what is to do ---
+
+    async def _place(self) -> None:
+        """Asks the scheduler once for all that happened at the same time."""
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            for placement in self.scheduler.place(self.now()):
+                self._seats[placement.episode].put(placement)
+
+    async def _drain(self) -> None:
+        """Until nothing runs; engines that are tried meanwhile get the new weights anyway."""
+        for desk in self.desks.values():
+            if not desk.is_up:
+                desk.cut(self.now())
+        while any(desk.requests for desk in self.desks.values()) or self.scheduler.running:
+            self._has_ended.clear()
+            await self._has_ended.wait()
 
 
 class Seat:
-    """One episode's place. Its engine stays the same for the prefix cache, until it fails."""
+    """One episode's: it wants turns, one after the other, and each continues the context of the last."""
 
-    def __init__(self, pool: Pool, desk: Desk) -> None:
-        self.desk = desk
-        self._pool = pool
+    def __init__(self, pool: Pool, key: int, group: Hashable, most_tokens: int) -> None:
+        self.key = key
+        self.length = 0
+        self.placement: Placement | None = None
+        """Of the turn that it wants, once that has a place."""
+        self._pool, self._group, self._most = pool, group, most_tokens
+        self._is_in = False
+        self._waits: asyncio.Future[None] | None = None
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `ids`, on another engine where one fails. Raises `EngineFailed` when none is left to try."""
-        for _ in self._pool.desks:
-            if self.desk.rests_until is not None:
-                await self._move()
-            desk = self.desk
-            desk.requests += 1
-            try:
-                made = await desk.engine.generate(ids, sampling)
-            except EngineFailed as why:
-                self._pool.rest(desk, why)
-                continue
-            desk.tokens += len(made.ids)
-            return made
-        raise self._pool.none_left()
+        """Continue `ids`, on another engine where one fails. Raises `EngineFailed` when none is left, or this turn
+        makes all fail. Cancelled, the episode is forgotten; asked again, it is a new one."""
+        pool, wanted, context = self._pool, self._pool.now(), len(ids)
+        self._want(context)
+        try:
+            made, placement, began = await self._run(ids, sampling)
+            ended, length = pool.now(), context + len(made.ids)
+            pool.scheduler.park(self.key, length, ended)
+        except BaseException:
+            self.leave(None)
+            raise
+        self.placement, self.length = None, length
+        pool.changed()
+        if pool.log is not None:
+            about = (placement.engine, wanted, began, ended, context, len(made.ids), placement.has_moved)
+            pool.log(Served(self.key, self._group, *about))
+        return made
 
-    async def _move(self) -> None:
-        desk = await self._pool.place()
-        self.desk.seats -= 1
-        self.desk = desk
+    def put(self, placement: Placement) -> None:
+        """Its turn has a place."""
+        self.placement = placement
+        self.look()
+
+    def look(self) -> None:
+        """What it waits for may have come."""
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_result(None)
+
+    def leave(self, length: int | None) -> None:
+        """The episode is over, with `length`; None if something ended it."""
+        if self._is_in:
+            self._is_in, self.placement = False, None
+            self._pool.leave(self, length)
+
+    def _want(self, length: int) -> None:
+        pool = self._pool
+        if self._is_in:
+            pool.scheduler.wake(self.key, length, pool.now())
+        else:
+            pool.scheduler.submit(self.key, self._group, length, self._most)
+            pool.enter(self)
+            self._is_in = True
+        pool.changed()
+
+    async def _run(self, ids: Sequence[int], sampling: Sampling) -> tuple[Generation, Placement, float]:
+        pool, failures = self._pool, 0
+        while True:
+            placement, began = await self._placed(), pool.now()
+            desk = pool.desks[placement.engine]
+            limit = pool.limit_s(desk, sampling.max_tokens)
+            try:
+                async with pool.asking(desk, self, limit):
+                    made = await desk.engine.generate(ids, sampling)
+                if self.placement is placement:  # else the engine was lost in the moment in which it answered
+                    return made, placement, began
+            except (EngineFailed, TimeoutError) as error:
+                if self.placement is placement:  # else it is known, and was not this turn's doing
+                    why = str(error) or f"engine {placement.engine}: no answer in {limit:.0f} s"
+                    pool.fail(desk, why)
+                    failures += 1
+                    if failures == TRIES:
+                        raise EngineFailed(f"{TRIES} engines failed at one turn, the last: {why}") from error
+
+    async def _placed(self) -> Placement:
+        while self.placement is None:
+            if self._pool.is_hopeless():
+                raise self._pool.none_left()
+            self._waits = asyncio.get_running_loop().create_future()
+            await self._waits
+        return self.placement

@@ -53,7 +53,7 @@ class Seat(Protocol):
 
 
 class Pool(Protocol):
-    def seat(self, *, group: str, prompt_tokens: int) -> AbstractAsyncContextManager[Seat]: ...
+    def seat(self, *, group: str, most_tokens: int) -> AbstractAsyncContextManager[Seat]: ...
 
 
 class Tool(Protocol):
@@ -184,11 +184,8 @@ class Collector:
         async def episode(problem: Problem, sample: int, prompt: list[int]) -> Episode:
             run = partial(run_episode, problem, sample, chat=self._chat, tools=self._tools, limits=limits)
             run = partial(run, sampling=sampling, seed=seed, prompt=prompt, clock=self._clock)
-            try:
-                async with self._pool.seat(group=problem.id, prompt_tokens=len(prompt)) as seat:
-                    return await run(seat=seat)
-            except EngineFailed as why:
-                return await run(seat=_NoSeat(why))
+            async with self._pool.seat(group=problem.id, most_tokens=len(prompt) + limits.max_tokens) as seat:
+                return await run(seat=seat)
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -197,16 +194,6 @@ class Collector:
             raise _first(several) from None
         self.own_s = time.thread_time() - began
         return [task.result() for task in groups]
-
-
-@dataclass(frozen=True, slots=True)
-class _NoSeat:
-    """For an episode that found every engine gone."""
-
-    why: EngineFailed
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        raise self.why
 
 
 def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:

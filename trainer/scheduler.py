@@ -67,6 +67,8 @@ class Gauge:
     """Requests that it has taken and cannot run."""
     used: float = 0.0
     """Share of its key-value cache."""
+    tokens: int = 0
+    """Computed since its start: how one that hangs is told from one that works."""
 
 
 @dataclass(slots=True)
@@ -160,10 +162,12 @@ class Scheduler:
         for episode in self._episodes.values():
             episode.guess = None
 
-    def up(self, name: str, capacity: int, most_running: int = 1 << 30, *, now: float) -> None:
-        """An engine takes part (again): its cache holds `capacity` tokens, and it runs `most_running` turns at once."""
+    def up(self, name: str, capacity: int, most_running: int = 1 << 30, *, preemptions: int = 0, now: float) -> None:
+        """An engine takes part (again): its cache holds `capacity` tokens, and it runs `most_running` turns at once. It
+        has had `preemptions`, of which nothing is learnt."""
         engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
-        engine.capacity, engine.most_running, engine.is_up, engine.preemptions = capacity, most_running, True, 0
+        engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
+        engine.preemptions = preemptions
         engine.refresh(now)
 
     def drain(self, name: str) -> None:
@@ -283,6 +287,15 @@ class Scheduler:
             }
             for name, engine in self._engines.items()
         }
+
+    @property
+    def running(self) -> int:
+        """Turns that have a place."""
+        return sum(engine.running for engine in self._engines.values())
+
+    def rate(self, name: str) -> float:
+        """Tokens that a turn on the engine samples in a second, lately; 0 where none has ended."""
+        return self._engines[name].rate
 
     def appetite(self, name: str) -> float:
         """The share of an engine's cache that is promised."""

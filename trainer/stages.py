@@ -255,10 +255,11 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
 
     engines, dtype = run.config.engines, run.config.model.dtype
     reference = Reference(model, tolerance=TOLERANCE[dtype])
+    about: dict[str, Any] = {"policy": engines.policy, "most_tokens": engines.max_length, "turn_s": engines.timeout_s}
     if engines.kind == "local":
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         local = LocalEngine(loaded, slots=engines.slots, max_length=engines.max_length)
-        async with Pool([local], carry=direct, reference=reference) as pool:
+        async with Pool([local], **about, carry=direct, reference=reference) as pool:
             yield pool
         return
     async with AsyncExitStack() as stack:
@@ -277,10 +278,10 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
         endpoints: Sequence[str] = urls(engines.endpoints)
         if not endpoints:
             endpoints = await stack.enter_async_context(servers.serve(engines.count, run.folder / "engines"))
-        about = {"vocabulary": AutoConfig.from_pretrained(model).vocab_size, "max_length": engines.max_length}
-        served = [VllmEngine(url, **about, timeout_s=engines.timeout_s) for url in endpoints]
+        size = {"vocabulary": AutoConfig.from_pretrained(model).vocab_size, "max_length": engines.max_length}
+        served = [VllmEngine(url, **size, slots=engines.slots, timeout_s=engines.timeout_s) for url in endpoints]
         carry = ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights")
-        pool = await stack.enter_async_context(Pool(served, carry=carry, reference=reference))
+        pool = await stack.enter_async_context(Pool(served, **about, carry=carry, reference=reference))
         # They may have those of the unit before, or of another run.
         await pool.sync(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict())
         yield pool

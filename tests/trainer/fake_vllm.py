@@ -14,7 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
-from trainer.engine import EngineFailed, Generation, Sampling
+from trainer.engine import Capacity, EngineFailed, Generation, Sampling
+from trainer.scheduler import Gauge
 
 
 @dataclass
@@ -28,7 +29,13 @@ class TableEngine:
     version: int = 0
     before: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     """Awaited in each `generate`; it may raise or never return."""
+    room: Capacity = field(default_factory=lambda: Capacity(10_000, 1000))
+    scraped: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    """Awaited in each `gauge`, and in `logprobs`."""
+    preemptions: int = 0
+    computed: int = 0
     asked: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
+    running: int = 0
     is_closed: bool = False
 
     def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
@@ -40,7 +47,11 @@ class TableEngine:
         if not 0 < len(ids) <= self.max_length - sampling.max_tokens or max(ids) >= self.vocabulary:
             raise ValueError(f"expected at most {self.max_length} known ids, got {len(ids)} and {sampling.max_tokens}")
         self.asked.append((tuple(ids), sampling))
-        await self.before()
+        self.running += 1
+        try:
+            await self.before()
+        finally:
+            self.running -= 1
         made: list[int] = []
         logprobs: list[float] = []
         while len(made) < sampling.max_tokens and not (made and made[-1] in sampling.stop_ids):
@@ -52,10 +63,11 @@ class TableEngine:
                 token = chances.index(max(chances))
             made.append(token)
             logprobs.append(math.log(chances[token]))
+        self.computed += len(made)
         return Generation(tuple(made), tuple(logprobs), made[-1] in sampling.stop_ids, self.name, self.version)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        await asyncio.sleep(0)
+        await self.scraped()
         return [math.log(self.distribution(last)[id]) for last, id in pairwise(ids)]
 
     async def load(self, weights: Any, version: int) -> None:
@@ -64,8 +76,30 @@ class TableEngine:
         self.salt = (weights / "model.safetensors").read_bytes() if is_here else weights["salt"]
         self.version = version
 
+    async def capacity(self) -> Capacity:
+        await self.scraped()
+        return self.room
+
+    async def gauge(self) -> Gauge:
+        await self.scraped()
+        return Gauge(self.preemptions, tokens=self.computed)
+
     async def close(self) -> None:
         self.is_closed = True
+
+
+METRICS = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{{engine="0",model_name="a{{b}} c"}} {0.preemptions}.0
+vllm:num_preemptions_created{{engine="0",model_name="a{{b}} c"}} 1.7e+09
+vllm:num_requests_waiting{{engine="0",model_name="a{{b}} c"}} {0.waiting}.0
+vllm:num_requests_waiting_by_reason{{engine="0",model_name="a{{b}} c",reason="capacity"}} 7.0
+vllm:kv_cache_usage_perc{{engine="0",model_name="a{{b}} c"}} {0.used}
+vllm:prompt_tokens_total{{engine="0",model_name="a{{b}} c"}} 1.0
+vllm:generation_tokens_total{{engine="0",model_name="a{{b}} c"}} {0.tokens}.0
+vllm:iteration_tokens_total_bucket{{engine="0",le="1.0",model_name="a{{b}} c"}} 5.0
+vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="{1}"}} 1.0
+"""
 
 
 @dataclass
@@ -92,7 +126,7 @@ class FakeVllm:
             "/reset_prefix_cache": self._reset,
         }
         app.add_routes([web.post(route, self._answer(route, handler)) for route, handler in routes.items()])
-        app.add_routes([web.get("/health", self._health)])
+        app.add_routes([web.get("/health", self._health), web.get("/metrics", self._metrics)])
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -129,6 +163,10 @@ class FakeVllm:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        said, room = await self.engine.gauge() or Gauge(0), await self.engine.capacity()
+        return web.Response(text=self.twist("/metrics", METRICS.format(said, room.tokens // 16)))
 
     async def _completions(self, body: Mapping[str, Any]) -> Any:
         ids = body["prompt"]

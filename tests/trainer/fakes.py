@@ -102,8 +102,8 @@ class ScriptedPool:
     seated: list[str] = field(default_factory=list)
 
     @asynccontextmanager
-    async def seat(self, *, group: str, prompt_tokens: int) -> AsyncIterator[ScriptedPool]:
-        assert prompt_tokens > 0
+    async def seat(self, *, group: str, most_tokens: int) -> AsyncIterator[ScriptedPool]:
+        assert most_tokens > 0
         self.seated.append(group)
         try:
             yield self

@@ -16,7 +16,8 @@ import pytest_asyncio
 from aiohttp import web
 
 from tests.trainer.fake_vllm import FakeVllm, TableEngine
-from trainer.engine import EngineFailed, Sampling, VllmEngine
+from trainer.engine import Capacity, EngineFailed, Sampling, VllmEngine
+from trainer.scheduler import Gauge
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 KINDS = ["fake", "local", "vllm"]
@@ -178,9 +179,21 @@ async def test_a_server_that_fails_or_is_gone_is_a_failure():
 
 @pytest.mark.asyncio
 async def test_a_server_that_hangs_is_a_failure():
-    async with vllm(FakeVllm(TableEngine(before=asyncio.Event().wait)), timeout_s=0.3) as engine:
-        with pytest.raises(EngineFailed, match=r"in 0.3 s, got TimeoutError"):
-            await engine.generate([1], Sampling(4, seed=0))
+    async with vllm(FakeVllm(TableEngine(scraped=asyncio.Event().wait)), timeout_s=0.3) as engine:
+        for ask in (engine.logprobs([1, 2]), engine.gauge(), engine.capacity()):
+            with pytest.raises(EngineFailed, match="got TimeoutError"):
+                await ask
+
+
+@pytest.mark.asyncio
+async def test_a_server_says_its_room_and_how_it_does():
+    fake = FakeVllm(TableEngine(room=Capacity(4096, 7), preemptions=3, computed=99))
+    async with vllm(fake, slots=7) as engine:
+        assert await engine.capacity() == Capacity(4096, 7)
+        assert await engine.gauge() == Gauge(3, tokens=100)
+    async with vllm(FakeVllm(TableEngine(), lambda route, answer: "nothing")) as engine:
+        with pytest.raises(EngineFailed, match="start it without --disable-log-stats"):
+            await engine.capacity()
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""The pool: episodes keep their engines, move when one fails, and sample only from weights that were proven."""
+"""The pool: no episode is lost, whatever becomes of engines; only proven weights sample; the books balance."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import pytest
 
 from tests.trainer.fake_vllm import TableEngine
-from trainer.engine import EngineFailed, Sampling
+from tests.trainer.jump import jumping
+from trainer.engine import Capacity, EngineFailed, Sampling
 from trainer.pool import Pool
+from trainer.scheduler import POLICIES
 
-pytestmark = pytest.mark.asyncio
-SAMPLING = Sampling(4, seed=0)
+MOST = 200
+EMPTY = {"episodes": 0, "running": 0, "held": 0, "reserved": 0}
 
 
 def engines(count, **options):
@@ -24,6 +26,20 @@ def failing(why="gone"):
         raise EngineFailed(why)
 
     return fail
+
+
+async def forever():
+    await asyncio.Event().wait()
+
+
+def steps(count):
+    """Something that takes `count` steps of the event loop."""
+
+    async def step():
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    return step
 
 
 @dataclass
@@ -52,204 +68,108 @@ async def carry(engines, weights, version):
     return [await load(engine) for engine in engines]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def pool_of(made, **options):
-    return Pool(made, carry=carry, reference=TableReference(), rest_s=10, **options)
+    return Pool(made, **{"most_tokens": MOST, "carry": carry, "reference": TableReference()} | options)
 
 
-async def test_an_episode_keeps_its_engine_and_the_least_loaded_takes_the_next():
-    made = engines(3)
-    async with Pool(made) as pool, pool.seat(group="a", prompt_tokens=1) as first:
-        names = {(await first.generate([1], SAMPLING)).engine for _ in range(3)}
-        async with pool.seat(group="a", prompt_tokens=1) as second, pool.seat(group="b", prompt_tokens=1) as third:
-            others = {(await seat.generate([1], SAMPLING)).engine for seat in (second, third)}
-            assert [desk.seats for desk in pool.desks] == [1, 1, 1]
-        async with pool.seat(group="b", prompt_tokens=1) as fourth:
-            assert (await fourth.generate([1], SAMPLING)).engine in others
-        assert names == {"e0"}
-        assert others == {"e1", "e2"}
-        assert [desk.seats for desk in pool.desks] == [1, 0, 0]
-        assert [(desk.requests, desk.tokens) for desk in pool.desks] == [(3, 12), (2, 8), (1, 4)]
+async def episode(pool, number, turns=5, tool_s=0.0):
+    """The ids of one episode, prompt included."""
+    ids = [number % 50]
+    async with pool.seat(group=number // 4, most_tokens=MOST) as seat:
+        for turn in range(turns):
+            ids += (await seat.generate(ids, Sampling(4, seed=number * 10 + turn))).ids
+            await asyncio.sleep(tool_s)
+            ids += [turn]
+    return ids
+
+
+async def alone(numbers):
+    """What comes of episodes where nothing goes wrong."""
+    async with pool_of(engines(1)) as pool:
+        return [await episode(pool, number) for number in numbers]
+
+
+def is_balanced(pool):
+    return all(book == EMPTY for book in pool.scheduler.books().values()) and not pool.scheduler.running
+
+
+async def served_by(pool):
+    async with pool.seat(group="a", most_tokens=MOST) as seat:
+        return (await seat.generate([1], Sampling(4, seed=0))).engine
+
+
+@jumping
+async def test_an_episode_keeps_its_engine_and_engines_share_episodes():
+    made, log = engines(3), []
+    async with pool_of(made, log=log.append) as pool:
+        await asyncio.gather(*(episode(pool, number, tool_s=1.0) for number in range(12)))
+        assert is_balanced(pool)
+    homes = {each.episode: each.engine for each in log}
+    assert all(homes[each.episode] == each.engine for each in log)
+    assert sorted(list(homes.values()).count(engine.name) for engine in made) == [4, 4, 4]
     assert all(engine.is_closed for engine in made)
 
 
+@jumping
+async def test_a_turn_is_told_with_its_times_and_tokens():
+    made, log = engines(1, before=lambda: asyncio.sleep(3)), []
+    async with pool_of(made, log=log.append) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        first = await seat.generate([1, 2], Sampling(4, seed=0))
+        await asyncio.sleep(2)
+        await seat.generate([1, 2, *first.ids, 7], Sampling(5, seed=0))
+    assert [(each.group, each.engine, each.context, each.sampled, each.has_moved) for each in log] == [
+        ("a", "e0", 2, 4, False),
+        ("a", "e0", 7, 5, False),
+    ]
+    assert [(each.wanted, each.began, each.ended) for each in log] == [(0, 0, 3), (5, 5, 8)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@jumping
+async def test_only_turns_that_have_a_place_are_requests(policy):
+    made = engines(2, room=Capacity(300, 5), before=lambda: asyncio.sleep(1))
+    most = 0
+
+    async def watch():
+        nonlocal most
+        while True:
+            await asyncio.sleep(0.1)
+            running = sum(engine.running for engine in made)
+            assert running == pool.scheduler.running
+            most = max(most, running)
+
+    async with pool_of(made, policy=policy) as pool:
+        watching = asyncio.create_task(watch())
+        ended = await asyncio.gather(*(episode(pool, number) for number in range(40)))
+        assert watching.cancel()
+        assert is_balanced(pool)
+    assert ended == await alone(range(40))
+    assert most <= {"kv": 20, "reserve_worst_case": 2}.get(policy, 40)
+
+
+@jumping
 async def test_an_episode_goes_on_elsewhere_token_for_token_when_its_engine_dies():
     made = engines(2)
-    (alone,) = engines(1)
-    first = await alone.generate([1], SAMPLING)
-    second = await alone.generate([1, *first.ids, 7], SAMPLING)
-    async with Pool(made) as pool, pool.seat(group="a", prompt_tokens=1) as seat:
-        assert (await seat.generate([1], SAMPLING)).ids == first.ids
-        made[0].before = failing()
-        moved = await seat.generate([1, *first.ids, 7], SAMPLING)
-        assert (moved.ids, moved.logprobs, moved.engine) == (second.ids, second.logprobs, "e1")
-        assert [desk.seats for desk in pool.desks] == [0, 1]
-        assert made[1].asked[-1] == made[0].asked[-1]
-        assert (await seat.generate([1], SAMPLING)).engine == "e1"
+    async with pool_of(made) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        first = await seat.generate([1], Sampling(4, seed=0))
+        home, other = sorted(made, key=lambda engine: engine.name != first.engine)
+        home.before = failing()
+        moved = await seat.generate([1, *first.ids, 7], Sampling(4, seed=0))
+        assert moved.engine == other.name
+        assert other.asked[-1] == home.asked[-1]
+        assert moved.ids == (await TableEngine().generate([1, *first.ids, 7], Sampling(4, seed=0))).ids
 
 
-async def test_all_episodes_of_a_dead_engine_move_and_none_is_lost():
-    made = engines(3)
-    async with Pool(made) as pool:
-
-        async def episode(number):
-            async with pool.seat(group=str(number), prompt_tokens=1) as seat:
-                ids = [number]
-                for turn in range(5):
-                    if (number, turn) == (7, 2):
-                        made[1].before = failing()
-                    ids += (await seat.generate(ids, Sampling(4, seed=number * 10 + turn))).ids
-                return ids
-
-        ended = await asyncio.gather(*map(episode, range(30)))
-        assert [desk.seats for desk in pool.desks] == [0, 0, 0]
-        assert pool.desks[1].failures > 0
-    async with Pool(engines(1)) as pool:
-        assert await asyncio.gather(*map(episode, range(30))) == ended
-
-
-async def test_when_none_is_left_what_failed_is_said():
-    made = engines(2)
-    for engine in made:
-        engine.before = failing(f"{engine.name} burnt")
-    async with Pool(made) as pool:
-        with pytest.raises(EngineFailed, match=r"no engine is left of 2: e0: e0 burnt; e1: e1 burnt"):
-            async with pool.seat(group="a", prompt_tokens=1) as seat:
-                await seat.generate([1], SAMPLING)
-        with pytest.raises(EngineFailed, match="no engine is left"):
-            async with pool.seat(group="a", prompt_tokens=1):
-                pass
-        assert [desk.seats for desk in pool.desks] == [0, 0]
-
-
-async def test_a_wrong_request_is_not_the_engines_failure():
-    async with Pool(engines(1)) as pool, pool.seat(group="a", prompt_tokens=1) as seat:
-        with pytest.raises(ValueError, match="expected"):
-            await seat.generate([1] * 300, SAMPLING)
-        assert (await seat.generate([1], SAMPLING)).engine == "e0"
-
-
-async def test_a_failed_engine_is_asked_again_after_its_rest():
-    made, clock = engines(2), Clock()
-    async with pool_of(made, clock=clock) as pool:
-        await pool.sync({"salt": 5})
-        made[0].before = failing()
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).engine == "e1"
-        made[0].before = made[1].before
-        clock.now = 9.9
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).engine == "e1"
-        clock.now = 10.0
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).engine == "e0"
-
-
-async def test_an_engine_that_was_started_anew_has_to_prove_its_weights_first():
-    made, clock = engines(2), Clock()
-    async with pool_of(made, clock=clock) as pool:
-        await pool.sync({"salt": 5})
-        made[0].before = failing()
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            await seat.generate([1], SAMPLING)
-        made[0].before, made[0].salt = made[1].before, "as at its start"
-        clock.now = 10.0
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).engine == "e1"
-        assert await pool.sync({"salt": 6}) == 2
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).engine == "e0"
-
-
-async def test_a_sync_reaches_every_engine_and_is_proven():
-    made = engines(3)
+@pytest.mark.parametrize("how", [failing(), forever], ids=["dies", "hangs"])
+@jumping
+async def test_all_turns_of_a_lost_engine_go_on_elsewhere(how):
+    made = engines(3, before=lambda: asyncio.sleep(1))
     async with pool_of(made) as pool:
-        assert (await pool.sync({"salt": 5}), await pool.sync({"salt": 6})) == (1, 2)
-        assert [(engine.salt, engine.version) for engine in made] == [(6, 2)] * 3
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).version == 2
-
-
-async def test_an_engine_with_other_weights_stops_the_run():
-    class Deaf(TableEngine):
-        async def load(self, weights, version):
-            self.version = version
-
-    async with pool_of([*engines(1), Deaf("deaf")]) as pool:
-        with pytest.raises(OSError, match="SyncFailed"):
-            await pool.sync({"salt": 5})
-
-
-async def test_an_engine_that_misses_a_sync_does_not_sample_until_the_next():
-    made, clock = engines(2), Clock()
-    async with pool_of(made, clock=clock) as pool:
-        made[0].before = failing()
-        await pool.sync({"salt": 5})
-        made[0].before = made[1].before
-        clock.now = 1000.0
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).engine == "e1"
-        await pool.sync({"salt": 6})
-        async with pool.seat(group="a", prompt_tokens=1) as seat:
-            assert (await seat.generate([1], SAMPLING)).engine == "e0"
-        for engine in made:
-            engine.before = failing()
-        with pytest.raises(EngineFailed, match="no engine is left"):
-            await pool.sync({"salt": 7})
-
-
-async def test_a_sync_among_episodes_and_an_episode_in_a_sync_are_refused():
-    made, reached, leave = engines(1), asyncio.Event(), asyncio.Event()
-    async with pool_of(made) as pool:
-        async with pool.seat(group="a", prompt_tokens=1):
-            with pytest.raises(RuntimeError, match="without episodes"):
-                await pool.sync({"salt": 5})
-
-        async def slowly():
-            reached.set()
-            await leave.wait()
-
-        made[0].before = slowly
-        syncing = asyncio.create_task(pool.sync({"salt": 5}))
-        await reached.wait()
-        with pytest.raises(RuntimeError, match="during a sync"):
-            async with pool.seat(group="a", prompt_tokens=1):
-                pass
-        with pytest.raises(RuntimeError, match="without episodes"):
-            await pool.sync({"salt": 5})
-        leave.set()
-        assert await syncing == 1
-
-
-async def test_a_cancelled_episode_leaves_its_seat():
-    made, reached = engines(1), asyncio.Event()
-
-    async def forever():
-        reached.set()
-        await asyncio.Event().wait()
-
-    made[0].before = forever
-    async with Pool(made) as pool:
-
-        async def episode():
-            async with pool.seat(group="a", prompt_tokens=1) as seat:
-                await seat.generate([1], SAMPLING)
-
-        task = asyncio.create_task(episode())
-        await reached.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [(desk.seats, desk.failures) for desk in pool.desks] == [(0, 0)]
-
-
-@pytest.mark.parametrize("made", [[], [TableEngine("same"), TableEngine("same")]])
-async def test_a_pool_needs_engines_that_can_be_told_apart(made):
-    with pytest.raises(ValueError, match="names of their own"):
-        Pool(made)
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(episode(pool, number)) for number in range(30)]
+            await asyncio.sleep(2.5)
+            made[1].before = how
+            if how is forever:
+                made[1].scraped = forever
+        assert [task.result() for task in running] == await alone(range(30))
+        assert is_balanced(pool)

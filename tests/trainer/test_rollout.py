@@ -375,7 +375,7 @@ async def test_our_failures_are_never_a_reward_of_zero(chat):
 @pytest.mark.asyncio
 async def test_a_pool_without_engines_gives_episodes_without_a_reward(chat):
     class Empty(ScriptedPool):
-        def seat(self, *, group, prompt_tokens):
+        async def generate(self, ids, sampling):
             raise EngineFailed("no engine is left")
 
     ((episode,),) = await collect(Empty(by_seed), chat, ScriptedTools(), [PROBLEM], 1)
@@ -449,7 +449,7 @@ async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(ch
             return Generation(tuple(asks), tuple(logprobs[-len(asks) :]), True, self.name, self.version)
 
     limits = EpisodeLimits(len(asks) + len(chat.responses(["it printed 1"])) + 12, 9)
-    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)]) as pool:
+    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)], most_tokens=400) as pool:
         tools = ScriptedTools(lambda code: "it printed 1")
         groups = await collect(pool, chat, tools, [PROBLEM, Problem("p1", "What is it?", "1")], 2, limits)
     for episode in (episode for group in groups for episode in group):

@@ -55,12 +55,12 @@ def test_the_reference_says_what_the_model_says_under_any_weights(folder):
 
 @pytest.mark.asyncio
 async def test_engines_in_this_process_take_the_trainers_tensors(folder):
-    async with Pool([local("a"), local("b")], carry=direct, reference=Reference(folder)) as pool:
+    async with Pool([local("a"), local("b")], carry=direct, most_tokens=256, reference=Reference(folder)) as pool:
         trained = model(1)
         assert await pool.sync(trained.state_dict()) == 1
         with torch.no_grad():  # the trainer goes on: the engine has copies
             trained.model.norm.weight.mul_(2)
-        async with pool.seat(group="a", prompt_tokens=3) as seat:
+        async with pool.seat(group="a", most_tokens=256) as seat:
             made = await seat.generate([1, 2, 3], Sampling(8, seed=0))
         expected = training_logprobs(model(1), [1, 2, 3, *made.ids])[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-3)
@@ -74,7 +74,7 @@ async def test_servers_take_weights_from_a_folder_that_is_gone_afterwards(folder
     (tmp_path / "weights/v000001").mkdir(parents=True)  # of a run that was killed
     async with FakeVllm(behind, load=take).serve() as url:
         engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=256)
-        async with Pool([engine], carry=carry, reference=Reference(folder)) as pool:
+        async with Pool([engine], carry=carry, most_tokens=256, reference=Reference(folder)) as pool:
             for version, seed in enumerate((1, 2), 1):
                 assert await pool.sync(model(seed).state_dict()) == engine.version == version
                 scores = await engine.logprobs([1, 2, 3])
@@ -99,7 +99,7 @@ async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.05)
-    async with Pool([local()], carry=partly, reference=Reference(folder)) as pool:
+    async with Pool([local()], carry=partly, most_tokens=256, reference=Reference(folder)) as pool:
         with pytest.raises(SyncFailed, match=r"within 0\.001 of the trainer's, got a difference of \d+\.\d+"):
             await pool.sync(trained.state_dict())
 
@@ -115,10 +115,10 @@ async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_
             VllmEngine(url, vocabulary=VOCABULARY, max_length=256, name=name)
             for url, name in ((one, "one"), (two, "two"))
         ]
-        async with Pool(servers, carry=ByFile(tmp_path), reference=Reference(folder)) as pool:
+        async with Pool(servers, carry=ByFile(tmp_path), most_tokens=256, reference=Reference(folder)) as pool:
             assert await pool.sync(model(1).state_dict()) == 1
-            assert "disk full" in pool.desks[1].why
-            async with pool.seat(group="a", prompt_tokens=1) as first, pool.seat(group="a", prompt_tokens=1) as second:
+            assert "disk full" in pool.desks["two"].why
+            async with pool.seat(group="a", most_tokens=256) as first, pool.seat(group="a", most_tokens=256) as second:
                 made = await asyncio.gather(*(seat.generate([1], Sampling(2, seed=0)) for seat in (first, second)))
             assert [each.engine for each in made] == ["one", "one"]
     await asyncio.gather(good.close(), bad.close())
@@ -130,11 +130,11 @@ async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path)
         pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
     async with real(VLLM, tmp_path) as engine:
         reference = Reference(tmp_path / "model")
-        async with Pool([engine], carry=ByFile(tmp_path / "weights"), reference=reference) as pool:
+        async with Pool([engine], carry=ByFile(tmp_path / "weights"), most_tokens=256, reference=reference) as pool:
             for seed in (1, 2, 1):
                 trained = model(seed)
                 await pool.sync(trained.state_dict())
-                async with pool.seat(group="a", prompt_tokens=3) as seat:
+                async with pool.seat(group="a", most_tokens=256) as seat:
                     for temperature in (1.0, 0.6):
                         made = await seat.generate([1, 2, 3], Sampling(40, temperature=temperature, seed=seed))
                         expected = training_logprobs(trained, [1, 2, 3, *made.ids], temperature)[2:]
