@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import comb
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from trainer.metrics import METRICS
 from trainer.record import RunFolder
 from trainer.trajectory import Episode, Problem
 
@@ -33,10 +34,6 @@ ALL = "all"
 """The report over all sources."""
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-
-
-class EvaluationError(ValueError):
-    """The folder holds an evaluation with other settings."""
 
 
 class Collector(Protocol):
@@ -54,33 +51,22 @@ class Collector(Protocol):
     ) -> list[list[Episode]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is measured of one episode."""
+class Outcome(NamedTuple):
+    """What is measured of one episode, named as there."""
 
     reward: float | None
     calls: int
     failed_calls: int
     answer_tags: int
-    turns: int
-    tokens: int
     stop: str
-
-    @property
-    def is_right(self) -> bool:
-        return self.reward is not None and self.reward > 0
+    turns: int
+    length: int
 
 
-Part = Callable[[Outcome], float]
-MEASURES: dict[str, tuple[Part, Part]] = {
-    "accuracy": (lambda it: it.reward or 0, lambda it: 1),
-    "tool_error_ratio": (lambda it: it.failed_calls, lambda it: it.calls),
-    "tool_error_ratio_correct": (lambda it: it.failed_calls * it.is_right, lambda it: it.calls * it.is_right),
-    "tool_use": (lambda it: it.calls > 0, lambda it: 1),
-    "one_answer": (lambda it: it.answer_tags == 1, lambda it: 1),
-    "calls": (lambda it: it.calls, lambda it: 1),
-    "turns": (lambda it: it.turns, lambda it: 1),
-    "tokens": (lambda it: it.tokens, lambda it: 1),
+MEASURES = {
+    "accuracy": METRICS["reward"],
+    **{name: METRICS[name] for name in ("tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer")},
+    **{"calls": METRICS["calls"], "turns": METRICS["turns"], "tokens": METRICS["length"]},
 }
 """What is summed over episodes, and by what sum it is divided. `accuracy` is avg@k; `tokens` has the tools' too."""
 SCORES = ("accuracy", "tool_error_ratio", "one_answer")
@@ -144,10 +130,11 @@ async def evaluate(
     """`samples` episodes of each problem, and a report by source and over `ALL`.
 
     Into `record` go the episodes and the settings, `about` (the model) among them; what is there is not run again, but
-    for problems that an outage left unfinished. `advance` is called once a problem. Raises `EvaluationError`.
+    for problems that an outage left unfinished. `advance` is called once a problem. Raises `RecordError` for the folder
+    of an evaluation with other settings.
     """
     settings = {"samples": samples, "temperature": temperature, "top_p": top_p, "seed": seed, "limits": asdict(limits)}
-    _claim(record, {**settings, **about})
+    record.claim({**settings, **about})
     known = {key for key, outcome in outcomes_of(record).items() if outcome.reward is not None}
 
     async def one(number: int, problem: Problem) -> None:
@@ -173,10 +160,11 @@ async def evaluate(
 
 def outcomes_of(record: RunFolder) -> dict[tuple[str, int], Outcome]:
     """What an evaluation's folder holds, by problem and sample. The latest counts: it took the place of an outage."""
-    same = ("reward", "calls", "failed_calls", "answer_tags", "stop")
     return {
         (row["problem"]["id"], row["sample"]): Outcome(
-            **{name: row[name] for name in same}, turns=len(row["turns"]), tokens=row["response_tokens"]
+            **{name: row[name] for name in ("reward", "calls", "failed_calls", "answer_tags", "stop")},
+            turns=len(row["turns"]),
+            length=row["response_tokens"],
         )
         for row in record.episodes(0)
     }
@@ -185,23 +173,24 @@ def outcomes_of(record: RunFolder) -> dict[tuple[str, int], Outcome]:
 def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
     """What the outcomes of P problems come to."""
     scored_P = [[outcome for outcome in some if outcome.reward is not None] for some in outcomes_P]
-    flat = [outcome for some in scored_P for outcome in some]
-    measures = {
-        name: _ratio([(sum(map(part, some)), sum(map(whole, some))) for some in scored_P])
-        for name, (part, whole) in MEASURES.items()
-    }
-    counts_P = [(len(some), sum(outcome.is_right for outcome in some)) for some in scored_P]
+    counts_P = [(len(some), sum(map(_is_right, some))) for some in scored_P]
     powers = sorted({1 << n for n in range(samples.bit_length())} | {samples})
+    measures = {name: _ratio([metric.sums(some) for some in scored_P]) for name, metric in MEASURES.items()}
     chances = {j: _ratio([(pass_at(j, n, right), 1) for n, right in counts_P if n >= j]) for j in powers}
+    episodes = sum(map(len, scored_P))
     return Report(
         problems=len(outcomes_P),
         samples=samples,
-        episodes=len(flat),
-        unavailable=sum(map(len, outcomes_P)) - len(flat),
+        episodes=episodes,
+        unavailable=sum(map(len, outcomes_P)) - episodes,
         measures={name: estimate for name, estimate in measures.items() if estimate},
         pass_at={j: chance for j, chance in chances.items() if chance},
-        stops=dict(Counter(outcome.stop for outcome in flat)),
+        stops=dict(Counter(outcome.stop for some in scored_P for outcome in some)),
     )
+
+
+def _is_right(outcome: Outcome) -> bool:
+    return (outcome.reward or 0) > 0
 
 
 def pass_at(j: int, samples: int, right: int) -> float:
@@ -211,34 +200,18 @@ def pass_at(j: int, samples: int, right: int) -> float:
 
 def table(reports: Mapping[str, Report]) -> Table:
     """For people: a row a source. The rest is in the reports."""
-    from rich.table import Table
+    from trainer.show import table
 
-    samples = reports[ALL].samples
-    made = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
-    made.add_column("source", no_wrap=True)
-    for name in ("n", f"avg@{samples} [95 %]", f"pass@{samples}", "tool errors", "one answer", "tokens"):
-        made.add_column(name, justify="right", no_wrap="avg" in name)
-    made.add_column("no verdict", justify="right")
+    k = reports[ALL].samples
+    made = table(
+        "source", "n>", f"avg@{k} [95 %]>", f"pass@{k}>", "tool errors>", "one answer>", "tokens>", "no verdict>"
+    )
     for name, one in reports.items():
         if name != ALL or len(reports) > 2:
-            estimates = [one.pass_at.get(samples), *map(one.measures.get, ("tool_error_ratio", "one_answer", "tokens"))]
+            estimates = [one.pass_at.get(k), *map(one.measures.get, ("tool_error_ratio", "one_answer", "tokens"))]
             cells = [f"{estimate.value:.3g}" if estimate else "-" for estimate in estimates]
             made.add_row(name, str(one.problems), str(one.accuracy or "-"), *cells, str(one.unavailable))
     return made
-
-
-def _claim(record: RunFolder, settings: Mapping[str, Any]) -> None:
-    """Make the folder one of `settings`, or see that it is."""
-    theirs = record.config()
-    if theirs is None:
-        record.write_config(settings)
-    elif differing := sorted(
-        name for name in theirs.keys() | settings.keys() if theirs.get(name) != settings.get(name)
-    ):
-        raise EvaluationError(
-            f"{record.path}: holds an evaluation with another {', '.join(differing)}; expected the same settings to go "
-            "on, or another folder"
-        )
 
 
 def _ratio(parts_P: Sequence[tuple[float, float]]) -> Estimate | None:

@@ -23,7 +23,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer import roc
+from trainer import metrics, roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
@@ -257,7 +256,7 @@ class _Bridge(Progress):
                 f"step {step}: none of {sum(map(len, groups))} episodes has a verdict ({groups[0][0].error} for the "
                 "first); once that is mended, the same command goes on"
             )
-        self._sampled |= summary(groups, used)
+        self._sampled |= metrics.of_step(groups, used)
         filler = self.trainer.processing_class.eos_token_id
         return [
             _row(group[index], is_used=index in use, filler=filler)
@@ -271,40 +270,6 @@ class _Bridge(Progress):
         mode: roc.Mode = "released" if self._stage.select == "released" else "paper"
         rng = random.Random(f"{self._seed}/{step}/{group[0].problem.id}")
         return roc.resample_on_correct(group, self._stage.keep, mode=mode, rng=rng)
-
-
-def summary(groups: Sequence[Sequence[Episode]], used: Sequence[Sequence[int]]) -> dict[str, float]:
-    """A step's numbers, named as in `record.METRICS`; `used` are the indices in each group that are in the loss."""
-    episodes = [episode for group in groups for episode in group]
-    in_loss = [group[index] for group, some in zip(groups, used, strict=True) for index in some]
-    turns = [turn for episode in episodes for turn in episode.steps]
-    return {
-        "reward": _mean_reward(episodes),
-        "reward_kept": _mean_reward(in_loss),
-        "tool_error_ratio": _error_ratio(episodes),
-        "tool_error_ratio_correct": _error_ratio([episode for episode in episodes if episode.reward == 1]),
-        "one_answer": fmean(episode.answer_tags == 1 for episode in episodes),
-        "length": fmean(len(episode.ids) for episode in episodes),
-        "turns": fmean(episode.turns for episode in episodes),
-        "calls": fmean(episode.calls for episode in episodes),
-        "kept": len(in_loss),
-        "dropped": len(episodes) - len(in_loss),
-        "groups_dropped": sum(not some for some in used),
-        "unavailable": sum(episode.reward is None for episode in episodes),
-        "tokens": sum(episode.sampled_tokens for episode in episodes),
-        "seconds_generate": sum(turn.generate_s for turn in turns),
-        "seconds_tools": sum(turn.tools_s for turn in turns),
-    }
-
-
-def _mean_reward(episodes: Sequence[Episode]) -> float:
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    return fmean(rewards) if rewards else float("nan")
-
-
-def _error_ratio(episodes: Sequence[Episode]) -> float:
-    calls = sum(episode.calls for episode in episodes)
-    return sum(episode.failed_calls for episode in episodes) / calls if calls else float("nan")
 
 
 def _used(group: Sequence[Episode], kept: Sequence[int]) -> list[int]:

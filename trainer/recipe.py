@@ -94,14 +94,13 @@ class Run:
         return self.stage(unit.stage or START) / f"{name}.json"
 
     def done(self, unit: Unit) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = read_json(self.done_file(unit))
-        return found
+        return read_json(self.done_file(unit))
 
     def finish(self, unit: Unit, found: Mapping[str, Any]) -> None:
         write_json(self.done_file(unit), found)
 
     def stage(self, name: str) -> Path:
-        return self.record.stage_folder(name)
+        return self.folder / "stages" / name
 
     def before(self, name: str) -> dict[str, Any]:
         """What the training before `name` left: `model`, `checkpoint`, `step`. Raises `ConfigError` if it has not."""
@@ -141,10 +140,10 @@ Start = Callable[[Unit, Sequence[str], int], int]
 
 
 def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str], None] = lambda text: None) -> Run:
-    """Run every unit that is not over. Raises `ConfigError` for another run's folder, `UnitFailed`."""
+    """Run every unit that is not over. Raises `RecordError` for another run's folder, `UnitFailed`."""
     run, start = Run(config), start or start_child
     with _locked(run.folder, say) as lock:
-        _claim(run)
+        run.record.claim(config.to_dict(), may_differ=MAY_DIFFER)
         units = run.units()
         for number, unit in enumerate(units, 1):
             if run.done(unit):
@@ -204,31 +203,3 @@ def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
             say(f"{folder}: another recipe works here; waiting for its end (Ctrl-C gives up)")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
-
-
-def _claim(run: Run) -> None:
-    """Write the configuration down, or see that it is the one that is there."""
-    mine, theirs = run.config.to_dict(), run.record.config()
-    if theirs is None:
-        run.record.write_config(mine)
-        return
-    differing = sorted(name for name in _differing(mine, theirs) if not name.startswith(MAY_DIFFER))
-    if differing:
-        raise ConfigError(
-            f"{run.folder} is of a run with other settings ({', '.join(differing[:5])}); expected the same ones to go "
-            "on: give them, or another --run-dir to start anew"
-        )
-    run.record.write_config(mine)
-
-
-def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    for name in mine.keys() | theirs.keys():
-        one, other = mine.get(name), theirs.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differing(one, other, f"{above}{name}.")
-        elif _plain(one) != _plain(other):
-            yield f"{above}{name}"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -1,7 +1,7 @@
 """The folder of a run: what was asked, what each step measured, every episode. Plain JSON that anyone can read.
 
     config.json                      the resolved configuration
-    metrics.jsonl                    one row a step; `METRICS` names its numbers
+    metrics.jsonl                    one row a step; `trainer.metrics` names its numbers
     episodes/step_000012.jsonl       one row an episode, kept or not
     stages/<name>/                   checkpoints, the model, done.json: the recipe's
     summary.json                     what came out, stage by stage
@@ -12,7 +12,8 @@ Invariants:
 - The other files appear whole or not at all.
 - One process writes; any number read, while it writes too.
 - Readers hold one row at a time, since a file of episodes may have gigabytes.
-- Every row says which `VERSION` of this layout it has. Steps are counted over the whole run, from 1.
+- config.json and summary.json say which `VERSION` of this layout the folder has. Steps are counted over the whole run,
+  from 1.
 """
 
 from __future__ import annotations
@@ -20,47 +21,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from trainer import roc
+from trainer.metrics import METRICS
 from trainer.trajectory import Episode, ToolCall
 
 VERSION = 1
 
-METRICS = {
-    "reward": "mean reward of the sampled episodes that have one",
-    "reward_kept": "mean reward of those kept for the loss",
-    "tool_error_ratio": "tool calls that failed, of all calls",
-    "tool_error_ratio_correct": "the same over episodes with reward 1",
-    "one_answer": "share of episodes with exactly one answer tag",
-    "length": "mean tokens of a response, tool tokens included",
-    "turns": "mean turns of an episode",
-    "calls": "mean tool calls of an episode",
-    "kept": "episodes kept for the loss; of a group of equal rewards none",
-    "dropped": "episodes sampled and not kept",
-    "groups_dropped": "groups left out of the loss, as all their rewards are equal",
-    "unavailable": "episodes without a reward, since something of ours failed",
-    "loss": "the optimised loss",
-    "grad_norm": "norm of the gradient, before it is clipped",
-    "kl_sampler": "mean |log-probability when sampled - when trained|",
-    "lr": "learning rate",
-    "tokens": "tokens sampled",
-    "weight_version": "of the weights that sampled",
-    "seconds_step": "the whole step",
-    "seconds_rollout": "from the first episode to the last",
-    "seconds_generate": "waiting for engines, summed over episodes",
-    "seconds_tools": "waiting for tools, summed over episodes",
-    "seconds_sync": "giving the engines new weights",
-    "seconds_optimise": "forward, backward and the optimiser",
-    "seconds_own": "the trainer's own work: neither engines, nor tools, nor the optimiser",
-}
-"""The numbers that a row of metrics may have. One that does not apply to a step, as a reward to SFT, is not there."""
-
 _EPISODE = (
-    "sample", "reward", "stop", "answer", "answer_tags", "calls", "failed_calls", "sampled_tokens", "seconds", "error",
+    "problem", "sample", "reward", "stop", "answer", "answer_tags", "calls", "failed_calls", "sampled_tokens",
+    "seconds", "error", "prompt_ids", "ids",
 )  # fmt: skip
 """What a row says of an episode as the episode says it."""
 
@@ -69,28 +46,30 @@ class RecordError(ValueError):
     """The folder is not what this version of the trainer writes, or holds what it cannot have written."""
 
 
+@dataclass
 class RunFolder:
-    """The folder of one run. Making this object touches nothing; writers make what they need.
+    """The folder of one run. Making this object touches nothing; writers make what they need."""
 
-    `keep_logprobs` adds every token's log-probability to the episodes, about as much again as the rest. `log` is told
-    of each row of metrics: a tracker, see `trainer.track`.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        keep_logprobs: bool = False,
-        log: Callable[[Mapping[str, Any]], None] = lambda row: None,
-    ) -> None:
-        self.path = Path(path)
-        self.keep_logprobs = keep_logprobs
-        self._log = log
+    path: Path
+    keep_logprobs: bool = False
+    """Adds every token's log-probability to the episodes, about as much again as the rest."""
+    log: Callable[[Mapping[str, Any]], None] = lambda row: None
+    """Is told of each row of metrics: a tracker, see `trainer.track`."""
 
     # Writing
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        write_json(self.path / "config.json", {"version": VERSION, "config": config})
+    def claim(self, config: Mapping[str, Any], *, may_differ: tuple[str, ...] = ()) -> None:
+        """Make the folder one of `config`, or see that it is, but for settings whose names begin as `may_differ` says.
+
+        Raises `RecordError`.
+        """
+        mine, theirs = json.loads(json.dumps(config)), self.config()
+        if theirs is not None and (differing := _differing(mine, theirs, may_differ)):
+            raise RecordError(
+                f"{self.path} is of a run with other settings ({', '.join(differing[:5])}); expected the same ones to "
+                "go on: give them, or another folder to start anew"
+            )
+        write_json(self.path / "config.json", {"version": VERSION, "config": mine})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """What came out so far: `{"stages": [{"name", "accuracy", "tool_error_ratio", "one_answer", "seconds"}]}`."""
@@ -98,13 +77,13 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a step's numbers: `step`, `stage`, and any of `METRICS`. What is not finite is written as null."""
-        unknown = row.keys() - METRICS.keys() - {"step", "stage"}
-        if unknown or not row.keys() >= {"step", "stage"}:
-            raise ValueError(f"metrics: expected step, stage and names that record.METRICS has, got {sorted(row)}")
-        numbers = {name: _finite(value) for name, value in row.items() if name not in ("step", "stage")}
-        whole = {"version": VERSION, "step": int(row["step"]), "stage": str(row["stage"]), **numbers}
+        numbers = {name: value for name, value in row.items() if name not in ("step", "stage")}
+        if len(numbers) != len(row) - 2 or not numbers.keys() <= METRICS.keys():
+            raise ValueError(f"metrics: expected step, stage and names that metrics.METRICS has, got {sorted(row)}")
+        whole = {"step": row["step"], "stage": row["stage"]}
+        whole |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         append_rows(self._metrics, [whole])
-        self._log(whole)
+        self.log(whole)
 
     def write_episodes(
         self,
@@ -120,9 +99,8 @@ class RunFolder:
 
         Who adds a step's groups in several calls says which number the first of each has.
         """
-        assert len(groups) == len(kept), f"{len(groups)} groups, and what was kept of {len(kept)}"
         rows = (
-            {"version": VERSION, "step": step, "stage": stage, "group": first_group + number}
+            {"step": step, "stage": stage, "group": first_group + number}
             | {"kept": index in indices, "why": why[number][index] if why else ""}
             | self._episode(episode)
             for number, (group, indices) in enumerate(zip(groups, map(frozenset, kept), strict=True))
@@ -133,13 +111,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`: the one of the checkpoint from which the run goes on."""
         if self._metrics.exists():
-            with self._metrics.open("rb+") as file:
-                end = 0
-                for line in _whole_lines(file):
-                    if json.loads(line)["step"] > step:
-                        break
-                    end += len(line)
-                file.truncate(end)
+            _write(self._metrics, map(_line, takewhile(lambda row: row["step"] <= step, self.metrics())))
         for later in self.steps():
             if later > step:
                 self._episodes(later).unlink()
@@ -147,12 +119,15 @@ class RunFolder:
     # Reading
 
     def config(self) -> dict[str, Any] | None:
-        """The configuration that was written; None before."""
-        found = self._read("config.json")
-        return None if found is None else dict(found["config"])
+        """The configuration that was written; None before. Raises `RecordError` for another version's folder."""
+        found = read_json(self.path / "config.json") or {"version": VERSION}
+        if found.get("version") != VERSION:
+            got = found.get("version")
+            raise RecordError(f"{self.path}: expected version {VERSION}, got {got!r}; read it with its trainer")
+        return found.get("config")
 
     def summary(self) -> dict[str, Any] | None:
-        return self._read("summary.json")
+        return read_json(self.path / "summary.json")
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The steps' rows, in order."""
@@ -166,9 +141,6 @@ class RunFolder:
         """The rows of a step's episodes, as they were written."""
         return read_rows(self._episodes(step))
 
-    def stage_folder(self, name: str) -> Path:
-        return self.path / "stages" / name
-
     @property
     def _metrics(self) -> Path:
         return self.path / "metrics.jsonl"
@@ -176,82 +148,42 @@ class RunFolder:
     def _episodes(self, step: int) -> Path:
         return self.path / "episodes" / f"step_{step:06}.jsonl"
 
-    def _read(self, name: str) -> dict[str, Any] | None:
-        found = read_json(self.path / name)
-        return None if found is None else _known(found, self.path / name)
-
     def _episode(self, episode: Episode) -> dict[str, Any]:
         row = {name: getattr(episode, name) for name in _EPISODE} | {
             "p_err": roc.p_err(episode),
             "p_format": roc.p_format(episode),
             "prompt_tokens": len(episode.prompt_ids),
             "response_tokens": len(episode.ids),
-            "problem": _fields(episode.problem),
-            "turns": [_fields(turn) | {"calls": [_call(call) for call in turn.calls]} for turn in episode.steps],
-            "mask": _spans(episode.mask),
-            "prompt_ids": episode.prompt_ids,
-            "ids": episode.ids,
+            "turns": episode.steps,
+            # Runs of equal mask as [start, end, mask].
+            "mask": [[*run.span(), run[0][0]] for run in re.finditer(rb"\x00+|\x01+", bytes(episode.mask))],
         }
         return row | ({"logprobs": [round(one, 6) for one in episode.logprobs]} if self.keep_logprobs else {})
 
 
 def write_json(path: Path, value: object) -> None:
     """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    _write(path, [json.dumps(value, indent=2), "\n"])
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any] | None:
     """What `write_json` wrote; None where nothing was."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    return _fields(call) | {"has_failed": call.has_failed}
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """What a dataclass holds, not copied as deep as `asdict` would."""
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
-
-
-def _spans(mask_T: Sequence[int]) -> list[list[int]]:
-    """The runs of equal mask as `[start, end, mask]`."""
-    mask, spans, start = bytes(mask_T), [], 0
-    while start < len(mask):
-        end = mask.find(1 - mask[start], start)
-        end = len(mask) if end < 0 else end
-        spans.append([start, end, mask[start]])
-        start = end
-    return spans
-
-
-def _finite(value: Any) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
-
-
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add lines to a file of rows, in place of a torn last one; each row has `version`."""
+    """Add lines to a file of rows, in place of a torn last one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        _mend(file)
-        for row in rows:
-            file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
-
-
-def _mend(file: BinaryIO) -> None:
-    """Cut off a torn last line."""
-    if size := file.seek(0, os.SEEK_END):
-        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        if end < size:
-            file.truncate(end)
+        if size := file.seek(0, os.SEEK_END):
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            if end < size:
+                file.truncate(end)
+        file.writelines(_line(row).encode() for row in rows)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -261,19 +193,42 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     with file:
-        for number, line in enumerate(_whole_lines(file), 1):
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
             try:
-                row = json.loads(line)
+                yield json.loads(line)
             except ValueError as why:
                 raise RecordError(f"{path}, line {number}: expected a row of JSON, got {line[:80]!r}: {why}") from why
-            yield _known(row, path)
 
 
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    return (line for line in file if line.endswith(b"\n"))
+def _write(path: Path, texts: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.writelines(texts)
+    part.replace(path)
 
 
-def _known(row: dict[str, Any], path: Path) -> dict[str, Any]:
-    if row.get("version") != VERSION:
-        raise RecordError(f"{path}: expected version {VERSION}, got {row.get('version')!r}; read it with its trainer")
-    return row
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, separators=(",", ":"), default=_fields) + "\n"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What a dataclass holds, not copied as deep as `asdict` would."""
+    fields = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    return fields | {"has_failed": value.has_failed} if isinstance(value, ToolCall) else fields
+
+
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], may_differ: tuple[str, ...]) -> list[str]:
+    """The names of settings, as a.b, that are not equal."""
+    one, other = _flat(mine), _flat(theirs)
+    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return [name for name in names if not name.startswith(may_differ)]
+
+
+def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, inner in value.items():
+        flat |= _flat(inner, f"{above}{name}.") if isinstance(inner, Mapping) else {f"{above}{name}": inner}
+    return flat

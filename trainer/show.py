@@ -11,28 +11,28 @@ import argparse
 import json
 import re
 import time
-from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
-from hashlib import sha256
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import groupby, islice
 from pathlib import Path
+from secrets import token_hex
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.record import METRICS, RunFolder
+from trainer.metrics import METRICS
+from trainer.record import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
 Row = dict[str, Any]
+One = TypeVar("One")
 
 MOST_EPISODES = 400
 MOST_BYTES = 32 << 20
 """Of the page's episodes, together."""
-MOST_TEXT = 100_000
-"""Characters of one text in the page."""
 MOST_POINTS = 4000
 """Rows of metrics in the page."""
 MOST_LISTED = 40
@@ -79,8 +79,8 @@ def _chosen_steps(folder: RunFolder, args: argparse.Namespace) -> list[int]:
     return [step for step in folder.steps() if args.step is None or any(step in some for some in args.step)]
 
 
-def _chosen(rows: Iterable[Row], args: argparse.Namespace) -> Iterator[Row]:
-    for row in rows:
+def _chosen(folder: RunFolder, step: int, args: argparse.Namespace) -> Iterator[Row]:
+    for row in folder.episodes(step):
         if args.problem in (None, row["problem"]["id"]) and args.sample in (None, row["sample"]):
             yield row
 
@@ -94,10 +94,10 @@ def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
     text = page({
         "name": folder.path.resolve().name,
         "made_at": time.time(),
-        "about": METRICS,
+        "about": {name: asdict(replace(metric, part=None, whole=None)) for name, metric in METRICS.items()},
         "config": folder.config(),
         "summary": folder.summary(),
-        "metrics": [metrics[i] for i in _spread(len(metrics), MOST_POINTS)],
+        "metrics": _spread(metrics, MOST_POINTS),
         "steps": len(metrics),
         "sampled": sum((row.get("kept") or 0) + (row.get("dropped") or 0) for row in metrics),
         "episodes": episodes,
@@ -111,58 +111,39 @@ def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
 
 def page(data: Row) -> str:
     """The page that shows `data`. Its policy lets only its own script run, and load nothing."""
-    text = files("trainer").joinpath("show.html").read_text(encoding="utf-8")
-    script, style = (_hash(re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)[0]) for tag in ("script", "style"))
-    policy = f"default-src 'none'; img-src data:; script-src {script}; style-src {style}"
+    text = files("trainer").joinpath("show.html").read_text(encoding="utf-8").replace("{{nonce}}", token_hex())
     # In a script element only "<" could end it, and JSON may write it so.
-    return text.replace("{{policy}}", policy).replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
+    return text.replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
 
 
 def sample(folder: RunFolder, args: argparse.Namespace, most: int) -> list[Row]:
     """At most `most` of the episodes asked for: whole groups, the first ones of steps spread over all of them."""
     steps = _chosen_steps(folder, args)
-    if args.problem is None and steps:
-        group = next((len(list(rows)) for _, rows in _groups(folder, steps[0], args)), 1)
-        steps = [steps[i] for i in _spread(len(steps), max(1, most // group))]
+    size = next((len(group) for step in steps for group in _groups(folder, step, args)), 1)
+    if args.problem is None:
+        steps = _spread(steps, max(1, most // size))
     found: list[Row] = []
     for number, step in enumerate(steps, 1):
-        room, size, first = most * number // len(steps) - len(found), 0, len(found)
-        for _, rows in _groups(folder, step, args):
-            group_rows = [_for_page(row) for row in rows]
-            size += sum(len(json.dumps(row)) for row in group_rows)
-            room -= len(group_rows)
-            if (room < 0 or size > MOST_BYTES // len(steps)) and len(found) > first:
+        room = most if args.problem else max(size, most) * number // len(steps)
+        for group in _groups(folder, step, args):
+            if len(found) + len(group) > room:
                 break
-            found += group_rows
-    return found[:most]
+            found += group
+    is_over = most > 1 and sum(len(json.dumps(row)) for row in found) > MOST_BYTES
+    return sample(folder, args, most // 2) if is_over else found[:most]
 
 
-def _groups(folder: RunFolder, step: int, args: argparse.Namespace) -> Iterator[tuple[int, Iterator[Row]]]:
-    return groupby(_chosen(folder.episodes(step), args), key=lambda row: int(row["group"]))
+def _groups(folder: RunFolder, step: int, args: argparse.Namespace) -> Iterator[list[Row]]:
+    """Without tokens, which the page does not show."""
+    for _, rows in groupby(_chosen(folder, step, args), key=lambda row: row["group"]):
+        yield [{key: row[key] for key in row.keys() - {"ids", "prompt_ids", "logprobs"}} for row in rows]
 
 
-def _for_page(row: Row) -> Row:
-    """The row without tokens, and with no text too long."""
-    return {key: _short(value) for key, value in row.items() if key not in ("ids", "prompt_ids", "logprobs", "version")}
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > MOST_TEXT:
-        return f"{value[:MOST_TEXT]}\n[… {len(value) - MOST_TEXT} more characters, see the run's folder]"
-    if isinstance(value, dict):
-        return {key: _short(inner) for key, inner in value.items()}
-    return [_short(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most `most` of range(count), evenly, both ends among them."""
-    if count <= most:
-        return list(range(count))
-    return [i * (count - 1) // max(1, most - 1) for i in range(most)] if most > 1 else [count - 1]
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+def _spread(items: list[One], most: int) -> list[One]:
+    """At most `most` of them, evenly, both ends among them."""
+    if len(items) <= most:
+        return items
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)] if most > 1 else items[-1:]
 
 
 # The terminal
@@ -176,7 +157,7 @@ def _print(folder: RunFolder, args: argparse.Namespace) -> None:
         _print_run(console, folder)
         args.step = [range(last, last + 1) for last in folder.steps()[-1:]]
     most = MOST_LISTED if args.episodes is None else args.episodes
-    rows = (row for step in _chosen_steps(folder, args) for row in _chosen(folder.episodes(step), args))
+    rows = (row for step in _chosen_steps(folder, args) for row in _chosen(folder, step, args))
     found = list(islice(rows, most + 1))
     if len(found) == 1:
         console.print(*_episode(found[0]), sep="\n")
@@ -200,7 +181,7 @@ def _print_run(console: Console, folder: RunFolder) -> None:
 
 
 def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
-    table = _table("stage", "steps>", "reward>", "errors if right>", "one answer>", "length>", "accuracy>")
+    made = table("stage", "steps>", "reward>", "errors if right>", "one answer>", "length>", "accuracy>")
     results = {stage["name"]: stage for stage in (summary or {}).get("stages", ())}
     for name, some in groupby(rows, key=lambda row: row["stage"]):
         stage = list(some)
@@ -209,37 +190,35 @@ def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
             for key in ("reward", "tool_error_ratio_correct", "one_answer", "length")
             for have in [[row[key] for row in stage if row.get(key) is not None]]
         ]
-        table.add_row(clean(name), str(len(stage)), *ends, _text(results.get(name, {}).get("accuracy")))
-    return table
+        made.add_row(clean(name), str(len(stage)), *ends, _text(results.get(name, {}).get("accuracy")))
+    return made
 
 
 def _numbers(rows: Sequence[Row], width: int) -> Table:
-    table = _table("", "first>", "last>", "course", *(["…"] if width >= 120 else []))
-    for key, about in METRICS.items():
+    made = table("", "first>", "last>", "course", *(["…"] if width >= 120 else []))
+    for key, metric in METRICS.items():
         if have := [row[key] for row in rows if row.get(key) is not None]:
-            table.add_row(key, _text(have[0]), _text(have[-1]), bars(have), *([about] if width >= 120 else []))
-    return table
+            made.add_row(key, _text(have[0]), _text(have[-1]), bars(have), *([metric.about] if width >= 120 else []))
+    return made
 
 
-def bars(values: Sequence[float]) -> str:
+def bars(values: list[float]) -> str:
     """The course of values in a few characters, from their least to their greatest."""
-    chosen = [values[i] for i in _spread(len(values), BARS_WIDE)]
+    chosen = _spread(values, BARS_WIDE)
     low, high = min(chosen), max(chosen)
-    return "".join(
-        BARS[int((value - low) / (high - low) * (len(BARS) - 1) + 0.5) if high > low else 0] for value in chosen
-    )
+    return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in chosen)
 
 
 def _list(rows: Sequence[Row]) -> Table:
-    table = _table("step>", "problem…", "#>", "reward>", "", "stop", "failed>", "penalty>", "tokens>", "answer…")
+    made = table("step>", "problem…", "#>", "reward>", "", "stop", "failed>", "penalty>", "tokens>", "answer…")
     for number, row in enumerate(rows):
         is_next = number > 0 and rows[number - 1]["group"] == row["group"] and rows[number - 1]["step"] == row["step"]
-        table.add_row(
+        made.add_row(
             str(row["step"]), "" if is_next else clean(row["problem"]["id"]), str(row["sample"]), _text(row["reward"]),
             "kept" if row["kept"] else "dropped", row["stop"], f"{row['failed_calls']}/{row['calls']}",
             _text(row["p_err"] + row["p_format"]), str(row["response_tokens"]), clean(row["answer"] or "–"),
         )  # fmt: skip
-    return table
+    return made
 
 
 def _episode(row: Row) -> Iterator[RenderableType]:
@@ -267,15 +246,15 @@ def _episode(row: Row) -> Iterator[RenderableType]:
             yield Padding(Text(clean(call["response"]) + (" [cut]" if call["is_cut"] else "")), (0, 4))
 
 
-def _table(*heads: str) -> Table:
+def table(*heads: str) -> Table:
     """An empty table; a head that ends in > is of numbers, one that ends in … of text that may need several lines."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for head in heads:
-        align: Literal["left", "right"] = "right" if head.endswith(">") else "left"
-        table.add_column(head.rstrip(">…"), justify=align, no_wrap=not head.endswith("…"), overflow="fold")
-    return table
+        justify: Any = "right" if head.endswith(">") else "left"
+        made.add_column(head.rstrip(">…"), justify=justify, no_wrap=not head.endswith("…"), overflow="fold")
+    return made
 
 
 def clean(text: str) -> str:

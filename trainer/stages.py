@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainer import data
 from trainer.config import ConfigError, RunConfig, StageConfig, urls
 from trainer.recipe import SFT, START, Run, Unit
-from trainer.record import VERSION, RunFolder, append_rows, read_rows, write_json
+from trainer.record import RunFolder, append_rows, read_rows, write_json
 from trainer.rollout import EpisodeLimits
 from trainer.track import tracking
 from trainer.trajectory import Episode, Problem
@@ -159,7 +159,7 @@ def drop_solved(run: Run, name: str) -> None:
                 problem.id: sum(episode.reward == 1 for episode in group)
                 for problem, group in zip(some, groups, strict=True)
             }
-            append_rows(counts, ({"version": VERSION, "id": id, "solved": count} for id, count in new.items()))
+            append_rows(counts, ({"id": id, "solved": count} for id, count in new.items()))
             solved |= new
             progress.advance(task, len(some))
     kept = [problem for problem in problems if solved[problem.id] < stage.drop_solved]
@@ -221,7 +221,8 @@ def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> N
     with sampling(run, _model(run, found)) as rollouts:
         groups = _collect(rollouts, stage, some, samples, _seed(config, "rollout"))
     record = RunFolder(out, keep_logprobs=True)
-    record.write_config(config.to_dict())
+    record.claim(config.to_dict())
+    record.rewind(0)
     record.write_episodes(1, name, groups, [range(samples)] * len(groups))
 
 

@@ -139,6 +139,11 @@ class Episode:
     """What of ours failed, for `StopReason.UNAVAILABLE`."""
 
     @property
+    def length(self) -> int:
+        """T, what tools said included."""
+        return len(self.ids)
+
+    @property
     def turns(self) -> int:
         return len(self.steps)
 

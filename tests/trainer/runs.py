@@ -6,8 +6,9 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from trainer import roc
+from trainer import metrics, roc
 from trainer.record import RunFolder
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Trajectory, Turn
 
@@ -18,10 +19,10 @@ STAGES = {"sft": 6, "rl1": 8, "rl2": 4}
 _TRACEBACK = 'Traceback (most recent call last):\n  File "<call>", line 3, in <module>\n    print(totl)\nNameError: {}'
 
 
-def write_run(path: str, *, seed: int = 0, problems: int = 2, stages: dict[str, int] = STAGES) -> RunFolder:
+def write_run(path: Path, *, seed: int = 0, problems: int = 2, stages: dict[str, int] = STAGES) -> RunFolder:
     """A run of SFT and two stages that get better."""
     folder, rng = RunFolder(path), random.Random(seed)
-    folder.write_config({"model": "tiny", "seed": seed, "stages": list(stages)})
+    folder.claim({"model": "tiny", "seed": seed, "stages": list(stages)})
     step, total = 0, sum(stages.values())
     for stage, steps in stages.items():
         for _ in range(steps):
@@ -50,32 +51,11 @@ def write_step(folder: RunFolder, step: int, stage: str, groups: Sequence[Sequen
 
 def numbers(groups: Sequence[Sequence[Episode]], kept: Sequence[Sequence[int]]) -> dict[str, float]:
     """A plausible row of metrics with every name."""
-    everyone = [one for group in groups for one in group]
     used = [some if roc.has_signal(group, some) else [] for group, some in zip(groups, kept, strict=True)]
-    chosen = [group[i] for group, indices in zip(groups, used, strict=True) for i in indices]
-    scored = [one for one in everyone if one.reward is not None]
-    right = [one for one in scored if one.reward]
-    n = len(everyone)
-    row = {
-        "reward": _mean([one.reward or 0 for one in scored]),
-        "reward_kept": _mean([one.reward for one in chosen if one.reward is not None]),
-        "tool_error_ratio": _ratio(everyone),
-        "tool_error_ratio_correct": _ratio(right),
-        "one_answer": sum(one.answer_tags == 1 for one in everyone) / n,
-        "length": _mean([len(one.ids) for one in everyone]),
-        "turns": _mean([one.turns for one in everyone]),
-        "calls": _mean([one.calls for one in everyone]),
-        "kept": len(chosen),
-        "dropped": n - len(chosen),
-        "groups_dropped": sum(not some for some in used),
-        "unavailable": n - len(scored),
-        "tokens": sum(one.sampled_tokens for one in everyone),
-        "seconds_generate": sum(turn.generate_s for one in everyone for turn in one.steps),
-        "seconds_tools": sum(turn.tools_s for one in everyone for turn in one.steps),
-    }
     spent = {"step": 4.5, "rollout": 3.2, "sync": 0.1, "optimise": 1.1, "own": 0.05}
     measured = {"loss": 0.02, "grad_norm": 0.4, "kl_sampler": 4e-4, "lr": 1e-5, "weight_version": 3}
-    return row | measured | {f"seconds_{name}": seconds for name, seconds in spent.items()}
+    row = metrics.of_step(groups, used) | measured | {f"seconds_{name}": seconds for name, seconds in spent.items()}
+    return dict.fromkeys(metrics.METRICS, 0.5) | row
 
 
 def group(rng: random.Random, problem: str, *, skill: float) -> list[Episode]:
@@ -132,12 +112,3 @@ def _call(rng: random.Random, a: int, b: int, skill: float) -> ToolCall:
         return ToolCall(name, code, "3 4\n", CallStatus.OK, f"is {a * b}\n", 0.012)
     error = _TRACEBACK.format("name 'totl' is not defined")
     return ToolCall(name, code.replace("total)", "totl)"), "", CallStatus.ERROR, error, 0.015, is_cut=True)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
-
-
-def _ratio(episodes: Sequence[Episode]) -> float:
-    calls = sum(one.calls for one in episodes)
-    return sum(one.failed_calls for one in episodes) / calls if calls else 0.0

@@ -23,7 +23,6 @@ from trainer.evaluate import (
     ALL,
     MEASURES,
     Estimate,
-    EvaluationError,
     Outcome,
     Report,
     evaluate,
@@ -31,7 +30,7 @@ from trainer.evaluate import (
     report,
     table,
 )
-from trainer.record import RunFolder
+from trainer.record import RecordError, RunFolder
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
 PROBLEMS = [
@@ -47,7 +46,7 @@ class Limits:
 
 
 def outcome(reward: float | None = 1.0, **some: Any) -> Outcome:
-    of_all = {"calls": 2, "failed_calls": 1, "answer_tags": 1, "turns": 3, "tokens": 10, "stop": "finished"}
+    of_all = {"calls": 2, "failed_calls": 1, "answer_tags": 1, "turns": 3, "length": 10, "stop": "finished"}
     return Outcome(reward, **{**of_all, **some})
 
 
@@ -107,7 +106,7 @@ def test_numbers_by_hand() -> None:
     made = report(
         [
             [outcome(1.0, calls=4, failed_calls=1), outcome(0.0, answer_tags=2, stop="turn_limit")],
-            [outcome(0.0, calls=0, failed_calls=0, tokens=30), outcome(0.0, calls=0, failed_calls=0)],
+            [outcome(0.0, calls=0, failed_calls=0, length=30), outcome(0.0, calls=0, failed_calls=0)],
             [outcome(None, calls=9, failed_calls=9), outcome(1.0, calls=4, failed_calls=0, answer_tags=0)],
             [outcome(None), outcome(None)],
         ],
@@ -199,5 +198,5 @@ def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     run(Collector(), tmp_path)
-    with pytest.raises(EvaluationError, match="with another model, temperature; expected the same"):
+    with pytest.raises(RecordError, match=r"with other settings \(model, temperature\); expected the same"):
         run(Collector(), tmp_path, about={"model": "b"}, temperature=0.6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from trainer.config import ConfigError, RunConfig, load
 from trainer.recipe import Run, Unit, UnitFailed, argv, recipe
-from trainer.record import read_json
+from trainer.record import RecordError
 
 STAGES = """
 [sft]
@@ -118,7 +119,7 @@ def test_a_folder_keeps_its_settings(tmp_path: Path) -> None:
     config = _config(tmp_path)
     recipe(config, start=Children(config))
     other = _config(tmp_path, "stages.rl1.steps=4", 'data.train=["else"]')
-    with pytest.raises(ConfigError, match=r"other settings \(data\.train, stages\.rl1\.steps\)"):
+    with pytest.raises(RecordError, match=r"other settings \(data\.train, stages\.rl1\.steps\)"):
         recipe(other, start=Children(other))
     (tmp_path / "run").rename(tmp_path / "moved")
     moved = _config(tmp_path, f"run_dir={tmp_path / 'moved'}", 'sandbox.endpoints=["http://elsewhere"]')
@@ -179,6 +180,6 @@ def test_a_child_does_not_see_settings_in_variables(tmp_path: Path, monkeypatch:
     code = f"import json, os; json.dump(sorted(os.environ), open({str(tmp_path / 'seen.json')!r}, 'w'))"
     with (tmp_path / "lock").open("w") as lock:
         assert start_child(Unit("prepare"), [sys.executable, "-c", code], lock.fileno()) == 0
-    seen = read_json(tmp_path / "seen.json")
+    seen = json.loads((tmp_path / "seen.json").read_text())
     assert "PATH" in seen
     assert "RSTAR_TRAIN_SEED" not in seen

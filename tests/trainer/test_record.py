@@ -10,15 +10,17 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import asdict, fields, replace
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.runs import episode, write_run, write_step
-from trainer.record import METRICS, RecordError, RunFolder, _spans, write_json
+from trainer.metrics import METRICS
+from trainer.record import RecordError, RunFolder, write_json
 from trainer.roc import p_err, p_format
 from trainer.trajectory import Episode, Problem, ToolCall, Turn
 
@@ -87,11 +89,14 @@ def test_ids_are_always_kept_and_log_probabilities_on_demand(folder: RunFolder) 
     assert row["ids"] and "logprobs" not in row
 
 
-@given(st.lists(st.integers(0, 1)))
+@given(st.lists(st.integers(0, 1), min_size=1))
 def test_spans_are_the_mask(mask: list[int]) -> None:
-    spans = _spans(mask)
-    assert [value for start, end, value in spans for _ in range(start, end)] == mask
-    assert all(left[1] == right[0] and left[2] != right[2] for left, right in pairwise(spans))
+    one = replace(episode(random.Random(1), "p", 0, skill=1.0), ids=(7,) * len(mask), mask=tuple(mask))
+    with TemporaryDirectory() as path:
+        RunFolder(Path(path)).write_episodes(1, "rl1", [[one]], [[0]])
+        (row,) = RunFolder(Path(path)).episodes(1)
+    assert [value for start, end, value in row["mask"] for _ in range(start, end)] == mask
+    assert len(row["mask"]) == sum(1 for _ in groupby(mask))
 
 
 def test_metrics_have_only_names_from_the_list(folder: RunFolder) -> None:
@@ -100,7 +105,7 @@ def test_metrics_have_only_names_from_the_list(folder: RunFolder) -> None:
     with pytest.raises(ValueError, match="expected step, stage"):
         folder.append_metrics({"reward": 1.0})
     folder.append_metrics({"step": 1, "stage": "rl1"} | dict.fromkeys(METRICS, 0.5))
-    assert next(folder.metrics()).keys() == METRICS.keys() | {"version", "step", "stage"}
+    assert next(folder.metrics()).keys() == METRICS.keys() | {"step", "stage"}
 
 
 def test_what_is_not_finite_is_null(folder: RunFolder) -> None:
@@ -109,7 +114,7 @@ def test_what_is_not_finite_is_null(folder: RunFolder) -> None:
     assert (row["loss"], row["grad_norm"], row["tokens"]) == (None, None, 3)
 
 
-@pytest.mark.parametrize("torn", [b'{"version":1,"st', b"x" * 200_000, b"{"])
+@pytest.mark.parametrize("torn", [b'{"step":4,"st', b"x" * 200_000, b"{"])
 def test_a_torn_last_line_is_dropped_and_repaired(folder: RunFolder, torn: bytes) -> None:
     add(folder, 1, 2)
     path = folder.path / "metrics.jsonl"
@@ -131,8 +136,9 @@ def test_a_file_that_is_one_torn_line_is_empty(folder: RunFolder) -> None:
 
 def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunFolder) -> None:
     code = (
-        "import random, sys; from tests.trainer.runs import episode; from trainer.record import RunFolder\n"
-        "folder, rng = RunFolder(sys.argv[1]), random.Random(1)\n"
+        "import random, sys; from pathlib import Path; from tests.trainer.runs import episode\n"
+        "from trainer.record import RunFolder\n"
+        "folder, rng = RunFolder(Path(sys.argv[1])), random.Random(1)\n"
         "group = [episode(rng, 'p', sample, skill=.5) for sample in range(8)]\n"
         "for step in range(1, 10**9):\n"
         "    folder.write_episodes(1, 'rl1', [group], [[0]])\n"
@@ -156,11 +162,11 @@ def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunF
 
 
 def test_rewind_drops_what_is_after_a_checkpoint(folder: RunFolder) -> None:
-    write_run(str(folder.path), problems=1)
+    write_run(folder.path, problems=1)
     assert folder.steps() == list(range(7, 19)) and metrics(folder) == list(range(1, 19))
     before = list(folder.episodes(11))
     with (folder.path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"version":1,')
+        file.write(b'{"step":20,')
     folder.rewind(11)
     assert folder.steps() == list(range(7, 12)) and metrics(folder) == list(range(1, 12))
     assert list(folder.episodes(11)) == before
@@ -189,11 +195,21 @@ def test_another_version_is_refused(folder: RunFolder) -> None:
 
 
 def test_config_and_summary_come_back(folder: RunFolder) -> None:
-    folder.write_config({"model": "tiny", "stages": [{"steps": 3}]})
+    folder.claim({"model": "tiny", "stages": [{"steps": 3}], "data": ("a", "b")})
     folder.write_summary({"stages": []})
-    assert folder.config() == {"model": "tiny", "stages": [{"steps": 3}]}
+    assert folder.config() == {"model": "tiny", "stages": [{"steps": 3}], "data": ["a", "b"]}
     assert folder.summary() == {"version": 1, "stages": []}
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "summary.json"]
+
+
+def test_a_folder_is_of_one_configuration_but_for_what_may_differ(folder: RunFolder) -> None:
+    mine = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
+    folder.claim(mine)
+    folder.claim(mine | {"data": ["a"]})
+    with pytest.raises(RecordError, match=r"of a run with other settings \(data, model.path\); expected the same ones"):
+        folder.claim({"model": {"path": "big", "dtype": "float32"}, "run_dir": "x"})
+    folder.claim(mine | {"run_dir": "y"}, may_differ=("run_dir",))
+    assert folder.config() == {"model": mine["model"], "data": ["a"], "run_dir": "y"}
 
 
 def test_a_reader_holds_one_row_at_a_time(folder: RunFolder) -> None:

@@ -27,7 +27,7 @@ from trainer import cli, data, stages  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, RunConfig, load  # noqa: E402
 from trainer.recipe import Run, Start, Unit, recipe  # noqa: E402
-from trainer.record import VERSION, RunFolder, append_rows, read_rows  # noqa: E402
+from trainer.record import RunFolder, append_rows, read_rows  # noqa: E402
 from trainer.tools import service  # noqa: E402
 
 SMALL = """
@@ -165,7 +165,7 @@ def test_what_is_always_solved_is_taken_out_once(taught: Run, tmp_path: Path) ->
         stages.grpo(run, "rl2")
     known = {"Number 0?": 3, "Number 1?": 2}
     counts = run.stage("rl2") / "solved.jsonl"
-    append_rows(counts, ({"version": VERSION, "id": id, "solved": solved} for id, solved in known.items()))
+    append_rows(counts, ({"id": id, "solved": solved} for id, solved in known.items()))
     with counts.open("a", encoding="utf-8") as file:
         file.write('{"version": 1, "id": "Number')  # a kill has torn it
     stages.drop_solved(run, "rl2")

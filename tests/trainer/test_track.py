@@ -97,4 +97,4 @@ def test_the_run_folder_tells_a_tracker_of_each_row(tmp_path: Path) -> None:
     told: list[object] = []
     folder = RunFolder(tmp_path, log=told.append)
     folder.append_metrics({"step": 1, "stage": "rl1", "reward": float("nan"), "turns": 2})
-    assert told == list(folder.metrics()) == [{"version": 1, "step": 1, "stage": "rl1", "reward": None, "turns": 2}]
+    assert told == list(folder.metrics()) == [{"step": 1, "stage": "rl1", "reward": None, "turns": 2}]
