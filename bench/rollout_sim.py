@@ -35,6 +35,10 @@ class Hardware:
     per_sequence_s: float
     per_context_s: float
     prefill_s: float
+    turn_s: float = 0.0
+    """To take on a turn, whatever its length."""
+    block: int = 1
+    """Tokens that are kept together: half of one is empty in each context, and what a turn left in one is forgotten."""
     source: str = ""
 
 
@@ -63,6 +67,8 @@ class _Request:
     """Tokens to sample from then on."""
     fresh: int
     """Tokens of the context that were never computed before."""
+    is_resumed: bool = False
+    """After a preemption: of these vLLM's counters of hits say nothing."""
     began: float = 0.0
     """The engine's step at which it began to run."""
 
@@ -90,7 +96,7 @@ class Engine:
 
     @property
     def used(self) -> float:
-        return self._own + self._shared_tokens
+        return self._own + self._shared_tokens + self.hardware.block // 2 * len(self.running)
 
     def take(self, request: _Request) -> None:
         self.waiting.append(request)
@@ -160,9 +166,8 @@ class Engine:
             self._stop(request, request.context + made)
             self.preemptions += 1
             self.sampled += made
-            again = _Request(
-                request.episode, request.group, request.prompt, request.context + made, max(1, request.left - made), 0
-            )
+            left = max(1, request.left - made)
+            again = _Request(request.episode, request.group, request.prompt, request.context + made, left, 0, True)
             self.waiting.appendleft(again)
 
     def _admit(self) -> None:
@@ -187,11 +192,12 @@ class Engine:
             self._shared_tokens += request.prompt
         users[0] += 1
         hit = min(held + (own if held >= request.prompt else 0.0), request.context - 1)
-        self.asked += request.context
-        self.hits += int(hit)
-        missed = request.context - hit
-        self.recomputed += max(0, int(missed) - request.fresh)
-        self.debt += missed * self.hardware.prefill_s
+        self.recomputed += max(0, int(request.context - hit) - request.fresh)
+        hit = hit // self.hardware.block * self.hardware.block
+        if not request.is_resumed:
+            self.asked += request.context
+            self.hits += int(hit)
+        self.debt += (request.context - hit) * self.hardware.prefill_s + self.hardware.turn_s
         request.began = self.steps
         self.running[request.episode] = request
         self._own += request.context - request.prompt

@@ -1,0 +1,260 @@
+"""Rollouts by a script through real engines, and what a step of such an engine costs.
+
+vLLM on the CPU with the tiny model, each server on cores of its own, with a cache too small for what it is asked. Its
+log says of every step how many tokens it computed: that is the only place where what it recomputes can be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from rich.progress import Progress
+
+from bench.output import BenchFailed
+from bench.rollout_sim import Hardware, Plan, Turn
+from bench.rollouts import Counts
+from trainer.engine import Sampling, VllmEngine
+from trainer.pool import Pool, Served
+from trainer.vllm_server import Servers
+
+BLOCK = 32
+"""Tokens of a block: the least that vLLM's attention on the CPU takes."""
+BLOCKS = 129
+"""Of the cache, one of which vLLM keeps for itself."""
+SLOTS = 64
+VOCABULARY = 640
+MAX_LENGTH = 1024
+STEP = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")
+SETTLE_S = 30.0
+
+
+class SmallServers(Servers):
+    """Servers with a small cache that tell of every step."""
+
+    def command(self, port: int) -> list[str]:
+        cache = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS)]
+        return [*Servers.command(self, port), *cache, "--enable-logging-iteration-details"]
+
+
+@dataclass(slots=True)
+class Bench:
+    """Servers that are up. `play` may be called any number of times."""
+
+    urls: list[str]
+    logs: list[Path]
+    session: aiohttp.ClientSession
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, python: str, count: int, folder: Path) -> AsyncIterator[Bench]:
+        """`count` servers in the environment of `python`, warm. Raises `EngineFailed`."""
+        from trainer import tiny
+
+        tiny.make(folder / "model")
+        logs = folder / "logs"
+        servers = SmallServers(python, folder / "model", MAX_LENGTH, SLOTS, dtype="float32")
+        async with servers.serve(count, logs) as urls, aiohttp.ClientSession() as session:
+            bench = cls(urls, [logs / f"engine{number}.log" for number in range(count)], session)
+            for running in (1, SLOTS // 2):  # its first steps of a kind take seconds
+                await bench.batch(running, 100, 8)
+            yield bench
+
+    @property
+    def names(self) -> list[str]:
+        return [f"e{number}" for number in range(len(self.urls))]
+
+    def engines(self) -> list[VllmEngine]:
+        return [
+            VllmEngine(url, vocabulary=VOCABULARY, max_length=MAX_LENGTH, slots=SLOTS, name=name)
+            for url, name in zip(self.urls, self.names, strict=True)
+        ]
+
+    async def play(self, policy: str, plans: Sequence[Plan], most_new: int, seed: int) -> tuple[list[Turn], Counts]:
+        """All `plans`, handed in at once; what became of them, from time 0, and what it cost the engines."""
+        await self.forget()
+        before, marks = await self.figures(), [log.stat().st_size for log in self.logs]
+        turns = await played(self.engines(), policy, plans, most_new, seed)
+        wanted = before["generation_tokens"] + sum(turn.sampled for turn in turns)
+        async with asyncio.timeout(SETTLE_S):
+            while (after := await self.figures())["generation_tokens"] < wanted:  # noqa: ASYNC110 another process
+                await asyncio.sleep(0.05)
+        computed = sum(tokens_computed(log, mark) for log, mark in zip(self.logs, marks, strict=True))
+        made = {name: int(after[name] - before[name]) for name in after}
+        recomputed = computed - needed(plans, turns)
+        return turns, Counts(
+            made["num_preemptions"], recomputed, made["prefix_cache_queries"], made["prefix_cache_hits"]
+        )
+
+    async def forget(self) -> None:
+        """Empty the prefix caches."""
+        for url in self.urls:
+            async with self.session.post(f"{url}/reset_prefix_cache") as answer:
+                answer.raise_for_status()
+
+    async def figures(self) -> dict[str, float]:
+        """Counters of all engines together."""
+        names = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "generation_tokens")
+        made = dict.fromkeys(names, 0.0)
+        for url in self.urls:
+            async with self.session.get(f"{url}/metrics") as answer:
+                text = await answer.text()
+            for name in names:
+                found = re.findall(rf"^vllm:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE)
+                if not found:
+                    raise BenchFailed(f"expected vllm:{name}_total in {url}/metrics, got none: another vLLM?")
+                made[name] += sum(map(float, found))
+        return made
+
+    async def batch(self, running: int, context: int, sampled: int) -> float:
+        """Seconds that every engine takes, all at the same time, for `running` fresh contexts."""
+        engines = self.engines()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_batch(engine, running, context, sampled)) for engine in engines]
+        finally:
+            await asyncio.gather(*(engine.close() for engine in engines))
+        return sum(task.result() for task in tasks) / len(tasks)
+
+
+async def played(
+    engines: Sequence[Any], policy: str, plans: Sequence[Plan], most_new: int, seed: int, vocabulary: int = VOCABULARY
+) -> list[Turn]:
+    """Play `plans` through the pool. Turns are in the order in which they ended, in seconds from when all came."""
+    numbers: dict[int, int] = {}
+    served: list[Served] = []
+    longest = max(plan.prompt for plan in plans) + most_new
+    async with Pool(engines, most_tokens=longest, policy=policy, log=served.append) as pool:
+        while not all(desk.is_up for desk in pool.desks.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        start = asyncio.get_running_loop().time()
+
+        async def play(number: int, plan: Plan) -> None:
+            ids = _ids(f"{seed}/{plan.group}", plan.prompt, vocabulary)
+            async with pool.seat(group=plan.group, most_tokens=plan.prompt + most_new) as seat:
+                numbers[seat.key] = number
+                for turn, (sampled, shown, tool_s) in enumerate(plan.turns):
+                    ids += (await seat.generate(ids, Sampling(sampled))).ids
+                    ids += _ids(f"{seed}/{number}/{turn}", shown, vocabulary)
+                    await asyncio.sleep(tool_s)
+
+        async with asyncio.TaskGroup() as group:
+            for number, plan in enumerate(plans):
+                group.create_task(play(number, plan))
+    return [
+        Turn(
+            numbers[one.episode], one.engine, one.began - start, one.ended - start, one.context, one.sampled,
+            one.has_moved,
+        )
+        for one in served
+    ]  # fmt: skip
+
+
+def _ids(seed: str, count: int, vocabulary: int) -> list[int]:
+    return random.Random(seed).choices(range(vocabulary), k=count)
+
+
+def needed(plans: Sequence[Plan], turns: Iterable[Turn]) -> int:
+    """Tokens that engines have to compute for `turns` if they forget nothing: all but whole blocks that were computed
+    before for the same episode, or on the same engine for the same prompt. The last token sampled never is."""
+    known: set[tuple[str, int]] = set()
+    had: dict[int, int] = {}
+    total = 0
+    for turn in sorted(turns, key=lambda turn: turn.began):
+        plan = plans[turn.episode]
+        first = plan.prompt if (turn.engine, plan.group) in known else 0
+        known.add((turn.engine, plan.group))
+        before = had.get(turn.episode, first)
+        total += turn.context - min(before, turn.context - 1) // BLOCK * BLOCK + turn.sampled - 1
+        had[turn.episode] = turn.context + turn.sampled - 1
+    return total
+
+
+def tokens_computed(log: Path, mark: int) -> int:
+    """Of all steps that a server's log tells of after its first `mark` bytes."""
+    with log.open("rb") as file:
+        file.seek(mark)
+        return sum(int(fresh) + int(more) for fresh, _, more in STEP.findall(file.read()))
+
+
+# What a step costs
+
+RUNNING, CONTEXTS, SAMPLED = (1, 4, 10, 20), (40, 150), (24, 96)
+"""Batches whose contexts all fit."""
+
+
+async def fit(python: str, count: int, folder: Path, bar: Progress, rounds: int) -> dict[str, Any]:
+    """The constants of `Hardware` for one of `count` servers that all work, and how well they say what was measured."""
+    grid = list(product(RUNNING, CONTEXTS, SAMPLED))
+    times: dict[tuple[int, int, int], list[float]] = {batch: [] for batch in grid}
+    task = bar.add_task("engines start", total=rounds * len(grid))
+    async with Bench.started(python, count, folder) as bench:
+        bar.update(task, description="batches")
+        for _ in range(rounds):
+            for batch in grid:
+                times[batch].append(await bench.batch(*batch))
+                bar.advance(task)
+    rows = [(*batch, sorted(seconds)[len(seconds) // 2]) for batch, seconds in times.items()]
+    return fitted(rows, count)
+
+
+def fitted(rows: Sequence[tuple[int, int, int, float]], count: int) -> dict[str, Any]:
+    """Least squares of relative errors over batches `(running, context, sampled, seconds)`; no constant is negative."""
+    features = np.array([_features(*row[:3]) for row in rows])
+    seconds = np.array([row[3] for row in rows])
+    costs = _nonnegative(features / seconds[:, None], np.ones(len(rows)))
+    said = features @ costs
+    errors = said / seconds - 1
+    names = ("base_s", "per_sequence_s", "per_context_s", "prefill_s", "turn_s")
+    hardware = Hardware(
+        name="cpu-tiny",
+        capacity=(BLOCKS - 1) * BLOCK,
+        most_running=SLOTS,
+        **dict(zip(names, map(float, costs), strict=True)),
+        block=BLOCK,
+        source=f"fitted to {len(rows)} kinds of batches, {count} vLLM servers at once",
+    )
+    return {
+        "hardware": asdict(hardware),
+        "residual": float(np.median(np.abs(errors))),
+        "batches": [
+            {"running": n, "context": context, "sampled": sampled, "seconds": round(took, 4), "error": round(error, 4)}
+            for (n, context, sampled, took), error in zip(rows, map(float, errors), strict=True)
+        ],
+    }
+
+
+def _features(running: int, context: int, sampled: int) -> list[float]:
+    """What a batch is made of: steps, sequences and contexts in them, tokens that came, turns."""
+    contexts = running * (sampled * context + sampled * sampled / 2)
+    return [sampled, running * sampled, contexts, running * context, running]
+
+
+def _nonnegative(features: Any, wanted: Any) -> Any:
+    """Least squares without negative costs: what comes out negative is left out, one by one."""
+    inside = list(range(features.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(features[:, inside], wanted, rcond=None)
+        if (found >= 0).all():
+            costs = np.zeros(features.shape[1])
+            costs[inside] = found
+            return costs
+        inside.pop(int(found.argmin()))
+
+
+async def _batch(engine: VllmEngine, running: int, context: int, sampled: int) -> float:
+    start = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(running):
+            group.create_task(engine.generate(_ids(str(random.random()), context, VOCABULARY), Sampling(sampled)))
+    return time.perf_counter() - start

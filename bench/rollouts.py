@@ -1,0 +1,479 @@
+"""What the scheduler's policies make of the same rollouts: on engines that are simulated, and on real ones.
+
+    python -m bench.rollouts --simulate [--profile mi300x-14b] [--stage 1] [--seeds 5] [--gantt F.png] [--json]
+    python -m bench.rollouts --engines 2 [--rounds 3] [--gantt F.png] [--json]    # vLLM on the CPU, small caches
+    python -m bench.rollouts --fit [--engines 2]                                  # constants of the profile cpu-tiny
+
+An episode is a script: how many tokens each turn samples, what its tool shows, how long that takes. Every policy plays
+the same ones, all handed in at once. Real engines sample exactly as many tokens as the script says, whatever they are;
+policies take turns over the rounds, each begins with an empty prefix cache, and medians over the rounds count. What
+the simulator says of the same episodes stands beside it.
+
+Measures, of one policy:
+- service: an episode's time from its first turn's start to its end; with its wait before that, from its arrival.
+- recomputed: tokens that an engine computed although it had before, because it had to forget them. An engine's first
+  look at a prompt is none, nor is the block that a turn left half full.
+- prefix hits: the share of the tokens that turns came with that the engine still had. Turns that go on after a
+  preemption are not asked again.
+- use: of the caches, by contexts of turns that run, over the whole time; idle: the share of time in which an engine has
+  no turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from bench import output
+from bench.rollout_sim import Hardware, Plan, Turn, lower_bound_s, simulate, workload
+from trainer.arithmetic import kv_bytes, parameters
+from trainer.config import Shape
+from trainer.scheduler import POLICIES
+
+FITTED = Path(__file__).with_name("profiles") / "cpu-tiny.json"
+VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
+POINTS = (50, 95, 99)
+BINS = 240
+"""Of a timeline."""
+
+
+# Workloads and hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Engines and what they are asked. `plans` draws the episodes of a seed."""
+
+    name: str
+    hardware: Hardware
+    engines: int
+    most_new: int
+    plans: Callable[[int], list[Plan]]
+    is_simulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of the paper's recipe, as far as lengths go (arXiv 2508.20722, section 5.1)."""
+
+    most_new: int
+    mean: float
+    """The middle of the lengths that the paper's figure shows."""
+
+
+STAGES = {1: Stage(8 * 1024, 2500.0), 2: Stage(12 * 1024, 5000.0), 3: Stage(12 * 1024, 7000.0)}
+QWEN3_14B = Shape(layers=40, hidden=5120, intermediate=17408, heads=40, kv_heads=8, head_dim=128, vocab=151936)
+
+
+def mi300x(gpu_memory: float = 0.5) -> Hardware:
+    """An engine on one MI300X, by its roofline: nothing here was measured on one.
+
+    5.3 TB/s, 1,307 dense bfloat16 TFLOP/s and 192 GB are AMD's data sheet's; that 65 % of the one and 40 % of the other
+    are had is assumed, as are 2 ms a step for all that is neither. The cache is what `gpu_memory` leaves of it: half
+    trains, as in configs/qwen3-14b-mi300x.toml.
+    """
+    bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
+    weights, per_token = 2 * parameters(QWEN3_14B), kv_bytes(QWEN3_14B)
+    return Hardware(
+        name="mi300x-14b",
+        capacity=int((gpu_memory * 192e9 - weights) / per_token),
+        most_running=256,
+        base_s=0.002 + weights / bandwidth,
+        per_sequence_s=weights / flops,  # two operations a parameter and token, two bytes a parameter
+        per_context_s=per_token / bandwidth,
+        prefill_s=weights / flops,
+        source="roofline: 65 % of 5.3 TB/s, 40 % of 1,307 TFLOP/s, 2 ms a step; simulated",
+    )
+
+
+def fitted(path: Path = FITTED) -> Hardware:
+    """The constants that `--fit` wrote."""
+    if not path.exists():
+        raise output.BenchFailed(f"{path} is not there: run `python -m bench.rollouts --fit` first")
+    known = {field.name for field in fields(Hardware)}
+    return Hardware(
+        **{name: value for name, value in json.loads(path.read_bytes())["hardware"].items() if name in known}
+    )
+
+
+TINY_NEW, TINY_MEAN, TINY_PROMPT = 896, 220.0, 4
+"""Of cpu-tiny's episodes: tokens of a response at most, and on average; prompts are this much shorter than Qwen3's."""
+
+
+def tiny_plans(groups: int, samples: int, seed: int) -> list[Plan]:
+    """Small multi-turn episodes: of a cache of 4,128 tokens they want about three at a time per two engines."""
+    plans = workload(groups, samples, TINY_NEW, TINY_MEAN, seed)
+    return [replace(plan, prompt=plan.prompt // TINY_PROMPT) for plan in plans]
+
+
+def profile_of(args: argparse.Namespace) -> Profile:
+    """What the arguments ask for."""
+    if args.profile == "cpu-tiny":
+        groups, samples = args.groups or 12, args.samples or 8
+        hardware, most_new, engines = fitted(), TINY_NEW, args.engines or 2
+        plans = lambda seed: tiny_plans(groups, samples, seed)  # noqa: E731
+    else:
+        groups, samples, engines = args.groups or 512, args.samples or 32, args.engines or 64
+        hardware, stage = mi300x(), STAGES[args.stage]
+        most_new = stage.most_new
+        plans = lambda seed: workload(groups, samples, most_new, stage.mean, seed)  # noqa: E731
+    if args.episodes:
+        recorded = list(recorded_plans(args.episodes))
+        most_new = max(plan.length - plan.prompt for plan in recorded)
+        plans = lambda seed: shuffled(recorded, seed)  # noqa: E731
+    return Profile(args.profile, hardware, engines, most_new, plans, is_simulated=args.simulate)
+
+
+def recorded_plans(files: Iterable[Path]) -> Iterator[Plan]:
+    """The episodes of a run's `episodes/*.jsonl`, with the lengths and tool times that they had."""
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            turns = row["turns"]
+            if not turns:
+                continue
+            ends = [*(turn["start"] for turn in turns[1:]), turns[-1]["end"]]
+            yield Plan(
+                group=hash((row["step"], row["group"])),
+                prompt=row["prompt_tokens"],
+                turns=tuple(
+                    (turn["end"] - turn["start"], end - turn["end"], turn["tools_s"] if end > turn["end"] else 0.0)
+                    for turn, end in zip(turns, ends, strict=True)
+                ),
+            )
+
+
+def shuffled(plans: Sequence[Plan], seed: int) -> list[Plan]:
+    """Groups in another order, each whole."""
+    groups: dict[int, list[Plan]] = {}
+    for plan in plans:
+        groups.setdefault(plan.group, []).append(plan)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    return [plan for group in order for plan in group]
+
+
+# What a run comes to
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the engines say of themselves, all together."""
+
+    preemptions: int
+    recomputed: int
+    asked: int
+    hits: int
+
+
+def measured(turns: Sequence[Turn], engines: Sequence[str], capacity: int, counts: Counts) -> dict[str, Any]:
+    """One policy's measures; all episodes arrived at time 0."""
+    makespan = max(turn.ended for turn in turns)
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for turn in turns:
+        began[turn.episode] = min(turn.began, began.get(turn.episode, turn.began))
+        ended[turn.episode] = max(turn.ended, ended.get(turn.episode, turn.ended))
+    line = timeline(turns, engines, capacity)
+    uses = [min(1.0, share) for shares in line.values() for share in shares]
+    busy = sum(_covered([turn for turn in turns if turn.engine == engine]) for engine in engines)
+    return {
+        "makespan_s": round(makespan, 3),
+        "tokens_per_s": round(sum(turn.sampled for turn in turns) / makespan, 1),
+        "preemptions": counts.preemptions,
+        "recomputed_tokens": counts.recomputed,
+        "prefix_hit_rate": round(counts.hits / counts.asked, 4) if counts.asked else 0.0,
+        "kv_use": round(statistics.fmean(uses), 4),
+        "idle_share": round(1 - busy / (makespan * len(engines)), 4),
+        "service_s": output.percentiles((ended[key] - began[key] for key in began), POINTS),
+        "since_arrival_s": output.percentiles(ended.values(), POINTS),
+        "moves": sum(turn.has_moved for turn in turns),
+    }
+
+
+def timeline(turns: Sequence[Turn], engines: Sequence[str], capacity: int, bins: int = BINS) -> dict[str, list[float]]:
+    """Of each engine, the contexts of its turns over its cache's tokens, at even times. Over 1: they do not fit."""
+    width = max(turn.ended for turn in turns) / bins
+    line = {engine: [0.0] * bins for engine in engines}
+    for turn in turns:
+        shares = line[turn.engine]
+        rate = turn.sampled / max(turn.ended - turn.began, 1e-9)
+        for number in range(int(turn.began / width + 0.5), min(bins, int(turn.ended / width + 0.5))):
+            shares[number] += (turn.context + rate * ((number + 0.5) * width - turn.began)) / capacity
+    return line
+
+
+def _covered(turns: Iterable[Turn]) -> float:
+    """Seconds in which at least one of `turns` is under way."""
+    total = until = 0.0
+    for turn in sorted(turns, key=lambda turn: turn.began):
+        total += max(0.0, turn.ended - max(until, turn.began))
+        until = max(until, turn.ended)
+    return total
+
+
+def simulated(profile: Profile, policy: str, seed: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """A policy's measures on simulated engines, and its timeline."""
+    run = simulate(profile.plans(seed), profile.hardware, profile.engines, policy, profile.most_new)
+    counts = Counts(*(sum(getattr(engine, name) for engine in run.engines) for name in Counts.__slots__))
+    names = [engine.name for engine in run.engines]
+    found = measured(run.turns, names, profile.hardware.capacity, counts)
+    return found, timeline(run.turns, names, profile.hardware.capacity)
+
+
+def middle(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each measure's median over rounds or seeds."""
+    return {
+        name: middle([row[name] for row in rows])
+        if isinstance(value, dict)
+        else output.median((row[name] for row in rows), 4)
+        for name, value in rows[0].items()
+    }
+
+
+# Commands
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The comparison, or the fit; 1 if it could not be made."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not (args.simulate or args.fit or args.engines):
+        parser.error("expected --simulate, --engines N or --fit")
+    work = _simulate if args.simulate else _fit if args.fit else _real
+    return output.run_as_command("rollouts", lambda: work(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = output.parser("rollouts", __doc__ or "")
+    parser.add_argument("--simulate", action="store_true", help="engines that exist as numbers")
+    parser.add_argument("--fit", action="store_true", help="measure vLLM on this CPU and write the profile cpu-tiny")
+    parser.add_argument("--engines", type=output.count, help="how many; alone: real vLLM servers on the CPU")
+    parser.add_argument("--profile", choices=("mi300x-14b", "cpu-tiny"), default="mi300x-14b", help="with --simulate")
+    parser.add_argument(
+        "--stage", type=int, choices=STAGES, default=1, help="of the paper, for mi300x-14b (default: 1)"
+    )
+    parser.add_argument("--episodes", type=Path, nargs="+", metavar="FILE.jsonl", help="lengths of a recorded run")
+    parser.add_argument("--policies", type=_policies, default=tuple(POLICIES), help=f"of {','.join(POLICIES)}")
+    parser.add_argument("--seeds", type=output.count, default=5, help="workloads that are simulated (default: 5)")
+    parser.add_argument("--rounds", type=output.count, default=3, help="of real engines (default: 3)")
+    parser.add_argument("--groups", type=output.count, help="problems (default: 512; cpu-tiny: 12)")
+    parser.add_argument("--samples", type=output.count, help="rollouts of each (default: 32; cpu-tiny: 8)")
+    parser.add_argument("--jobs", type=output.count, default=1, help="simulations at once (default: 1)")
+    parser.add_argument("--vllm", metavar="PYTHON", help=f"of an environment with vLLM (default: ${VLLM_PYTHON})")
+    parser.add_argument("--gantt", metavar="FILE.png", help="draw the engines over time")
+    return parser
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise argparse.ArgumentTypeError(f"unknown policy {unknown[0]!r}; expected some of {', '.join(POLICIES)}")
+    return names
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    profile = profile_of(args)
+    rows: dict[str, list[Any]] = {policy: [] for policy in args.policies}
+    lines: dict[str, dict[str, list[float]]] = {}
+    bounds = []
+    with output.progress() as bar:
+        task = bar.add_task("simulated", total=args.seeds * len(args.policies))
+        for seed in range(args.seeds):
+            bounds.append(lower_bound_s(profile.plans(seed), profile.hardware, profile.engines))
+        for (seed, policy), (found, line) in _all_simulated(args):
+            rows[policy].append(found | {"over_bound": round(found["makespan_s"] / bounds[seed], 4)})
+            if seed == 0:
+                lines[policy] = line
+            bar.advance(task)
+    title = f"{profile.name}, simulated: {profile.engines} engines, {len(profile.plans(0)):,} episodes"
+    figures = figures_of(rows, bounds, profile, args.seeds)
+    return _finish(args, title, figures, lines)
+
+
+def _all_simulated(args: argparse.Namespace) -> Iterator[tuple[tuple[int, str], Any]]:
+    tasks = list(product(range(args.seeds), args.policies))
+    if args.jobs == 1:
+        yield from ((task, _one(args, *task)) for task in tasks)
+        return
+    with ProcessPoolExecutor(args.jobs) as pool:
+        yield from zip(tasks, pool.map(_one, [args] * len(tasks), *zip(*tasks, strict=True)), strict=True)
+
+
+def _one(args: argparse.Namespace, seed: int, policy: str) -> Any:
+    return simulated(profile_of(args), policy, seed)
+
+
+def figures_of(
+    rows: Mapping[str, Sequence[Mapping[str, Any]]], bounds: Sequence[float], profile: Profile, repeats: int
+) -> dict[str, Any]:
+    """Medians, and how each policy's makespan compares with `kv`'s on the same episodes."""
+    policies = {policy: middle(found) for policy, found in rows.items()}
+    for policy, found in policies.items():
+        if "kv" in rows:
+            pairs = zip(rows["kv"], rows[policy], strict=True)
+            found["kv_makespan_of_its"] = output.median(
+                (ours["makespan_s"] / its["makespan_s"] for ours, its in pairs), 4
+            )
+    return {
+        "bench": "rollouts",
+        "policies": policies,
+        "lower_bound_s": output.median(bounds),
+        "profile": profile.name,
+        "source": profile.hardware.source,
+        "is_simulated": profile.is_simulated,
+        "engines": profile.engines,
+        "capacity": profile.hardware.capacity,
+        "episodes": len(profile.plans(0)),
+        "repeats": repeats,
+    }
+
+
+def _finish(
+    args: argparse.Namespace, title: str, figures: Mapping[str, Any], lines: Mapping[str, Mapping[str, list[float]]]
+) -> int:
+    show(title, figures)
+    output.plot(args.plot, lambda axes: draw(axes, figures))
+    if args.gantt:
+        from bench.rollout_plot import gantt
+
+        gantt(args.gantt, title, lines, {policy: row["makespan_s"] for policy, row in figures["policies"].items()})
+    output.finish(figures, as_json=args.json)
+    return 0
+
+
+def _real(args: argparse.Namespace) -> int:
+    return asyncio.run(_played(args))
+
+
+async def _played(args: argparse.Namespace) -> int:
+    from bench.rollout_live import Bench
+
+    args.profile = "cpu-tiny"
+    profile = profile_of(args)
+    rows: dict[str, list[Any]] = {policy: [] for policy in args.policies}
+    said: dict[str, list[Any]] = {policy: [] for policy in args.policies}
+    lines: dict[str, dict[str, list[float]]] = {}
+    bounds = []
+    with tempfile.TemporaryDirectory() as folder, output.progress() as bar:
+        task = bar.add_task("engines start", total=args.rounds * len(args.policies))
+        async with Bench.started(_vllm(args), profile.engines, Path(folder)) as bench:
+            for number in range(args.rounds):
+                plans = profile.plans(number)
+                bounds.append(lower_bound_s(plans, profile.hardware, profile.engines))
+                for policy in _rotated(args.policies, number):
+                    bar.update(task, description=f"round {number + 1}, {policy}")
+                    turns, counts = await bench.play(policy, plans, profile.most_new, seed=number)
+                    found = measured(turns, bench.names, profile.hardware.capacity, counts)
+                    rows[policy].append(found | {"over_bound": round(found["makespan_s"] / bounds[-1], 4)})
+                    said[policy].append(simulated(profile, policy, number)[0])
+                    lines[policy] = timeline(turns, bench.names, profile.hardware.capacity)
+                    bar.advance(task)
+    figures = figures_of(rows, bounds, profile, args.rounds)
+    figures["simulated"] = {policy: middle(found) for policy, found in said.items()}
+    figures["validation"] = validation(rows, said)
+    title = f"vLLM on the CPU: {profile.engines} engines of {profile.hardware.capacity:,} tokens"
+    return _finish(args, f"{title}, {figures['episodes']} episodes", figures, lines)
+
+
+def validation(rows: Mapping[str, Sequence[Any]], said: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, float]]:
+    """How far the simulator is from what happened, by policy: of the makespan, as a share; of preemptions, as a factor
+    of both sums, each with one more; of the hit rate, in points."""
+    made = {}
+    for policy, real in rows.items():
+        sums = [sum(row["preemptions"] for row in some) + 1 for some in (said[policy], real)]
+        spans = [sum(row["makespan_s"] for row in some) for some in (said[policy], real)]
+        hits = [statistics.fmean(row["prefix_hit_rate"] for row in some) for some in (said[policy], real)]
+        made[policy] = {
+            "makespan": round(spans[0] / spans[1] - 1, 4),
+            "preemptions": round(sums[0] / sums[1], 3),
+            "prefix_hit_rate": round(hits[0] - hits[1], 4),
+        }
+    return made
+
+
+def _rotated(policies: Sequence[str], by: int) -> Sequence[str]:
+    by %= len(policies)
+    return [*policies[by:], *policies[:by]]
+
+
+def _vllm(args: argparse.Namespace) -> str:
+    python = args.vllm or os.environ.get(VLLM_PYTHON)
+    if not python:
+        raise output.BenchFailed(f"expected an environment with vLLM: --vllm its/bin/python, or {VLLM_PYTHON}=...")
+    return str(python)
+
+
+def _fit(args: argparse.Namespace) -> int:
+    from bench.rollout_live import fit
+
+    with tempfile.TemporaryDirectory() as folder, output.progress() as bar:
+        figures = asyncio.run(fit(_vllm(args), args.engines or 2, Path(folder), bar, args.rounds))
+    FITTED.parent.mkdir(exist_ok=True)
+    FITTED.write_text(json.dumps(figures | {"machine": output.machine()}, indent=2) + "\n")
+    rows = [(name, value) for name, value in figures["hardware"].items() if name.endswith("_s")]
+    output.show(f"Written to {FITTED}; a batch is off by {figures['residual']:.1%} (median)", ("constant", ""), rows)
+    output.finish({"bench": "rollouts", **figures}, as_json=args.json)
+    return 0
+
+
+# Tables and plots
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "makespan s": lambda row: f"{row['makespan_s']:.1f}",
+    "/bound": lambda row: f"{row['over_bound']:.2f}",
+    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+    "evicted": lambda row: f"{row['preemptions']:,.0f}",
+    "recomputed": lambda row: f"{row['recomputed_tokens']:,.0f}",
+    "hits": lambda row: f"{row['prefix_hit_rate']:.2f}",
+    "use": lambda row: f"{row['kv_use']:.2f}",
+    "idle": lambda row: f"{row['idle_share']:.2f}",
+    "service p50/95/99": lambda row: _points(row["service_s"]),
+    "since arrival": lambda row: _points(row["since_arrival_s"]),
+}
+
+
+def _points(found: Mapping[str, float]) -> str:
+    return " / ".join(f"{value:.3g}" for value in found.values())
+
+
+def show(title: str, figures: Mapping[str, Any]) -> None:
+    """The table of the policies, and how far the simulator was off."""
+    policies = figures["policies"]
+    output.show(
+        title, ("", *COLUMNS), ((policy, *(cell(row) for cell in COLUMNS.values())) for policy, row in policies.items())
+    )
+    output.CONSOLE.print(f"No schedule takes less than {figures['lower_bound_s']} s.", highlight=False)
+    if found := figures.get("validation"):
+        rows = (
+            (policy, f"{row['makespan']:+.1%}", f"{row['preemptions']:.2f}×", f"{100 * row['prefix_hit_rate']:+.1f}")
+            for policy, row in found.items()
+        )
+        output.show("The simulator against that", ("", "makespan", "preemptions", "hits, points"), rows)
+
+
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """Makespans, and what of them no schedule can take away."""
+    policies = figures["policies"]
+    axes.barh(list(policies), [row["makespan_s"] for row in policies.values()])
+    axes.axvline(figures["lower_bound_s"], color="black", linestyle="--", linewidth=1, label="lower bound")
+    axes.set_xlabel("seconds until the last rollout is over")
+    what = "simulated" if figures["is_simulated"] else "vLLM"
+    axes.set_title(f"{figures['profile']}, {what}: {figures['engines']} engines, {figures['episodes']:,} rollouts")
+    axes.invert_yaxis()
+    axes.legend()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

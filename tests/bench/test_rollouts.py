@@ -1,0 +1,87 @@
+"""bench.rollouts: in small, on simulated engines and through the live pool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import rollouts
+from bench.rollout_sim import Plan, Turn
+from trainer.scheduler import POLICIES
+
+SMALL = ("--simulate", "--engines", "2", "--groups", "6", "--samples", "4")
+
+
+def figures(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert rollouts.main([*args, "--json"]) == 0
+    made: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return made
+
+
+def test_simulation_says_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    first = figures(capsys, *SMALL, "--seeds", "2")
+    assert set(first["policies"]) == set(POLICIES)
+    assert first["is_simulated"]
+    for row in first["policies"].values():
+        assert row["makespan_s"] >= first["lower_bound_s"] > 0
+        assert 0 < row["kv_use"] <= 1
+        assert 0 <= row["idle_share"] < 1
+        assert row["service_s"]["p50"] <= row["since_arrival_s"]["p99"] <= row["makespan_s"] + 0.01
+    again = figures(capsys, *SMALL, "--seeds", "2")
+    assert {**first, "machine": 0} == {**again, "machine": 0}
+
+
+def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    files = [tmp_path / "plot.png", tmp_path / "gantt.png"]
+    figures(
+        capsys, *SMALL, "--seeds", "1", "--policies", "static,kv", "--plot", str(files[0]), "--gantt", str(files[1])
+    )
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_lengths_of_a_recorded_run_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{"start": 0, "end": 14, "tools_s": 0.5}, {"start": 37, "end": 51, "tools_s": 0.0}]
+    row = {"step": 1, "group": 0, "prompt_tokens": 21, "turns": turns}
+    file = tmp_path / "step_000001.jsonl"
+    file.write_text("\n".join(json.dumps(row | {"group": group}) for group in (0, 0, 1)))
+    plans = list(rollouts.recorded_plans([file]))
+    assert {plan.turns for plan in plans} == {((14, 23, 0.5), (14, 0, 0.0))}
+    assert [plan.group == plans[0].group for plan in plans] == [True, True, False]
+    assert figures(capsys, *SMALL, "--seeds", "1", "--episodes", str(file))["episodes"] == 3
+
+
+def test_measures_of_turns() -> None:
+    turns = [
+        Turn(0, "a", 0.0, 4.0, 100, 100, False),
+        Turn(0, "b", 5.0, 8.0, 200, 100, True),
+        Turn(1, "a", 2.0, 6.0, 300, 100, False),
+    ]
+    found = rollouts.measured(turns, ["a", "b"], 400, rollouts.Counts(3, 50, 600, 150))
+    assert (found["makespan_s"], found["preemptions"], found["prefix_hit_rate"], found["moves"]) == (8.0, 3, 0.25, 1)
+    assert found["idle_share"] == pytest.approx(1 - (6 + 3) / 16, abs=1e-4)
+    assert (found["service_s"]["p50"], found["since_arrival_s"]["p99"]) == (8.0, 8.0)
+    line = rollouts.timeline(turns, ["a", "b"], 400, bins=8)
+    assert line["a"][3] == pytest.approx((100 + 25 * 3.5 + 300 + 25 * 1.5) / 400)
+    assert line["b"][:5] == [0.0] * 5
+
+
+@pytest.mark.parametrize("args", [[], ["--simulate", "--policies", "kv,best"]])
+def test_misuse_is_said(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        rollouts.main(args)
+    assert ended.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_real_engines_want_a_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(rollouts.VLLM_PYTHON, raising=False)
+    assert rollouts.main(["--fit"]) == 1
+    assert "expected an environment with vLLM" in capsys.readouterr().err
+
+
+PLAN = Plan(0, 40, ((10, 5, 0.0), (8, 0, 0.0)))
+"""Of 40 + 15 tokens before its second turn."""
