@@ -10,6 +10,7 @@ import pytest
 
 from bench import rollouts
 from bench.rollout_sim import Plan, Turn
+from tests.trainer.fake_vllm import TableEngine
 from trainer.scheduler import POLICIES
 
 SMALL = ("--simulate", "--engines", "2", "--groups", "6", "--samples", "4")
@@ -83,5 +84,48 @@ def test_real_engines_want_a_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "expected an environment with vLLM" in capsys.readouterr().err
 
 
-PLAN = Plan(0, 40, ((10, 5, 0.0), (8, 0, 0.0)))
-"""Of 40 + 15 tokens before its second turn."""
+@pytest.mark.asyncio
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_the_pool_plays_every_script_to_its_end(policy: str) -> None:
+    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    engines = [TableEngine("e0"), TableEngine("e1")]
+    plans = [Plan(number // 3, 20 + number // 3, ((10, 5, 0.0), (8, 0, 0.0))) for number in range(9)]
+    turns = await live.played(engines, policy, plans, 30, seed=1, vocabulary=50)
+    assert sorted((turn.episode, turn.context, turn.sampled) for turn in turns) == sorted(
+        (number, *turn) for number, plan in enumerate(plans) for turn in ((plan.prompt, 10), (plan.prompt + 15, 8))
+    )
+    prompts = {ids for engine in engines for ids, _ in engine.asked if len(ids) < 23}
+    assert len(prompts) == 3
+
+
+def test_what_engines_need_to_compute() -> None:
+    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    plans = [Plan(7, 70, ((10, 20, 0.0), (5, 0, 0.0))), Plan(7, 70, ((4, 0, 0.0),))]
+    turns = [
+        Turn(0, "a", 0.0, 1.0, 70, 10, False),  # all: nothing is known
+        Turn(1, "a", 0.5, 1.0, 70, 4, False),  # the prompt's two whole blocks are
+        Turn(0, "b", 2.0, 3.0, 100, 5, True),  # 79 were computed, two whole blocks: moving is no excuse
+    ]
+    assert live.needed(plans, turns) == (70 + 9) + (70 - 64 + 3) + (100 - 64 + 4)
+
+
+def test_steps_are_read_from_a_servers_log(tmp_path: Path) -> None:
+    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    log = tmp_path / "engine0.log"
+    line = (
+        "Iteration(7): 1 context requests, {} context tokens, 2 generation requests, {} generation tokens, iteration\n"
+    )
+    log.write_text(line.format(9, 9))
+    mark = log.stat().st_size
+    log.write_text(line.format(9, 9) + "other\n" + line.format(100, 2) + line.format(0, 33))
+    assert live.tokens_computed(log, mark) == 135
+
+
+def test_fit_finds_the_constants_of_a_simulated_engine() -> None:
+    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    costs = {"base_s": 4e-3, "per_sequence_s": 2e-4, "per_context_s": 0.0, "prefill_s": 3e-5, "turn_s": 2e-3}
+    grid = [(n, context, new) for n in live.RUNNING for context in live.CONTEXTS for new in live.SAMPLED]
+    rows = [(*one, sum(a * b for a, b in zip(live._features(*one), costs.values(), strict=True))) for one in grid]
+    found = live.fitted(rows, 2)
+    assert found["residual"] < 1e-6
+    assert {name: found["hardware"][name] for name in costs} == pytest.approx(costs, abs=1e-9)
