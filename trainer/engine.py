@@ -13,7 +13,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from trainer.scheduler import Gauge
 CONNECTIONS = 1024
 """Turns that one server is asked for at a time; others wait here, in order."""
 CONNECT_S = 30.0
+ASK_AGAIN_S = 0.2
+"""To interrupt a request that the server had not yet when it was asked to."""
 ROUNDING = 1e-3  # how far above 0 a log-probability may come by rounding
 METRICS = (
     "cache_config_info",
@@ -49,18 +51,23 @@ class Sampling:
     """Any of these ends the stretch, and is its last id."""
     seed: int | None = None
     """Of 63 bits. None: a fresh one."""
+    request: str = ""
+    """A name for `interrupt`, no other's at this engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What was sampled: `ids` and their log-probabilities, of one length, at least one and at most `max_tokens`."""
+    """What was sampled: `ids` and their log-probabilities, of one length, at most `max_tokens`, and none only if it was
+    interrupted before the first."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     is_stopped: bool
-    """Ended with a stop id; otherwise it has `max_tokens`."""
+    """Ended with a stop id; otherwise it has `max_tokens`, or was interrupted."""
     engine: str
     version: int
+    is_interrupted: bool = False
+    """By `interrupt`: what there was by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +107,12 @@ class VllmEngine:
         self._timeout_s = timeout_s
         self._connections = asyncio.Semaphore(CONNECTIONS)
         self._session: aiohttp.ClientSession | None = None
+        self._asked: dict[str, bool] = {}
+        """By name, what is asked now, and whether that is interrupted."""
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `ids`. Raises `EngineFailed`; `ValueError` for what this engine says is a wrong request."""
-        version = self.version
+        name, version = sampling.request, self.version
         options = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -111,20 +120,37 @@ class VllmEngine:
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_ids),
             "logprobs": 0,
+            **({"request_id": name} if name else {}),
         }
-        async with self._connections:
-            choice = await self._complete(ids, options, None)
+        self._asked[name] = False
+        try:
+            async with self._connections:
+                if self._asked.get(name):
+                    return Generation((), (), False, self.name, version, is_interrupted=True)
+                choice = await self._complete(ids, options, None)
+            is_interrupted = bool(self._asked.get(name))
+        finally:
+            self._asked.pop(name, None)
         try:
             made, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             reason = choice["finish_reason"]
         except (KeyError, TypeError) as why:
             raise self._failed("token_ids, logprobs and finish_reason", choice) from why
-        self._check_ids(made, at_most=sampling.max_tokens)
+        is_interrupted = is_interrupted and reason == "abort"
+        self._check_ids(made, at_least=1 - is_interrupted, at_most=sampling.max_tokens)
         self._check_logprobs(logprobs, len(made))
-        is_stopped = made[-1] in sampling.stop_ids
-        if (reason, is_stopped) != ("stop", True) and (reason, len(made)) != ("length", sampling.max_tokens):
+        is_stopped = bool(made) and made[-1] in sampling.stop_ids
+        is_whole = (reason, is_stopped) == ("stop", True) or (reason, len(made)) == ("length", sampling.max_tokens)
+        if not is_whole and not is_interrupted:
             raise self._failed(f"a stop id or {sampling.max_tokens} tokens", f"{len(made)} tokens, {reason!r}")
-        return Generation(tuple(made), tuple(logprobs), is_stopped, self.name, version)
+        return Generation(tuple(made), tuple(logprobs), is_stopped, self.name, version, is_interrupted)
+
+    async def interrupt(self, requests: Collection[str]) -> None:
+        """Have these requests answered with what there is. Raises `EngineFailed`."""
+        while names := [name for name in requests if name in self._asked]:
+            self._asked |= dict.fromkeys(names, True)
+            await self.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]})
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Of `ids[1:]`, each given what stands before it, at temperature 1."""
@@ -228,9 +254,9 @@ class VllmEngine:
         except ValueError as why:
             raise self._failed("JSON", text) from why
 
-    def _check_ids(self, ids: Any, *, at_most: int) -> None:
-        if not isinstance(ids, list) or not 0 < len(ids) <= at_most:
-            raise self._failed(f"1 to {at_most} token ids", ids)
+    def _check_ids(self, ids: Any, *, at_least: int, at_most: int) -> None:
+        if not isinstance(ids, list) or not at_least <= len(ids) <= at_most:
+            raise self._failed(f"{at_least} to {at_most} token ids", ids)
         if any(type(id) is not int or not 0 <= id < self._vocabulary for id in ids):
             raise self._failed(f"token ids from 0 to {self._vocabulary - 1}", ids)
 

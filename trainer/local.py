@@ -24,7 +24,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +75,19 @@ class LocalEngine:
         row = _Row(self._checked(ids, sampling.max_tokens), len(ids), sampling)
         await self._answer(row)
         sampled = tuple(row.ids[row.prompt :])
-        return Generation(sampled, tuple(row.logprobs), sampled[-1] in sampling.stop_ids, self.name, self.version)
+        is_stopped = sampled[-1:] != () and sampled[-1] in sampling.stop_ids
+        return Generation(sampled, tuple(row.logprobs), is_stopped, self.name, self.version, not row.is_over)
+
+    async def interrupt(self, requests: Collection[str]) -> None:
+        """Have these requests answered with what there is. Asked again for what is missing, it samples the same."""
+        names = frozenset(requests)
+
+        def interrupt() -> None:
+            for row in [*self._running.values(), *self._waiting]:
+                if row.sampling and row.sampling.request in names:
+                    _settle(row)
+
+        await self._answer(_Task(interrupt))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Of `ids[1:]`, each given what stands before it, at temperature 1."""
@@ -151,7 +163,7 @@ class LocalEngine:
                     _settle(task, task.run())
                 case row:
                     self._waiting.append(row)
-        for slot in [slot for slot, row in self._running.items() if row.future.cancelled()]:
+        for slot in [slot for slot, row in self._running.items() if row.future.done()]:
             self._release(slot)
         while self._waiting and self._free:
             self._seat(self._waiting.popleft())
@@ -159,7 +171,7 @@ class LocalEngine:
 
     def _seat(self, row: _Row) -> None:
         """Into the free slot that holds most of its ids, else into the one that was free longest."""
-        if row.future.cancelled():
+        if row.future.done():
             return
         held, slot = max(
             ((len(ids), slot) for slot, ids in self._free.items() if ids and ids == row.ids[: len(ids)]),

@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from secrets import token_hex
 from typing import Any, Protocol, Self
 
 from trainer.engine import Capacity, EngineFailed, Generation, Sampling
@@ -54,6 +55,8 @@ class Engine(Protocol):
     async def capacity(self) -> Capacity: ...
 
     async def gauge(self) -> Gauge | None: ...
+
+    async def interrupt(self, requests: Collection[str]) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -148,6 +151,8 @@ class Pool:
         self._scrape_s, self._turn_s, self._rest_s, self._patience_s = scrape_s, turn_s, rest_s, patience_s
         self._expected: Any = None  # what the reference said of the last sync's weights
         self._seats: dict[Hashable, Seat] = {}
+        self.name = token_hex(4)
+        """For engines, of which others may ask things too."""
         self._keys = itertools.count()
         self._tasks = asyncio.TaskGroup()
         self._watchers: list[asyncio.Task[None]] = []
@@ -179,7 +184,22 @@ class Pool:
         except BaseException:
             seat.leave(None)
             raise
-        seat.leave(seat.length)
+        seat.leave(None if seat.is_interrupted else seat.length)
+
+    async def interrupt(self, seats: Iterable[Seat]) -> None:
+        """Have their `generate`, now and from now on, return at once what there is, marked as interrupted."""
+        seats = set(seats)
+        for seat in seats:
+            seat.is_interrupted = True
+            seat.look()
+        asked = {desk: [seat.name for seat in desk.requests if seat in seats] for desk in self.desks.values()}
+        await asyncio.gather(*(self._interrupt(desk, names) for desk, names in asked.items() if names))
+
+    async def _interrupt(self, desk: Desk, names: Sequence[str]) -> None:
+        try:
+            await desk.engine.interrupt(names)
+        except EngineFailed as why:  # what cannot be interrupted ends in its time
+            logger.warning("engine %s could not interrupt %d requests: %s", desk.engine.name, len(names), why)
 
     async def sync(self, weights: Weights) -> int:
         """Give all engines `weights`, and prove it. Returns their version, one more than the last.
@@ -362,14 +382,21 @@ class Pool:
             await self._has_ended.wait()
 
 
+class _Interrupted(Exception):
+    """A turn that no engine has begun."""
+
+
 class Seat:
     """One episode's: it wants turns, one after the other, and each continues the context of the last."""
 
     def __init__(self, pool: Pool, key: int, group: Hashable, most_tokens: int) -> None:
         self.key = key
         self.length = 0
+        self.name = f"{pool.name}-{key}"
+        """Of its requests, at engines."""
         self.placement: Placement | None = None
         """Of the turn that it wants, once that has a place."""
+        self.is_interrupted = False
         self._pool, self._group, self._most = pool, group, most_tokens
         self._is_in = False
         self._waits: asyncio.Future[None] | None = None
@@ -378,11 +405,15 @@ class Seat:
         """Continue `ids`, on another engine where one fails. Raises `EngineFailed` when none is left, or this turn
         makes all fail. Cancelled, the episode is forgotten; asked again, it is a new one."""
         pool, wanted, context = self._pool, self._pool.now(), len(ids)
+        sampling = replace(sampling, request=self.name)
         self._want(context)
         try:
             made, placement, began = await self._run(ids, sampling)
             ended, length = pool.now(), context + len(made.ids)
             pool.scheduler.park(self.key, length, ended)
+        except _Interrupted:
+            self.leave(None)
+            return Generation((), (), False, "", pool.version, is_interrupted=True)
         except BaseException:
             self.leave(None)
             raise
@@ -439,7 +470,9 @@ class Seat:
                         raise EngineFailed(f"{TRIES} engines failed at one turn, the last: {why}") from error
 
     async def _placed(self) -> Placement:
-        while self.placement is None:
+        while self.placement is None or self.is_interrupted:
+            if self.is_interrupted:
+                raise _Interrupted
             if self._pool.is_hopeless():
                 raise self._pool.none_left()
             self._waits = asyncio.get_running_loop().create_future()

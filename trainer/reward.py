@@ -11,11 +11,10 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
 
-from trainer.trajectory import Episode, StopReason
+from trainer.trajectory import Draft, StopReason
 
 
 class Verdict(StrEnum):
@@ -42,28 +41,19 @@ REWARDS: dict[Verdict, float | None] = {
     Verdict.UNPARSABLE: 0.0,
     Verdict.UNAVAILABLE: None,
 }
+OURS = (StopReason.UNAVAILABLE, StopReason.CANCELLED)
+"""How we, and not the model, end an episode."""
 
 
-async def score(episodes: Sequence[Episode], verifier: Verifier) -> list[Episode]:
-    """`episodes`, in order, with their rewards. Answers that several of them share are checked once."""
-    pairs = dict.fromkeys(_pair(episode) for episode in episodes if _has_answer(episode))
-    verdicts = dict(zip(pairs, await verifier.verify(list(pairs)), strict=True)) if pairs else {}
-    return [replace(episode, reward=_reward(episode, verdicts)) for episode in episodes]
+async def score(episodes: Sequence[Draft], verifier: Verifier) -> list[float | None]:
+    """The rewards of episodes that are over, in order. Answers that several of them share are checked once."""
+    theirs = [one for one in episodes if one.stop not in OURS]
+    pairs = list(dict.fromkeys((one.problem.answer, one.answer) for one in theirs if one.answer is not None))
+    verdicts = dict(zip(pairs, await verifier.verify(pairs), strict=True)) if pairs else {}
 
+    def reward(one: Draft) -> float | None:
+        if one.stop in OURS:
+            return None
+        return 0.0 if one.answer is None else REWARDS[verdicts[one.problem.answer, one.answer]]
 
-def _has_answer(episode: Episode) -> bool:
-    return _is_ended_by_itself(episode) and episode.answer is not None
-
-
-def _is_ended_by_itself(episode: Episode) -> bool:
-    return episode.stop not in (StopReason.UNAVAILABLE, StopReason.CANCELLED)
-
-
-def _pair(episode: Episode) -> tuple[str, str]:
-    return episode.problem.answer, episode.answer or ""
-
-
-def _reward(episode: Episode, verdicts: dict[tuple[str, str], Verdict]) -> float | None:
-    if not _is_ended_by_itself(episode):
-        return None
-    return REWARDS[verdicts[_pair(episode)]] if episode.answer is not None else 0.0
+    return [reward(one) for one in episodes]

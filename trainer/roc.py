@@ -79,13 +79,7 @@ def resample_on_correct(
     negatives = [i for i, rollout in enumerate(group) if rollout.reward is not None and not rollout.reward > 0]
     unscored = [i for i, rollout in enumerate(group) if rollout.reward is None]
 
-    if mode == "paper":
-        wanted = len(negatives) * keep // len(group)
-    else:
-        wanted = _released_negatives(len(negatives), len(positives), keep, len(group))
-    n_positives = min(keep - wanted, len(positives))
-    n_negatives = min(keep - n_positives, len(negatives))
-
+    n_negatives, n_positives = _shares(len(negatives), len(positives), len(group), keep, mode)
     penalties = {i: p_total(group[i]) for i in positives}
     if mode == "paper":
         kept = rng.sample(negatives, n_negatives)
@@ -93,6 +87,19 @@ def resample_on_correct(
     else:
         kept = negatives[:n_negatives] + sorted(positives, key=penalties.__getitem__)[:n_positives]
     return sorted(kept + unscored[: keep - len(kept)])
+
+
+def is_enough(rewards: Sequence[float | None], left: int, *, keep: int, mode: Mode) -> bool:
+    """Whether a group with these `rewards` can do without the `left` rollouts that are not over yet.
+
+    It can if none of the numbers of wrong and right ones that they might make is such that more of either would be kept
+    than there are by now. So a group whose rollouts might still differ goes on, however many of them agree.
+    """
+    positives = sum(reward is not None and reward > 0 for reward in rewards)
+    negatives = sum(reward is not None and not reward > 0 for reward in rewards)
+    size = len(rewards) + left
+    ends = [_shares(negatives + wrong, positives + left - wrong, size, keep, mode) for wrong in range(left + 1)]
+    return all(wrong <= negatives and right <= positives for wrong, right in ends)
 
 
 def has_signal(group: Sequence[Rollout], kept: Sequence[int]) -> bool:
@@ -111,6 +118,13 @@ def explain(group: Sequence[Rollout], kept: Sequence[int]) -> list[str]:
         why = f"{kind}, {chosen[kind]} of {everyone[kind]} of them kept, {_how(rollout)}"
         reasons.append(f"kept: {why}{flat}" if i in kept else f"dropped: {why}")
     return reasons
+
+
+def _shares(negatives: int, positives: int, size: int, keep: int, mode: Mode) -> tuple[int, int]:
+    """How many of the wrong and of the right ones are kept; what one class lacks the other fills."""
+    wanted = negatives * keep // size if mode == "paper" else _released_negatives(negatives, positives, keep, size)
+    n_positives = min(keep - wanted, positives)
+    return min(keep - n_positives, negatives), n_positives
 
 
 def _released_negatives(negatives: int, positives: int, keep: int, size: int) -> int:
@@ -143,7 +157,7 @@ def _kind(rollout: Rollout) -> str:
 def _how(rollout: Rollout) -> str:
     """What a rollout of this kind is chosen by."""
     if rollout.reward is None:
-        return "where no others fill the group: the failure was ours"
+        return "only where no others fill the group: it was us who ended it"
     if not rollout.reward > 0:
         return "whatever their penalty"
     calls = f"{rollout.failed_calls} of {rollout.calls} calls failed" if rollout.calls else "no tool call"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +27,16 @@ from trainer.chat import Asked, Chat, Malformed
 from trainer.engine import EngineFailed, Generation, Sampling
 from trainer.reward import Verifier, score
 from trainer.tools import ToolReply
-from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Trajectory, Turn
+from trainer.trajectory import CallStatus, Draft, Episode, Problem, StopReason, ToolCall, Turn
 
 CUT_NOTE_CHARS = 100
 """What a tool may add to `tool_chars` by saying itself that it has cut. Without this room its note would be cut out."""
 
 Clock = Callable[[], float]
+IsEnough = Callable[[Sequence[float | None], int], bool]
+"""Of the rewards of a problem's episodes so far, and how many more are to come: whether those can do without these."""
+Run = Callable[..., Awaitable[None]]
+"""`run_episode` but for its draft and seat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,11 @@ class Seat(Protocol):
 
 
 class Pool(Protocol):
-    def seat(self, *, group: str, most_tokens: int) -> AbstractAsyncContextManager[Seat]: ...
+    def seat(self, *, group: str, most_tokens: int) -> AbstractAsyncContextManager[Any]: ...
+
+    async def interrupt(self, seats: Sequence[Any]) -> None:
+        """Have their `generate`, now and from now on, return at once what there is, marked as interrupted."""
+        ...
 
 
 class Tool(Protocol):
@@ -70,8 +78,7 @@ class Tools(Protocol):
 
 
 async def run_episode(
-    problem: Problem,
-    sample: int,
+    draft: Draft,
     *,
     chat: Chat,
     seat: Seat,
@@ -79,74 +86,66 @@ async def run_episode(
     limits: EpisodeLimits,
     sampling: Sampling,
     seed: int,
-    prompt: list[int] | None = None,
     clock: Clock = time.perf_counter,
-) -> Episode:
-    """One rollout of `problem`, not yet scored. `sampling` gives temperature and top-p; each turn sets the rest of it.
-    `prompt` are the ids that `chat` makes of the problem, where they are at hand.
+) -> None:
+    """Carry on with an episode until it is over or interrupted: then its `stop` is still None.
 
-    It is `unavailable` when an engine or the sandbox failed. Without a single token only if no engine gave any.
+    `sampling` gives temperature and top-p; each turn sets the rest of it. The episode ends as `unavailable` when an
+    engine or the sandbox failed; without a single token only if no engine gave any.
     """
-    started = clock()
-    prompt = chat.prompt(problem.text) if prompt is None else prompt
-    track = Trajectory()
-    turns: list[Turn] = []
-    answer_tags, answer, error = 0, None, ""
-    stop: StopReason | None = None
-    while stop is None:
-        asked_at, start = clock(), len(track)
-        sampling = replace(
+    began = clock()
+    is_interrupted = False
+    while draft.stop is None and not is_interrupted:
+        asked_at = clock()
+        wanted = replace(
             sampling,
-            max_tokens=limits.max_tokens - start,
-            stop_ids=chat.stop_ids,
-            seed=turn_seed(seed, problem.id, sample, len(turns)),
+            max_tokens=limits.max_tokens - len(draft.ids),
+            seed=turn_seed(seed + draft.age, draft.problem.id, draft.sample, len(draft.steps)),
         )
         try:
-            made = await seat.generate(prompt + track.ids, sampling)
+            made = await seat.generate([*draft.prompt_ids, *draft.ids], wanted)
         except EngineFailed as why:
-            stop, error = StopReason.UNAVAILABLE, f"engine: {why}"
+            draft.stop, draft.error = StopReason.UNAVAILABLE, f"engine: {why}"
             break
-        generated_at = clock()
-        track.sampled(made.ids, made.logprobs)
-        text = chat.decode(made.ids[:-1] if made.is_stopped else made.ids)
-        said = chat.parse(text)
-        answer_tags, answer = answer_tags + said.answer_tags, said.answer
+        draft.sampled(made.ids, made.logprobs, made.version)
+        draft.generate_s += clock() - asked_at
+        if is_interrupted := made.is_interrupted:
+            break
+        await _end_turn(draft, made, chat=chat, tools=tools, limits=limits, clock=clock)
+    draft.seconds += clock() - began
 
-        calls: list[ToolCall] = []
-        if not made.is_stopped:
-            stop = StopReason.TOKEN_LIMIT
-        elif not said.calls:
-            stop = StopReason.FINISHED
-        elif len(turns) + 1 >= limits.max_turns:
-            stop = StopReason.TURN_LIMIT
+
+async def _end_turn(
+    draft: Draft, made: Generation, *, chat: Chat, tools: Tools, limits: EpisodeLimits, clock: Clock
+) -> None:
+    """Read what the model said, run its calls and show it what came of them, or end the episode."""
+    generated_at = clock()
+    start, end = draft.turn_start, len(draft.ids)
+    text = chat.decode(draft.ids[start : end - made.is_stopped])
+    said = chat.parse(text)
+    draft.answer_tags, draft.answer = draft.answer_tags + said.answer_tags, said.answer
+    calls: list[ToolCall] = []
+    if not made.is_stopped:
+        draft.stop = StopReason.TOKEN_LIMIT
+    elif not said.calls:
+        draft.stop = StopReason.FINISHED
+    elif len(draft.steps) + 1 >= limits.max_turns:
+        draft.stop = StopReason.TURN_LIMIT
+    else:
+        replies = await _run(said.calls, tools.python, limits.tool_chars)
+        calls = [call for call, _ in replies]
+        error = next((why for _, why in replies if why), "")
+        if any(call.status is CallStatus.UNAVAILABLE for call in calls):
+            draft.stop, draft.error = StopReason.UNAVAILABLE, f"tool: {error}"
+    tools_s = clock() - generated_at if calls else 0.0
+    draft.steps.append(Turn(start, end, text, tuple(calls), made.engine, made.version, draft.generate_s, tools_s))
+    if draft.stop is None:
+        shown = chat.responses([call.response for call in calls])
+        if end + len(shown) < limits.max_tokens:
+            draft.shown(shown)
+            draft.turn_start, draft.generate_s = len(draft.ids), 0.0
         else:
-            replies = await _run(said.calls, tools.python, limits.tool_chars)
-            calls = [call for call, _ in replies]
-            error = next((why for _, why in replies if why), "")
-            if any(call.status is CallStatus.UNAVAILABLE for call in calls):
-                stop, error = StopReason.UNAVAILABLE, f"tool: {error}"
-        spent = {"generate_s": generated_at - asked_at, "tools_s": clock() - generated_at if calls else 0.0}
-        turns.append(Turn(start, len(track), text, tuple(calls), made.engine, made.version, **spent))
-        if stop is None:
-            shown = chat.responses([call.response for call in calls])
-            if len(track) + len(shown) < limits.max_tokens:
-                track.shown(shown)
-            else:
-                stop = StopReason.TOKEN_LIMIT
-    return Episode(
-        problem,
-        sample,
-        prompt_ids=tuple(prompt),
-        ids=tuple(track.ids),
-        logprobs=tuple(track.logprobs),
-        mask=tuple(track.mask),
-        steps=tuple(turns),
-        stop=stop,
-        answer=answer,
-        answer_tags=answer_tags,
-        seconds=clock() - started,
-        error=error,
-    )
+            draft.stop = StopReason.TOKEN_LIMIT
 
 
 class Collector:
@@ -154,46 +153,104 @@ class Collector:
 
     def __init__(self, pool: Pool, chat: Chat, tools: Tools, *, clock: Clock = time.perf_counter) -> None:
         self._pool, self._chat, self._tools, self._clock = pool, chat, tools, clock
+        self._seats: dict[Draft, Any] = {}
+        self._halted: set[Draft] = set()
         self.own_s = 0.0
-        """CPU seconds that the event loop's thread took in the last `collect`: waiting for others is not in it."""
+        """CPU seconds that the event loop's thread took in the last call: waiting for others is not in it."""
 
-    async def collect(
+    async def collect(self, problems: Sequence[Problem], samples: int, **how: Any) -> list[list[Episode]]:
+        """`samples` scored episodes of each problem, in order; `how` is what `advance` takes."""
+        groups = [[Draft(problem, sample) for sample in range(samples)] for problem in problems]
+        return [episodes for episodes in await self.advance(groups, **how) if episodes]
+
+    async def advance(
         self,
-        problems: Sequence[Problem],
-        samples: int,
+        groups: Sequence[Sequence[Draft]],
         *,
         limits: EpisodeLimits,
         temperature: float,
         top_p: float,
         seed: int,
-    ) -> list[list[Episode]]:
-        """`samples` scored episodes of each problem, in order. A group is scored as soon as it is complete.
+        wanted: int | None = None,
+        due: int = 0,
+        is_enough: IsEnough | None = None,
+    ) -> list[list[Episode] | None]:
+        """Carry on with the episodes of each problem until `wanted` groups are complete, the first `due` among them.
+
+        The others are interrupted, and None in what comes back: their drafts say how far they came. `wanted` None is
+        all. A group is scored as soon as it is complete. `is_enough` is asked whenever an episode is over, and may
+        complete its group: what still runs of that is `cancelled`.
 
         Engines and tools that are down make episodes `unavailable`. Anything else that one of them raises ends all the
         episodes and is raised here, such as `ValueError` for a prompt that leaves no engine room for `max_tokens`.
         """
         began = time.thread_time()
-        sampling = Sampling(limits.max_tokens, temperature, top_p)
+        run = partial(run_episode, chat=self._chat, tools=self._tools, limits=limits, seed=seed, clock=self._clock)
+        run = partial(run, sampling=Sampling(limits.max_tokens, temperature, top_p, self._chat.stop_ids))
+        wanted = len(groups) if wanted is None else wanted
+        over: list[list[Episode] | None] = [None] * len(groups)
+        self._halted.clear()
 
-        async def group(problem: Problem) -> list[Episode]:
-            prompt = self._chat.prompt(problem.text)
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(episode(problem, i, prompt)) for i in range(samples)]
-            return await score([task.result() for task in running], self._tools.verifier)
-
-        async def episode(problem: Problem, sample: int, prompt: list[int]) -> Episode:
-            run = partial(run_episode, problem, sample, chat=self._chat, tools=self._tools, limits=limits)
-            run = partial(run, sampling=sampling, seed=seed, prompt=prompt, clock=self._clock)
-            async with self._pool.seat(group=problem.id, most_tokens=len(prompt) + limits.max_tokens) as seat:
-                return await run(seat=seat)
+        async def group(number: int) -> None:
+            over[number] = await self._group(groups[number], run, limits, is_enough)
+            if sum(map(bool, over)) >= wanted and all(over[:due]):
+                await self._halt([draft for drafts in groups for draft in drafts])
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(group(problem)) for problem in problems]
+                for number in range(len(groups)):
+                    tasks.create_task(group(number))
         except ExceptionGroup as several:
             raise _first(several) from None
         self.own_s = time.thread_time() - began
-        return [task.result() for task in groups]
+        return over
+
+    async def _group(
+        self, drafts: Sequence[Draft], run: Run, limits: EpisodeLimits, is_enough: IsEnough | None
+    ) -> list[Episode] | None:
+        """The episodes of a problem once they are over; None if they were interrupted."""
+        prompt = tuple(self._chat.prompt(drafts[0].problem.text))
+        rewards: dict[Draft, float | None] = {}
+        has_enough = False
+
+        async def episode(draft: Draft) -> None:
+            nonlocal has_enough
+            draft.prompt_ids = prompt
+            if not draft.stop:
+                await self._episode(draft, run, len(prompt) + limits.max_tokens)
+            if draft.stop and is_enough:
+                (rewards[draft],) = await score([draft], self._tools.verifier)
+                if not has_enough and is_enough(list(rewards.values()), len(drafts) - len(rewards)):
+                    has_enough = True
+                    await self._halt(drafts)
+
+        async with asyncio.TaskGroup() as tasks:
+            for draft in drafts:
+                tasks.create_task(episode(draft))
+        for draft in drafts:
+            if not draft.stop and has_enough:
+                draft.stop = StopReason.CANCELLED
+        if not all(draft.stop for draft in drafts):
+            return None
+        if not is_enough:
+            rewards = dict(zip(drafts, await score(drafts, self._tools.verifier), strict=True))
+        return [draft.episode(rewards.get(draft)) for draft in drafts]
+
+    async def _episode(self, draft: Draft, run: Run, most_tokens: int) -> None:
+        async with self._pool.seat(group=draft.problem.id, most_tokens=most_tokens) as seat:
+            self._seats[draft] = seat
+            try:
+                if draft not in self._halted:
+                    await run(draft, seat=seat)
+            finally:
+                del self._seats[draft]
+
+    async def _halt(self, drafts: Iterable[Draft]) -> None:
+        """Interrupt those that are not over. Tools that run for them are awaited."""
+        left = [draft for draft in drafts if not draft.stop and draft not in self._halted]
+        self._halted.update(left)
+        if seats := [self._seats[draft] for draft in left if draft in self._seats]:
+            await self._pool.interrupt(seats)
 
 
 def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:

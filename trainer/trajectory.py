@@ -2,7 +2,7 @@
 
 Invariants:
 - Ids, log-probabilities and mask are append-only and of one length. They are recorded as they were sampled; nothing is
-  ever decoded and tokenised again.
+  ever decoded and tokenised again. Versions of weights never fall along them.
 - `mask` is 1 for what the model sampled and 0 for what was put before it (tool responses, whose log-probability is 0).
 - `reward` is None when there is no verdict: our failure is never a reward of 0.
 
@@ -43,7 +43,7 @@ class StopReason(StrEnum):
     UNAVAILABLE = "unavailable"
     """The sandbox or every engine failed. The reward is None."""
     CANCELLED = "cancelled"
-    """Stopped from outside. The reward is None."""
+    """Stopped by us, as its group had what is kept without it. The reward is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One stretch of sampling, `ids[start:end]` of the episode, and the tool calls in it."""
+    """What the model said at once, `ids[start:end]` of the episode, and the tool calls in it."""
 
     start: int
     end: int
@@ -85,25 +85,41 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     engine: str = ""
     version: int = 0
-    """Of the weights that sampled it: the number of the last sync."""
+    """Of the weights that sampled its end: the number of the last sync."""
     generate_s: float = 0.0
     tools_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Trajectory:
-    """The growing part of an episode: `ids_T`, `logprobs_T`, `mask_T`, of one length."""
+@dataclass(slots=True, eq=False)
+class Draft:
+    """An episode under way: it grows, and may be carried on later from where it was interrupted."""
 
+    problem: Problem
+    sample: int
+    """Which of the problem's rollouts."""
+    prompt_ids: tuple[int, ...] = ()
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """`(start, version)`: from this token on the weights that sampled, until the next entry."""
+    steps: list[Turn] = field(default_factory=list)
+    turn_start: int = 0
+    """Where the turn that is under way begins, and the seconds that engines took for it so far."""
+    generate_s: float = 0.0
+    stop: StopReason | None = None
+    answer: str | None = None
+    answer_tags: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    age: int = 0
+    """How often it was interrupted: the steps of training that it has outlived."""
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append what the model sampled."""
+    def sampled(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append what the model sampled with the weights `version`."""
         assert len(ids) == len(logprobs), f"{len(ids)} ids with {len(logprobs)} log-probabilities"
+        if ids and (not self.versions or self.versions[-1][1] != version):
+            self.versions.append((len(self.ids), version))
         self._append(ids, logprobs, 1)
 
     def shown(self, ids: Sequence[int]) -> None:
@@ -114,6 +130,26 @@ class Trajectory:
         self.ids += ids
         self.logprobs += logprobs
         self.mask += [mask] * len(ids)
+
+    def episode(self, reward: float | None = None) -> Episode:
+        """What it came to."""
+        assert self.stop, "only an episode that is over has a reward"
+        return Episode(
+            self.problem,
+            self.sample,
+            self.prompt_ids,
+            tuple(self.ids),
+            tuple(self.logprobs),
+            tuple(self.mask),
+            tuple(self.steps),
+            self.stop,
+            self.answer,
+            self.answer_tags,
+            reward,
+            self.seconds,
+            self.error,
+            tuple(self.versions),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +173,8 @@ class Episode:
     seconds: float = 0.0
     error: str = ""
     """What of ours failed, for `StopReason.UNAVAILABLE`."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """`(start, version)`: from this token on the weights that sampled, until the next entry."""
 
     @property
     def length(self) -> int:

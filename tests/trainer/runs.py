@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer import metrics, roc
 from trainer.record import RunFolder
-from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Trajectory, Turn
+from trainer.trajectory import CallStatus, Draft, Episode, Problem, StopReason, ToolCall, Turn
 
 KEEP = 4
 STAGES = {"sft": 6, "rl1": 8, "rl2": 4}
@@ -68,7 +68,7 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
     """A rollout: some reasoning, a call or two, perhaps a broken one, an answer."""
     a, b = (random.Random(f"{problem} {factor}").randrange(10, 99) for factor in "ab")
     task = Problem(problem, f"What is {a} × {b}? Give an integer < 10000.", str(a * b), "generated")
-    trajectory, turns, calls_left = Trajectory(), [], rng.randrange(1, 3)
+    draft, calls_left = Draft(task, sample, tuple(range(40)), seconds=1.25), rng.randrange(1, 3)
     while True:
         calls = (_call(rng, a, b, skill),) if calls_left else ()
         text = f"<reason>Multiply {a} by {b}.</reason>\n"
@@ -79,19 +79,21 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
             text += f"<tool_call>\n{asked}\n</tool_call>"
         if not calls:
             text += f"<answer>\\boxed{{{answer}}}</answer>"
-        start = len(trajectory)
+        start = len(draft.ids)
         size = rng.randrange(20, 90)
-        trajectory.sampled([rng.randrange(384) for _ in range(size)], [-rng.random() for _ in range(size)])
+        draft.sampled([rng.randrange(384) for _ in range(size)], [-rng.random() for _ in range(size)], 3)
         spent = {"generate_s": size / 100, "tools_s": sum(call.seconds for call in calls)}
-        turns.append(Turn(start, len(trajectory), text, calls, engine="local", version=3, **spent))
+        draft.steps.append(Turn(start, len(draft.ids), text, calls, engine="local", version=3, **spent))
         if not calls:
             break
-        trajectory.shown([rng.randrange(384) for _ in range(rng.randrange(8, 30))])
+        draft.shown([rng.randrange(384) for _ in range(rng.randrange(8, 30))])
         calls_left -= 1
-    whole = Episode(
-        task, sample, tuple(range(40)), tuple(trajectory.ids), tuple(trajectory.logprobs), tuple(trajectory.mask),
-        tuple(turns), StopReason.FINISHED, answer, 1 if rng.random() < 0.5 + skill / 2 else 2, float(right), 1.25,
-    )  # fmt: skip
+    draft.stop, draft.answer, draft.answer_tags = (
+        StopReason.FINISHED,
+        answer,
+        1 if rng.random() < 0.5 + skill / 2 else 2,
+    )
+    whole = draft.episode(float(right))
     chance = rng.random()
     if chance < 0.06:
         stop = StopReason.TOKEN_LIMIT if chance < 0.03 else StopReason.TURN_LIMIT

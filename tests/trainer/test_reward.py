@@ -6,15 +6,15 @@ import pytest
 
 from tests.trainer.fakes import FakeVerifier
 from trainer.reward import score
-from trainer.trajectory import Episode, Problem, StopReason
+from trainer.trajectory import Draft, Problem, StopReason
 
 
-def episode(answer: str | None, *, gold: str = "7", stop: StopReason = StopReason.FINISHED) -> Episode:
-    return Episode(Problem("p", "What is it?", gold), 0, (1,), (2,), (-0.5,), (1,), (), stop, answer)
+def episode(answer: str | None, *, gold: str = "7", stop: StopReason = StopReason.FINISHED) -> Draft:
+    return Draft(Problem("p", "What is it?", gold), 0, stop=stop, answer=answer)
 
 
-def rewards(*episodes: Episode, verifier: FakeVerifier | None = None) -> list[float | None]:
-    return [scored.reward for scored in asyncio.run(score(episodes, verifier or FakeVerifier()))]
+def rewards(*episodes: Draft, verifier: FakeVerifier | None = None) -> list[float | None]:
+    return asyncio.run(score(episodes, verifier or FakeVerifier()))
 
 
 def test_an_answer_earns_what_its_check_says() -> None:
@@ -44,12 +44,3 @@ def test_answers_that_episodes_share_are_checked_once_and_all_at_once() -> None:
     asked = [episode("7"), episode("8"), episode("7"), episode("7", gold="8"), episode("8")]
     assert rewards(*asked, verifier=verifier) == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert verifier.asked == [[("7", "7"), ("7", "8"), ("8", "7")]]
-
-
-def test_everything_else_of_an_episode_stays_as_it_was() -> None:
-    before = episode("7")
-    (after,) = asyncio.run(score([before], FakeVerifier()))
-    assert before.reward is None
-    assert after == Episode(
-        before.problem, 0, (1,), (2,), (-0.5,), (1,), (), StopReason.FINISHED, "7", reward=1.0
-    )  # fmt: skip

@@ -253,6 +253,6 @@ def test_why_says_what_it_was_chosen_by():
         f"kept: {right}; penalty 0.00 = 0.00 (0 of 1 calls failed) + 0.00 (one answer)",
         "kept: wrong, 1 of 2 of them kept, whatever their penalty",
         "dropped: wrong, 1 of 2 of them kept, whatever their penalty",
-        "dropped: no verdict, 0 of 1 of them kept, where no others fill the group: the failure was ours",
+        "dropped: no verdict, 0 of 1 of them kept, only where no others fill the group: it was us who ended it",
     ]
     assert explain([CLEAN], [0])[0].endswith("; not in the loss, since all that were kept have the same reward")

@@ -16,7 +16,7 @@ from trainer.chat import rstar2
 from trainer.engine import EngineFailed, Generation, Sampling
 from trainer.rollout import Collector, EpisodeLimits, run_episode, turn_seed
 from trainer.tools import ToolReply
-from trainer.trajectory import CallStatus, Problem, StopReason
+from trainer.trajectory import CallStatus, Draft, Problem, StopReason
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
 LIMITS = EpisodeLimits(max_tokens=2000, max_turns=5)
@@ -35,10 +35,10 @@ def turns_of(*said):
 
 async def run(chat, pool, tools=None, *, limits=LIMITS, problem=PROBLEM, sample=0, seed=7):
     tools = tools or ScriptedTools()
-    sampling = Sampling(max_tokens=1, temperature=0.7, top_p=0.9)
-    return await run_episode(
-        problem, sample, chat=chat, seat=pool, tools=tools, limits=limits, sampling=sampling, seed=seed
-    )
+    sampling = Sampling(max_tokens=1, temperature=0.7, top_p=0.9, stop_ids=chat.stop_ids)
+    draft = Draft(problem, sample, tuple(chat.prompt(problem.text)))
+    await run_episode(draft, chat=chat, seat=pool, tools=tools, limits=limits, sampling=sampling, seed=seed)
+    return draft.episode()
 
 
 def collect(pool, chat, tools, problems, samples, limits=LIMITS, seed=7):
