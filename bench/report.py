@@ -26,7 +26,7 @@ from bench import output
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_name("results")
-DRAWN = ("throughput", "peers", "layers", "leaks", "mixed", "roc")
+DRAWN = ("throughput", "peers", "layers", "leaks", "mixed", "roc", "rollouts")
 """Benchmarks whose module has a `draw(axes, figures)`."""
 BLOCK = re.compile(r"(<!-- numbers: ([\w-]+) -->\n)(.*?)(<!-- /numbers -->)", re.DOTALL)
 
@@ -101,7 +101,8 @@ def filled(text: str, results: Mapping[str, Figures]) -> str:
 
 def table_of(name: str, figures: Figures) -> str:
     """The lines of one result, and where it was measured."""
-    return "\n".join([*TABLES[name](figures), "", _where(name, figures["machine"]), ""])
+    command = figures.get("command", f"python -m bench.{name}")
+    return "\n".join([*TABLES[name](figures), "", _where(command, figures["machine"]), ""])
 
 
 def _say_or_write(args: argparse.Namespace, fresh: Mapping[Path, str], differ: Iterable[str]) -> None:
@@ -291,6 +292,57 @@ def _roc(figures: Figures) -> list[str]:
     return [*_table(("", *measures.values()), rows), "", said]
 
 
+def _rollouts(figures: Figures) -> list[str]:
+    rows = [
+        (
+            f"`{policy}`",
+            f"{row['makespan_s']:,.1f}",
+            f"{row['over_bound']:.2f}",
+            f"{row['preemptions']:,.0f}",
+            f"{row['recomputed_tokens']:,.0f}",
+            f"{row['prefix_hit_rate']:.2f}",
+            f"{row['kv_use']:.2f}",
+            f"{row['idle_share']:.2f}",
+            *(
+                " / ".join(f"{row[name][point]:,.1f}" for point in ("p50", "p95"))
+                for name in ("service_s", "since_arrival_s")
+            ),
+        )
+        for policy, row in figures["policies"].items()
+    ]
+    columns = (
+        "",
+        "makespan s",
+        "/ bound",
+        "preemptions",
+        "recomputed",
+        "hits",
+        "KV use",
+        "idle",
+        "service p50 / p95 s",
+    )
+    what, repeats = ("**Simulated.**", "seeds") if figures["is_simulated"] else ("vLLM on the CPU:", "rounds")
+    said = (
+        f"{what} {figures['engines']} engines of {figures['capacity']:,} tokens, {figures['episodes']:,} rollouts "
+        f"of at most {figures['most_new']:,} tokens; no schedule takes less than {figures['lower_bound_s']:,.1f} s. "
+        f"Medians of {figures['repeats']} {repeats}."
+    )
+    lines = [said, "", *_table((*columns, "since arrival"), rows)]
+    if found := figures.get("validation"):
+        off = (
+            (
+                f"`{policy}`",
+                f"{row['makespan']:+.1%}",
+                f"{row['preemptions']:.2f}×",
+                f"{100 * row['prefix_hit_rate']:+.1f}",
+            )
+            for policy, row in found.items()
+        )
+        lines += ["", "The simulator's answer for the same rollouts, against that:", ""]
+        lines += _table(("", "makespan", "preemptions + 1", "hits, points"), off)
+    return lines
+
+
 TABLES: dict[str, Render] = {
     "throughput": _throughput,
     "peers": _peers,
@@ -305,6 +357,9 @@ TABLES: dict[str, Render] = {
     "agreement": _agreement,
     "leaks": _leaks,
     "roc": _roc,
+    "rollouts": _rollouts,
+    "rollouts-8k": _rollouts,
+    "rollouts-12k": _rollouts,
 }
 
 
@@ -317,10 +372,10 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def _where(name: str, machine: Figures) -> str:
+def _where(command: str, machine: Figures) -> str:
     day = machine["date"].partition("T")[0]
     return (
-        f"<sub>`python -m bench.{name}` on {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, "
+        f"<sub>`{command}` on {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, "
         f"load {machine['load'][0]:g} at its end; commit {machine['commit']}, {day}</sub>"
     )
 

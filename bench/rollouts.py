@@ -61,6 +61,8 @@ class Profile:
     most_new: int
     plans: Callable[[int], list[Plan]]
     is_simulated: bool
+    command: str
+    """What asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,9 @@ def profile_of(args: argparse.Namespace) -> Profile:
         recorded = list(recorded_plans(args.episodes))
         most_new = max(plan.length - plan.prompt for plan in recorded)
         plans = lambda seed: shuffled(recorded, seed)  # noqa: E731
-    return Profile(args.profile, hardware, engines, most_new, plans, is_simulated=args.simulate)
+    how = f"--simulate --profile {args.profile} --stage {args.stage}" if args.simulate else f"--engines {engines}"
+    command = f"python -m bench.rollouts {how}"
+    return Profile(args.profile, hardware, engines, most_new, plans, args.simulate, command)
 
 
 def recorded_plans(files: Iterable[Path]) -> Iterator[Plan]:
@@ -328,6 +332,7 @@ def figures_of(
             )
     return {
         "bench": "rollouts",
+        "command": profile.command,
         "policies": policies,
         "lower_bound_s": output.median(bounds),
         "profile": profile.name,
@@ -335,6 +340,7 @@ def figures_of(
         "is_simulated": profile.is_simulated,
         "engines": profile.engines,
         "capacity": profile.hardware.capacity,
+        "most_new": profile.most_new,
         "episodes": len(profile.plans(0)),
         "repeats": repeats,
     }
