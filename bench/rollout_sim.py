@@ -5,7 +5,10 @@ makes one token for each that runs; when the cache is full, the one that came la
 computed anew; contexts that nobody uses stay until their room is needed, least recently used first. Time passes in
 stretches in which nothing begins or ends, which is exact for a step time that is linear in batch and context:
 
-    step_s = base_s + per_sequence_s * running + per_context_s * (tokens of all contexts), and prefill_s per new token
+    step_s = base_s + max(weights_s, per_sequence_s * running) + per_context_s * (tokens of all contexts),
+
+the roofline of a decoding step: weights are read once for all that run, unless computing with them takes longer. A
+token that is new to the cache takes `prefill_s` of the engine's time.
 
 Letters: n requests that run, C tokens of their contexts.
 """
@@ -32,6 +35,7 @@ class Hardware:
     """Tokens that the cache holds."""
     most_running: int
     base_s: float
+    """Of a step, whatever runs."""
     per_sequence_s: float
     per_context_s: float
     prefill_s: float
@@ -39,6 +43,8 @@ class Hardware:
     """To take on a turn, whatever its length."""
     block: int = 1
     """Tokens that are kept together: half of one is empty in each context, and what a turn left in one is forgotten."""
+    weights_s: float = 0.0
+    """To read the weights, in which time some sequences are computed at no further cost."""
     source: str = ""
 
 
@@ -157,7 +163,8 @@ class Engine:
     def _step(self) -> tuple[float, float]:
         """Seconds of the next step, and by how much each one after it is longer."""
         n, h = len(self.running), self.hardware
-        return h.base_s + h.per_sequence_s * n + h.per_context_s * self._contexts, h.per_context_s * n
+        slope = h.per_context_s * n
+        return h.base_s + max(h.weights_s, h.per_sequence_s * n) + h.per_context_s * self._contexts, slope
 
     def _preempt(self) -> None:
         while len(self.running) > 1 and self.used + len(self.running) > self.hardware.capacity:
@@ -407,28 +414,94 @@ def _turns(turns: int, length: int, rng: random.Random) -> tuple[tuple[int, int,
 
 
 def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> float:
-    """No schedule is faster: the work that has to be done however it is batched, and the longest episode alone.
+    """No schedule is faster, whatever it knows, moves or preempts: the larger of two bounds.
 
-    Work: each sampled token costs its context's reading and its place in a batch; a step costs its base, and there are
-    at least as many steps as contexts fill whole caches, or sequences whole batches.
+    **The longest episode**: its own steps at batch 1, the prefill of what its tools showed, its tools' time.
+
+    **Work and haste.** Let T be the makespan and E the engines. A step that runs the set S of n sequences with contexts
+    c takes base + max(weights, a n) + sum of b c. For any x in [0, 1] that is at least B + W(S), with
+    B = base + (1 - x) weights and W(S) the sum over S of w = x a + b c: a maximum is no less than a mean. An engine's
+    steps and prefills take T at most, and so do an episode's, with its tools. Let any m(i) >= 0 weigh the time of
+    episode i, M(S) be their sum over S, and 1 weigh an engine's time. Then
+
+        E T + sum of m T  >=  sum over steps of (B + W)(1 + M)  +  all prefill  +  sum of m (own prefill and tools).
+
+    A step's product is W + B M + (B + W M), and what is in brackets is at least 2 sqrt(B) sqrt(W M) (means), which is
+    at least the sum over S of 2 sqrt(B w m) (Cauchy and Schwarz). With R(i) the sum of sqrt(w) over the tokens that i
+    samples, and own(i) their number times B, its prefill and its tools,
+
+        E T  >=  all W and prefill  +  sum over i of  m (own(i) - T) + 2 sqrt(B m) R(i)
+
+    for any m; the best is sqrt(m) = sqrt(B) R(i) / (T - own(i)), with which the last sum is that of
+    B R(i)^2 / (T - own(i)): small batches waste steps, and large ones keep the long waiting. Of the B in brackets a
+    part y may be charged to what fills caches or batches instead: B >= B C / capacity and B >= B n / most_running, with
+    C the contexts less their prompts, which siblings share. No T is possible for which the right side is larger, for
+    whatever x and y.
     """
-    tokens = contexts = 0.0
-    fresh = 0.0
-    longest = 0.0
-    prompts: dict[int, int] = {}
-    for plan in plans:
-        prompts[plan.group] = plan.prompt
-        context, alone = float(plan.prompt), 0.0
-        for sampled, shown, tool_s in plan.turns:
-            reading = sampled * context + sampled * sampled / 2
-            tokens += sampled
-            contexts += reading
-            fresh += shown
-            alone += sampled * (hardware.base_s + hardware.per_sequence_s) + reading * hardware.per_context_s
-            alone += tool_s + shown * hardware.prefill_s
-            context += sampled + shown
-        longest = max(longest, alone)
-    fresh += sum(prompts.values())
-    steps = max(contexts / hardware.capacity, tokens / hardware.most_running)
-    work = steps * hardware.base_s + tokens * hardware.per_sequence_s + contexts * hardware.per_context_s
-    return max((work + fresh * hardware.prefill_s) / engines, longest)
+    loads = [_load(plan) for plan in plans]
+    prefill_s = hardware.prefill_s * (
+        sum(load.shown for load in loads) + sum({plan.group: plan.prompt for plan in plans}.values())
+    )
+    step_s = hardware.base_s + max(hardware.weights_s, hardware.per_sequence_s)
+    alone = max(load.own_s(hardware, step_s) + load.read * hardware.per_context_s for load in loads)
+    return max(alone, *(_work_and_haste_s(loads, prefill_s, hardware, engines, x / 4) for x in range(5)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What an episode takes, however it is scheduled."""
+
+    sampled: int
+    shown: int
+    tools_s: float
+    read: float
+    """Tokens of context, summed over the tokens that it samples."""
+    held: float
+    """The same without the prompt."""
+    spans: tuple[tuple[int, int], ...]
+    """The contexts between which it samples."""
+
+    def own_s(self, hardware: Hardware, step_s: float) -> float:
+        return self.sampled * step_s + self.shown * hardware.prefill_s + self.tools_s
+
+
+def _load(plan: Plan) -> _Load:
+    spans = []
+    context = plan.prompt
+    for sampled, shown, _ in plan.turns:
+        spans.append((context, context + sampled))
+        context += sampled + shown
+    tokens = sum(end - begin for begin, end in spans)
+    read = sum(end * end - begin * begin for begin, end in spans) / 2
+    tools_s = sum(tool_s for _, _, tool_s in plan.turns)
+    shown = plan.length - plan.prompt - tokens
+    return _Load(tokens, shown, tools_s, read, read - plan.prompt * tokens, tuple(spans))
+
+
+def _work_and_haste_s(loads: Sequence[_Load], prefill_s: float, hardware: Hardware, engines: int, x: float) -> float:
+    step_s = hardware.base_s + (1 - x) * hardware.weights_s
+    a, b = x * hardware.per_sequence_s, hardware.per_context_s
+    tokens = sum(load.sampled for load in loads)
+    work = prefill_s + a * tokens + b * sum(load.read for load in loads)
+    capacity = max(hardware.capacity, max(load.spans[-1][1] for load in loads))  # one alone may have more
+    full = step_s * max(sum(load.held for load in loads) / capacity, tokens / hardware.most_running)
+    own = [load.own_s(hardware, step_s) for load in loads]
+    haste = [step_s * sum(_roots(a, b, *span) for span in load.spans) ** 2 for load in loads]
+    floor, best = max(own), 0.0
+    for y in (0.0, 0.25, 0.5, 0.75, 1.0):
+        low, high = max(best, floor * 1.001), (work + step_s * tokens) / engines + 2 * floor
+        while high - low > 1e-3 * high:
+            time = (low + high) / 2
+            hasty = sum(part / (time - alone) for part, alone in zip(haste, own, strict=True))
+            if work + y * full + (1 - y) * hasty > engines * time:
+                best = low = time
+            else:
+                high = time
+    return best
+
+
+def _roots(a: float, b: float, begin: float, end: float) -> float:
+    """The sum of sqrt(a + b c) over contexts c from `begin` to `end`."""
+    if not b:
+        return (end - begin) * math.sqrt(a)
+    return (math.pow(a + b * end, 1.5) - math.pow(a + b * begin, 1.5)) / (1.5 * b)

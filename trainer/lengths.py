@@ -17,6 +17,7 @@ PRIOR = 4.0
 KINSHIP = 2.0
 """Siblings that the stage's mean counts for."""
 PARTS = 4
+FRESH = 50
 FADING = 0.5
 """What a step's lengths count for in the next one: they change as a policy learns."""
 
@@ -31,11 +32,13 @@ class Lengths:
         self._inside = [0] * BUCKETS
         self._density: list[float] = []
         self._tails: list[float] = []
+        self._news = self._count = 0
         self._quantiles: dict[int, list[float]] = {}
         self._siblings: dict[Hashable, list[float]] = {}
 
     def began(self, length: int) -> None:
         """An episode begins at `length`."""
+        self._count += 1
         self._inside[self._bucket(length)] += 1
 
     def grew(self, before: int, now: int) -> None:
@@ -101,8 +104,12 @@ class Lengths:
         return known
 
     def _forget(self) -> None:
-        self._tails = []
-        self._quantiles = {}
+        """What was worked out holds until one in `FRESH` observations is a new one."""
+        self._news += 1
+        if self._news * FRESH >= self._count:
+            self._news = 0
+            self._tails = []
+            self._quantiles = {}
 
     def _bucket(self, length: int) -> int:
         return min(int(length / self._width), BUCKETS - 1)

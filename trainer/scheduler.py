@@ -79,8 +79,8 @@ class _Engine:
     """Tokens that its cache holds."""
     most_running: int = 0
     is_up: bool = False
-    free: float = 0.0
-    """Tokens that are not promised, at the time when most are."""
+    is_stale: bool = True
+    spare: float = 0.0
     reserved: int = 0
     """What its episodes hold if each becomes as long as it may."""
     running: int = 0
@@ -107,8 +107,12 @@ class _Engine:
         rate = tokens / seconds
         self.rate += (rate - self.rate) * (RATE_SHARE if self.rate else 1.0)
 
-    def refresh(self, now: float) -> None:
-        self.free = self.capacity * self.appetite - self.ledger.peak(self.tick(now))
+    def free(self, now: float) -> float:
+        """Tokens that are not promised, at the time when most are: as of the last event of its episodes."""
+        if self.is_stale:
+            self.spare = self.capacity * self.appetite - self.ledger.peak(self.tick(now))
+            self.is_stale = False
+        return self.spare
 
 
 @dataclass(slots=True)
@@ -167,8 +171,7 @@ class Scheduler:
         has had `preemptions`, of which nothing is learnt."""
         engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
         engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
-        engine.preemptions = preemptions
-        engine.refresh(now)
+        engine.preemptions, engine.is_stale = preemptions, True
 
     def drain(self, name: str) -> None:
         """The engine takes no more turns; those that run there end there."""
@@ -244,12 +247,12 @@ class Scheduler:
             if not engine.is_overfull:  # one burst of preemptions is one mistake
                 engine.appetite = max(LEAST, engine.appetite * CUT)
             engine.is_overfull = True
-        elif engine.free >= 0:
+        elif engine.free(now) >= 0:
             engine.is_overfull = False
             if not gauge.waiting and gauge.used < FULL and len(self._queue):
                 engine.appetite = min(MOST, engine.appetite + EASE)
         self._guess_progress(engine, now)
-        engine.refresh(now)
+        engine.is_stale = True
 
     # --- what to do ---
 
@@ -326,10 +329,10 @@ class Scheduler:
             return self._pick(self, episode, now)
         if self.policy != "kv":
             return home
-        best = max(self.engines(), key=_free)
+        best = max(self.engines(), key=lambda engine: engine.free(now))
         need = self.lengths.beyond(episode.length)
         price = need + STICKINESS * episode.length
-        return best if best.free - home.free > price and best.running < best.most_running else home
+        return best if best.free(now) - home.free(now) > price and best.running < best.most_running else home
 
     def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
         if episode.engine is not engine:
@@ -362,7 +365,7 @@ class Scheduler:
         engine.groups[episode.group] += 1
         growths = self.lengths.growths(episode.group, episode.length, episode.most)
         episode.entry = engine.ledger.enter(episode.length, engine.tick(now), growths)
-        engine.refresh(now)
+        engine.is_stale = True
 
     def _leave(self, episode: _Episode, now: float) -> None:
         engine, entry = episode.engine, episode.entry
@@ -375,7 +378,7 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.refresh(now)
+        engine.is_stale = True
 
     def _grow(self, episode: _Episode, length: int, now: float) -> None:
         self._reached(episode, length)
@@ -401,7 +404,7 @@ class Scheduler:
         for episode in list(engine.here.values()):
             entry = episode.entry
             assert entry is not None
-            if episode.is_running and min(entry.buckets) * self._width <= tick:
+            if episode.is_running and entry.buckets[0] * self._width <= tick:
                 length = min(episode.most, entry.context + int(tick - entry.tick))
                 self._reached(episode, length)
                 engine.ledger.leave(entry)
@@ -513,15 +516,11 @@ class _Longest:
 Pick = Callable[[Scheduler, _Episode, float], _Engine | None]
 
 
-def _free(engine: _Engine) -> float:
-    return engine.free
-
-
 def _most_free(scheduler: Scheduler, episode: _Episode, now: float) -> _Engine | None:
     """Ours: the engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
     best, most = None, float("-inf")
     for engine in scheduler.engines():
-        room = engine.free + (episode.length if episode.group in engine.groups else 0)
+        room = engine.free(now) + (episode.length if episode.group in engine.groups else 0)
         if room > most and engine.running < engine.most_running:
             best, most = engine, room
     if best is not None and (not best.ledger.episodes or scheduler.fits(episode, best, now)):
