@@ -181,7 +181,7 @@ class Engine:
         while self.waiting and len(self.running) < self.hardware.most_running:
             request = self.waiting[0]
             shared = 0 if request.group in self._shared else request.prompt
-            need = request.context - request.prompt + shared
+            need = request.context - request.prompt + shared + self.hardware.block // 2 + 1  # a token more in each
             if self.running and self.used + need + len(self.running) > self.hardware.capacity:
                 return
             self.waiting.popleft()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.rollout_sim import Hardware, Plan, lower_bound_s, simulate, workload
@@ -43,3 +45,13 @@ def test_admission_by_expected_length_evicts_less_and_ends_sooner_than_a_static_
     assert evicted["reserve_worst_case"] == 0
     assert runs["kv"].makespan_s < runs["static"].makespan_s
     assert runs["kv"].makespan_s < runs["reserve_worst_case"].makespan_s
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_take_room_and_are_forgotten_half_full(policy: str) -> None:
+    plans = workload(12, 8, 2000, 700.0, seed=1)
+    whole, blocks = (simulate(plans, replace(TIGHT, block=block), 2, policy, 2000) for block in (1, 32))
+    assert len(blocks.service_s) == len(plans)
+    hits, asked = (sum(getattr(engine, name) for engine in blocks.engines) for name in ("hits", "asked"))
+    assert 0 < hits < asked
+    assert hits < sum(engine.hits for engine in whole.engines)
