@@ -107,18 +107,18 @@ def _compare(args: argparse.Namespace) -> int:
 
 def taught_by(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
     """SFT and nothing after it. Evaluated at the length and turns of the longest stage, as every arm is."""
-    longest = max(shared.stages, key=lambda stage: (stage.max_tokens, stage.max_turns))
+    longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
     limits = replace(shared.evaluate, max_tokens=longest.max_tokens, max_turns=longest.max_turns)
-    return replace(shared, seed=seed, run_dir=str(folder), stages=(), evaluate=limits)
+    return replace(shared, seed=seed, run_dir=str(folder), stages={}, evaluate=limits)
 
 
 def arm_of(shared: RunConfig, arm: str, taught: Run, folder: Path, steps: int) -> RunConfig:
     """One long stage from the model of `taught`, in the arm's way."""
     config = taught.config
-    longest = max(shared.stages, key=lambda stage: (stage.max_tokens, stage.max_turns))
+    longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
     stage = replace(longest, name=STAGE, steps=steps, drop_solved=0, reset_optimizer=False, **ARMS[arm])
     model = replace(config.model, path=str(taught.folder / taught.needed(Unit("sft", "sft"))["model"]))
-    return replace(config, run_dir=str(folder), model=model, sft=replace(config.sft, data=()), stages=(stage,))
+    return replace(config, run_dir=str(folder), model=model, sft=replace(config.sft, data=()), stages={STAGE: stage})
 
 
 def measured(run: Run, stage: str) -> dict[str, Any]:

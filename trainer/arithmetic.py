@@ -9,11 +9,11 @@ of 1e-6 an update is smaller than bfloat16 can tell from nothing. Passes, and en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from trainer.config import ConfigError, RunConfig, Shape, StageConfig, urls
+from trainer.config import RunConfig, Shape, StageConfig, checked, urls
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
@@ -25,20 +25,8 @@ PROMPT = 1024
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
     """The sizes in a model's config.json. Raises `ConfigError` where one is missing."""
-    try:
-        heads = model["num_attention_heads"]
-        return Shape(
-            layers=model["num_hidden_layers"],
-            hidden=model["hidden_size"],
-            intermediate=model["intermediate_size"],
-            heads=heads,
-            kv_heads=model.get("num_key_value_heads") or heads,
-            head_dim=model.get("head_dim") or model["hidden_size"] // heads,
-            vocab=model["vocab_size"],
-            is_tied=bool(model.get("tie_word_embeddings", False)),
-        )
-    except KeyError as missing:
-        raise ConfigError(f"the model's config.json has no {missing}; state its sizes in [model.shape]") from None
+    sizes = {size.name: model[size.name] for size in fields(Shape) if size.name in model}
+    return checked(Shape, sizes, "the model's config.json: ")
 
 
 def parameters(shape: Shape) -> int:
@@ -46,16 +34,17 @@ def parameters(shape: Shape) -> int:
 
     Qwen2.5 has biases on queries, keys and values instead of the norms: 0.01 % more.
     """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = shape.hidden * (queries + 2 * keys) + queries * shape.hidden + 2 * shape.head_dim
-    layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
-    embeddings = shape.vocab * shape.hidden * (1 if shape.is_tied else 2)
-    return shape.layers * layer + shape.hidden + embeddings
+    hidden, head = shape.hidden_size, shape.head
+    queries, keys = shape.num_attention_heads * head, shape.num_key_value_heads * head
+    attention = hidden * (queries + 2 * keys) + queries * hidden + 2 * head
+    layer = attention + 3 * hidden * shape.intermediate_size + 2 * hidden
+    embeddings = shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
+    return shape.num_hidden_layers * layer + hidden + embeddings
 
 
 def kv_bytes(shape: Shape, dtype: str = "bfloat16") -> int:
     """Of one token: a key and a value for each layer and KV head."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[dtype]
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head * BYTES[dtype]
 
 
 def activation_bytes(shape: Shape, tokens: int, dtype: str, *, is_checkpointing: bool) -> int:
@@ -64,22 +53,21 @@ def activation_bytes(shape: Shape, tokens: int, dtype: str, *, is_checkpointing:
     A layer keeps the inputs and outputs of its two norms, queries, keys, values, attention's output, and four widths of
     its MLP. Recomputing, all layers keep their input and one layer all the rest.
     """
-    inner = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate
-    layer = (4 * shape.hidden + inner) * BYTES[dtype] * tokens
-    kept = shape.layers * shape.hidden * BYTES[dtype] * tokens
-    return kept + layer if is_checkpointing else shape.layers * layer
+    inner = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head + 4 * shape.intermediate_size
+    layer = (4 * shape.hidden_size + inner) * BYTES[dtype] * tokens
+    kept = shape.num_hidden_layers * shape.hidden_size * BYTES[dtype] * tokens
+    return kept + layer if is_checkpointing else shape.num_hidden_layers * layer
 
 
 def logit_bytes(shape: Shape, tokens: int, dtype: str) -> int:
     """An estimate: logits as they are computed, in float32 for the softmax, and their gradient."""
-    return tokens * shape.vocab * (BYTES[dtype] + 2 * MASTER)
+    return tokens * shape.vocab_size * (BYTES[dtype] + 2 * MASTER)
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """Tokens of a step at most: every rollout as long as it may be."""
 
-    name: str
     rollouts: int
     trained: int
     sampled_tokens: int
@@ -98,74 +86,64 @@ class Plan:
     kv_bytes_per_token: int
     gpus: int
     weight_bytes: int
-    gradient_bytes: int
-    adam_bytes: int
+    """As many again are the gradients, and twice as many Adam's moments."""
     engines: int
     engine_bytes: int
     """Of one GPU of an engine: its share of the weights, and KV."""
     kv_tokens: int
     """That one engine's cache holds; 0 where too little is left for one."""
-    stages: tuple[StagePlan, ...]
+    stages: dict[str, StagePlan]
 
 
 def plan(config: RunConfig, shape: Shape) -> Plan:
     """What `config` asks of its machines, for a model of `shape`."""
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
     count, gpus, per_token = parameters(shape), hardware.nodes * hardware.gpus, kv_bytes(shape, dtype)
-    states = count * MASTER // (max(1, gpus) if hardware.sharding == "full" else 1)
+    weight_bytes = count * MASTER // (max(1, gpus) if hardware.sharding == "full" else 1)
     if engines.kind == "local":
         kv_tokens = engines.slots * engines.max_length
         engine_bytes = kv_tokens * per_token
     else:
         engine_bytes = int(engines.gpu_memory * hardware.gpu_gb * GB)
-        left = engine_bytes * engines.tensor_parallel - count * BYTES[dtype]
-        kv_tokens = max(0, left // per_token)
+        kv_tokens = max(0, engine_bytes * engines.tensor_parallel - count * BYTES[dtype]) // per_token
+
+    def of(stage: StageConfig) -> StagePlan:
+        kept, tokens = stage.prompts * stage.keep, stage.micro_batch * stage.max_tokens
+        activations = activation_bytes(shape, tokens, dtype, is_checkpointing=stage.is_checkpointing)
+        longest = min(engines.max_length, stage.max_tokens + PROMPT)
+        return StagePlan(
+            rollouts=stage.prompts * stage.samples,
+            trained=kept,
+            sampled_tokens=stage.prompts * stage.samples * stage.max_tokens,
+            trained_tokens=kept * stage.max_tokens,
+            train_bytes=4 * weight_bytes + activations + logit_bytes(shape, tokens, dtype),
+            rollouts_per_engine=min(engines.slots, kv_tokens // longest),
+        )
+
     return Plan(
         parameters=count,
         kv_bytes_per_token=per_token,
         gpus=gpus,
-        weight_bytes=states,
-        gradient_bytes=states,
-        adam_bytes=2 * states,
+        weight_bytes=weight_bytes,
         engines=1 if engines.kind == "local" else len(urls(engines.endpoints)) or engines.count,
         engine_bytes=engine_bytes,
         kv_tokens=kv_tokens,
-        stages=tuple(_stage(stage, config, shape, 4 * states, kv_tokens) for stage in config.stages),
+        stages={name: of(stage) for name, stage in config.stages.items()},
     )
 
 
-def shortfalls(plan: Plan, config: RunConfig) -> list[str]:
+def shortfalls(plan: Plan, config: RunConfig) -> Iterator[str]:
     """What does not fit, by estimate, and which setting helps. Of a CPU's memory, which is not stated, nothing."""
-    hardware = config.hardware
-    if not plan.gpus:
-        return []
-    said = []
-    have, engine = hardware.gpu_gb * GB, 0 if hardware.engine_gpus else plan.engine_bytes
-    for stage in plan.stages:
-        if stage.train_bytes + engine > have:
-            said.append(
-                f"stages.{stage.name}: a GPU needs about {(stage.train_bytes + engine) / GB:.1f} GB and has "
-                f"{have / GB:.1f}: lower micro_batch or engines.gpu_memory, set is_checkpointing or hardware.sharding"
+    have = config.hardware.gpu_gb * GB
+    for name, stage in plan.stages.items() if plan.gpus else ():
+        needed = stage.train_bytes + (0 if config.hardware.engine_gpus else plan.engine_bytes)
+        if needed > have:
+            yield (
+                f"stages.{name}: a GPU needs about {needed / GB:.1f} GB and has {have / GB:.1f}: lower micro_batch or "
+                "engines.gpu_memory, set is_checkpointing or hardware.sharding"
             )
         if not stage.rollouts_per_engine:
-            said.append(
-                f"stages.{stage.name}: an engine's cache of {plan.kv_tokens:,} tokens holds no rollout of full length: "
-                "raise engines.gpu_memory or engines.tensor_parallel"
+            yield (
+                f"stages.{name}: an engine's cache of {plan.kv_tokens:,} tokens holds no rollout of full length: raise "
+                "engines.gpu_memory or engines.tensor_parallel"
             )
-    return said
-
-
-def _stage(stage: StageConfig, config: RunConfig, shape: Shape, states: int, kv_tokens: int) -> StagePlan:
-    dtype, engines = config.model.dtype, config.engines
-    longest = min(engines.max_length, stage.max_tokens + PROMPT)
-    tokens = stage.micro_batch * stage.max_tokens
-    activations = activation_bytes(shape, tokens, dtype, is_checkpointing=stage.is_checkpointing)
-    return StagePlan(
-        name=stage.name,
-        rollouts=stage.prompts * stage.samples,
-        trained=stage.prompts * stage.keep,
-        sampled_tokens=stage.prompts * stage.samples * stage.max_tokens,
-        trained_tokens=stage.prompts * stage.keep * stage.max_tokens,
-        train_bytes=states + activations + logit_bytes(shape, tokens, dtype),
-        rollouts_per_engine=min(engines.slots, kv_tokens // longest),
-    )

@@ -23,16 +23,18 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ENV_PREFIX, ConfigError, RunConfig, StageConfig
+from trainer.config import ENV_PREFIX, ConfigError, RunConfig, StageConfig, load
 from trainer.record import RunFolder, read_json, write_json
 
 SFT = "sft"
@@ -42,10 +44,12 @@ LAUNCHED = ("sft", "grpo")
 STOP_S = 60.0
 """For a child to end what it started, once it was asked to."""
 MAY_DIFFER = (
-    *("run_dir", "track.", "hardware.launch", "sandbox.endpoints"),
-    *("engines.endpoints", "engines.count", "engines.python", "engines.timeout_s"),
+    *("run_dir", "rl.", "track.", "hardware.", "sandbox.endpoints", "engines.endpoints", "engines.count"),
+    *("engines.python", "engines.timeout_s", "engines.slots", "engines.gpu_memory", "engines.tensor_parallel"),
+    "engines.sync",
+    "engines.policy",
 )
-"""Settings of the place where a run goes on, not of the run."""
+"""Settings of the place where a run goes on, not of the run. What `[rl]` said is in its stages."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -83,7 +87,7 @@ class Run:
         units = [Unit("prepare")]
         if self.config.sft.data:
             units += [Unit("sft", SFT), Unit("eval", SFT)]
-        for stage in self.config.stages:
+        for stage in self.config.stages.values():
             filtering = [Unit("filter", stage.name)] if stage.drop_solved else []
             units += [*filtering, Unit("grpo", stage.name), Unit("eval", stage.name)]
         return units
@@ -98,6 +102,7 @@ class Run:
 
     def finish(self, unit: Unit, found: Mapping[str, Any]) -> None:
         write_json(self.done_file(unit), found)
+        self._drop_checkpoints()
 
     def stage(self, name: str) -> Path:
         return self.folder / "stages" / name
@@ -134,6 +139,18 @@ class Run:
                 rows.append({"name": unit.stage, **found["scores"], "seconds": sum(part["seconds"] for part in parts)})
         return {"stages": rows}
 
+    def _drop_checkpoints(self) -> None:
+        """Delete those of trainings that are over, but for one from which the next stage takes its optimiser."""
+        trainings = [unit for unit in self.units() if unit.command in LAUNCHED]
+        for unit, after in zip_longest(trainings, trainings[1:]):
+            found = self.done(unit)
+            if found is None:
+                continue
+            is_needed = after and not self.done(after) and not self.config.stage(after.stage).reset_optimizer
+            for folder in self.stage(unit.stage).glob("checkpoints/checkpoint-*"):
+                if not is_needed or folder != self.folder / found.get("checkpoint", ""):
+                    shutil.rmtree(folder)
+
 
 Start = Callable[[Unit, Sequence[str], int], int]
 """Runs a unit's command, which inherits a descriptor, and returns its exit code."""
@@ -143,7 +160,8 @@ def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str]
     """Run every unit that is not over. Raises `RecordError` for another run's folder, `UnitFailed`."""
     run, start = Run(config), start or start_child
     with _locked(run.folder, say) as lock:
-        run.record.claim(config.to_dict(), may_differ=MAY_DIFFER)
+        known = asdict(load(run.folder, {})) if run.record.config() else None  # with settings that came since
+        run.record.claim(asdict(config), known, may_differ=MAY_DIFFER)
         units = run.units()
         for number, unit in enumerate(units, 1):
             if run.done(unit):

@@ -58,12 +58,14 @@ class RunFolder:
 
     # Writing
 
-    def claim(self, config: Mapping[str, Any], *, may_differ: tuple[str, ...] = ()) -> None:
+    def claim(
+        self, config: Mapping[str, Any], known: Mapping[str, Any] | None = None, *, may_differ: tuple[str, ...] = ()
+    ) -> None:
         """Make the folder one of `config`, or see that it is, but for settings whose names begin as `may_differ` says.
 
-        Raises `RecordError`.
+        `known` is what the folder has, where someone reads it better than as it is written. Raises `RecordError`.
         """
-        mine, theirs = json.loads(json.dumps(config)), self.config()
+        mine, theirs = json.loads(json.dumps([config, known or self.config()]))
         if theirs is not None and (differing := _differing(mine, theirs, may_differ)):
             raise RecordError(
                 f"{self.path} is of a run with other settings ({', '.join(differing[:5])}); expected the same ones to "

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -44,22 +45,13 @@ class Outage(Exception):
     """Something of ours failed for so long that there is nothing to report."""
 
 
-def quiet() -> None:
-    """Without the libraries' own progress bars."""
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def prepare(run: Run) -> None:
     """Bring problems into the run's folder, apart from what is evaluated on, and the tiny model if it is asked for."""
     config, began = run.config, perf_counter()
     folder = run.folder / "data"
     folder.mkdir(parents=True, exist_ok=True)
     against = [*config.data.against, *config.evaluate.data]
-    sources = {"train": config.data.train} | {stage.name: stage.data for stage in config.stages if stage.data}
+    sources = {"train": config.data.train} | {name: stage.data for name, stage in config.stages.items() if stage.data}
     reports = {}
     for name, wanted in sources.items():
         problems, reports[name] = data.prepare(
@@ -188,8 +180,8 @@ def measure(run: Run, model: Path, problems: Sequence[Problem], out: Path) -> di
     from trainer import evaluate
 
     config, wanted = run.config, run.config.evaluate
-    tokens = wanted.max_tokens or max((stage.max_tokens for stage in config.stages), default=0)
-    turns = wanted.max_turns or max((stage.max_turns for stage in config.stages), default=0)
+    tokens = wanted.max_tokens or max((stage.max_tokens for stage in config.stages.values()), default=0)
+    turns = wanted.max_turns or max((stage.max_turns for stage in config.stages.values()), default=0)
     if not tokens or not turns:
         raise ConfigError("evaluate: expected max_tokens and max_turns, as there is no stage to take them from")
     with sampling(run, model) as rollouts, _progress() as bars:
@@ -216,12 +208,12 @@ def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> N
     """Sample episodes of the run's first training problems into a folder that `show` opens."""
     config = run.config
     found = run.needed(Unit({START: "prepare", SFT: "sft"}.get(name, "grpo"), "" if name == START else name))
-    stage = config.stages[0] if name in (START, SFT) else config.stage(name)
+    stage = next(iter(config.stages.values())) if name in (START, SFT) else config.stage(name)
     some = data.read(str(run.problems(stage)))[:problems]
     with sampling(run, _model(run, found)) as rollouts:
         groups = _collect(rollouts, stage, some, samples, _seed(config, "rollout"))
     record = RunFolder(out, keep_logprobs=True)
-    record.claim(config.to_dict())
+    record.claim(asdict(config))
     record.rewind(0)
     record.write_episodes(1, name, groups, [range(samples)] * len(groups))
 
@@ -321,7 +313,7 @@ def _recording(run: Run, name: str, first_step: int, steps: int) -> Iterator[Run
         yield run.record
         return
     with (
-        tracking(config.track.to, run.folder, config.to_dict(), project=config.track.project) as tell,
+        tracking(config.track.to, run.folder, asdict(config), project=config.track.project) as tell,
         _progress() as bars,
     ):
         task = bars.add_task(name, total=steps)

@@ -50,14 +50,15 @@ def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
     run = taught(tmp_path)
     configs = {arm: roc.arm_of(SHARED, arm, run, tmp_path, 7) for arm in roc.ARMS}
     plain = {
-        arm: replace(config, stages=(replace(config.stages[0], samples=2, keep=2, select="all"),))
+        arm: replace(config, stages={"rl": replace(config.stage("rl"), samples=2, keep=2, select="all")})
         for arm, config in configs.items()
     }
     assert len(set(map(repr, plain.values()))) == 1
     one = configs["roc"]
-    assert (one.seed, one.sft.data, one.stages[0].steps) == (3, (), 7)
+    stage = one.stage("rl")
+    assert (one.seed, one.sft.data, stage.steps) == (3, (), 7)
     assert one.model.path == str(tmp_path / "stages/sft/model")
-    assert (one.evaluate.max_tokens, one.evaluate.max_turns) == (one.stages[0].max_tokens, one.stages[0].max_turns)
+    assert (one.evaluate.max_tokens, one.evaluate.max_turns) == (stage.max_tokens, stage.max_turns)
     assert Run(one).units() == [Unit("prepare"), Unit("grpo", "rl"), Unit("eval", "rl")]
     assert run.units() == [Unit("prepare"), Unit("sft", "sft"), Unit("eval", "sft")]
 

@@ -16,7 +16,7 @@ import pytest
 
 from trainer.config import ConfigError, RunConfig, load
 from trainer.recipe import Run, Unit, UnitFailed, argv, recipe
-from trainer.record import RecordError
+from trainer.record import VERSION, RecordError, write_json
 
 STAGES = """
 [sft]
@@ -127,6 +127,41 @@ def test_a_folder_keeps_its_settings(tmp_path: Path) -> None:
     recipe(moved, start=children)
     assert children.started == []
     assert load(tmp_path / "moved", {}) == moved
+
+
+def test_a_folder_from_before_a_setting_came_goes_on(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    recipe(config, start=Children(config))
+    written = Run(config).record.config()
+    assert written
+    del written["sft"]["warmup"], written["stages"]["rl1"]["epsilon_high"]
+    write_json(tmp_path / "run/config.json", {"version": VERSION, "config": written})
+    children = Children(config)
+    recipe(config, start=children)
+    assert children.started == []
+    other = _config(tmp_path, "sft.warmup=0.5")
+    with pytest.raises(RecordError, match=r"other settings \(sft\.warmup\)"):
+        recipe(other, start=Children(other))
+
+
+def test_only_checkpoints_that_someone_needs_stay(tmp_path: Path) -> None:
+    config = _config(tmp_path, "stages.rl2.drop_solved=0")
+    run = Run(config)
+
+    def trained(name: str) -> list[str]:
+        for step in (3, 6):
+            (run.stage(name) / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+        unit = Unit("sft" if name == "sft" else "grpo", name)
+        run.finish(unit, {"checkpoint": f"stages/{name}/checkpoints/checkpoint-6"} if name != "sft" else {})
+        return sorted(
+            str(path.relative_to(run.folder / "stages")) for path in run.folder.glob("stages/*/checkpoints/*")
+        )
+
+    assert trained("sft") == [], "no stage takes the optimiser of SFT"
+    assert trained("rl1") == ["rl1/checkpoints/checkpoint-6"]
+    assert trained("rl2") == []
+    run = Run(_config(tmp_path, "stages.rl2.reset_optimizer=true", f"run_dir={tmp_path / 'other'}"))
+    assert trained("rl1") == [], "the next one starts afresh"
 
 
 def test_a_second_recipe_waits_for_the_first(tmp_path: Path) -> None:
