@@ -4,7 +4,7 @@ Invariants:
 - Log-probabilities are of the distribution that was sampled from: after temperature and top-p (vLLM: processed ones).
 - An engine that is lost, hangs or answers nonsense raises `EngineFailed`, and nothing it said is repaired: the ids are
   all there is, so another engine can continue. A request that no engine could serve is a `ValueError`.
-- `version` is that of the weights: the number of the last sync.
+- `version` is that of the weights of the last sync.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ class _Bridge(Progress):
         began = perf_counter()
         weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)  # gathered where it is sharded
         if self._rollouts:
-            self._version = self._rollouts.background.run(self._rollouts.pool.sync, weights)
+            self._version = self.offset + self.trainer.state.global_step  # goes on where a killed process was
+            self._rollouts.background.run(self._rollouts.pool.sync, weights, self._version)
         self._sampled = {"seconds_sync": perf_counter() - began}
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:

@@ -201,8 +201,8 @@ class Pool:
         except EngineFailed as why:  # what cannot be interrupted ends in its time
             logger.warning("engine %s could not interrupt %d requests: %s", desk.engine.name, len(names), why)
 
-    async def sync(self, weights: Weights) -> int:
-        """Give all engines `weights`, and prove it. Returns their version, one more than the last.
+    async def sync(self, weights: Weights, version: int | None = None) -> int:
+        """Give all engines `weights`, and prove it. Returns their version: the one given, else one more than the last.
 
         Raises `SyncFailed` when an engine took them and says something else than the trainer, `EngineFailed` when none
         took them.
@@ -219,7 +219,7 @@ class Pool:
             for desk in desks:  # none has a context left, nor weights to sample from, until it has proven the new ones
                 self._take_down(desk)
                 desk.why = "it has not the weights of the last sync"
-            self.version += 1
+            self.version = self.version + 1 if version is None else version
             self._expected = expected
             failed = await self._carry([desk.engine for desk in desks], weights, self.version)
             for desk, why in zip(desks, failed, strict=True):

@@ -276,7 +276,7 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
         carry = ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights")
         pool = await stack.enter_async_context(Pool(served, **about, carry=carry, reference=reference))
         # They may have those of the unit before, or of another run.
-        await pool.sync(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict())
+        await pool.sync(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict(), 0)
         yield pool
 
 

@@ -85,7 +85,7 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     engine: str = ""
     version: int = 0
-    """Of the weights that sampled its end: the number of the last sync."""
+    """Of the weights that sampled its end: how many steps of the run are in them."""
     generate_s: float = 0.0
     tools_s: float = 0.0
 

@@ -51,11 +51,11 @@ class Sampler:
         self.model = AutoModelForCausalLM.from_pretrained(self.folder).eval()
         self.weights: list[dict[str, torch.Tensor]] = []
 
-    async def sync(self, weights: Mapping[str, torch.Tensor]) -> int:
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
         self.weights.append(copy.deepcopy(dict(weights)))
         self.model.load_state_dict(weights)
         self.log.append("sync")
-        return len(self.weights)
+        return version
 
     async def collect(self, problems: Sequence[Problem], samples: int, **asked: Any) -> list[list[Episode]]:
         self.before(sum(entry != "sync" for entry in self.log))

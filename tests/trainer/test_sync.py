@@ -65,6 +65,9 @@ async def test_engines_in_this_process_take_the_trainers_tensors(folder):
         expected = training_logprobs(model(1), [1, 2, 3, *made.ids])[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-3)
         assert await pool.sync(trained.state_dict()) == 2
+        assert await pool.sync(trained.state_dict(), 40) == 40
+        async with pool.seat(group="a", most_tokens=256) as seat:
+            assert (await seat.generate([1, 2, 3], Sampling(8, seed=0))).version == 40
 
 
 @pytest.mark.asyncio
