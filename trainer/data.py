@@ -115,7 +115,7 @@ def read(source: str, *, seed: int = 0, fresh: bool = False) -> list[Problem]:
 def read_conversations(source: str, *, seed: int = 0) -> list[tasks.Messages]:
     """The conversations of `source`: `{"messages": [{"role", "content"}, ...]}` a row. Raises `DataError`."""
     if source.startswith(GENERATED):
-        return tasks.traces(tasks.generate(_count(source), seed + TAUGHT), seed)
+        return tasks.traces(_count(source), seed + TAUGHT, faults=seed)
     conversations = []
     for number, row in enumerate(_rows(source)):
         messages = row.get("messages") if isinstance(row, Mapping) else None

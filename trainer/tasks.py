@@ -18,8 +18,7 @@ import operator
 import random
 import re
 import traceback
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from hashlib import blake2b
 
 from trainer.chat import TOOL_SCHEMA, Malformed, parse
@@ -66,51 +65,45 @@ _BREAKS: tuple[Callable[[str], str], ...] = (
 
 def generate(n: int, seed: int, *, fresh: bool = False) -> list[Problem]:
     """`n` different problems with integer answers; `fresh` ones share no text with those for training."""
-    rng = random.Random(f"problems {seed} {fresh}")
-    problems: dict[str, Problem] = {}
-    while len(problems) < n:
-        text, answer = _problem(rng)
-        digest = blake2b(text.encode(), digest_size=8)
-        if (int.from_bytes(digest.digest()) % FRESH_SHARE == 0) == fresh:
-            problems.setdefault(text, Problem(f"{SOURCE}-{digest.hexdigest()}", text, answer, SOURCE))
-    return list(problems.values())
+    return [
+        Problem(f"{SOURCE}-{_digest(text):016x}", text, str(_value(steps)), SOURCE)
+        for text, steps in _drawn(n, seed, fresh).items()
+    ]
 
 
-def traces(problems: Sequence[Problem], seed: int) -> list[Messages]:
-    """A conversation for each of `problems`, which must be of `generate`: from the problem to the boxed answer."""
-    rng = random.Random(f"traces {seed}")
-    return [_conversation(problem, rng) for problem in problems]
-
-
-def _problem(rng: random.Random) -> tuple[str, str]:
-    first = rng.choice(list(_FIRST))
-    text = rng.choice(_FIRST[first]).format(a=rng.randint(100, 999), b=rng.randint(11, 99))
-    if rng.random() < 0.5:
-        text += rng.choice(list(_THEN.values())).format(c=rng.randint(2, 99))
-    text += "."
-    return text, str(_value(_steps(text)))
+def traces(n: int, seed: int, *, faults: int) -> list[Messages]:
+    """A conversation for each of `generate(n, seed)`, from the problem to the boxed answer; `faults` is a seed, too."""
+    rng = random.Random(f"traces {faults}")
+    return [_conversation(text, steps, rng) for text, steps in _drawn(n, seed, fresh=False).items()]
 
 
 Steps = tuple[int, list[tuple[str, int]]]
 """A number, and what is done to it, in order."""
 
 
-def _steps(text: str) -> Steps:
-    """What `text` asks for. The inverse of the phrases."""
-    for first, phrases in _FIRST.items():
-        for phrase in phrases:
-            if found := _pattern(phrase).match(text):
-                steps = [(first, int(found["b"]))]
-                for then, phrase_then in _THEN.items():
-                    if after := _pattern(phrase_then).match(text, found.end()):
-                        steps.append((then, int(after["c"])))
-                return int(found["a"]), steps
-    raise ValueError(f"expected a problem of trainer.tasks.generate, got {text!r:.100}")
+def _drawn(n: int, seed: int, fresh: bool) -> dict[str, Steps]:
+    """Texts, and what each asks for."""
+    rng = random.Random(f"problems {seed} {fresh}")
+    drawn: dict[str, Steps] = {}
+    while len(drawn) < n:
+        text, steps = _problem(rng)
+        if (_digest(text) % FRESH_SHARE == 0) == fresh:
+            drawn.setdefault(text, steps)
+    return drawn
 
 
-@cache
-def _pattern(phrase: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\{(\w)\\}", r"(?P<\1>\\d+)", re.escape(phrase)))
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
+
+
+def _problem(rng: random.Random) -> tuple[str, Steps]:
+    first = rng.choice(list(_FIRST))
+    phrase, a, b = rng.choice(_FIRST[first]), rng.randint(100, 999), rng.randint(11, 99)
+    text, rest = phrase.format(a=a, b=b), [(first, b)]
+    if rng.random() < 0.5:
+        then, c = rng.choice(list(_THEN)), rng.randint(2, 99)
+        text, rest = text + _THEN[then].format(c=c), [*rest, (then, c)]
+    return f"{text}.", (a, rest)
 
 
 def _value(steps: Steps) -> int:
@@ -122,20 +115,19 @@ def _value(steps: Steps) -> int:
 
 def _code(steps: Steps) -> str:
     """`print((347*29)+12)`: brackets around what comes first, so that signs can change without them."""
-    start, rest = steps
-    code = str(start)
-    for sign, number in rest:
-        code = f"({code}){sign}{number}" if code != str(start) else f"{code}{sign}{number}"
+    start, ((sign, number), *rest) = steps
+    code = f"{start}{sign}{number}"
+    for then, after in rest:
+        code = f"({code}){then}{after}"
     return f"print({code})"
 
 
-def _conversation(problem: Problem, rng: random.Random) -> Messages:
-    start, rest = _steps(problem.text)
+def _conversation(text: str, steps: Steps, rng: random.Random) -> Messages:
     if rng.random() < WRONG:
-        at = rng.randrange(len(rest))
-        rest[at] = (rng.choice([sign for sign in _OPERATORS if sign != rest[at][0]]), rest[at][1])
-    steps = start, rest
-    messages = [{"role": "user", "content": problem.text}]
+        at = rng.randrange(len(steps[1]))
+        sign, number = steps[1][at]
+        steps[1][at] = (rng.choice([other for other in _OPERATORS if other != sign]), number)
+    messages = [{"role": "user", "content": text}]
     thought = "I let Python do it."
     while len(messages) < 2 * MOST_BROKEN and rng.random() < BROKEN:
         messages += _broken(thought, _code(steps), rng)
@@ -149,13 +141,13 @@ def _conversation(problem: Problem, rng: random.Random) -> Messages:
 
 def _broken(thought: str, code: str, rng: random.Random) -> Messages:
     """A call that fails, with what the tool says: bad Python, or bad JSON."""
-    breaks = rng.choice((*_BREAKS, None))
-    call = _call(breaks(code)) if breaks else _call(code).replace("}}", "}")
-    match parse(call).calls:
-        case (Malformed(response=said),):
-            pass
-        case _:
-            said = _syntax_error(breaks(code) if breaks else code)
+    if breaks := rng.choice((*_BREAKS, None)):
+        call, said = _call(breaks(code)), _syntax_error(breaks(code))
+    else:
+        call = _call(code).replace("}}", "}")
+        (bad,) = parse(call).calls
+        assert isinstance(bad, Malformed)
+        said = bad.response
     return [_says(thought, call), {"role": "tool", "content": said}]
 
 

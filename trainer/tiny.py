@@ -92,6 +92,6 @@ def _texts(seed: int) -> Iterator[str]:
     """The conversations in the pieces that the chat encodes one by one: what stands between tags, what others say."""
     between = re.compile("|".join(map(re.escape, TAGS)))
     yield from ("\n", f"system\n{tasks.PREAMBLE}", "user\n", "assistant\n") * _TEXTS
-    for messages in tasks.traces(tasks.generate(_TEXTS, seed), seed):
+    for messages in tasks.traces(_TEXTS, seed, faults=seed):
         for message in messages:
             yield from between.split(message["content"])

@@ -41,7 +41,7 @@ def _on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def train(model: Path, folder: Path, record: RunFolder, *, conversations: int = 12, config: SftConfig = SFT) -> Trained:
-    talks = list(tasks.traces(tasks.generate(conversations, seed=1), seed=1))
+    talks = tasks.traces(conversations, 1, faults=1)
     own = chat.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
     return sft.train_sft(
         config, model=model, conversations=talks, chat=own, out=folder / "stages/sft", record=record, seed=5
@@ -88,7 +88,7 @@ def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monk
     train(model, tmp_path, RunFolder(tmp_path), conversations=4, config=SftConfig(epochs=1, batch=4, micro_batch=4))
     (inputs,) = seen
     own = chat.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
-    expected = sorted(own.encode(talk) for talk in tasks.traces(tasks.generate(4, seed=1), seed=1))
+    expected = sorted(own.encode(talk) for talk in tasks.traces(4, 1, faults=1))
     pairs = zip(inputs["input_ids"].tolist(), inputs["labels"].tolist(), inputs["attention_mask"].tolist(), strict=True)
     trained = []
     for ids, labels, attended in pairs:

@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -25,8 +25,8 @@ def problems() -> list[Problem]:
 
 
 @pytest.fixture(scope="module")
-def conversations(problems: list[Problem]) -> list[tasks.Messages]:
-    return tasks.traces(problems, 2)
+def conversations() -> list[tasks.Messages]:
+    return tasks.traces(COUNT, 1, faults=2)
 
 
 def calls(messages: tasks.Messages) -> Iterator[tuple[str, str]]:
@@ -42,29 +42,42 @@ def boxed(messages: tasks.Messages) -> list[str]:
     return re.findall(r"<answer>\n\\boxed\{(-?\d+)\}\n</answer>", messages[-1]["content"])
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("Add 100 and 11.", 111),
-        ("Take 999 plus 99.", 1098),
-        ("Subtract 67 from 246.", 179),
-        ("Take 100 minus 30, then subtract 90.", -20),
-        ("Multiply 925 by 60, then add 68.", 55568),
-        ("Take 101 times 11, then multiply by 2.", 2222),
-        ("Find how often 41 fits into 235, then subtract 97.", -92),
-        ("Take 100 over 11, rounded down.", 9),
-        ("Find what 539 leaves when divided by 87.", 17),
-        ("Take 500 modulo 99, then add 2.", 7),
-    ],
-)
-def test_answers_are_what_a_person_says(text: str, answer: int) -> None:
-    assert tasks._value(tasks._steps(text)) == answer
+FIRST: dict[str, Callable[[int, int], int]] = {
+    r"Add (\d+) and (\d+)": lambda a, b: a + b,
+    r"Take (\d+) plus (\d+)": lambda a, b: a + b,
+    r"Subtract (\d+) from (\d+)": lambda b, a: a - b,
+    r"Take (\d+) minus (\d+)": lambda a, b: a - b,
+    r"Multiply (\d+) by (\d+)": lambda a, b: a * b,
+    r"Take (\d+) times (\d+)": lambda a, b: a * b,
+    r"Find how often (\d+) fits into (\d+)": lambda b, a: a // b,
+    r"Take (\d+) over (\d+), rounded down": lambda a, b: a // b,
+    r"Find what (\d+) leaves when divided by (\d+)": lambda a, b: a % b,
+    r"Take (\d+) modulo (\d+)": lambda a, b: a % b,
+}
+THEN: dict[str, Callable[[int, int], int]] = {
+    r"": lambda value, _: value,
+    r", then add (\d+)": lambda value, c: value + c,
+    r", then subtract (\d+)": lambda value, c: value - c,
+    r", then multiply by (\d+)": lambda value, c: value * c,
+}
+
+
+def test_answers_are_what_a_person_says(problems: list[Problem]) -> None:
+    seen = set()
+    for problem in problems:
+        for (first, do), (then, after) in itertools.product(FIRST.items(), THEN.items()):
+            if found := re.fullmatch(rf"{first}{then}\.", problem.text):
+                a, b, c = (int(number) for number in (*found.groups(), 0)[:3])
+                assert int(problem.answer) == after(do(a, b), c), problem
+                seen.add((first, then))
+    assert len(seen) == len(FIRST) * len(THEN)
 
 
 def test_equal_seeds_give_equal_work_and_others_do_not(problems: list[Problem]) -> None:
     assert tasks.generate(100, 1) == problems[:100]
     assert tasks.generate(100, 2) != problems[:100]
-    assert tasks.traces(problems[:50], 3) == tasks.traces(problems[:50], 3) != tasks.traces(problems[:50], 4)
+    assert tasks.traces(50, 1, faults=3) == tasks.traces(50, 1, faults=3) != tasks.traces(50, 1, faults=4)
+    assert [messages[0]["content"] for messages in tasks.traces(50, 1, faults=3)] == [one.text for one in problems[:50]]
 
 
 def test_problems_differ_and_fresh_ones_are_never_for_training(problems: list[Problem]) -> None:
@@ -74,11 +87,6 @@ def test_problems_differ_and_fresh_ones_are_never_for_training(problems: list[Pr
     assert not fresh & texts
     train = {problem.text for seed in range(9) for problem in tasks.generate(500, seed)}
     assert not fresh & train
-
-
-def test_a_text_that_was_not_generated_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a problem of trainer\.tasks"):
-        tasks.traces([Problem("x", "What is love?", "0")], 1)
 
 
 def test_what_the_tool_says_is_what_the_code_does(conversations: list[tasks.Messages]) -> None:
