@@ -9,10 +9,11 @@ Invariants:
 - All that touches the model happens in one thread of its own; asyncio futures lead outward, to any event loop.
 - The model belongs to the engine: the trainer's weights come in by `load`.
 
-A prompt takes the same path as what is sampled after it. So a slot's keys and values can be kept while a tool runs, and
-the next turn begins where the last one ended, with the same bits as from nothing.
+A prompt takes the same path as what is sampled after it. So keys and values outlive a row's time in its slot: the next
+turn, or another sample of the same problem, begins where a context that was computed ends or branches off, with the
+same bits as from nothing. Those used last are kept, as many positions as the slots have.
 
-Letters: S slots, L positions, H query heads, K key heads, D of a head, V vocabulary.
+Letters: S slots, B blocks, N of them in use, K key heads, G query heads for each, D of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import queue
 import secrets
 import threading
+from bisect import bisect, bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -31,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import threshold
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
@@ -39,6 +43,9 @@ from trainer.engine import Capacity, EngineFailed, Generation, Sampling
 ATTENTION = "rstar_slots"
 BLOCK = 64
 """Positions in one block of attention."""
+FAINTEST = -80.0
+"""Of a weight's logarithm, the largest being 0: what is fainter weighs nothing."""
+NOWHERE = -1e9
 SAMPLED, LIKELIEST = -1, -2  # how an id is chosen where it is not given
 KEEP_ALL = 2.0  # a top-p that drops nothing, however a sum rounds
 
@@ -59,9 +66,9 @@ class LocalEngine:
         self._model = model.eval().requires_grad_(False)
         self._model.set_attn_implementation(ATTENTION)
         self._cache = _SlotCache(slots, max_length)
+        self._kept = _Kept(slots * max_length)
         self._running: dict[int, _Row] = {}
-        self._free: dict[int, list[int]] = {slot: [] for slot in range(slots)}
-        """What each holds, the one that was free longest first."""
+        self._free = list(range(slots))
         self._waiting: deque[_Row] = deque()
         self._inbox: queue.SimpleQueue[_Row | _Task | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -105,7 +112,7 @@ class LocalEngine:
             if self._running or self._waiting:
                 return RuntimeError(f"expected an idle engine to load, got {len(self._running)} running; await them")
             self._model.load_state_dict(weights)
-            self._free = {slot: [] for slot in self._free}
+            self._kept = _Kept(self._kept.room)
             self.version = version
             return None
 
@@ -170,28 +177,25 @@ class LocalEngine:
         return True
 
     def _seat(self, row: _Row) -> None:
-        """Into the free slot that holds most of its ids, else into the one that was free longest."""
         if row.future.done():
             return
-        held, slot = max(
-            ((len(ids), slot) for slot, ids in self._free.items() if ids and ids == row.ids[: len(ids)]),
-            default=(0, next(iter(self._free))),
-        )
-        del self._free[slot]
-        # The last id is computed again even where it is held: what comes after it is asked. Scores need them all.
-        row.done = min(held, len(row.ids) - 1) if row.sampling else 0
+        slot = self._free.pop()
         self._running[slot] = row
+        if row.sampling:  # scores need all positions
+            held, states = self._kept.longest(row.ids)
+            row.done = min(held, len(row.ids) - 1)  # what comes after the last id is asked: it is computed again
+            if states is not None:
+                self._cache.write(slot, states)
 
     def _release(self, slot: int) -> None:
         row = self._running.pop(slot)
-        self._free[slot] = row.ids[: row.done]
+        self._free.append(slot)
+        if row.sampling:
+            self._kept.keep(row.ids[: row.done], self._cache.read(slot, row.done))
 
     def _step(self) -> None:
-        """One token of every running row. Idle rows compute too, after the end of what they hold."""
-        tokens = [0] * self.slots
-        positions = [0] * self.slots
-        for slot, held in self._free.items():
-            positions[slot] = len(held)
+        """One token of every running row. Idle ones compute too, at their first position, which nobody reads."""
+        tokens, positions = [0] * self.slots, [0] * self.slots
         for slot, row in self._running.items():
             tokens[slot], positions[slot] = row.ids[row.done], row.done
         logits_SV = self._forward(torch.tensor(tokens), torch.tensor(positions))
@@ -208,11 +212,10 @@ class LocalEngine:
                 _settle(row)
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        mask_SL = self._cache.aim(positions_S).to(self._model.dtype)
         output = self._model(
             input_ids=tokens_S[:, None],
             position_ids=positions_S[:, None],
-            attention_mask=mask_SL[:, None, None, :],
+            attention_mask=self._cache.aim(positions_S)[None],
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -302,33 +305,82 @@ def _uniform(seed: int, position: int) -> float:
 
 
 class _SlotCache(Cache):  # type: ignore[misc]
-    """Keys and values of all slots, each at its own position, as blocks: [L / BLOCK, S, K, BLOCK, D] in every layer."""
+    """Keys and values of all slots, each at its own position: for each layer [2, B, S, K, D, BLOCK]."""
 
     def __init__(self, slots: int, max_length: int) -> None:
         super().__init__(layers=[])
-        self._blocks = max_length // BLOCK + 1
-        self._rows_S = torch.arange(slots)
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
+        self._slots, self._blocks = torch.arange(slots), max_length // BLOCK + 1
+        self._layers: dict[int, torch.Tensor] = {}
 
     def aim(self, positions_S: torch.Tensor) -> torch.Tensor:
-        """Where the next pass writes. Returns 0 where it attends, else -inf, up to the end of the last used block."""
+        """Where the next pass writes. Returns 0 where it attends, else `NOWHERE`: [N, S, BLOCK]."""
         self._block_S, self._offset_S = positions_S // BLOCK, positions_S % BLOCK
         self._used = int(self._block_S.max()) + 1
-        is_ahead_SL = torch.arange(self._used * BLOCK) > positions_S[:, None]
-        return torch.zeros(is_ahead_SL.shape).masked_fill(is_ahead_SL, -torch.inf)
+        is_ahead = torch.arange(self._used * BLOCK).view(self._used, 1, BLOCK) > positions_S[:, None]
+        return torch.zeros(is_ahead.shape).masked_fill_(is_ahead, NOWHERE)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._put(self._keys, key_states, layer_idx), self._put(self._values, value_states, layer_idx)
+        states = torch.stack((key_states, value_states), 1)[:, :, :, 0]  # [S, 2, K, D]
+        if layer_idx not in self._layers:
+            slots, _, heads, size = states.shape
+            self._layers[layer_idx] = states.new_zeros(2, self._blocks, slots, heads, size, BLOCK)
+        held = self._layers[layer_idx]
+        held[:, self._block_S, self._slots, :, :, self._offset_S] = states
+        return held[0, : self._used], held[1, : self._used]
 
-    def _put(self, held: dict[int, torch.Tensor], states_SK1D: torch.Tensor, layer: int) -> torch.Tensor:
-        if layer not in held:
-            slots, heads, _, size = states_SK1D.shape
-            held[layer] = states_SK1D.new_zeros(self._blocks, slots, heads, BLOCK, size)
-        held[layer][self._block_S, self._rows_S, :, self._offset_S] = states_SK1D[:, :, 0]
-        return held[layer][: self._used]
+    def read(self, slot: int, positions: int) -> list[torch.Tensor]:
+        """A copy of a slot's first `positions`, and of what is after them in their last block."""
+        return [held[:, : -(-positions // BLOCK), slot].clone() for held in self._layers.values()]
+
+    def write(self, slot: int, states: Sequence[torch.Tensor]) -> None:
+        for held, theirs in zip(self._layers.values(), states, strict=True):
+            held[:, : theirs.shape[1], slot] = theirs
+
+
+class _Kept:
+    """States of contexts by their ids, those used last: about `room` positions in all."""
+
+    def __init__(self, room: int) -> None:
+        self.room = self._free = room
+        self._states: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._sorted: list[tuple[int, ...]] = []
+        """The keys in order: what begins most like a context stands beside it."""
+
+    def keep(self, ids: Sequence[int], states: list[torch.Tensor]) -> None:
+        ids = tuple(ids)
+        at = bisect(self._sorted, ids)
+        if at and self._sorted[at - 1] == ids[: len(self._sorted[at - 1])]:  # all of it is in the new one
+            self._drop(self._sorted[at - 1])
+        insort(self._sorted, ids)
+        self._states[ids] = states
+        self._free -= _size(states)
+        while self._free < 0:
+            self._drop(next(iter(self._states)))
+
+    def _drop(self, ids: tuple[int, ...]) -> None:
+        self._free += _size(self._states.pop(ids))
+        del self._sorted[bisect_left(self._sorted, ids)]
+
+    def longest(self, ids: Sequence[int]) -> tuple[int, list[torch.Tensor] | None]:
+        """How many ids at the start are those of a context, and its states."""
+        at = bisect(self._sorted, tuple(ids))
+        near = self._sorted[max(at - 1, 0) : at + 1]
+        common, best = max(((_common(ids, other), other) for other in near), default=(0, ()))
+        if not common:
+            return 0, None
+        self._states[best] = states = self._states.pop(best)
+        return common, states
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _size(states: Sequence[torch.Tensor]) -> int:
+    return states[0].shape[1] * BLOCK
 
 
 def _attend(
@@ -341,15 +393,15 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one token per slot. A block in which a row has nothing adds exact zeros, so changes no bit."""
-    slots, heads, _, size = query.shape
-    used, key_heads = key.shape[0], key.shape[2]
-    query_SKGD = query.reshape(slots, key_heads, heads // key_heads, size)
-    mask = attention_mask.reshape(slots, used, 1, 1, BLOCK).transpose(0, 1)
-    scores = mask + query_SKGD @ key.transpose(-1, -2) * scaling
-    weights = (scores - scores.amax((0, -1), keepdim=True)).exp()
+    used, slots, key_heads, size, _ = key.shape
+    query_SKGD = query.reshape(slots, key_heads, -1, size) * scaling
+    scores = attention_mask.view(used, slots, 1, 1, BLOCK) + query_SKGD @ key
+    # Where exp comes to less than a normal number, or to none, it takes ten times as long.
+    weights = (scores - scores.amax(-1, keepdim=True).amax(0)).clamp_(min=FAINTEST).exp_()
+    weights = threshold(weights, 2 * math.exp(FAINTEST), 0.0)
     total = sum(weights.sum(-1, keepdim=True))
-    output_SKGD = sum(weights @ value) / total
-    return output_SKGD.reshape(slots, 1, heads, size), None
+    output_SKGD = sum(weights @ value.transpose(-1, -2)) / total
+    return output_SKGD.reshape(slots, 1, -1, size), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
