@@ -163,6 +163,9 @@ class StageConfig:
     samples: Annotated[int, Field(ge=2)] = 32  # rollouts per problem, the paper's 2G
     keep: Annotated[int, Field(ge=2)] = 16  # rollouts kept of those, G
     select: Literal["paper", "released", "all"] = "paper"  # resample on correct: the paper's, its code's; or keep all
+    early_stop: bool = False  # end a problem's last rollouts once the others suffice; it favours short ones
+    partial: Share = 0.0  # problems begun beyond `prompts`, as a share of it; what a step leaves goes on in the next
+    max_stale: Count = 2  # steps that a rollout may go on for after its first
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     lr: Share = 1e-6  # learning rate, constant after the warm-up

@@ -20,15 +20,19 @@ on is corrected by importance sampling, each token's ratio cut at 2.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
+from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
@@ -39,10 +43,14 @@ from trainer.pool import Pool
 from trainer.progress import Progress, Trained, arguments, finish, latest, quiet, ranks, steps_of
 from trainer.record import RunFolder
 from trainer.rollout import Collector, EpisodeLimits
-from trainer.trajectory import Episode, Problem
+from trainer.trajectory import Draft, Episode, Problem, StopReason
 
 RATIO_CUT = 2.0
 """TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
+
+UNDER_WAY = "under_way.json"
+"""In a checkpoint: the groups that go on in the next step."""
+DRAFTS = TypeAdapter(list[list[Draft]])
 
 
 class Outage(Exception):
@@ -102,7 +110,9 @@ def train_stage(
     done = steps_of(start) - before if start else 0
     if ranks().is_main_process:
         record.rewind(first_step + done)
-    bridge = _Bridge(stage, problems, rollouts, seed, record=record, offset=first_step - before)
+    bridge = _Bridge(stage, problems, rollouts, seed, before, record=record, offset=first_step - before)
+    if start and done and (start / UNDER_WAY).exists():
+        bridge.under_way = DRAFTS.validate_json((start / UNDER_WAY).read_bytes())
     args = GRPOConfig(
         **arguments(
             out,
@@ -135,40 +145,47 @@ def train_stage(
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
     )
-    # Rows for steps that an earlier stage took are never reached: a resumed trainer skips as many.
-    order = ["" for _ in range(before * stage.prompts)] + prompts_in_order(problems, stage.prompts, stage.steps, seed)
-    trainer = GRPOTrainer(
+    trainer = _Trainer(
         model=str(model),
         reward_funcs=_roc_reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": order}),
+        train_dataset=Dataset.from_dict({"prompt": [""] * stage.prompts * args.max_steps}),  # `bridge` has the problems
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[bridge],
         rollout_func=bridge.rollout,
     )
+    trainer.bridge = bridge
     trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = bridge, True, -1
     bridge.trainer = trainer
     return finish(trainer, out, start)
 
 
-def prompts_in_order(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[str]:
-    """The ids of `per_step` problems for each of `steps` steps: each time through, all in a new order.
+def in_order(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:
+    """`per_step` problems for each of `steps` steps: each time through, all in a new order.
 
     No step has a problem twice: what is left of a time through and does not fill a step is left out.
     """
-    ids = [problem.id for problem in problems]
-    if len(set(ids)) != len(ids) or len(ids) < per_step:
+    some = list(problems)
+    if len({problem.id for problem in some}) < max(len(some), per_step):
         raise ConfigError(
-            f"expected at least prompts={per_step} problems with an id each, got {len(ids)} with {len(set(ids))}; "
-            "lower prompts, or give more problems"
+            f"expected at least prompts={per_step} problems with an id each, got {len(some)} with "
+            f"{len({problem.id for problem in some})}; lower prompts, or give more problems"
         )
-    order: list[str] = []
+    order: list[Problem] = []
     epoch = 0
     while len(order) < per_step * steps:
-        random.Random(f"{seed}/{epoch}").shuffle(ids)
-        order += ids[: len(ids) // per_step * per_step]
+        random.Random(f"{seed}/{epoch}").shuffle(some)
+        order += some[: len(some) // per_step * per_step]
         epoch += 1
     return order[: per_step * steps]
+
+
+class _Trainer(GRPOTrainer):  # type: ignore[misc]
+    bridge: _Bridge
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.bridge.count(inputs["importance_sampling_ratio"], inputs["completion_mask"] * inputs["tool_mask"])
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class _Bridge(Progress):
@@ -177,14 +194,24 @@ class _Bridge(Progress):
     trainer: Any
 
     def __init__(
-        self, stage: StageConfig, problems: Sequence[Problem], rollouts: Rollouts | None, seed: int, **of_progress: Any
+        self,
+        stage: StageConfig,
+        problems: Sequence[Problem],
+        rollouts: Rollouts | None,
+        seed: int,
+        before: int,
+        **of_progress: Any,
     ) -> None:
         super().__init__(stage.name, **of_progress)
-        self._stage, self._rollouts, self._seed = stage, rollouts, seed
-        self._problems = {problem.id: problem for problem in problems}
+        self.under_way: list[list[Draft]] = []
+        """Groups that are not over or not yet trained on, the oldest first."""
+        self._stage, self._rollouts, self._seed, self._before = stage, rollouts, seed, before
+        self._order = in_order(problems, stage.prompts, stage.steps, seed)
         self._version = 0
         self._sampled: dict[str, float] = {}
         self._own_s = 0.0
+        self._cut = torch.zeros(2)
+        """Tokens whose ratio was cut, and all in the loss, of the step and this rank."""
         self._since = self._rolled_out = perf_counter()
 
     def sync_weights(self) -> None:
@@ -197,23 +224,28 @@ class _Bridge(Progress):
         self._sampled = {"seconds_sync": perf_counter() - began}
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's `rollout_func`: this rank's prompts, problem ids with G copies in line over the ranks, to its rows."""
-        ids = gather_object(list(prompts))[:: self._stage.keep]
-        rows = self._step(ids, self._rollouts) if self._rollouts else []
-        mine = _scatter(rows, len(prompts))
+        """TRL's `rollout_func`: to as many prompts as this rank has, which say nothing, its rows."""
+        mine = _scatter(self._step(self._rollouts) if self._rollouts else [], len(prompts))
         self._rolled_out = perf_counter()
         return {name: [getattr(row, name) for row in mine] for name in Row._fields}
+
+    def count(self, ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
+        """Told of the ratios that a pass weighs its tokens by."""
+        self._cut = self._cut + torch.stack([((ratio_BT >= RATIO_CUT) * mask_BT).sum(), mask_BT.sum()])
 
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
         took, optimise = now - self._since, now - self._rolled_out
         waited = self._sampled["seconds_sync"] + self._sampled["seconds_rollout"] + optimise
         self._since = now
+        cut, tokens = self._cut.tolist()
+        self._cut = torch.zeros(2)
         return {
             **super().numbers(logs),
             **self._sampled,
             # TRL's 0 for a step without a token in the loss would read as perfect agreement.
             "kl_sampler": logs["sampling/sampling_logp_difference/mean"] if self._sampled["kept"] else float("nan"),
+            "ratio_cut": cut / tokens if tokens else float("nan"),
             "weight_version": self._version,
             "seconds_step": took,
             "seconds_optimise": optimise,
@@ -232,22 +264,37 @@ class _Bridge(Progress):
             group["lr"] = args.learning_rate * factor(schedule.last_epoch)
         self._since = perf_counter()
 
-    def _step(self, ids: Sequence[str], rollouts: Rollouts) -> list[Row]:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.under_way:
+            path = Path(args.output_dir, f"checkpoint-{state.global_step}", UNDER_WAY)
+            path.write_bytes(DRAFTS.dump_json(self.under_way))
+        super().on_save(args, state, control, **kwargs)
+
+    def _step(self, rollouts: Rollouts) -> list[Row]:
         """Sample, select and write down one step."""
-        stage = self._stage
+        stage, done = self._stage, self.trainer.state.global_step - self._before
         step = self.offset + self.trainer.state.global_step + 1
         began = perf_counter()
-        groups = rollouts.background.run(
-            rollouts.collector.collect,
-            [self._problems[id] for id in ids],
-            stage.samples,
+        drafts = self.under_way + self._begun(done)
+        over = rollouts.background.run(
+            rollouts.collector.advance,
+            drafts,
             limits=EpisodeLimits(stage.max_tokens, stage.max_turns, stage.tool_chars),
             temperature=stage.temperature,
             top_p=stage.top_p,
             seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
+            wanted=stage.prompts,
+            due=sum(group[0].age >= stage.max_stale for group in self.under_way),
+            is_enough=partial(roc.is_enough, keep=stage.keep, mode=self._mode) if stage.early_stop else None,
         )
         self._sampled["seconds_rollout"] = perf_counter() - began
         self._own_s = rollouts.collector.own_s
+        taken = dict(islice(((place, group) for place, group in enumerate(over) if group), stage.prompts))
+        self.under_way = [group for place, group in enumerate(drafts) if place not in taken]
+        for draft in (draft for group in self.under_way for draft in group):
+            draft.age += 1
+
+        groups = list(taken.values())
         kept = [self._select(group, step) for group in groups]
         used = [_used(group, some) for group, some in zip(groups, kept, strict=True)]
         why = [roc.explain(group, some) for group, some in zip(groups, kept, strict=True)]
@@ -257,7 +304,7 @@ class _Bridge(Progress):
                 f"step {step}: none of {sum(map(len, groups))} episodes has a verdict ({groups[0][0].error} for the "
                 "first); once that is mended, the same command goes on"
             )
-        self._sampled |= metrics.of_step(groups, used)
+        self._sampled |= metrics.of_step(groups, used) | self._lateness(groups)
         filler = self.trainer.processing_class.eos_token_id
         return [
             _row(group[index], is_used=index in use, filler=filler)
@@ -265,12 +312,52 @@ class _Bridge(Progress):
             for index in some
         ]
 
+    def _begun(self, done: int) -> list[list[Draft]]:
+        """The groups that a step begins, after `done` of the stage. The last steps begin no more than they need.
+
+        Of a problem's groups in one step the later one counts its samples on, so none samples what another does.
+        """
+        stage = self._stage
+        most = min(stage.prompts + round(stage.prompts * stage.partial), stage.prompts * (stage.steps - done))
+        samples = {group[0].problem: group[-1].sample + 1 for group in self.under_way}
+        begun = []
+        for problem in self._order[stage.prompts * done + len(self.under_way) : stage.prompts * done + most]:
+            first = samples.get(problem, 0)
+            samples[problem] = first + stage.samples
+            begun.append([Draft(problem, sample) for sample in range(first, samples[problem])])
+        return begun
+
+    def _lateness(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+        """What early stop and partial rollouts did to a step."""
+        episodes = [episode for group in groups for episode in group]
+        numbers: dict[str, float] = {}
+        if self._stage.early_stop:
+            stopped = [episode for episode in episodes if episode.stop is StopReason.CANCELLED]
+            numbers = {
+                "stopped": len(stopped) / len(episodes),
+                "length_stopped": fmean(episode.length for episode in stopped) if stopped else float("nan"),
+                "tokens_stopped": sum(episode.sampled_tokens for episode in stopped),
+            }
+        if self._stage.partial:
+            tokens = sum((Counter(episode.tokens_by_version) for episode in episodes), Counter[int]())
+            behind = {self._version - version: count for version, count in tokens.items()}
+            numbers |= {
+                "carried": len(self.under_way),
+                "stale": 1 - behind.get(0, 0) / tokens.total(),
+                "staleness": sum(steps * count for steps, count in behind.items()) / tokens.total(),
+            }
+        return numbers
+
+    @property
+    def _mode(self) -> roc.Mode:
+        return "released" if self._stage.select == "released" else "paper"
+
     def _select(self, group: Sequence[Episode], step: int) -> list[int]:
-        if self._stage.select == "all":
-            return list(range(len(group)))
-        mode: roc.Mode = "released" if self._stage.select == "released" else "paper"
+        """Of the episodes that were not stopped early: for shares of a group they are all that there are."""
+        over = [index for index, episode in enumerate(group) if episode.stop is not StopReason.CANCELLED]
         rng = random.Random(f"{self._seed}/{step}/{group[0].problem.id}")
-        return roc.resample_on_correct(group, self._stage.keep, mode=mode, rng=rng)
+        kept = roc.resample_on_correct([group[i] for i in over], self._stage.keep, mode=self._mode, rng=rng)
+        return [over[index] for index in kept]
 
 
 def _used(group: Sequence[Episode], kept: Sequence[int]) -> list[int]:

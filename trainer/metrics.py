@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import nan
 from typing import Any, Literal
 
-from trainer.trajectory import Episode
+from trainer.trajectory import Episode, StopReason
 
 Axis = Literal["count", "free", "log", "positive", "ratio", "share", "stacked", "unit"]
 """How a chart is drawn: of numbers from 0 (`count`: up to 1 at least; `stacked`: upon each other), from 0 to 1
@@ -56,6 +56,8 @@ def _each(episode: Any) -> int:
 _FAILED, _SHARES, _LEFT_OUT = "Tool calls that failed", "Share of episodes", "Left out of the loss"
 _SECONDS, _KEPT, _SIZE = "Seconds of a step, logarithmic", "Episodes kept and dropped", "Turns and tool calls, mean"
 
+_EARLY = "Share of episodes, and of tokens"
+
 METRICS = {
     "reward": Metric("mean reward of those sampled", "Reward, mean", "sampled", "unit", lambda it: it.reward, _each),
     "reward_kept": Metric("mean reward of those kept for the loss", "Reward, mean", "kept"),
@@ -84,7 +86,19 @@ METRICS = {
     ),
     "unavailable": Metric(
         "episodes without a reward, since something of ours failed", _LEFT_OUT, "episodes without reward", "count",
-        lambda it: it.reward is None,
+        lambda it: it.reward is None and it.stop != StopReason.CANCELLED,
+    ),
+    "stopped": Metric("share of episodes that were stopped early", _EARLY, "stopped early", "share"),
+    "length_stopped": Metric(
+        "mean tokens that those stopped early had; with `length` it says how much this favours short ones",
+        "Response length, mean", "of those stopped early",
+    ),
+    "tokens_stopped": Metric("tokens sampled for them, in vain", "Tokens sampled in a step", "for those stopped early"),
+    "carried": Metric("groups that go on in the next step", "Groups that go on in the next step", "groups"),
+    "stale": Metric("share of tokens sampled with weights of earlier steps", _EARLY, "of earlier weights", "share"),
+    "staleness": Metric("mean steps by which a token's weights are behind", "Staleness, mean", "steps"),
+    "ratio_cut": Metric(
+        "share of tokens in the loss whose ratio of trained to sampled probability was cut", _EARLY, "cut", "share"
     ),
     "turns": Metric("mean turns of an episode", _SIZE, "turns", "count", lambda it: it.turns, _each),
     "calls": Metric("mean tool calls of an episode", _SIZE, "calls", "count", lambda it: it.calls, _each),

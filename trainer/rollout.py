@@ -100,7 +100,7 @@ async def run_episode(
         wanted = replace(
             sampling,
             max_tokens=limits.max_tokens - len(draft.ids),
-            seed=turn_seed(seed + draft.age, draft.problem.id, draft.sample, len(draft.steps)),
+            seed=turn_seed(seed, draft.problem.id, draft.sample, len(draft.steps)),
         )
         try:
             made = await seat.generate([*draft.prompt_ids, *draft.ids], wanted)

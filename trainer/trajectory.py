@@ -197,3 +197,9 @@ class Episode:
     @property
     def sampled_tokens(self) -> int:
         return sum(self.mask)
+
+    @property
+    def tokens_by_version(self) -> dict[int, int]:
+        """Sampled tokens, by the weights that sampled them."""
+        ends = [*(start for start, _ in self.versions[1:]), len(self.ids)]
+        return {version: sum(self.mask[start:end]) for (start, version), end in zip(self.versions, ends, strict=True)}

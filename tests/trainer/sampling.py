@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer import tiny
-from trainer.trajectory import Episode, Problem, StopReason, Turn
+from trainer.trajectory import Draft, Episode, Problem, StopReason, Turn
 
 Score = Callable[[Problem, int, Sequence[int]], float | None]
 
@@ -57,10 +57,10 @@ class Sampler:
         self.log.append("sync")
         return version
 
-    async def collect(self, problems: Sequence[Problem], samples: int, **asked: Any) -> list[list[Episode]]:
+    async def advance(self, groups: Sequence[Sequence[Draft]], **asked: Any) -> list[list[Episode] | None]:
         self.before(sum(entry != "sync" for entry in self.log))
-        self.log.append(([problem.id for problem in problems], samples, asked))
-        return [[self.episode(problem, sample, asked["seed"]) for sample in range(samples)] for problem in problems]
+        self.log.append(([group[0].problem.id for group in groups], len(groups[0]), asked))
+        return [[self.episode(draft.problem, draft.sample, asked["seed"]) for draft in group] for group in groups]
 
     def episode(self, problem: Problem, sample: int, seed: int) -> Episode:
         """A few sampled tokens, two that are shown, and as many sampled ones again."""

@@ -24,7 +24,7 @@ from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder, probl
 from trainer import grpo  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, StageConfig  # noqa: E402
-from trainer.grpo import Outage, Rollouts, prompts_in_order, train_stage  # noqa: E402
+from trainer.grpo import Outage, Rollouts, in_order, train_stage  # noqa: E402
 from trainer.progress import Trained  # noqa: E402
 from trainer.record import RunFolder  # noqa: E402
 from trainer.trajectory import Episode, Problem, StopReason  # noqa: E402
@@ -107,9 +107,8 @@ def test_two_steps_keep_the_contract(
     sampler = Sampler(model)
     trained = Stage(tmp_path, model, background).run(sampler)
 
-    # TRL: contiguous copies, and rows that are ours.
+    # TRL asks for as many rows as a step has.
     assert [len(prompts) for prompts in seen] == [8, 8]
-    assert all(prompts == [prompts[0]] * 4 + [prompts[4]] * 4 for prompts in seen)
     # One sync before each step's rollouts, with the weights that the step starts from.
     assert ["sync" if entry == "sync" else "collect" for entry in sampler.log] == ["sync", "collect"] * 2
     assert same(sampler.weights[0], weights(model))
@@ -117,7 +116,7 @@ def test_two_steps_keep_the_contract(
     assert not same(weights(trained.model), sampler.weights[1])
     # What was asked for: 2G of each problem, under the stage's limits, with a seed for each step.
     (ids, samples, asked), (_, _, later) = (entry for entry in sampler.log if entry != "sync")
-    assert ids == [seen[0][0], seen[0][4]] and samples == 8 and asked["seed"] != later["seed"]
+    assert len({*ids}) == 2 and samples == 8 and asked["seed"] != later["seed"]
     assert asked["limits"].max_tokens == 16 and asked["temperature"] == 1.0
     # The loss has the correction and leaves out what was shown.
     assert len(losses) == 2 * 4
@@ -271,11 +270,11 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Pa
 def test_order_has_no_problem_twice_in_a_step_and_uses_all(count: int, per_step: int, steps: int, seed: int) -> None:
     if count < per_step:
         return
-    order = prompts_in_order(problems(count), per_step, steps, seed)
-    assert len(order) == per_step * steps and order == prompts_in_order(problems(count), per_step, steps, seed)
-    assert all(len(set(order[at : at + per_step])) == per_step for at in range(0, len(order), per_step))
+    order = in_order(problems(count), per_step, steps, seed)
+    assert len(order) == per_step * steps and order == in_order(problems(count), per_step, steps, seed)
+    assert all(len({*order[at : at + per_step]}) == per_step for at in range(0, len(order), per_step))
     through = count // per_step * per_step
-    assert len(set(order[:through])) == min(through, len(order))
+    assert len({*order[:through]}) == min(through, len(order))
 
 
 def test_two_ranks_share_a_step_and_end_with_the_same_weights(tmp_path: Path, model: Path) -> None:
