@@ -380,7 +380,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _size(states: Sequence[torch.Tensor]) -> int:
-    return states[0].shape[1] * BLOCK
+    return int(states[0].shape[1]) * BLOCK
 
 
 def _attend(
