@@ -1,6 +1,6 @@
 """Rollouts by a script through real engines, and what a step of such an engine costs.
 
-vLLM on the CPU with the tiny model, each server on cores of its own, with a cache too small for what it is asked. Its
+vLLM on the CPU, each server on cores of its own and with a cache too small for what it is asked. Its
 log says of every step how many tokens it computed: that is the only place where what it recomputes can be seen.
 """
 
@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import aiohttp
@@ -33,6 +34,8 @@ BLOCK = 32
 BLOCKS = 129
 """Of the cache, one of which vLLM keeps for itself."""
 SLOTS = 64
+HIDDEN, LAYERS = 384, 6
+"""10 million parameters."""
 VOCABULARY = 640
 MAX_LENGTH = 1024
 STEP = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")
@@ -59,9 +62,7 @@ class Bench:
     @asynccontextmanager
     async def started(cls, python: str, count: int, folder: Path) -> AsyncIterator[Bench]:
         """`count` servers in the environment of `python`, warm. Raises `EngineFailed`."""
-        from trainer import tiny
-
-        tiny.make(folder / "model")
+        make_model(folder / "model")
         logs = folder / "logs"
         servers = SmallServers(python, folder / "model", MAX_LENGTH, SLOTS, dtype="float32")
         async with servers.serve(count, logs) as urls, aiohttp.ClientSession() as session:
@@ -116,6 +117,14 @@ class Bench:
                 made[name] += sum(map(float, found))
         return made
 
+    async def fit(self, rounds: int, bar: Progress) -> dict[str, Any]:
+        """The constants of `Hardware` for one of these servers when all work, and how well they say what was seen."""
+        grid = list(product(RUNNING, CONTEXTS, SAMPLED))
+        times: dict[tuple[int, int, int], list[float]] = {batch: [] for batch in grid}
+        for batch in bar.track(grid * rounds, description="fit"):
+            times[batch].append(await self.batch(*batch))
+        return fitted([(*batch, fmean(seconds)) for batch, seconds in times.items()], len(self.urls))
+
     async def batch(self, running: int, context: int, sampled: int) -> float:
         """Seconds that every engine takes, all at the same time, for `running` fresh contexts."""
         engines = self.engines()
@@ -125,6 +134,19 @@ class Bench:
         finally:
             await asyncio.gather(*(engine.close() for engine in engines))
         return sum(task.result() for task in tasks) / len(tasks)
+
+
+def make_model(folder: Path) -> None:
+    """The tiny model with more to compute: in a step of so small a one nothing costs but the step, and what is
+    recomputed would be free, which it is on no engine that anyone uses."""
+    from transformers import AutoConfig, Qwen3ForCausalLM
+
+    from trainer import tiny
+
+    tiny.make(folder)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS}
+    config = AutoConfig.from_pretrained(folder, **sizes, layer_types=["full_attention"] * LAYERS)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 async def played(
@@ -191,21 +213,6 @@ def tokens_computed(log: Path, mark: int) -> int:
 
 RUNNING, CONTEXTS, SAMPLED = (1, 4, 10, 20), (40, 150), (24, 96)
 """Batches whose contexts all fit."""
-
-
-async def fit(python: str, count: int, folder: Path, bar: Progress, rounds: int) -> dict[str, Any]:
-    """The constants of `Hardware` for one of `count` servers that all work, and how well they say what was measured."""
-    grid = list(product(RUNNING, CONTEXTS, SAMPLED))
-    times: dict[tuple[int, int, int], list[float]] = {batch: [] for batch in grid}
-    task = bar.add_task("engines start", total=rounds * len(grid))
-    async with Bench.started(python, count, folder) as bench:
-        bar.update(task, description="batches")
-        for _ in range(rounds):
-            for batch in grid:
-                times[batch].append(await bench.batch(*batch))
-                bar.advance(task)
-    rows = [(*batch, sorted(seconds)[len(seconds) // 2]) for batch, seconds in times.items()]
-    return fitted(rows, count)
 
 
 def fitted(rows: Sequence[tuple[int, int, int, float]], count: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python -m bench.rollouts --simulate [--profile mi300x-14b] [--stage 1] [--seeds 5] [--gantt F.png] [--json]
     python -m bench.rollouts --engines 2 [--rounds 3] [--gantt F.png] [--json]    # vLLM on the CPU, small caches
-    python -m bench.rollouts --fit [--engines 2]                                  # constants of the profile cpu-tiny
+    python -m bench.rollouts --engines 2 --fit      # the same, after measuring the constants of the profile cpu-tiny
 
 An episode is a script: how many tokens each turn samples, what its tool shows, how long that takes. Every policy plays
 the same ones, all handed in at once. Real engines sample exactly as many tokens as the script says, whatever they are;
@@ -37,8 +37,8 @@ from typing import Any
 
 from bench import output
 from bench.rollout_sim import Hardware, Plan, Turn, lower_bound_s, simulate, workload
-from trainer.arithmetic import kv_bytes, parameters
-from trainer.config import Shape
+from trainer.arithmetic import plan as plan_of
+from trainer.config import load
 from trainer.scheduler import POLICIES
 
 FITTED = Path(__file__).with_name("profiles") / "cpu-tiny.json"
@@ -46,6 +46,7 @@ VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 POINTS = (50, 95, 99)
 BINS = 240
 """Of a timeline."""
+FIT_ROUNDS = 2
 
 
 # Workloads and hardware
@@ -75,26 +76,28 @@ class Stage:
 
 
 STAGES = {1: Stage(8 * 1024, 2500.0), 2: Stage(12 * 1024, 5000.0), 3: Stage(12 * 1024, 7000.0)}
-QWEN3_14B = Shape(layers=40, hidden=5120, intermediate=17408, heads=40, kv_heads=8, head_dim=128, vocab=151936)
+CONFIG = Path(__file__).parent.parent / "configs" / "qwen3-14b-mi300x.toml"
 
 
-def mi300x(gpu_memory: float = 0.5) -> Hardware:
-    """An engine on one MI300X, by its roofline: nothing here was measured on one.
+def mi300x() -> Hardware:
+    """An engine of configs/qwen3-14b-mi300x.toml by its roofline: nothing here was measured on one.
 
-    5.3 TB/s, 1,307 dense bfloat16 TFLOP/s and 192 GB are AMD's data sheet's; that 65 % of the one and 40 % of the other
-    are had is assumed, as are 2 ms a step for all that is neither. The cache is what `gpu_memory` leaves of it: half
-    trains, as in configs/qwen3-14b-mi300x.toml.
+    5.3 TB/s and 1,307 dense bfloat16 TFLOP/s are AMD's data sheet's; that 65 % of the one and 40 % of the other are had
+    is assumed, as are 2 ms a step for all that is neither. Half of the 192 GB is the engine's, the other half trains.
     """
+    config = load(CONFIG, {})
+    assert config.model.shape is not None
+    about = plan_of(config, config.model.shape)
     bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
-    weights, per_token = 2 * parameters(QWEN3_14B), kv_bytes(QWEN3_14B)
+    weights = 2.0 * about.parameters  # bytes, and operations of a token
     return Hardware(
         name="mi300x-14b",
-        capacity=int((gpu_memory * 192e9 - weights) / per_token),
-        most_running=256,
+        capacity=about.kv_tokens,
+        most_running=config.engines.slots,
         base_s=0.002,
         weights_s=weights / bandwidth,
-        per_sequence_s=weights / flops,  # two operations a parameter and token, two bytes a parameter
-        per_context_s=per_token / bandwidth,
+        per_sequence_s=weights / flops,
+        per_context_s=about.kv_bytes_per_token / bandwidth,
         prefill_s=weights / flops,
         source="roofline: 65 % of 5.3 TB/s, 40 % of 1,307 TFLOP/s, 2 ms a step; simulated",
     )
@@ -103,7 +106,7 @@ def mi300x(gpu_memory: float = 0.5) -> Hardware:
 def fitted(path: Path = FITTED) -> Hardware:
     """The constants that `--fit` wrote."""
     if not path.exists():
-        raise output.BenchFailed(f"{path} is not there: run `python -m bench.rollouts --fit` first")
+        raise output.BenchFailed(f"{path} is not there: run `python -m bench.rollouts --engines 2 --fit` first")
     known = {field.name for field in fields(Hardware)}
     return Hardware(
         **{name: value for name, value in json.loads(path.read_bytes())["hardware"].items() if name in known}
@@ -254,16 +257,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The comparison, or the fit; 1 if it could not be made."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if not (args.simulate or args.fit or args.engines):
-        parser.error("expected --simulate, --engines N or --fit")
-    work = _simulate if args.simulate else _fit if args.fit else _real
+    if not (args.simulate or args.engines):
+        parser.error("expected --simulate, or --engines N")
+    work = _simulate if args.simulate else _real
     return output.run_as_command("rollouts", lambda: work(args))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("rollouts", __doc__ or "")
     parser.add_argument("--simulate", action="store_true", help="engines that exist as numbers")
-    parser.add_argument("--fit", action="store_true", help="measure vLLM on this CPU and write the profile cpu-tiny")
+    parser.add_argument("--fit", action="store_true", help="with --engines: measure the profile cpu-tiny first")
     parser.add_argument("--engines", type=output.count, help="how many; alone: real vLLM servers on the CPU")
     parser.add_argument("--profile", choices=("mi300x-14b", "cpu-tiny"), default="mi300x-14b", help="with --simulate")
     parser.add_argument(
@@ -368,14 +371,16 @@ async def _played(args: argparse.Namespace) -> int:
     from bench.rollout_live import Bench
 
     args.profile = "cpu-tiny"
-    profile = profile_of(args)
     rows: dict[str, list[Any]] = {policy: [] for policy in args.policies}
     said: dict[str, list[Any]] = {policy: [] for policy in args.policies}
     lines: dict[str, dict[str, list[float]]] = {}
     bounds = []
     with tempfile.TemporaryDirectory() as folder, output.progress() as bar:
-        task = bar.add_task("engines start", total=args.rounds * len(args.policies))
-        async with Bench.started(_vllm(args), profile.engines, Path(folder)) as bench:
+        async with Bench.started(_vllm(args), args.engines, Path(folder)) as bench:
+            if args.fit:
+                _keep(await bench.fit(FIT_ROUNDS, bar))
+            profile = profile_of(args)
+            task = bar.add_task("rounds", total=args.rounds * len(args.policies))
             for number in range(args.rounds):
                 plans = profile.plans(number)
                 bounds.append(lower_bound_s(plans, profile.hardware, profile.engines))
@@ -392,6 +397,13 @@ async def _played(args: argparse.Namespace) -> int:
     figures["validation"] = validation(rows, said)
     title = f"vLLM on the CPU: {profile.engines} engines of {profile.hardware.capacity:,} tokens"
     return _finish(args, f"{title}, {figures['episodes']} episodes", figures, lines)
+
+
+def _keep(found: Mapping[str, Any]) -> None:
+    FITTED.parent.mkdir(exist_ok=True)
+    FITTED.write_text(json.dumps({**found, "machine": output.machine()}, indent=2) + "\n")
+    costs = [(name, f"{value:.3g}") for name, value in found["hardware"].items() if name.endswith("_s")]
+    output.show(f"{FITTED}: a batch is off by {found['residual']:.1%} (median)", ("constant", ""), costs)
 
 
 def validation(rows: Mapping[str, Sequence[Any]], said: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, float]]:
@@ -420,19 +432,6 @@ def _vllm(args: argparse.Namespace) -> str:
     if not python:
         raise output.BenchFailed(f"expected an environment with vLLM: --vllm its/bin/python, or {VLLM_PYTHON}=...")
     return str(python)
-
-
-def _fit(args: argparse.Namespace) -> int:
-    from bench.rollout_live import fit
-
-    with tempfile.TemporaryDirectory() as folder, output.progress() as bar:
-        figures = asyncio.run(fit(_vllm(args), args.engines or 2, Path(folder), bar, args.rounds))
-    FITTED.parent.mkdir(exist_ok=True)
-    FITTED.write_text(json.dumps(figures | {"machine": output.machine()}, indent=2) + "\n")
-    rows = [(name, value) for name, value in figures["hardware"].items() if name.endswith("_s")]
-    output.show(f"Written to {FITTED}; a batch is off by {figures['residual']:.1%} (median)", ("constant", ""), rows)
-    output.finish({"bench": "rollouts", **figures}, as_json=args.json)
-    return 0
 
 
 # Tables and plots

@@ -80,7 +80,7 @@ def test_misuse_is_said(args: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 def test_real_engines_want_a_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(rollouts.VLLM_PYTHON, raising=False)
-    assert rollouts.main(["--fit"]) == 1
+    assert rollouts.main(["--engines", "2", "--fit"]) == 1
     assert "expected an environment with vLLM" in capsys.readouterr().err
 
 
