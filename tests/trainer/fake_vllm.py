@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,7 @@ class TableEngine:
     is_closed: bool = False
 
     def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
-        draw = random.Random(f"{self.salt}/{last}")
-        weights = [math.exp(draw.gauss(0, 1.5) / temperature) for _ in range(self.vocabulary)]
-        return [weight / sum(weights) for weight in weights]
+        return _distribution(f"{self.salt}/{last}", temperature, self.vocabulary)
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         if not 0 < len(ids) <= self.max_length - sampling.max_tokens or max(ids) >= self.vocabulary:
@@ -86,6 +85,14 @@ class TableEngine:
 
     async def close(self) -> None:
         self.is_closed = True
+
+
+@cache
+def _distribution(seed: str, temperature: float, vocabulary: int) -> list[float]:
+    draw = random.Random(seed)
+    weights = [math.exp(draw.gauss(0, 1.5) / temperature) for _ in range(vocabulary)]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 METRICS = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
 from trainer.engine import Capacity, EngineFailed, Sampling
-from trainer.pool import Pool
+from trainer.pool import MISSES, STALL_S, Pool
 from trainer.scheduler import POLICIES
 
 MOST = 200
@@ -40,6 +44,15 @@ def steps(count):
             await asyncio.sleep(0)
 
     return step
+
+
+def working(engine):
+    """What makes an engine say at each scrape that it has computed more."""
+
+    async def work():
+        engine.computed += 1
+
+    return work
 
 
 @dataclass
@@ -83,10 +96,10 @@ async def episode(pool, number, turns=5, tool_s=0.0):
     return ids
 
 
-async def alone(numbers):
+async def alone(numbers, turns=5):
     """What comes of episodes where nothing goes wrong."""
     async with pool_of(engines(1)) as pool:
-        return [await episode(pool, number) for number in numbers]
+        return [await episode(pool, number, turns) for number in numbers]
 
 
 def is_balanced(pool):
@@ -173,3 +186,333 @@ async def test_all_turns_of_a_lost_engine_go_on_elsewhere(how):
                 made[1].scraped = forever
         assert [task.result() for task in running] == await alone(range(30))
         assert is_balanced(pool)
+
+
+@jumping
+async def test_an_engine_that_answers_scrapes_but_computes_nothing_is_lost():
+    made = engines(2, before=lambda: asyncio.sleep(1))
+    async with pool_of(made) as pool:
+        asked = pool.now()
+        running = [asyncio.create_task(episode(pool, number)) for number in range(8)]
+        await asyncio.sleep(1.5)
+        made[0].before = forever
+        assert await asyncio.gather(*running) == await alone(range(8))
+        assert STALL_S < pool.now() - asked < STALL_S + 60
+        assert "not one token" in pool.desks["e0"].why
+        assert is_balanced(pool)
+
+
+@pytest.mark.parametrize("misses", [MISSES - 1, MISSES])
+@jumping
+async def test_some_missed_scrapes_are_a_suspicion_and_many_are_a_loss(misses):
+    made = engines(1)
+    async with pool_of(made) as pool:
+        await served_by(pool)
+        count = 0
+
+        async def miss():
+            nonlocal count
+            count += 1
+            if count <= misses:
+                raise EngineFailed("refused")
+
+        made[0].scraped = miss
+        await asyncio.sleep(10)
+        assert pool.desks["e0"].is_up == (misses < MISSES)
+        assert await served_by(pool) == "e0"  # a loss ends with its rest
+        assert (pool.now() > 30) == (misses == MISSES)
+
+
+@jumping
+async def test_a_slow_engine_is_given_the_time_that_its_speed_asks_for():
+    made = engines(1, before=lambda: asyncio.sleep(50))
+    async with pool_of(made, turn_s=60) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        first = await seat.generate([1], Sampling(4, seed=0))
+        made[0].before, made[0].scraped = lambda: asyncio.sleep(450), working(made[0])
+        await seat.generate([1, *first.ids], Sampling(4, seed=0))
+        assert pool.now() == 500
+
+
+@jumping
+async def test_a_request_that_a_server_forgot_goes_on_elsewhere():
+    made = engines(2)
+    async with pool_of(made, turn_s=60) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        first = await seat.generate([1], Sampling(4, seed=0))
+        home = next(engine for engine in made if engine.name == first.engine)
+        home.before, home.scraped = forever, working(home)
+        moved = await seat.generate([1, *first.ids], Sampling(4, seed=0))
+        assert moved.engine != first.engine
+        assert pool.desks[first.engine].why == f"engine {first.engine}: no answer in 60 s"
+
+
+@jumping
+async def test_when_all_are_down_for_too_long_what_failed_is_said():
+    made = engines(2)
+    for engine in made:
+        engine.before = engine.scraped = failing(f"{engine.name} burnt")
+    async with pool_of(made, patience_s=100) as pool:
+        for wait_s in (100, 0):
+            asked = pool.now()
+            with pytest.raises(EngineFailed, match=r"no engine is left of 2: e0: e0 burnt; e1: e1 burnt"):
+                await served_by(pool)
+            assert wait_s <= pool.now() - asked <= wait_s + 1
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_episodes_wait_for_the_first_engine_that_comes_back():
+    made = engines(2, before=lambda: asyncio.sleep(1))
+    async with pool_of(made) as pool:
+        running = [asyncio.create_task(episode(pool, number)) for number in range(8)]
+        await asyncio.sleep(2.5)
+        for engine in made:
+            engine.before = engine.scraped = failing()
+        await asyncio.sleep(20)
+        assert pool.scheduler.running == 0
+        made[1].before = made[1].scraped = steps(3)
+        assert await asyncio.gather(*running) == await alone(range(8))
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_a_turn_that_makes_every_engine_fail_is_given_up():
+    made = engines(5)
+    async with pool_of(made) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        for engine in made:
+            engine.before = failing("it cannot be served")
+        with pytest.raises(EngineFailed, match="3 engines failed at one turn, the last: it cannot be served"):
+            await seat.generate([1], Sampling(4, seed=0))
+        assert sum(desk.is_up for desk in pool.desks.values()) == 2
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_a_wrong_request_is_not_the_engines_failure():
+    async with pool_of(engines(1), most_tokens=400) as pool, pool.seat(group="a", most_tokens=400) as seat:
+        with pytest.raises(ValueError, match="expected"):
+            await seat.generate([1] * 300, Sampling(4, seed=0))
+        assert is_balanced(pool)
+        first = await seat.generate([1, 2, 3], Sampling(4, seed=0))
+        with pytest.raises(ValueError, match="expected 7 to 400 tokens of context, got 2"):
+            await seat.generate([1, 2], Sampling(4, seed=0))
+        assert (await seat.generate([1, 2, 3, *first.ids], Sampling(4, seed=0))).engine == "e0"
+
+
+@jumping
+async def test_preemptions_correct_what_is_promised_but_for_those_before_the_pool():
+    made = engines(1, preemptions=50)
+    async with pool_of(made) as pool:
+        await served_by(pool)
+        before = pool.scheduler.appetite("e0")
+        await asyncio.sleep(5)
+        assert pool.scheduler.appetite("e0") == before
+        made[0].preemptions += 1
+        await asyncio.sleep(1)
+        assert pool.scheduler.appetite("e0") < before
+
+
+@jumping
+async def test_a_failed_engine_is_tried_after_its_rest_though_nobody_asks():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        lost = await served_by(pool)
+        engine = next(engine for engine in made if engine.name == lost)
+        engine.before = failing()
+        assert await served_by(pool) != lost
+        engine.before = steps(1)
+        await asyncio.sleep(29)
+        assert not pool.desks[lost].is_up
+        await asyncio.sleep(2)
+        assert pool.desks[lost].is_up
+
+
+@jumping
+async def test_an_engine_that_was_started_anew_has_to_prove_its_weights_first():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        made[0].scraped = failing()
+        await asyncio.sleep(10)
+        made[0].scraped, made[0].salt = steps(1), "as at its start"
+        await asyncio.sleep(100)
+        assert (pool.desks["e0"].is_up, pool.desks["e0"].why) == (False, "SyncFailed")
+        assert await pool.sync({"salt": 6}) == 2
+        assert pool.desks["e0"].is_up
+
+
+@jumping
+async def test_a_sync_reaches_every_engine_and_is_proven():
+    made = engines(3)
+    async with pool_of(made) as pool:
+        assert (await pool.sync({"salt": 5}), await pool.sync({"salt": 6})) == (1, 2)
+        assert [(engine.salt, engine.version) for engine in made] == [(6, 2)] * 3
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            assert (await seat.generate([1], Sampling(4, seed=0))).version == 2
+
+
+@jumping
+async def test_an_engine_with_other_weights_stops_the_run():
+    class Deaf(TableEngine):
+        async def load(self, weights, version):
+            self.version = version
+
+    async with pool_of([*engines(1), Deaf("deaf")]) as pool:
+        with pytest.raises(OSError, match="SyncFailed"):
+            await pool.sync({"salt": 5})
+        assert not pool.desks["deaf"].is_up
+
+
+@jumping
+async def test_an_engine_that_misses_a_sync_does_not_sample_until_the_next():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        made[0].before = failing()
+        await pool.sync({"salt": 5})
+        made[0].before = steps(1)
+        await asyncio.sleep(1000)
+        assert [await served_by(pool) for _ in range(5)] == ["e1"] * 5
+        await pool.sync({"salt": 6})
+        assert pool.desks["e0"].is_up
+        for engine in made:
+            engine.before = failing()
+        with pytest.raises(EngineFailed, match="no engine is left of 2: e0: gone; e1: gone"):
+            await pool.sync({"salt": 7})
+
+
+@jumping
+async def test_a_sync_waits_for_turns_that_run_and_others_wait_for_it():
+    made = engines(2, before=lambda: asyncio.sleep(1))
+    versions = []
+    async with pool_of(made) as pool:
+
+        async def talk(number):
+            async with pool.seat(group=number, most_tokens=MOST) as seat:
+                ids = [1]
+                for _ in range(4):
+                    said = await seat.generate(ids, Sampling(4, seed=0))
+                    versions.append(said.version)
+                    ids += said.ids
+                    await asyncio.sleep(0.1 * number)
+
+        running = [asyncio.create_task(talk(number)) for number in range(6)]
+        await asyncio.sleep(1.5)
+        syncing = asyncio.create_task(pool.sync({"salt": 5}))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="one sync at a time"):
+            await pool.sync({"salt": 5})
+        assert await syncing == 1
+        await asyncio.gather(*running)
+        assert is_balanced(pool)
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+
+
+@jumping
+async def test_a_sync_that_is_cancelled_lets_nothing_sample_that_has_not_proven_its_weights():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        made[1].before = forever
+        syncing = asyncio.create_task(pool.sync({"salt": 6}))
+        await asyncio.sleep(1)
+        syncing.cancel()
+        await asyncio.wait([syncing])
+        made[1].before = steps(1)
+        assert [await served_by(pool) for _ in range(5)] == ["e0"] * 5
+        assert (made[0].salt, made[1].salt, pool.desks["e1"].is_up) == (6, 5, False)
+        assert await pool.sync({"salt": 7}) == 3
+
+
+@pytest.mark.parametrize("kind", ["one episode", "all", "generate alone"])
+@jumping
+async def test_a_cancellation_at_any_step_leaves_the_books_in_order(kind):
+    for step in itertools.count():
+        made = engines(2, room=Capacity(120, 3), before=steps(3))
+        async with pool_of(made) as pool:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(episode(pool, number, turns=3)) for number in range(6)]
+                await steps(step)()
+                is_over = all(task.done() for task in running)
+                for task in running if kind == "all" else running[:1]:
+                    task.cancel()
+            assert is_balanced(pool)
+            assert not any(engine.running for engine in made)
+            await served_by(pool)
+            left = [number for number, task in enumerate(running) if not task.cancelled()]
+            assert [running[number].result() for number in left] == await alone(left, turns=3)
+        if is_over:
+            break
+    assert step > 20
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**9), policy=st.sampled_from(sorted(POLICIES)))
+def test_no_episode_is_lost_or_doubled_whatever_happens(seed, policy):
+    jumping(disaster)(seed, policy)
+
+
+async def disaster(seed, policy):
+    """Engines die, hang, stop answering scrapes and come back; episodes are cancelled; weights are synced."""
+    draw = random.Random(seed)
+    made, log = engines(3, room=Capacity(draw.randint(150, 900), draw.randint(1, 9))), []
+
+    async def turn():
+        await asyncio.sleep(draw.expovariate(0.3))
+
+    async def accidents():
+        while True:
+            await asyncio.sleep(draw.expovariate(0.05))
+            engine = draw.choice(made)
+            engine.before = draw.choice([failing(), forever, turn, turn])
+            engine.scraped = draw.choice([failing(), forever, steps(2), steps(2), steps(2)])
+            if draw.random() < 0.3:
+                draw.choice(running).cancel()
+            engine.preemptions += draw.randint(0, 1)
+            if draw.random() < 0.1:
+                for each in made:
+                    each.before, each.scraped = turn, steps(2)
+                await pool.sync({"salt": 0})
+
+    for engine in made:
+        engine.before = turn
+    async with pool_of(made, policy=policy, patience_s=1e9, log=log.append) as pool:
+        running = [
+            asyncio.create_task(episode(pool, number, draw.randint(1, 5), draw.expovariate(1))) for number in range(25)
+        ]
+        chaos = asyncio.create_task(accidents())
+        await asyncio.wait(running)
+        chaos.cancel()
+        ends = await asyncio.gather(*running, chaos, return_exceptions=True)
+        assert is_balanced(pool)
+    assert not any(desk.requests for desk in pool.desks.values())
+    cancelled = [end for end in ends if isinstance(end, asyncio.CancelledError)]
+    given_up = [end for end in ends if isinstance(end, EngineFailed)]  # by the worst of luck
+    assert all("3 engines failed at one turn" in str(end) for end in given_up)
+    whole = {number: end for number, end in enumerate(ends) if isinstance(end, list)}
+    assert len(whole) + len(cancelled) + len(given_up) == len(ends)
+    for number, ids in whole.items():
+        turns = (len(ids) - 1) // 5
+        assert [ids] == await alone([number], turns)
+        assert sum(each.episode == number for each in log) == turns
+
+
+@jumping
+async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
+    async def broken():
+        if pool.desks["e0"].is_up:
+            raise KeyError("a bug")
+
+    made = engines(1, scraped=broken)
+    pool = pool_of(made)
+    with pytest.raises(ExceptionGroup, match="unhandled errors in a TaskGroup") as raised:
+        async with pool:
+            await forever()
+    assert isinstance(raised.value.exceptions[0], KeyError)
+    assert made[0].is_closed
+
+
+@pytest.mark.parametrize("made", [[], [TableEngine("same"), TableEngine("same")]])
+def test_a_pool_needs_engines_that_can_be_told_apart(made):
+    with pytest.raises(ValueError, match="names of their own"):
+        Pool(made, most_tokens=MOST)
