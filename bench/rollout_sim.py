@@ -276,16 +276,32 @@ OBSERVE_S = 1.0
 """Between two scrapes of an engine."""
 
 
-def simulate(plans: Sequence[Plan], hardware: Hardware, engines: int, policy: str, most_new: int) -> Run:
-    """Run all `plans`, handed in at time 0, to their ends. `most_new`: the longest response that is allowed."""
-    return _Simulation(plans, hardware, engines, policy, most_new).run()
+def simulate(
+    plans: Sequence[Plan], hardware: Hardware, engines: int, policy: str, most_new: int, before: Sequence[Plan] = ()
+) -> Run:
+    """Run all `plans`, handed in at time 0, to their ends. `most_new`: the longest response that is allowed.
+
+    `before`: the episodes of the training step before this one, of other prompts, whose lengths are known."""
+    return _Simulation(plans, hardware, engines, policy, most_new, before).run()
 
 
 class _Simulation:
-    def __init__(self, plans: Sequence[Plan], hardware: Hardware, engines: int, policy: str, most_new: int) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        hardware: Hardware,
+        engines: int,
+        policy: str,
+        most_new: int,
+        before: Sequence[Plan] = (),
+    ) -> None:
         self.plans = plans
         self.engines = {f"e{n}": Engine(f"e{n}", hardware) for n in range(engines)}
         self.scheduler = Scheduler(max(plan.prompt for plan in plans) + most_new, policy)
+        for plan in before:
+            self.scheduler.lengths.began(plan.prompt)
+            self.scheduler.lengths.ended(plan.prompt, plan.length)
+        self.scheduler.new_step()
         for name in self.engines:
             self.scheduler.up(name, hardware.capacity, hardware.most_running, now=0.0)
         for key, plan in enumerate(plans):

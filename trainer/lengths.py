@@ -18,6 +18,7 @@ KINSHIP = 2.0
 """Siblings that the stage's mean counts for."""
 PARTS = 4
 FRESH = 50
+"""What is worked out of what was observed is worked out again after each of so many parts of it."""
 FADING = 0.5
 """What a step's lengths count for in the next one: they change as a policy learns."""
 
@@ -32,7 +33,7 @@ class Lengths:
         self._inside = [0] * BUCKETS
         self._density: list[float] = []
         self._tails: list[float] = []
-        self._news = self._count = 0
+        self._count = self._news = 0.0
         self._quantiles: dict[int, list[float]] = {}
         self._siblings: dict[Hashable, list[float]] = {}
 
@@ -69,6 +70,8 @@ class Lengths:
         self._ended = [count * FADING for count in self._ended]
         self._passed = [count * FADING for count in self._passed]
         self._siblings.clear()
+        self._count *= FADING
+        self._news = self._count
         self._forget()
 
     def beyond(self, length: int) -> float:
@@ -104,10 +107,9 @@ class Lengths:
         return known
 
     def _forget(self) -> None:
-        """What was worked out holds until one in `FRESH` observations is a new one."""
         self._news += 1
         if self._news * FRESH >= self._count:
-            self._news = 0
+            self._news = 0.0
             self._tails = []
             self._quantiles = {}
 

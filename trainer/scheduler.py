@@ -33,13 +33,13 @@ from trainer.lengths import Lengths
 
 Key = Hashable
 
-EASE, CUT = 0.01, 0.8
+EASE, CUT = 0.01, 0.95
 """Additive increase and multiplicative decrease of the share of a cache that is promised, per quiet observation and per
-burst of preemptions."""
+burst of preemptions: to compute some contexts anew costs less than to leave a fifth of a cache empty."""
 APPETITE, LEAST, MOST = 0.9, 0.5, 0.95
 FULL = 0.9
-STICKINESS = 1.0
-"""How many free tokens elsewhere a token of context that an engine holds is worth."""
+LIGHTER = 0.7
+"""An episode goes on elsewhere if with it less than this share of what its engine has promised is promised there."""
 BUCKETS = 32
 """Of the ledgers, in the longest context."""
 RATE_SHARE = 0.05
@@ -79,8 +79,8 @@ class _Engine:
     """Tokens that its cache holds."""
     most_running: int = 0
     is_up: bool = False
-    is_stale: bool = True
-    spare: float = 0.0
+    peak: float | None = 0.0
+    """What is promised, at the time when most is; None after an event that may have changed it."""
     reserved: int = 0
     """What its episodes hold if each becomes as long as it may."""
     running: int = 0
@@ -107,12 +107,13 @@ class _Engine:
         rate = tokens / seconds
         self.rate += (rate - self.rate) * (RATE_SHARE if self.rate else 1.0)
 
+    def promised(self, now: float) -> float:
+        if self.peak is None:
+            self.peak = self.ledger.peak(self.tick(now))
+        return self.peak
+
     def free(self, now: float) -> float:
-        """Tokens that are not promised, at the time when most are: as of the last event of its episodes."""
-        if self.is_stale:
-            self.spare = self.capacity * self.appetite - self.ledger.peak(self.tick(now))
-            self.is_stale = False
-        return self.spare
+        return self.capacity * self.appetite - self.promised(now)
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ class Scheduler:
         has had `preemptions`, of which nothing is learnt."""
         engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
         engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
-        engine.preemptions, engine.is_stale = preemptions, True
+        engine.preemptions = preemptions
 
     def drain(self, name: str) -> None:
         """The engine takes no more turns; those that run there end there."""
@@ -252,7 +253,7 @@ class Scheduler:
             if not gauge.waiting and gauge.used < FULL and len(self._queue):
                 engine.appetite = min(MOST, engine.appetite + EASE)
         self._guess_progress(engine, now)
-        engine.is_stale = True
+        engine.peak = None
 
     # --- what to do ---
 
@@ -330,9 +331,9 @@ class Scheduler:
         if self.policy != "kv":
             return home
         best = max(self.engines(), key=lambda engine: engine.free(now))
-        need = self.lengths.beyond(episode.length)
-        price = need + STICKINESS * episode.length
-        return best if best.free(now) - home.free(now) > price and best.running < best.most_running else home
+        there = best.promised(now) + self.lengths.beyond(episode.length)
+        is_lighter = there / best.capacity < LIGHTER * home.promised(now) / home.capacity
+        return best if is_lighter and best.running < best.most_running else home
 
     def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
         if episode.engine is not engine:
@@ -365,7 +366,7 @@ class Scheduler:
         engine.groups[episode.group] += 1
         growths = self.lengths.growths(episode.group, episode.length, episode.most)
         episode.entry = engine.ledger.enter(episode.length, engine.tick(now), growths)
-        engine.is_stale = True
+        engine.peak = None
 
     def _leave(self, episode: _Episode, now: float) -> None:
         engine, entry = episode.engine, episode.entry
@@ -378,7 +379,7 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.is_stale = True
+        engine.peak = None
 
     def _grow(self, episode: _Episode, length: int, now: float) -> None:
         self._reached(episode, length)
@@ -510,7 +511,7 @@ class _Longest:
         if self._waiting[group]:
             self.touch(group)
         else:
-            del self._waiting[group], self._ranks[group], self._orders[group]
+            del self._waiting[group], self._begun[group], self._ranks[group], self._orders[group]
 
 
 Pick = Callable[[Scheduler, _Episode, float], _Engine | None]
