@@ -34,8 +34,8 @@ BLOCK = 32
 BLOCKS = 129
 """Of the cache, one of which vLLM keeps for itself."""
 SLOTS = 64
-HIDDEN, LAYERS = 384, 6
-"""10 million parameters."""
+HIDDEN, LAYERS = 256, 4
+"""3 million parameters."""
 VOCABULARY = 640
 MAX_LENGTH = 1024
 STEP = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")

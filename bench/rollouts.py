@@ -30,7 +30,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=output.count, help="problems (default: 512; cpu-tiny: 12)")
     parser.add_argument("--samples", type=output.count, help="rollouts of each (default: 32; cpu-tiny: 8)")
     parser.add_argument("--jobs", type=output.count, default=1, help="simulations at once (default: 1)")
+    parser.add_argument("--log", type=Path, metavar="FILE.jsonl", help="every turn that was played; goes on with it")
     parser.add_argument("--vllm", metavar="PYTHON", help=f"of an environment with vLLM (default: ${VLLM_PYTHON})")
     parser.add_argument("--gantt", metavar="FILE.png", help="draw the engines over time")
     return parser
@@ -364,39 +365,52 @@ def _finish(
 
 
 def _real(args: argparse.Namespace) -> int:
-    return asyncio.run(_played(args))
-
-
-async def _played(args: argparse.Namespace) -> int:
-    from bench.rollout_live import Bench
-
     args.profile = "cpu-tiny"
+    with tempfile.TemporaryDirectory() as folder:
+        log = args.log or Path(folder) / "played.jsonl"
+        wanted = [(number, policy) for number in range(args.rounds) for policy in _rotated(args.policies, number)]
+        if missing := [key for key in wanted if key not in _read(log)]:
+            asyncio.run(_play(args, missing, log, Path(folder)))
+        profile, played = profile_of(args), _read(log)
     rows: dict[str, list[Any]] = {policy: [] for policy in args.policies}
     said: dict[str, list[Any]] = {policy: [] for policy in args.policies}
     lines: dict[str, dict[str, list[float]]] = {}
-    bounds = []
-    with tempfile.TemporaryDirectory() as folder, output.progress() as bar:
-        async with Bench.started(_vllm(args), args.engines, Path(folder)) as bench:
-            if args.fit:
-                _keep(await bench.fit(FIT_ROUNDS, bar))
-            profile = profile_of(args)
-            task = bar.add_task("rounds", total=args.rounds * len(args.policies))
-            for number in range(args.rounds):
-                plans = profile.plans(number)
-                bounds.append(lower_bound_s(plans, profile.hardware, profile.engines))
-                for policy in _rotated(args.policies, number):
-                    bar.update(task, description=f"round {number + 1}, {policy}")
-                    turns, counts = await bench.play(policy, plans, profile.most_new, seed=number)
-                    found = measured(turns, bench.names, profile.hardware.capacity, counts)
-                    rows[policy].append(found | {"over_bound": round(found["makespan_s"] / bounds[-1], 4)})
-                    said[policy].append(simulated(profile, policy, number)[0])
-                    lines[policy] = timeline(turns, bench.names, profile.hardware.capacity)
-                    bar.advance(task)
+    bounds = [lower_bound_s(profile.plans(number), profile.hardware, profile.engines) for number in range(args.rounds)]
+    names = [f"e{number}" for number in range(profile.engines)]
+    for number, policy in sorted(wanted):
+        turns, counts = played[number, policy]
+        found = measured(turns, names, profile.hardware.capacity, counts)
+        rows[policy].append(found | {"over_bound": round(found["makespan_s"] / bounds[number], 4)})
+        said[policy].append(simulated(profile, policy, number)[0])
+        lines[policy] = timeline(turns, names, profile.hardware.capacity)
     figures = figures_of(rows, bounds, profile, args.rounds)
     figures["simulated"] = {policy: middle(found) for policy, found in said.items()}
     figures["validation"] = validation(rows, said)
     title = f"vLLM on the CPU: {profile.engines} engines of {profile.hardware.capacity:,} tokens"
     return _finish(args, f"{title}, {figures['episodes']} episodes", figures, lines)
+
+
+async def _play(args: argparse.Namespace, missing: Sequence[tuple[int, str]], log: Path, folder: Path) -> None:
+    from bench.rollout_live import Bench
+
+    with output.progress() as bar:
+        async with Bench.started(_vllm(args), args.engines, folder) as bench:
+            if args.fit:
+                _keep(await bench.fit(FIT_ROUNDS, bar))
+            profile = profile_of(args)
+            for number, policy in bar.track(missing, description="rounds"):
+                turns, counts = await bench.play(policy, profile.plans(number), profile.most_new, seed=number)
+                row = {"round": number, "policy": policy, "counts": astuple(counts), "turns": [*map(astuple, turns)]}
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def _read(log: Path) -> dict[tuple[int, str], tuple[list[Turn], Counts]]:
+    """What was played, by round and policy."""
+    rows = map(json.loads, log.read_text(encoding="utf-8").splitlines()) if log.exists() else ()
+    return {
+        (row["round"], row["policy"]): ([Turn(*turn) for turn in row["turns"]], Counts(*row["counts"])) for row in rows
+    }
 
 
 def _keep(found: Mapping[str, Any]) -> None:

@@ -70,6 +70,21 @@ def test_measures_of_turns() -> None:
     assert line["b"][:5] == [0.0] * 5
 
 
+def test_what_was_played_is_not_played_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "played.jsonl"
+    turns = [[0, "e0", 0.0, 4.0, 100, 100, False], [1, "e1", 0.0, 30.0, 60, 80, False]]
+    rows = [{"round": 0, "policy": policy, "counts": [9, 500, 400, 100], "turns": turns} for policy in ("static", "kv")]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = ("--engines", "2", "--rounds", "1", "--policies", "static,kv", "--log", str(log))
+    found = figures(capsys, *args, "--groups", "1", "--samples", "2")
+    assert not found["is_simulated"]
+    assert found["policies"]["kv"]["makespan_s"] == 30.0
+    assert found["policies"]["kv"]["recomputed_tokens"] == 500
+    said = found["simulated"]["kv"]["makespan_s"]
+    assert found["validation"]["kv"]["makespan"] == pytest.approx(said / 30 - 1, abs=1e-3)
+    assert found["validation"]["kv"]["preemptions"] == pytest.approx(0.1, abs=0.05)
+
+
 @pytest.mark.parametrize("args", [[], ["--simulate", "--policies", "kv,best"]])
 def test_misuse_is_said(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
