@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,8 @@ SOURCES = (
     "Settings come from CONFIG, then variables (RSTAR_TRAIN_STAGES__RL1__STEPS=3), then --set. All of them, with what "
     "they are for, are in trainer/config.py."
 )
+QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE")
+"""Variables of the libraries."""
 EXPLAINED = (
     "Bytes are of one GPU that trains, or of the machine; gradients are as large as weights, Adam's moments twice, "
     "train bytes are an estimate. Rollouts per engine are of full length, at once."
@@ -38,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # Before torch loads: its threads share cores with the sandbox, and ones that spin while they wait cost tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Nobody is told of a run, and what it shows are its own bars.
-    for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+    # Nobody is told of a run, and what it shows are its own bars, not what libraries have to say to each other.
+    for name in ("HF_HUB_DISABLE_TELEMETRY", *QUIET):
         os.environ.setdefault(name, "1")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what was started is ended, too
     try:
         args.command(args)

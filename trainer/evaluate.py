@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import comb
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,27 +28,14 @@ from trainer.trajectory import Episode, Problem
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from trainer.rollout import EpisodeLimits
-
 ALL = "all"
 """The report over all sources."""
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 
-class Collector(Protocol):
-    """What is used of `trainer.rollout.Collector`."""
-
-    async def collect(
-        self,
-        problems: Sequence[Problem],
-        samples: int,
-        *,
-        limits: EpisodeLimits,
-        temperature: float,
-        top_p: float,
-        seed: int,
-    ) -> list[list[Episode]]: ...
+Collect = Callable[[Sequence[Problem], int], Awaitable[list[list[Episode]]]]
+"""Runs so many episodes of each problem."""
 
 
 class Outcome(NamedTuple):
@@ -117,31 +104,24 @@ class Report:
 async def evaluate(
     problems: Sequence[Problem],
     samples: int,
-    collector: Collector,
+    collect: Collect,
     *,
-    limits: EpisodeLimits,
-    temperature: float,
-    top_p: float,
-    seed: int,
     record: RunFolder,
-    about: Mapping[str, Any],
+    settings: Mapping[str, Any],
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Report]:
     """`samples` episodes of each problem, and a report by source and over `ALL`.
 
-    Into `record` go the episodes and the settings, `about` (the model) among them; what is there is not run again, but
-    for problems that an outage left unfinished. `advance` is called once a problem. Raises `RecordError` for the folder
-    of an evaluation with other settings.
+    Into `record` go the episodes and what they follow from, `settings`; what is there is not run again, but for
+    problems that an outage left unfinished. `advance` is called once a problem. Raises `RecordError` for the folder of
+    an evaluation with other settings.
     """
-    settings = {"samples": samples, "temperature": temperature, "top_p": top_p, "seed": seed, "limits": asdict(limits)}
-    record.claim({**settings, **about})
+    record.claim({"samples": samples, **settings})
     known = {key for key, outcome in outcomes_of(record).items() if outcome.reward is not None}
 
     async def one(number: int, problem: Problem) -> None:
         if not known.issuperset((problem.id, sample) for sample in range(samples)):
-            groups = await collector.collect(
-                [problem], samples, limits=limits, temperature=temperature, top_p=top_p, seed=seed
-            )
+            groups = await collect([problem], samples)
             record.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
         advance()
 
@@ -173,7 +153,7 @@ def outcomes_of(record: RunFolder) -> dict[tuple[str, int], Outcome]:
 def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
     """What the outcomes of P problems come to."""
     scored_P = [[outcome for outcome in some if outcome.reward is not None] for some in outcomes_P]
-    counts_P = [(len(some), sum(map(_is_right, some))) for some in scored_P]
+    counts_P = [(len(some), sum((outcome.reward or 0) > 0 for outcome in some)) for some in scored_P]
     powers = sorted({1 << n for n in range(samples.bit_length())} | {samples})
     measures = {name: _ratio([metric.sums(some) for some in scored_P]) for name, metric in MEASURES.items()}
     chances = {j: _ratio([(pass_at(j, n, right), 1) for n, right in counts_P if n >= j]) for j in powers}
@@ -187,10 +167,6 @@ def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
         pass_at={j: chance for j, chance in chances.items() if chance},
         stops=dict(Counter(outcome.stop for some in scored_P for outcome in some)),
     )
-
-
-def _is_right(outcome: Outcome) -> bool:
-    return (outcome.reward or 0) > 0
 
 
 def pass_at(j: int, samples: int, right: int) -> float:

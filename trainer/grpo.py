@@ -40,7 +40,7 @@ from trainer import metrics, roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
-from trainer.progress import Progress, Trained, arguments, finish, latest, quiet, ranks, steps_of
+from trainer.progress import Progress, Trained, arguments, finish, latest, ranks, steps_of
 from trainer.record import RunFolder
 from trainer.rollout import Collector, EpisodeLimits
 from trainer.trajectory import Draft, Episode, Problem, StopReason
@@ -76,7 +76,6 @@ class Row(NamedTuple):
     roc_reward: float | None
 
 
-@quiet()
 def train_stage(
     stage: StageConfig,
     *,

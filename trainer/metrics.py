@@ -26,7 +26,7 @@ class Metric:
 
     about: str
     chart: str = ""
-    """The page's; metrics of one chart share its axis."""
+    """The page's; the first metric of a chart says its axis."""
     label: str = ""
     """What its line is called there."""
     axis: Axis = "count"
@@ -55,8 +55,7 @@ def _each(episode: Any) -> int:
 
 _FAILED, _SHARES, _LEFT_OUT = "Tool calls that failed", "Share of episodes", "Left out of the loss"
 _SECONDS, _KEPT, _SIZE = "Seconds of a step, logarithmic", "Episodes kept and dropped", "Turns and tool calls, mean"
-
-_EARLY = "Share of episodes, and of tokens"
+_EARLY = "Stopped early, of older weights, cut"
 
 METRICS = {
     "reward": Metric("mean reward of those sampled", "Reward, mean", "sampled", "unit", lambda it: it.reward, _each),

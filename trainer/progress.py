@@ -8,17 +8,13 @@ Invariants:
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-import transformers
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -53,35 +49,15 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         return {ours: float(logs[theirs]) for ours, theirs in names.items() if theirs in logs}
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float],
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
     ) -> None:
         if "loss" in logs and state.is_world_process_zero:  # the last log is of the whole training
             step = self.offset + state.global_step
             self.record.append_metrics({"step": step, "stage": self.stage, **self.numbers(logs)})
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / _MARK).touch()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the libraries' warnings about how one of them uses the other, and their progress bars."""
-    with warnings.catch_warnings(), ExitStack() as stack:
-        for library in (datasets, transformers.utils.logging):
-            if library.is_progress_bar_enabled():
-                library.disable_progress_bar()
-                stack.callback(library.enable_progress_bar)
-        warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)  # TRL uses old names
-        warnings.filterwarnings(
-            "ignore", "You are using 'rollout_func'", UserWarning
-        )  # the steadiest seam that TRL has
-        yield
 
 
 def latest(folder: Path) -> Path | None:

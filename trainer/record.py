@@ -37,7 +37,7 @@ VERSION = 1
 
 _EPISODE = (
     "problem", "sample", "reward", "stop", "answer", "answer_tags", "calls", "failed_calls", "sampled_tokens",
-    "seconds", "error", "prompt_ids", "ids",
+    "seconds", "error", "prompt_ids", "ids", "versions",
 )  # fmt: skip
 """What a row says of an episode as the episode says it."""
 

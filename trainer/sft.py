@@ -19,7 +19,7 @@ from trl import SFTTrainer
 
 from trainer.chat import Chat
 from trainer.config import ConfigError, SftConfig
-from trainer.progress import Progress, Trained, arguments, finish, latest, quiet, ranks, steps_of
+from trainer.progress import Progress, Trained, arguments, finish, latest, ranks, steps_of
 from trainer.record import RunFolder
 
 Messages = Sequence[Mapping[str, str]]
@@ -28,7 +28,6 @@ SORTED = 50
 """Batches whose conversations are sorted by length together."""
 
 
-@quiet()
 def train_sft(
     sft: SftConfig,
     *,

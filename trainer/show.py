@@ -33,8 +33,6 @@ One = TypeVar("One")
 MOST_EPISODES = 400
 MOST_BYTES = 32 << 20
 """Of the page's episodes, together."""
-MOST_POINTS = 4000
-"""Rows of metrics in the page."""
 MOST_LISTED = 40
 """Episodes listed in the terminal."""
 BARS = "▁▂▃▄▅▆▇█"
@@ -97,9 +95,7 @@ def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
         "about": {name: asdict(replace(metric, part=None, whole=None)) for name, metric in METRICS.items()},
         "config": folder.config(),
         "summary": folder.summary(),
-        "metrics": _spread(metrics, MOST_POINTS),
-        "steps": len(metrics),
-        "sampled": sum((row.get("kept") or 0) + (row.get("dropped") or 0) for row in metrics),
+        "metrics": metrics,
         "episodes": episodes,
     })  # fmt: skip
     try:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -184,19 +185,17 @@ def measure(run: Run, model: Path, problems: Sequence[Problem], out: Path) -> di
     turns = wanted.max_turns or max((stage.max_turns for stage in config.stages.values()), default=0)
     if not tokens or not turns:
         raise ConfigError("evaluate: expected max_tokens and max_turns, as there is no stage to take them from")
+    limits, seed = EpisodeLimits(tokens, turns), _seed(config, "eval")
+    sampled: dict[str, Any] = {"temperature": wanted.temperature, "top_p": wanted.top_p, "seed": seed}
     with sampling(run, model) as rollouts, _progress() as bars:
         task = bars.add_task("eval", total=len(problems))
         reports = rollouts.background.run(
             evaluate.evaluate,
             problems,
             wanted.samples,
-            rollouts.collector,
-            limits=EpisodeLimits(tokens, turns),
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            seed=_seed(config, "eval"),
+            partial(rollouts.collector.collect, limits=limits, **sampled),
             record=RunFolder(out),
-            about={"model": str(model)},
+            settings={**sampled, "limits": asdict(limits), "model": str(model)},
             advance=lambda: bars.advance(task),
         )
     if reports[ALL].accuracy is None:

@@ -18,12 +18,8 @@ from typing import Any
 Log = Callable[[Mapping[str, Any]], None]
 """Takes a row of metrics: `step` and numbers."""
 
-_Tell = Callable[[int, dict[str, float]], None]
-
 TRACKERS = ("trackio", "wandb", "tensorboard")
 """Each is also the name of the package that it needs."""
-
-_NAMES = ("version", "step", "stage")
 
 
 class TrackError(ValueError):
@@ -42,43 +38,30 @@ def tracking(names: Sequence[str], run: Path, config: Mapping[str, Any], *, proj
     if unknown := [name for name in names if name not in TRACKERS]:
         raise TrackError(f"track: expected any of {', '.join(TRACKERS)}, got {unknown[0]!r}")
     with ExitStack() as stack:
-        packages = {name: _package(name) for name in names}
-        logs = [
-            stack.enter_context(_tensorboard(run) if name == "tensorboard" else _hosted(package, run, config, project))
-            for name, package in packages.items()
-        ]
+        trackers = [stack.enter_context(_tracker(_package(name), run, config, project)) for name in names]
 
         def log(row: Mapping[str, Any]) -> None:
-            numbers = {name: x for name, x in row.items() if name not in _NAMES and isinstance(x, (int, float))}
-            for tell in logs:
-                tell(row["step"], numbers)
+            numbers = {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
+            for tell in trackers:
+                tell(numbers, row["step"])
 
         yield log
 
 
 @contextmanager
-def _tensorboard(run: Path) -> Iterator[_Tell]:
-    from torch.utils.tensorboard import SummaryWriter
+def _tracker(package: Any, run: Path, config: Mapping[str, Any], project: str) -> Iterator[Callable[..., object]]:
+    if package.__name__ == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(run / "tensorboard")) as writer:
-
-        def log(step: int, numbers: dict[str, float]) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        yield log
-
-
-@contextmanager
-def _hosted(package: Any, run: Path, config: Mapping[str, Any], project: str) -> Iterator[_Tell]:
-    """trackio or wandb, which have the same functions."""
+        with SummaryWriter(str(run / "tensorboard"), flush_secs=10) as writer:
+            yield lambda numbers, step: [writer.add_scalar(name, value, step) for name, value in numbers.items()]
+        return
     name = _name(run)
     extra = {"id": name, "dir": str(run)} if package.__name__ == "wandb" else {}
     with redirect_stdout(sys.stderr):  # they greet there, and it is for results
         package.init(project=project, name=name, config=dict(config), resume="allow", **extra)
     try:
-        yield lambda step, numbers: package.log(numbers, step=step)
+        yield lambda numbers, step: package.log(numbers, step=step)
     finally:
         with redirect_stdout(sys.stderr):
             package.finish()

@@ -2,4 +2,8 @@
 
 import os
 
+from trainer.cli import QUIET
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in QUIET:
+    os.environ.setdefault(name, "1")

@@ -6,8 +6,10 @@ import asyncio
 import io
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,6 @@ from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCal
 PROBLEMS = [
     Problem(f"p{number}", f"text {number}", str(number), "even" if number % 2 == 0 else "odd") for number in range(4)
 ]
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_tokens: int = 100
-    max_turns: int = 3
-    tool_chars: int = 1000
 
 
 def outcome(reward: float | None = 1.0, **some: Any) -> Outcome:
@@ -76,7 +71,7 @@ class Collector:
         self.asked: list[str] = []
         self.failing, self.unavailable = failing, unavailable
 
-    async def collect(self, problems: Sequence[Problem], samples: int, **_: Any) -> list[list[Episode]]:
+    async def __call__(self, problems: Sequence[Problem], samples: int) -> list[list[Episode]]:
         (problem,) = problems
         self.asked.append(problem.id)
         if problem.id == self.failing:
@@ -87,9 +82,13 @@ class Collector:
         return [[replace(one, reward=None) if (problem.id, one.sample) in self.unavailable else one for one in group]]
 
 
-def run(collector: Collector, folder: Path, **some: Any) -> dict[str, Report]:
-    settings = {"limits": Limits(), "temperature": 1.0, "top_p": 1.0, "seed": 0, "about": {"model": "a"}, **some}
-    return asyncio.run(evaluate(PROBLEMS, 2, collector, record=RunFolder(folder), **settings))
+def run(
+    collector: Collector, folder: Path, advance: Callable[[], None] | None = None, **some: Any
+) -> dict[str, Report]:
+    settings = {"temperature": 1.0, "model": "a", **some}
+    return asyncio.run(
+        evaluate(PROBLEMS, 2, collector, record=RunFolder(folder), settings=settings, advance=advance or (lambda: None))
+    )
 
 
 def value(report: Report, name: str = "accuracy") -> float:
@@ -157,6 +156,21 @@ def test_interval_is_what_the_normal_law_says() -> None:
     assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
 
 
+def test_an_interval_of_a_ratio_is_what_drawing_problems_again_gives() -> None:
+    rng = random.Random(5)
+    groups = [
+        [outcome(calls=(calls := rng.randrange(5)), failed_calls=rng.randint(0, calls)) for _ in range(3)]
+        for _ in range(40)
+    ]
+    drawn = []
+    for _ in range(2000):
+        flat = [one for some in rng.choices(groups, k=len(groups)) for one in some]
+        drawn.append(sum(one.failed_calls for one in flat) / sum(one.calls for one in flat))
+    made = report(groups, 3).measures["tool_error_ratio"]
+    low, *_, high = statistics.quantiles(drawn, n=40)  # 2.5 % apart
+    assert (made.low, made.high) == (pytest.approx(low, abs=0.012), pytest.approx(high, abs=0.012))
+
+
 def test_reports_are_by_source_and_overall(tmp_path: Path) -> None:
     seen: list[None] = []
     reports = run(Collector(), tmp_path, advance=lambda: seen.append(None))
@@ -199,4 +213,4 @@ def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     run(Collector(), tmp_path)
     with pytest.raises(RecordError, match=r"with other settings \(model, temperature\); expected the same"):
-        run(Collector(), tmp_path, about={"model": "b"}, temperature=0.6)
+        run(Collector(), tmp_path, model="b", temperature=0.6)
