@@ -46,6 +46,8 @@ VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 POINTS = (50, 95, 99)
 BINS = 240
 """Of a timeline."""
+BEFORE = 1000
+"""From a seed to that of the training step before, whose lengths are known: one step in hundreds begins without any."""
 FIT_ROUNDS = 2
 
 
@@ -233,7 +235,8 @@ def _covered(turns: Iterable[Turn]) -> float:
 
 def simulated(profile: Profile, policy: str, seed: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """A policy's measures on simulated engines, and its timeline."""
-    run = simulate(profile.plans(seed), profile.hardware, profile.engines, policy, profile.most_new)
+    before = profile.plans(seed + BEFORE) if profile.is_simulated else ()
+    run = simulate(profile.plans(seed), profile.hardware, profile.engines, policy, profile.most_new, before)
     counts = Counts(*(sum(getattr(engine, name) for engine in run.engines) for name in Counts.__slots__))
     names = [engine.name for engine in run.engines]
     found = measured(run.turns, names, profile.hardware.capacity, counts)

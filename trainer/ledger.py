@@ -31,6 +31,7 @@ class Ledger:
         self._width = width
         self._counts: dict[int, float] = {}
         self._bases: dict[int, float] = {}
+        self._base = 0.0
         self.episodes = 0
         self.held = 0
         """Tokens of all contexts, each as of its entry."""
@@ -45,24 +46,23 @@ class Ledger:
     def leave(self, entry: Entry) -> None:
         self._add(entry, -1)
         if not self.episodes:  # rounding ends with the last
+            self._base = 0.0
             self._counts.clear()
             self._bases.clear()
 
     def peak(self, tick: float) -> float:
         """The most tokens that are expected at any time from `tick` on; parts that are overdue end at once."""
-        if not self._counts:
-            return 0.0
-        now, width = int(tick / self._width), self._width
-        count = base = peak = late_count = late_base = 0.0
+        now, middle = int(tick / self._width), 0.5 * self._width
+        count = base = peak = 0.0
         for bucket in sorted(self._counts, reverse=True):
             if bucket <= now:
-                late_count += self._counts[bucket]
-                late_base += self._bases[bucket]
-                continue
+                break
             count += self._counts[bucket]
             base += self._bases[bucket]
-            peak = max(peak, base + count * (bucket + 0.5) * width)
-        return max(peak, base + late_base + (count + late_count) * tick)
+            held = base + count * (bucket * self._width + middle)
+            if held > peak:
+                peak = held
+        return max(peak, self._base + self.episodes * tick)
 
     def _add(self, entry: Entry, sign: int) -> None:
         part = sign / len(entry.buckets)
@@ -74,5 +74,6 @@ class Ledger:
             else:
                 self._counts[bucket] = count
                 self._bases[bucket] = self._bases.get(bucket, 0.0) + base
+        self._base += sign * (entry.context - entry.tick)
         self.episodes += sign
         self.held += sign * entry.context

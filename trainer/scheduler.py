@@ -26,6 +26,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from trainer.ledger import Entry, Ledger
@@ -79,8 +80,10 @@ class _Engine:
     """Tokens that its cache holds."""
     most_running: int = 0
     is_up: bool = False
-    peak: float | None = 0.0
-    """What is promised, at the time when most is; None after an event that may have changed it."""
+    promised: float = 0.0
+    """Tokens, at the time when most are."""
+    free: float = 0.0
+    """Tokens that may be promised yet."""
     reserved: int = 0
     """What its episodes hold if each becomes as long as it may."""
     running: int = 0
@@ -107,13 +110,9 @@ class _Engine:
         rate = tokens / seconds
         self.rate += (rate - self.rate) * (RATE_SHARE if self.rate else 1.0)
 
-    def promised(self, now: float) -> float:
-        if self.peak is None:
-            self.peak = self.ledger.peak(self.tick(now))
-        return self.peak
-
-    def free(self, now: float) -> float:
-        return self.capacity * self.appetite - self.promised(now)
+    def refresh(self, now: float) -> None:
+        self.promised = self.ledger.peak(self.tick(now))
+        self.free = self.capacity * self.appetite - self.promised
 
 
 @dataclass(slots=True)
@@ -173,6 +172,7 @@ class Scheduler:
         engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
         engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
         engine.preemptions = preemptions
+        engine.refresh(now)
 
     def drain(self, name: str) -> None:
         """The engine takes no more turns; those that run there end there."""
@@ -248,12 +248,12 @@ class Scheduler:
             if not engine.is_overfull:  # one burst of preemptions is one mistake
                 engine.appetite = max(LEAST, engine.appetite * CUT)
             engine.is_overfull = True
-        elif engine.free(now) >= 0:
+        elif engine.free >= 0:
             engine.is_overfull = False
             if not gauge.waiting and gauge.used < FULL and len(self._queue):
                 engine.appetite = min(MOST, engine.appetite + EASE)
         self._guess_progress(engine, now)
-        engine.peak = None
+        engine.refresh(now)
 
     # --- what to do ---
 
@@ -330,9 +330,9 @@ class Scheduler:
             return self._pick(self, episode, now)
         if self.policy != "kv":
             return home
-        best = max(self.engines(), key=lambda engine: engine.free(now))
-        there = best.promised(now) + self.lengths.beyond(episode.length)
-        is_lighter = there / best.capacity < LIGHTER * home.promised(now) / home.capacity
+        best = max(self.engines(), key=attrgetter("free"))
+        there = best.promised + self.lengths.beyond(episode.length)
+        is_lighter = there / best.capacity < LIGHTER * home.promised / home.capacity
         return best if is_lighter and best.running < best.most_running else home
 
     def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
@@ -364,9 +364,16 @@ class Scheduler:
         engine.here[episode.key] = episode
         engine.reserved += episode.most
         engine.groups[episode.group] += 1
-        growths = self.lengths.growths(episode.group, episode.length, episode.most)
-        episode.entry = engine.ledger.enter(episode.length, engine.tick(now), growths)
-        engine.peak = None
+        self._reckon(episode, engine, now)
+        engine.refresh(now)
+
+    def _reckon(self, episode: _Episode, engine: _Engine, now: float) -> None:
+        """What is to be expected of it from here on."""
+        if episode.entry is not None:
+            engine.ledger.leave(episode.entry)
+        length = max(episode.length, episode.told)
+        growths = self.lengths.growths(episode.group, length, episode.most)
+        episode.entry = engine.ledger.enter(length, engine.tick(now), growths)
 
     def _leave(self, episode: _Episode, now: float) -> None:
         engine, entry = episode.engine, episode.entry
@@ -379,15 +386,15 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.peak = None
+        engine.refresh(now)
 
     def _grow(self, episode: _Episode, length: int, now: float) -> None:
         self._reached(episode, length)
         episode.length = length
         engine = episode.engine
         if engine is not None:
-            self._leave(episode, now)
-            self._enter(episode, engine, now)
+            self._reckon(episode, engine, now)
+            engine.refresh(now)
         guess = self.lengths.beyond(length)
         self.lengths.tell(episode.group, episode.guess, guess)
         episode.guess = guess
@@ -406,11 +413,8 @@ class Scheduler:
             entry = episode.entry
             assert entry is not None
             if episode.is_running and entry.buckets[0] * self._width <= tick:
-                length = min(episode.most, entry.context + int(tick - entry.tick))
-                self._reached(episode, length)
-                engine.ledger.leave(entry)
-                growths = self.lengths.growths(episode.group, length, episode.most)
-                episode.entry = engine.ledger.enter(length, tick, growths)
+                self._reached(episode, min(episode.most, entry.context + int(tick - entry.tick)))
+                self._reckon(episode, engine, now)
 
     def _reached(self, episode: _Episode, length: int) -> None:
         if length > episode.told:
@@ -521,7 +525,7 @@ def _most_free(scheduler: Scheduler, episode: _Episode, now: float) -> _Engine |
     """Ours: the engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
     best, most = None, float("-inf")
     for engine in scheduler.engines():
-        room = engine.free(now) + (episode.length if episode.group in engine.groups else 0)
+        room = engine.free + (episode.length if episode.group in engine.groups else 0)
         if room > most and engine.running < engine.most_running:
             best, most = engine, room
     if best is not None and (not best.ledger.episodes or scheduler.fits(episode, best, now)):
