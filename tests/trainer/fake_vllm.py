@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,13 @@ class TableEngine:
     computed: int = 0
     asked: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
     running: int = 0
+    reached: int = 2
+    """Tokens that a request has when it is interrupted."""
+    interrupted: set[str] = field(default_factory=set)
+    halted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the first `interrupt`."""
+    begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released by each request that comes to `until_halted`."""
     is_closed: bool = False
 
     def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
@@ -62,8 +69,21 @@ class TableEngine:
                 token = chances.index(max(chances))
             made.append(token)
             logprobs.append(math.log(chances[token]))
+            if sampling.request in self.interrupted and len(made) >= self.reached:
+                break
         self.computed += len(made)
-        return Generation(tuple(made), tuple(logprobs), made[-1] in sampling.stop_ids, self.name, self.version)
+        is_stopped = made[-1] in sampling.stop_ids
+        is_over = is_stopped or len(made) == sampling.max_tokens
+        return Generation(tuple(made), tuple(logprobs), is_stopped, self.name, self.version, not is_over)
+
+    async def until_halted(self) -> None:
+        """For `before`: requests last until one is interrupted."""
+        self.begun.release()
+        await self.halted.wait()
+
+    async def interrupt(self, requests: Collection[str]) -> None:
+        self.interrupted.update(requests)
+        self.halted.set()
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         await self.scraped()
@@ -131,6 +151,7 @@ class FakeVllm:
             "/v1/completions": self._completions,
             "/collective_rpc": self._rpc,
             "/reset_prefix_cache": self._reset,
+            "/abort_requests": self._abort,
         }
         app.add_routes([web.post(route, self._answer(route, handler)) for route, handler in routes.items()])
         app.add_routes([web.get("/health", self._health), web.get("/metrics", self._metrics)])
@@ -185,8 +206,10 @@ class FakeVllm:
             ]  # fmt: skip
         stop = tuple(body.get("stop_token_ids", ()))
         sampling = Sampling(body["max_tokens"], body["temperature"], body.get("top_p", 1.0), stop, body.get("seed"))
+        sampling = replace(sampling, request=body.get("request_id", ""))
         made = await self.engine.generate(ids, sampling)
-        choice |= {"token_ids": list(made.ids), "finish_reason": "stop" if made.is_stopped else "length"}
+        reason = "abort" if made.is_interrupted else "stop" if made.is_stopped else "length"
+        choice |= {"token_ids": list(made.ids), "finish_reason": reason}
         if "logprobs" in body:
             choice["logprobs"] = {"token_logprobs": list(made.logprobs)}
         return {"object": "text_completion", "choices": [choice]}
@@ -196,6 +219,10 @@ class FakeVllm:
         folder = Path(body["kwargs"]["weights_path"])
         await (self.load(self.engine, folder) if self.load else self.engine.load(folder, self.engine.version + 1))
         return {"results": [None]}
+
+    async def _abort(self, body: Mapping[str, Any]) -> Any:
+        await self.engine.interrupt([name.removeprefix("cmpl-").removesuffix("-0") for name in body["request_ids"]])
+        return {"status": "aborted"}
 
     async def _reset(self, body: Mapping[str, Any]) -> Any:
         return {"success": self.running == 1}

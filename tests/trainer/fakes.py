@@ -98,28 +98,53 @@ class ScriptedPool:
 
     script: Script
     pause: Pause = lambda: asyncio.sleep(0)
+    version: int = 3
+    reached: Callable[[int], int] = lambda tokens: tokens // 2
+    """Of the tokens of a turn, those that there are when it is interrupted."""
     asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
     seated: list[str] = field(default_factory=list)
+    halted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the first `interrupt`."""
 
     @asynccontextmanager
-    async def seat(self, *, group: str, most_tokens: int) -> AsyncIterator[ScriptedPool]:
+    async def seat(self, *, group: str, most_tokens: int) -> AsyncIterator[ScriptedSeat]:
         assert most_tokens > 0
         self.seated.append(group)
         try:
-            yield self
+            yield ScriptedSeat(self)
         finally:
             self.seated.remove(group)
 
+    async def interrupt(self, seats: Sequence[ScriptedSeat]) -> None:
+        for seat in seats:
+            seat.is_interrupted = True
+        self.halted.set()
+
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        self.asked.append((list(ids), sampling))
-        await self.pause()
-        tokenizer = qwen_tokenizer()
-        said = self.script(tokenizer.decode(ids), sampling)
-        made = tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
-        stops = [place for place, number in enumerate(made, 1) if number in sampling.stop_ids]
-        made = made[: stops[0]] if stops else made
+        return await ScriptedSeat(self).generate(ids, sampling)
+
+
+@dataclass
+class ScriptedSeat:
+    pool: ScriptedPool
+    is_interrupted: bool = False
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        pool, tokenizer = self.pool, qwen_tokenizer()
+        made: list[int] = []
+        if not self.is_interrupted:
+            pool.asked.append((list(ids), sampling))
+            await pool.pause()
+            said = pool.script(tokenizer.decode(ids), sampling)
+            made = tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
+            stops = [place for place, number in enumerate(made, 1) if number in sampling.stop_ids]
+            made = made[: stops[0]] if stops else made
+        if self.is_interrupted:
+            made = made[: pool.reached(len(made))]
+        is_stopped = bool(made) and made[-1] in sampling.stop_ids
+        is_over = is_stopped or len(made) == sampling.max_tokens
         logprobs = tuple(-(1 + number % 7) / 8 for number in made)
-        return Generation(tuple(made), logprobs, made[-1] in sampling.stop_ids, "scripted", 3)
+        return Generation(tuple(made), logprobs, is_stopped, "scripted", pool.version, not is_over)
 
 
 @dataclass

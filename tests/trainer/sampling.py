@@ -45,6 +45,7 @@ class Sampler:
     before: Callable[[int], None] = lambda number: None
     error: str = ""
     own_s: float = 0.0
+    version: int = 0
     log: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,21 +56,41 @@ class Sampler:
         self.weights.append(copy.deepcopy(dict(weights)))
         self.model.load_state_dict(weights)
         self.log.append("sync")
+        self.version = version
         return version
 
-    async def advance(self, groups: Sequence[Sequence[Draft]], **asked: Any) -> list[list[Episode] | None]:
+    async def advance(
+        self, groups: Sequence[Sequence[Draft]], *, wanted: int, due: int, **asked: Any
+    ) -> list[list[Episode] | None]:
+        """Those are complete that are `due`, and of the others the last ones."""
         self.before(sum(entry != "sync" for entry in self.log))
         self.log.append(([group[0].problem.id for group in groups], len(groups[0]), asked))
-        return [[self.episode(draft.problem, draft.sample, asked["seed"]) for draft in group] for group in groups]
+        complete = {*range(due), *range(len(groups) - wanted + due, len(groups))}
+        over: list[list[Episode] | None] = []
+        for number, group in enumerate(groups):
+            episodes = []
+            for draft in group:
+                whole = self.episode(draft.problem, draft.sample, asked["seed"], draft)
+                if number in complete:
+                    episodes.append(whole)
+                else:  # as far as it is by then
+                    draft.prompt_ids, end = whole.prompt_ids, min(len(draft.ids) + 3, self.tokens - 1)
+                    draft.ids, draft.logprobs, draft.mask = (
+                        list(each[:end]) for each in (whole.ids, whole.logprobs, whole.mask)
+                    )
+                    draft.versions = list(whole.versions)
+            over.append(episodes or None)
+        return over
 
-    def episode(self, problem: Problem, sample: int, seed: int) -> Episode:
-        """A few sampled tokens, two that are shown, and as many sampled ones again."""
+    def episode(self, problem: Problem, sample: int, seed: int, draft: Draft | None = None) -> Episode:
+        """A few sampled tokens, two that are shown, and as many sampled ones again; `draft` has the first of them."""
         prompt = [20 + ord(letter) for letter in problem.id]
         draw = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
-        ids: list[int] = []
-        logprobs: list[float] = []
-        mask: list[int] = []
-        for position in range(self.tokens):
+        begun = draft or Draft(problem, sample)
+        ids, logprobs, mask, versions = list(begun.ids), list(begun.logprobs), list(begun.mask), list(begun.versions)
+        if not versions or versions[-1][1] != self.version:
+            versions.append((len(ids), self.version))
+        for position in range(len(ids), self.tokens):
             if position in (3, 4):
                 ids, logprobs, mask = [*ids, 30 + position], [*logprobs, 0.0], [*mask, 0]
                 continue
@@ -89,6 +110,7 @@ class Sampler:
             answer_tags=1,
             reward=self.score(problem, sample, ids),
             error=self.error,
+            versions=tuple(versions),
         )
 
 

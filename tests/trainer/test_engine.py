@@ -105,6 +105,21 @@ async def test_a_cancelled_request_leaves_the_engine_in_order(engine):
 
 
 @contract
+async def test_what_is_interrupted_says_so_and_can_be_carried_on(engine):
+    ids, logprobs, names = list(PROMPT), [], iter("abcde")
+    while left := len(PROMPT) + 200 - len(ids):
+        name = next(names)
+        asked = asyncio.create_task(engine.generate(ids, Sampling(left, seed=1, request=name)))
+        await asyncio.sleep(0)
+        if name != "e":
+            await engine.interrupt([name, "somebody else's"])
+        made = await asked
+        assert made.is_interrupted == (len(made.ids) < left) and not made.is_stopped
+        ids, logprobs = [*ids, *made.ids], [*logprobs, *made.logprobs]
+    assert (await engine.logprobs(ids))[len(PROMPT) - 1 :] == pytest.approx(logprobs, abs=1e-3)
+
+
+@contract
 async def test_many_at_once_are_all_answered(engine):
     draw = random.Random(0)
     prompts = [[draw.randrange(50) for _ in range(draw.randint(1, 30))] for _ in range(20)]
@@ -240,3 +255,41 @@ async def test_nothing_is_left_to_a_models_own_generation_config():
     fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
     said = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 3, "stop_token_ids": [8], "logprobs": 0}
     assert body == {"prompt": [1], **fixed, **said}
+
+
+@pytest.mark.asyncio
+async def test_a_server_is_asked_again_to_interrupt_what_it_had_not_yet():
+    class Late(TableEngine):
+        """Has the requests only when it is asked for the third time."""
+
+        async def interrupt(self, requests):
+            nonlocal times
+            times += 1
+            if times == 3:
+                await super().interrupt(requests)
+
+    times, table = 0, Late()
+    table.before = table.until_halted
+    async with vllm(FakeVllm(table)) as engine:
+        mine = asyncio.create_task(engine.generate(PROMPT, Sampling(20, seed=1, request="mine")))
+        other = asyncio.create_task(engine.generate(PROMPT, Sampling(20, seed=1, request="other")))
+        await table.begun.acquire()
+        await table.begun.acquire()
+        await engine.interrupt(["mine"])
+        made, whole = await mine, await other
+    assert (made.is_interrupted, whole.is_interrupted) == (True, False)
+    assert made.ids == whole.ids[: table.reached]
+    assert times == 3
+
+
+@pytest.mark.asyncio
+async def test_what_waits_for_a_connection_is_interrupted_without_one(monkeypatch):
+    monkeypatch.setattr("trainer.engine.CONNECTIONS", 1)
+    table = TableEngine()
+    table.before = table.until_halted
+    async with vllm(FakeVllm(table)) as engine:
+        tasks = [asyncio.create_task(engine.generate(PROMPT, Sampling(9, seed=1, request=name))) for name in "ab"]
+        await table.begun.acquire()
+        await engine.interrupt("ab")
+        first, second = await asyncio.gather(*tasks)
+    assert (len(first.ids), second.ids, second.is_interrupted, len(table.asked)) == (table.reached, (), True, 1)

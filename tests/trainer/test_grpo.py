@@ -179,6 +179,61 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
     assert (row["groups_dropped"], row["unavailable"]) == (2, 6)
 
 
+def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_weights(
+    tmp_path: Path, model: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three groups in flight the last two are complete in each step, so the first waits until it is due."""
+    losses: list[dict[str, Any]] = []
+    compute_loss = grpo.GRPOTrainer.compute_loss
+    monkeypatch.setattr(
+        grpo.GRPOTrainer,
+        "compute_loss",
+        lambda self, model, inputs, **kw: losses.append(inputs) or compute_loss(self, model, inputs, **kw),
+    )
+    sampler = Sampler(model)
+    stage = Stage(tmp_path, model, background, steps=5, partial=0.5, max_stale=2, lr=1e-2)
+    stage.run(sampler)
+    metrics = list(stage.record.metrics())
+    assert [row["carried"] for row in metrics] == [1, 1, 1, 1, 0]
+    order = [problem.id for problem in grpo.in_order(problems(6), 2, 5, 3)]
+    by_step = [list(stage.record.episodes(step)) for step in range(1, 6)]
+    groups = [{(row["group"], row["problem"]["id"]) for row in rows} for rows in by_step]
+    assert all(len(rows) == 16 and len(some) == 2 for rows, some in zip(by_step, groups, strict=True))
+    assert sorted(id for some in groups for _, id in some) == sorted(order)
+    assert [id for _, id in sorted(groups[0])] == order[1:3] and (0, order[0]) in groups[2]
+
+    for step, row in enumerate(metrics):
+        behind = [step - version for each in by_step[step] for version in versions_of(each)]
+        assert {0} <= {*behind} <= {0, 1, 2}
+        assert row["stale"] == pytest.approx(sum(map(bool, behind)) / len(behind))
+        assert row["staleness"] == pytest.approx(sum(behind) / len(behind))
+    assert [row["stale"] > 0 for row in metrics] == [False, False, True, False, True]
+
+    # The ratio of the weights that a step starts from to those that sampled, for each token, cut at 2.
+    cut = [0, 0]
+    for inputs in losses[8:12]:
+        policy = AutoModelForCausalLM.from_pretrained(model)
+        policy.load_state_dict(sampler.weights[2])
+        mask_BT = inputs["completion_mask"] * inputs["tool_mask"]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        with torch.no_grad():
+            logp_BTV = policy(ids).logits.log_softmax(-1)[:, inputs["prompt_ids"].shape[1] - 1 : -1]
+        logp_BT = logp_BTV.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+        ratio_BT = ((logp_BT - inputs["sampling_per_token_logps"]) * mask_BT).exp()
+        torch.testing.assert_close(inputs["importance_sampling_ratio"], ratio_BT.clamp(max=2.0), rtol=1e-3, atol=1e-4)
+        cut = [cut[0] + int((ratio_BT >= 2)[mask_BT == 1].sum()), cut[1] + int(mask_BT.sum())]
+    assert metrics[2]["ratio_cut"] == cut[0] / cut[1]
+    assert metrics[2]["kl_sampler"] > 1e-3 > metrics[0]["kl_sampler"]
+
+
+def versions_of(row: dict[str, Any]) -> list[int]:
+    """Of each sampled token of a recorded episode."""
+    starts = [*(start for start, _ in row["versions"]), len(row["ids"])]
+    of_all = [version for (_, version), start, end in zip(row["versions"], starts, starts[1:], strict=False)
+              for _ in range(start, end)]  # fmt: skip
+    return [of_all[place] for start, end, mask in row["mask"] for place in range(start, end) if mask]
+
+
 def test_an_engine_that_disagrees_is_corrected_and_measured(
     tmp_path: Path, model: Path, background: Background
 ) -> None:
@@ -205,8 +260,11 @@ def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, 
     assert list(stage.record.metrics()) == []
 
 
-def test_resume_after_a_failure_ends_as_if_there_was_none(tmp_path: Path, model: Path, background: Background) -> None:
-    whole = Stage(tmp_path / "whole", model, background, steps=5)
+@pytest.mark.parametrize("changes", [{}, {"partial": 0.5}])
+def test_resume_after_a_failure_ends_as_if_there_was_none(
+    tmp_path: Path, model: Path, background: Background, changes: dict[str, Any]
+) -> None:
+    whole = Stage(tmp_path / "whole", model, background, steps=5, **changes)
     straight = Sampler(model)
     expected = whole.run(straight, first_step=7)
 
@@ -217,7 +275,7 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(tmp_path: Path, model:
         if number == 3:
             raise Outage("the third step's")
 
-    broken = Stage(tmp_path / "broken", model, background, steps=5)
+    broken = Stage(tmp_path / "broken", model, background, steps=5, **changes)
     with pytest.raises(Outage) as caught:
         broken.run(Sampler(model, before=fail), first_step=7)
     assert caught.traceback[-1].name == "fail"
@@ -234,7 +292,11 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(tmp_path: Path, model:
         [{name: value for name, value in row.items() if name not in timed} for row in stage.record.metrics()]
         for stage in (whole, broken)
     ]
-    assert lasting[0] == lasting[1] and [row["weight_version"] for row in lasting[0]] == [7, 8, 9, 10, 11]
+    # As text, in which what is not a number is equal to itself.
+    assert str(lasting[0]) == str(lasting[1]) and [row["weight_version"] for row in lasting[0]] == [7, 8, 9, 10, 11]
+    for step in range(8, 13):
+        rows = [[row | {"seconds": 0} for row in stage.record.episodes(step)] for stage in (whole, broken)]
+        assert rows[0] == rows[1]
     # A stage that was over and lost only what came after runs no step again.
     again = Sampler(model)
     assert same(weights(broken.run(again, first_step=7).model), weights(expected.model))

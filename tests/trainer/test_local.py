@@ -44,6 +44,28 @@ def training_logprobs(trained, ids, temperature=1.0):
         return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
+async def test_an_interrupted_request_goes_on_as_if_it_had_not_been():
+    engine, prompt = await engine_of(slots=2), prompts(1)[0]
+    whole = await engine.generate(prompt, Sampling(150, seed=1))
+    ids, logprobs, pieces = (), (), 0
+    while len(ids) < 150:
+        names = [f"{pieces}", "another", "waiting"]
+        first = Sampling(150 - len(ids), seed=1, request=names[0])
+        asked = [(prompt + list(ids), first), *(([1, 2], Sampling(100, seed=2, request=name)) for name in names[1:])]
+        begun = engine.tokens
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        while engine.tokens < begun + 60 and not tasks[0].done():  # noqa: ASYNC110 (a thread counts them)
+            await asyncio.sleep(0.001)
+        await engine.interrupt(names)
+        made, _, waiting = await asyncio.gather(*tasks)
+        ids, logprobs, pieces = ids + made.ids, logprobs + made.logprobs, pieces + 1
+        assert made.is_interrupted == (len(ids) < 150)
+        assert waiting.ids == () or not made.is_interrupted
+    await engine.close()
+    assert pieces > 1
+    assert (ids, logprobs) == (whole.ids, whole.logprobs)
+
+
 async def test_bits_do_not_depend_on_company_slot_or_time():
     asked = [
         (ids, Sampling(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index)) for index, ids in enumerate(prompts(12))

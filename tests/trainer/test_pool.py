@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -516,3 +517,64 @@ async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
 def test_a_pool_needs_engines_that_can_be_told_apart(made):
     with pytest.raises(ValueError, match="names of their own"):
         Pool(made, most_tokens=MOST)
+
+
+@jumping
+async def test_interrupted_turns_return_what_there_is_and_leave_the_books_in_order():
+    """Of four turns at an engine for two: two run, two wait for a place. Their seats are over, other seats are not."""
+    (engine,) = made = engines(1, room=Capacity(300, 2))
+    engine.before = engine.until_halted
+    async with pool_of(made) as pool, AsyncExitStack() as stack:
+        seats = [await stack.enter_async_context(pool.seat(group="a", most_tokens=MOST)) for _ in range(4)]
+        turns = [asyncio.create_task(seat.generate([1], Sampling(9, seed=0))) for seat in seats]
+        await engine.begun.acquire()
+        await engine.begun.acquire()
+        await pool.interrupt(seats)
+        ends = await asyncio.gather(*turns)
+        assert sorted(len(end.ids) for end in ends) == [0, 0, engine.reached, engine.reached]
+        assert all(end.is_interrupted for end in ends)
+        later = await asyncio.gather(*(seat.generate([1] * 20, Sampling(9, seed=0)) for seat in seats))
+        assert all(end.is_interrupted and not end.ids for end in later)
+        assert len(engine.asked) == 2
+        await stack.aclose()
+        assert is_balanced(pool)
+        assert len(await episode(pool, 1)) == 26
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_what_cannot_be_interrupted_ends_in_its_time():
+    class Deaf(TableEngine):
+        async def interrupt(self, requests):
+            raise EngineFailed("no such route")
+
+    async with pool_of([Deaf("deaf", before=lambda: asyncio.sleep(5))]) as pool:
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+            await asyncio.sleep(1)
+            await pool.interrupt([seat])
+            assert len((await turn).ids) == 9
+            assert (await seat.generate([1] * 20, Sampling(9, seed=0))).is_interrupted
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_an_interrupted_turn_does_not_move_from_an_engine_that_dies():
+    made = engines(2)
+    begun = asyncio.Semaphore(0)
+
+    async def before():
+        begun.release()
+        await forever()
+
+    made[0].before = made[1].before = before
+    async with pool_of(made) as pool:
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+            await begun.acquire()
+            await pool.interrupt([seat])
+            (asked,) = [engine for engine in made if engine.asked]
+            pool.fail(pool.desks[asked.name], "gone")
+            assert (await turn).is_interrupted
+            assert sum(len(engine.asked) for engine in made) == 1
+        assert is_balanced(pool)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.roc import EPSILON, explain, has_signal, p_err, p_format, p_total, resample_on_correct
+from trainer.roc import EPSILON, explain, has_signal, is_enough, p_err, p_format, p_total, resample_on_correct
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
 
@@ -142,6 +142,35 @@ def test_released_keeps_at_least_two_of_each():
     assert kept == [*range(14), 29, 30]
     kept = resample_on_correct([CLEAN] * 29 + [WRONG] * 3, 16, mode="released", rng=random.Random(0))
     assert kept == [*range(14), 29, 30]
+
+
+@given(groups, st.integers(0, 6), st.data(), modes)
+def test_stragglers_are_needless_where_no_outcome_of_theirs_could_be_kept_more_than_there_is(group, left, data, mode):
+    """Against every outcome, and what would be selected then."""
+    keep = data.draw(st.integers(1, len(group) + left))
+
+    def needs_more(wrong):
+        whole = group + [WRONG] * wrong + [CLEAN] * (left - wrong)
+        kept = resample_on_correct(whole, keep, mode=mode, rng=random.Random(0))
+        return any(
+            sum(whole[i].reward == reward for i in kept) > sum(roll.reward == reward for roll in group)
+            for reward in (0.0, 1.0)
+        )
+
+    expected = not any(needs_more(wrong) for wrong in range(left + 1))
+    assert is_enough([roll.reward for roll in group], left, keep=keep, mode=mode) == expected
+
+
+def test_stragglers_are_waited_for_as_long_as_they_may_differ():
+    """16 of 32: with as many of both, two thirds suffice; of one kind alone, nearly all."""
+
+    def at(negatives, positives):
+        rewards = [0.0] * negatives + [1.0] * positives
+        return is_enough(rewards, 32 - len(rewards), keep=16, mode="paper")
+
+    assert at(10, 11) and not at(10, 10) and not at(11, 10)
+    assert at(0, 31) and not at(0, 30)
+    assert at(32, 0) and not at(31, 0)
 
 
 def test_released_draws_nothing():

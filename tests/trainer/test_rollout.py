@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -41,9 +42,9 @@ async def run(chat, pool, tools=None, *, limits=LIMITS, problem=PROBLEM, sample=
     return draft.episode()
 
 
-def collect(pool, chat, tools, problems, samples, limits=LIMITS, seed=7):
+def collect(pool, chat, tools, problems, samples, limits=LIMITS, seed=7, **how):
     collector = Collector(pool, chat, tools)
-    return collector.collect(problems, samples, limits=limits, temperature=1.0, top_p=1.0, seed=seed)
+    return collector.collect(problems, samples, limits=limits, temperature=1.0, top_p=1.0, seed=seed, **how)
 
 
 @pytest.mark.asyncio
@@ -424,6 +425,125 @@ async def test_times_are_those_of_the_clock(chat):
     assert [(turn.generate_s, turn.tools_s) for turn in episode.steps] == [(1.0, 1.0), (1.0, 0.0)]
     assert episode.seconds > sum(turn.generate_s + turn.tools_s for turn in episode.steps)
     assert collector.own_s > 0
+
+
+def first(number):
+    """Whether so many rewards are enough."""
+    return lambda rewards, left: len(rewards) >= number
+
+
+@pytest.mark.asyncio
+async def test_stragglers_are_stopped_once_the_others_are_enough(chat):
+    """Of four, the first two answer; the third samples and the fourth is in a tool call until it is stopped."""
+
+    async def pause():
+        number = len(pool.asked)
+        if number <= 3:
+            await (is_calling if number < 3 else pool.halted).wait()
+
+    async def runs():
+        is_calling.set()
+        await pool.halted.wait()
+
+    def script(context, sampling):
+        if sampling.seed == turn_seed(7, "p0", 3, 0):
+            return call("1") + END
+        return answer("42") + "and so on" + END
+
+    is_calling, pool = asyncio.Event(), ScriptedPool(script, pause)
+    tools = ScriptedTools(pause=runs)
+    (group,) = await collect(pool, chat, tools, [PROBLEM], 4, is_enough=first(2))
+    assert [episode.stop for episode in group] == [StopReason.FINISHED] * 2 + [StopReason.CANCELLED] * 2
+    assert [episode.reward for episode in group] == [1.0, 1.0, None, None]
+    _, whole, sampling, calling = group
+    assert sampling.ids == whole.ids[: len(whole.ids) // 2] and sampling.steps == ()
+    assert (calling.turns, calling.calls, calling.mask[-1]) == (1, 1, 0)  # its call was awaited
+    assert len(pool.asked) == 4 and pool.seated == []
+
+
+@pytest.mark.asyncio
+async def test_an_episode_that_ends_while_it_is_stopped_counts(chat):
+    pool = ScriptedPool(lambda context, sampling: answer("42") + END, reached=lambda tokens: tokens)
+    (group,) = await collect(pool, chat, ScriptedTools(), [PROBLEM], 3, is_enough=first(1))
+    assert [(episode.stop, episode.reward) for episode in group] == [(StopReason.FINISHED, 1.0)] * 3
+
+
+@pytest.mark.asyncio
+async def test_early_stop_is_told_of_what_there_is_and_what_is_to_come(chat):
+    asked = []
+
+    def never(rewards, left):
+        asked.append((sorted(rewards), left))
+        return False
+
+    (group,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5, is_enough=never)
+    (expected,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5)
+    assert [replace(one, seconds=0, steps=()) for one in group] == [
+        replace(one, seconds=0, steps=()) for one in expected
+    ]
+    assert [(len(rewards), left) for rewards, left in asked] == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
+    assert asked[-1][0] == sorted(episode.reward for episode in group)
+
+
+def story(draws):
+    """What an episode says, turn by turn, and the calls in it: the same however often it is interrupted."""
+    turns = [f"t{number}" + "".join(call(f"{draws}{number}{n}") for n in range(1 + number % 2)) for number in range(2)]
+    return [*(turn + END for turn in turns), f"so {draws} " * 5 + answer("42") + END]
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(1, 4), st.integers(0, 30))
+def test_what_is_interrupted_is_neither_lost_nor_doubled(chat, data, wanted, pace):
+    """Five groups, some of them interrupted in the middle of whatever they do, until all have been complete."""
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    groups = [[Draft(Problem(f"p{i}", f"ask {i}", "42"), sample) for sample in range(2)] for i in range(5)]
+    ran, trained, version = [], [], 0
+
+    def script(context, sampling):
+        number = context[context.index("ask ") + 4]
+        said = story(number)[context.count("<tool_response>\n") - context.count("</tool_response>\n<tool_response>")]
+        begun = context[context.rindex("<reason>") + len("<reason>") :]
+        assert said.startswith(begun)
+        return said[len(begun) :]
+
+    async def pause():
+        for _ in range(rng.randrange(pace + 1)):
+            await asyncio.sleep(0)
+
+    tools = ScriptedTools(lambda code: ran.append(code) or f"got {code}", pause)
+    while groups:
+        version += 1
+        pool = ScriptedPool(script, pause, version, reached=lambda tokens: rng.randrange(tokens + 1))
+        held = [[(list(draft.ids), list(draft.versions)) for draft in group] for group in groups]
+        collector = Collector(pool, chat, tools)
+        how = {"limits": LIMITS, "temperature": 1.0, "top_p": 1.0, "seed": version}
+        wanted = min(wanted, len(groups))
+        over = asyncio.run(collector.advance(groups, wanted=wanted, due=version > 3, **how))
+        assert sum(map(bool, over)) >= wanted and pool.seated == tools.running == []
+        assert version <= 3 or over[0]
+        for group, before in zip(groups, held, strict=True):
+            for draft, (ids, versions) in zip(group, before, strict=True):
+                assert draft.ids[: len(ids)] == ids and draft.versions[: len(versions)] == versions
+        trained += [group for group in over if group]
+        groups = [group for group, episodes in zip(groups, over, strict=True) if not episodes]
+
+    assert sorted(group[0].problem.id for group in trained) == [f"p{i}" for i in range(5)]
+    for episode in (episode for group in trained for episode in group):
+        number = episode.problem.text[-1]
+        assert [turn.text + END for turn in episode.steps] == story(number)
+        assert [made.code for turn in episode.steps for made in turn.calls] == [
+            f"{number}00",
+            f"{number}10",
+            f"{number}11",
+        ]
+        assert (episode.reward, episode.answer_tags, episode.stop) == (1.0, 1, StopReason.FINISHED)
+        sampled = [place for turn in episode.steps for place in range(turn.start, turn.end)]
+        assert sampled == [place for place, mask in enumerate(episode.mask) if mask]
+        starts, versions = zip(*episode.versions, strict=True)
+        assert starts[0] == 0 and list(starts) == sorted({*starts}) and starts[-1] < len(episode.ids)
+        assert list(versions) == sorted({*versions})
+        assert sum(episode.tokens_by_version.values()) == episode.sampled_tokens
+    assert sorted(ran) == sorted(2 * [f"{i}{call}" for i in range(5) for call in ("00", "10", "11")])
 
 
 @pytest.mark.asyncio
