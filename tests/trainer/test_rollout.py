@@ -375,11 +375,10 @@ async def test_our_failures_are_never_a_reward_of_zero(chat):
 
 @pytest.mark.asyncio
 async def test_a_pool_without_engines_gives_episodes_without_a_reward(chat):
-    class Empty(ScriptedPool):
-        async def generate(self, ids, sampling):
-            raise EngineFailed("no engine is left")
+    def script(context, sampling):
+        raise EngineFailed("no engine is left")
 
-    ((episode,),) = await collect(Empty(by_seed), chat, ScriptedTools(), [PROBLEM], 1)
+    ((episode,),) = await collect(ScriptedPool(script), chat, ScriptedTools(), [PROBLEM], 1)
     assert (episode.stop, episode.reward, episode.error) == (StopReason.UNAVAILABLE, None, "engine: no engine is left")
     assert episode.ids == ()
 
