@@ -167,18 +167,22 @@ class LocalEngine:
                 case None:
                     return False
                 case _Task() as task:
+                    self._drop()  # a load must not meet what was cancelled before it
                     _settle(task, task.run())
                 case row:
                     self._waiting.append(row)
-        for slot in [slot for slot, row in self._running.items() if row.future.done()]:
-            self._release(slot)
+        self._drop()
         while self._waiting and self._free:
             self._seat(self._waiting.popleft())
         return True
 
+    def _drop(self) -> None:
+        """What nobody waits for any more."""
+        self._waiting = deque(row for row in self._waiting if not row.future.done())
+        for slot in [slot for slot, row in self._running.items() if row.future.done()]:
+            self._release(slot)
+
     def _seat(self, row: _Row) -> None:
-        if row.future.done():
-            return
         slot = self._free.pop()
         self._running[slot] = row
         if row.sampling:  # scores need all positions

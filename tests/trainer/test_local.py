@@ -192,6 +192,19 @@ async def test_a_load_while_something_generates_is_refused():
     await engine.close()
 
 
+async def test_a_load_does_not_meet_what_was_cancelled_before_it():
+    engine, weights = await engine_of(slots=2), model().state_dict()
+    for version in range(5):
+        endless = [asyncio.create_task(engine.generate([1], Sampling(255, seed=seed))) for seed in range(4)]
+        await asyncio.sleep(0)
+        await engine.interrupt([])  # by now they have come
+        for task in endless:
+            task.cancel()
+        await asyncio.wait(endless)
+        await engine.load(weights, version)
+    await engine.close()
+
+
 async def test_cancelled_requests_leave_their_slots():
     engine = await engine_of(slots=2)
     endless = [asyncio.create_task(engine.generate([1], Sampling(255, seed=seed))) for seed in range(10)]
