@@ -23,7 +23,7 @@ import numpy as np
 from rich.progress import Progress
 
 from bench.output import BenchFailed
-from bench.rollout_sim import Hardware, Plan, Turn
+from bench.rollout_sim import Hardware, Plan, Turn, tell
 from bench.rollouts import Counts
 from trainer.engine import Sampling, VllmEngine
 from trainer.pool import Pool, Served
@@ -81,11 +81,14 @@ class Bench:
             for url, name in zip(self.urls, self.names, strict=True)
         ]
 
-    async def play(self, policy: str, plans: Sequence[Plan], most_new: int, seed: int) -> tuple[list[Turn], Counts]:
-        """All `plans`, handed in at once; what became of them, from time 0, and what it cost the engines."""
+    async def play(
+        self, policy: str, plans: Sequence[Plan], before: Sequence[Plan], most_new: int, seed: int
+    ) -> tuple[list[Turn], Counts]:
+        """All `plans`, handed in at once, when the lengths of those `before` are known; what became of them, from time
+        0, and what it cost the engines."""
         await self.forget()
         before, marks = await self.figures(), [log.stat().st_size for log in self.logs]
-        turns = await played(self.engines(), policy, plans, most_new, seed)
+        turns = await played(self.engines(), policy, plans, before, most_new, seed)
         wanted = before["generation_tokens"] + sum(turn.sampled for turn in turns)
         async with asyncio.timeout(SETTLE_S):
             while (after := await self.figures())["generation_tokens"] < wanted:  # noqa: ASYNC110 another process
@@ -150,7 +153,13 @@ def make_model(folder: Path) -> None:
 
 
 async def played(
-    engines: Sequence[Any], policy: str, plans: Sequence[Plan], most_new: int, seed: int, vocabulary: int = VOCABULARY
+    engines: Sequence[Any],
+    policy: str,
+    plans: Sequence[Plan],
+    before: Sequence[Plan],
+    most_new: int,
+    seed: int,
+    vocabulary: int = VOCABULARY,
 ) -> list[Turn]:
     """Play `plans` through the pool. Turns are in the order in which they ended, in seconds from when all came."""
     numbers: dict[int, int] = {}
@@ -159,6 +168,7 @@ async def played(
     async with Pool(engines, most_tokens=longest, policy=policy, log=served.append) as pool:
         while not all(desk.is_up for desk in pool.desks.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        tell(pool.scheduler, before)
         start = asyncio.get_running_loop().time()
 
         async def play(number: int, plan: Plan) -> None:

@@ -288,6 +288,14 @@ def simulate(
     return _Simulation(plans, hardware, engines, policy, most_new, before).run()
 
 
+def tell(scheduler: Scheduler, before: Sequence[Plan]) -> None:
+    """What the training step before this one was like."""
+    for plan in before:
+        scheduler.lengths.began(plan.prompt)
+        scheduler.lengths.ended(plan.prompt, plan.length)
+    scheduler.new_step()
+
+
 class _Simulation:
     def __init__(
         self,
@@ -301,12 +309,9 @@ class _Simulation:
         self.plans = plans
         self.engines = {f"e{n}": Engine(f"e{n}", hardware) for n in range(engines)}
         self.scheduler = Scheduler(max(plan.prompt for plan in plans) + most_new, policy)
-        for plan in before:
-            self.scheduler.lengths.began(plan.prompt)
-            self.scheduler.lengths.ended(plan.prompt, plan.length)
-        self.scheduler.new_step()
+        tell(self.scheduler, before)
         for name in self.engines:
-            self.scheduler.up(name, hardware.capacity, hardware.most_running, now=0.0)
+            self.scheduler.up(name, hardware.capacity, hardware.most_running, block=hardware.block, now=0.0)
         for key, plan in enumerate(plans):
             self.scheduler.submit(key, plan.group, plan.prompt, plan.prompt + most_new)
         self.turn = [0] * len(plans)

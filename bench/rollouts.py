@@ -7,7 +7,8 @@
 An episode is a script: how many tokens each turn samples, what its tool shows, how long that takes. Every policy plays
 the same ones, all handed in at once. Real engines sample exactly as many tokens as the script says, whatever they are;
 policies take turns over the rounds, each begins with an empty prefix cache, and medians over the rounds count. What
-the simulator says of the same episodes stands beside it.
+the simulator says of the same episodes stands beside it. The lengths of another step are known, as in all steps of a
+training run but its first.
 
 Measures, of one policy:
 - service: an episode's time from its first turn's start to its end; with its wait before that, from its arrival.
@@ -46,9 +47,9 @@ VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 POINTS = (50, 95, 99)
 BINS = 240
 """Of a timeline."""
-BEFORE = 1000
-"""From a seed to that of the training step before, whose lengths are known: one step in hundreds begins without any."""
 FIT_ROUNDS = 2
+STEP = 1000
+"""From a seed to that of the training step before it."""
 
 
 # Workloads and hardware
@@ -66,6 +67,11 @@ class Profile:
     is_simulated: bool
     command: str
     """What asks for it."""
+    is_first: bool
+
+    def before(self, seed: int) -> list[Plan]:
+        """The episodes of the training step before that of `seed`."""
+        return [] if self.is_first else self.plans(seed + STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ def profile_of(args: argparse.Namespace) -> Profile:
         plans = lambda seed: shuffled(recorded, seed)  # noqa: E731
     how = f"--simulate --profile {args.profile} --stage {args.stage}" if args.simulate else f"--engines {engines}"
     command = f"python -m bench.rollouts {how}"
-    return Profile(args.profile, hardware, engines, most_new, plans, args.simulate, command)
+    return Profile(args.profile, hardware, engines, most_new, plans, args.simulate, command, args.first_step)
 
 
 def recorded_plans(files: Iterable[Path]) -> Iterator[Plan]:
@@ -235,8 +241,9 @@ def _covered(turns: Iterable[Turn]) -> float:
 
 def simulated(profile: Profile, policy: str, seed: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """A policy's measures on simulated engines, and its timeline."""
-    before = profile.plans(seed + BEFORE) if profile.is_simulated else ()
-    run = simulate(profile.plans(seed), profile.hardware, profile.engines, policy, profile.most_new, before)
+    run = simulate(
+        profile.plans(seed), profile.hardware, profile.engines, policy, profile.most_new, profile.before(seed)
+    )
     counts = Counts(*(sum(getattr(engine, name) for engine in run.engines) for name in Counts.__slots__))
     names = [engine.name for engine in run.engines]
     found = measured(run.turns, names, profile.hardware.capacity, counts)
@@ -282,6 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=output.count, help="problems (default: 512; cpu-tiny: 12)")
     parser.add_argument("--samples", type=output.count, help="rollouts of each (default: 32; cpu-tiny: 8)")
     parser.add_argument("--jobs", type=output.count, default=1, help="simulations at once (default: 1)")
+    parser.add_argument("--first-step", action="store_true", help="nothing is known of lengths before it begins")
     parser.add_argument("--log", type=Path, metavar="FILE.jsonl", help="every turn that was played; goes on with it")
     parser.add_argument("--vllm", metavar="PYTHON", help=f"of an environment with vLLM (default: ${VLLM_PYTHON})")
     parser.add_argument("--gantt", metavar="FILE.png", help="draw the engines over time")
@@ -402,7 +410,9 @@ async def _play(args: argparse.Namespace, missing: Sequence[tuple[int, str]], lo
                 _keep(await bench.fit(FIT_ROUNDS, bar))
             profile = profile_of(args)
             for number, policy in bar.track(missing, description="rounds"):
-                turns, counts = await bench.play(policy, profile.plans(number), profile.most_new, seed=number)
+                turns, counts = await bench.play(
+                    policy, profile.plans(number), profile.before(number), profile.most_new, seed=number
+                )
                 row = {"round": number, "policy": policy, "counts": astuple(counts), "turns": [*map(astuple, turns)]}
                 with log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

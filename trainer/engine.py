@@ -78,6 +78,8 @@ class Capacity:
 
     tokens: int
     running: int
+    block: int = 1
+    """Tokens that are kept together."""
 
 
 class EngineFailed(Exception):
@@ -181,13 +183,14 @@ class VllmEngine:
     async def capacity(self) -> Capacity:
         """Of its key-value cache. Raises `EngineFailed`."""
         about = (await self._metrics())["cache_config_info"]
-        tokens = 0
+        tokens, block = 0, 1
         for labels, _ in about:
             sizes = dict(re.findall(r'(\w+)="(\d+)"', labels))
-            tokens += int(sizes.get("num_gpu_blocks", 0)) * int(sizes.get("block_size", 0))
+            block = int(sizes.get("block_size", 0))
+            tokens += int(sizes.get("num_gpu_blocks", 0)) * block
         if not tokens:
             raise self._failed("vllm:cache_config_info in /metrics (start it without --disable-log-stats)", about)
-        return Capacity(tokens, self._slots)
+        return Capacity(tokens, self._slots, block)
 
     async def gauge(self) -> Gauge:
         """What it says of itself now. Raises `EngineFailed`."""

@@ -3,7 +3,7 @@
 All that run on an engine grow by a token a step, so steps are the time here (`tick`). An episode is not expected to end
 at its mean length but, in equal parts, at the quantiles of the lengths that it may still have: of a hundred episodes
 that begin together few will ever be long together, and a hundred reservations of the mean would leave half of the cache
-empty. `peak` is the most that the cache is expected to hold at any tick from now on.
+empty. `peak` is the most that the cache is expected to hold at any tick from now on, and some for chance.
 
 Each part is in the bucket of the tick at which it ends, as (count, sum of context - tick): their sum at tick t is
 `sum + count * t`.
@@ -11,8 +11,12 @@ Each part is in the bucket of the tick at which it ends, as (count, sum of conte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+SPREAD = 0.5
+"""Standard deviations of all lengths together that are kept free: chance does more to a few episodes than to many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,9 @@ class Ledger:
 
     def __init__(self, width: float) -> None:
         self._width = width
+        self._variance = 0.0
+        self.margin = 0.0
+        """Tokens of room that each takes beyond its context, as an engine keeps whole blocks."""
         self._counts: dict[int, float] = {}
         self._bases: dict[int, float] = {}
         self._base = 0.0
@@ -49,10 +56,11 @@ class Ledger:
             self._base = 0.0
             self._counts.clear()
             self._bases.clear()
+            self._variance = 0.0
 
     def peak(self, tick: float) -> float:
         """The most tokens that are expected at any time from `tick` on; parts that are overdue end at once."""
-        now, middle = int(tick / self._width), 0.5 * self._width
+        now, middle = int(tick / self._width), 0.5 * self._width + self.margin
         count = base = peak = 0.0
         for bucket in sorted(self._counts, reverse=True):
             if bucket <= now:
@@ -62,10 +70,13 @@ class Ledger:
             held = base + count * (bucket * self._width + middle)
             if held > peak:
                 peak = held
-        return max(peak, self._base + self.episodes * tick)
+        peak = max(peak, self._base + self.episodes * (tick + self.margin))
+        return peak + SPREAD * self._width * math.sqrt(max(0.0, self._variance))
 
     def _add(self, entry: Entry, sign: int) -> None:
         part = sign / len(entry.buckets)
+        middle = sum(entry.buckets) / len(entry.buckets)
+        self._variance += part * sum([(bucket - middle) ** 2 for bucket in entry.buckets])
         base = (entry.context - entry.tick) * part
         for bucket in entry.buckets:
             count = self._counts.get(bucket, 0.0) + part

@@ -319,7 +319,7 @@ class Pool:
         room, gauge = await engine.capacity(), await engine.gauge()
         now = self.now()
         preemptions = 0 if gauge is None else gauge.preemptions
-        self.scheduler.up(engine.name, room.tokens, room.running, preemptions=preemptions, now=now)
+        self.scheduler.up(engine.name, room.tokens, room.running, block=room.block, preemptions=preemptions, now=now)
         desk.is_up, desk.misses, desk.moved_at = True, 0, now
         self.changed()
 

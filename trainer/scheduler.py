@@ -166,12 +166,14 @@ class Scheduler:
         for episode in self._episodes.values():
             episode.guess = None
 
-    def up(self, name: str, capacity: int, most_running: int = 1 << 30, *, preemptions: int = 0, now: float) -> None:
-        """An engine takes part (again): its cache holds `capacity` tokens, and it runs `most_running` turns at once. It
-        has had `preemptions`, of which nothing is learnt."""
+    def up(
+        self, name: str, capacity: int, most_running: int = 1 << 30, *, block: int = 1, preemptions: int = 0, now: float
+    ) -> None:
+        """An engine takes part (again): its cache holds `capacity` tokens in blocks of `block`, and it runs
+        `most_running` turns at once. It has had `preemptions`, of which nothing is learnt."""
         engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
         engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
-        engine.preemptions = preemptions
+        engine.preemptions, engine.ledger.margin = preemptions, block / 2
         engine.refresh(now)
 
     def drain(self, name: str) -> None:

@@ -105,7 +105,7 @@ async def test_the_pool_plays_every_script_to_its_end(policy: str) -> None:
     live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
     engines = [TableEngine("e0"), TableEngine("e1")]
     plans = [Plan(number // 3, 20 + number // 3, ((10, 5, 0.0), (8, 0, 0.0))) for number in range(9)]
-    turns = await live.played(engines, policy, plans, 30, seed=1, vocabulary=50)
+    turns = await live.played(engines, policy, plans, plans[:3], 30, seed=1, vocabulary=50)
     assert sorted((turn.episode, turn.context, turn.sampled) for turn in turns) == sorted(
         (number, *turn) for number, plan in enumerate(plans) for turn in ((plan.prompt, 10), (plan.prompt + 15, 8))
     )

@@ -204,7 +204,7 @@ async def test_a_server_that_hangs_is_a_failure():
 async def test_a_server_says_its_room_and_how_it_does():
     fake = FakeVllm(TableEngine(room=Capacity(4096, 7), preemptions=3, computed=99))
     async with vllm(fake, slots=7) as engine:
-        assert await engine.capacity() == Capacity(4096, 7)
+        assert await engine.capacity() == Capacity(4096, 7, 16)
         assert await engine.gauge() == Gauge(3, tokens=100)
     async with vllm(FakeVllm(TableEngine(), lambda route, answer: "nothing")) as engine:
         with pytest.raises(EngineFailed, match="start it without --disable-log-stats"):
