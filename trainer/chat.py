@@ -131,7 +131,7 @@ class Chat:
         # A single character cannot be cut in two, and runs of blanks mean nothing.
         added = {text: number for text, number in tokenizer.get_added_vocab().items() if len(text.strip("▁ \n")) > 1}
         self._cuts = _cuts(added)
-        self._fixed = functools.cache(self._encode)
+        self._encoded = functools.lru_cache(4096)(self._encode)  # samples of one problem hear the same
 
         self.before, self._speak = self._pieces("user")
         """What is said before a problem."""
@@ -232,16 +232,16 @@ class Chat:
         return [*pieces, rest]
 
     def _fill(self, pieces: Sequence[str], said: Iterable[str]) -> list[int]:
-        ids = list(self._fixed(pieces[0]))
+        ids = list(self._encoded(pieces[0]))
         for text, piece in zip(said, pieces[1:], strict=True):
             ids += self._plain(text)
-            ids += self._fixed(piece)
+            ids += self._encoded(piece)
         return ids
 
     def _plain(self, text: str) -> list[int]:
         """The ids of what others wrote. What would become a token of its own is cut in two, which leaves it text."""
         text = text.encode("utf-8", "replace").decode()  # no half of a surrogate pair: a tokenizer takes only Unicode
-        return [number for piece in self._cuts.split(text) for number in self._encode(piece)]
+        return [number for piece in self._cuts.split(text) for number in self._encoded(piece)]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -28,7 +28,6 @@ import threading
 from bisect import bisect, bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,8 @@ class LocalEngine:
         self._running: dict[int, _Row] = {}
         self._free = list(range(slots))
         self._waiting: deque[_Row] = deque()
-        self._inbox: queue.SimpleQueue[_Row | _Task | None] = queue.SimpleQueue()
+        self._over: list[_Job] = []
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=f"engine-{name}", daemon=True)
         self._thread.start()
@@ -92,7 +92,7 @@ class LocalEngine:
         def interrupt() -> None:
             for row in [*self._running.values(), *self._waiting]:
                 if row.sampling and row.sampling.request in names:
-                    _settle(row)
+                    self._settle(row)
 
         await self._answer(_Task(interrupt))
 
@@ -136,11 +136,12 @@ class LocalEngine:
             raise ValueError(f"expected ids below {self._model.config.vocab_size}, got {min(ids)} to {max(ids)}")
         return list(ids)
 
-    async def _answer(self, job: _Row | _Task) -> None:
+    async def _answer(self, job: _Job) -> None:
+        job.answer = asyncio.get_running_loop().create_future()
         self._inbox.put(job)
         if self._failure is not None:  # after the put: this sees that the thread has ended, or the thread sees the job
             raise EngineFailed(f"engine {self.name} ended before: {self._failure}") from self._failure
-        await asyncio.wrap_future(job.future)
+        await job.answer
 
     # What follows runs in the engine's thread.
 
@@ -151,14 +152,16 @@ class LocalEngine:
                 while self._take():
                     if self._running:
                         self._step()
+                    self._tell()
         except BaseException as error:  # the thread's end: whoever waits must hear of it
             failure = error
         self._failure = failure
-        left: list[_Row | _Task] = [*self._running.values(), *self._waiting]
+        left: list[_Job] = [*self._running.values(), *self._waiting]
         while not self._inbox.empty():
             left += [job for job in [self._inbox.get()] if job is not None]
         for job in left:
-            _settle(job, EngineFailed(f"engine {self.name} failed: {failure!r}"))
+            self._settle(job, EngineFailed(f"engine {self.name} failed: {failure!r}"))
+        self._tell()
 
     def _take(self) -> bool:
         """Take what has come, waiting for it when there is nothing to do. False once the engine is closed."""
@@ -168,8 +171,9 @@ class LocalEngine:
                     return False
                 case _Task() as task:
                     self._drop()  # a load must not meet what was cancelled before it
-                    _settle(task, task.run())
-                case row:
+                    self._settle(task, task.run())
+                    self._tell()
+                case _Row() as row:
                     self._waiting.append(row)
         self._drop()
         while self._waiting and self._free:
@@ -178,8 +182,8 @@ class LocalEngine:
 
     def _drop(self) -> None:
         """What nobody waits for any more."""
-        self._waiting = deque(row for row in self._waiting if not row.future.done())
-        for slot in [slot for slot, row in self._running.items() if row.future.done()]:
+        self._waiting = deque(row for row in self._waiting if not row.is_settled)
+        for slot in [slot for slot, row in self._running.items() if row.is_settled]:
             self._release(slot)
 
     def _seat(self, row: _Row) -> None:
@@ -194,7 +198,7 @@ class LocalEngine:
     def _release(self, slot: int) -> None:
         row = self._running.pop(slot)
         self._free.append(slot)
-        if row.sampling:
+        if row.sampling and row.done:
             self._kept.keep(row.ids[: row.done], self._cache.read(slot, row.done))
 
     def _step(self) -> None:
@@ -213,7 +217,19 @@ class LocalEngine:
                 row.ids.append(ids[slot])
             if row.is_over:
                 self._release(slot)
-                _settle(row)
+                self._settle(row)
+
+    def _settle(self, job: _Job, error: Exception | None = None) -> None:
+        if not job.is_settled:
+            job.error, job.has_end = error, True
+            self._over.append(job)
+
+    def _tell(self) -> None:
+        """All that is over, at once: each loop is woken once a step."""
+        over, self._over = self._over, []
+        for loop in {job.answer.get_loop() for job in over}:
+            with contextlib.suppress(RuntimeError):  # closed: nobody waits there
+                loop.call_soon_threadsafe(_end, [job for job in over if job.answer.get_loop() is loop])
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
         output = self._model(
@@ -228,7 +244,20 @@ class LocalEngine:
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _Job:
+    """Something that somebody waits for."""
+
+    answer: asyncio.Future[None] = field(init=False)
+    error: Exception | None = field(init=False, default=None)
+    has_end: bool = field(init=False, default=False)
+
+    @property
+    def is_settled(self) -> bool:
+        return self.has_end or self.answer.cancelled()
+
+
+@dataclass(slots=True, eq=False)
+class _Row(_Job):
     """One request: `ids`, what has been sampled included, of which the cache holds the first `done`."""
 
     ids: list[int]
@@ -237,7 +266,6 @@ class _Row:
     """None scores `ids` instead of continuing them."""
     done: int = 0
     logprobs: list[float] = field(default_factory=list)
-    future: Future[None] = field(default_factory=Future)
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -253,16 +281,16 @@ class _Row:
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
+class _Task(_Job):
     """Something else to do in the engine's thread."""
 
     run: Callable[[], Exception | None]
-    future: Future[None] = field(default_factory=Future)
 
 
-def _settle(job: _Row | _Task, error: Exception | None = None) -> None:
-    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-        job.future.set_exception(error) if error else job.future.set_result(None)
+def _end(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        if not job.answer.done():  # cancelled meanwhile
+            job.answer.set_exception(job.error) if job.error else job.answer.set_result(None)
 
 
 def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int], list[float]]:
