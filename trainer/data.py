@@ -15,7 +15,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,15 @@ EXAMPLES = 20
 """So many of what was left out are named in a report; all are counted."""
 NGRAM = 8
 """Words that a training problem may not share with an evaluation problem (the paper's section 4)."""
+Gram = tuple[str, ...]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 TAUGHT = 1 << 20
 """What lies between the seed of generated problems and that of conversations, which are about others."""
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
-_TEXT_KEYS = ("problem", "question", "prompt", "text")
-_ANSWER_KEYS = ("answer", "label", "ground_truth", "expected_answer")
+# Where a row has what. Lists of messages are ORZ's (0 and 1, names in its hub version), and DAPO's and verl's (prompt).
+TEXTS = ("0.value", "prompt.-1.content", "problem", "question", "prompt", "text")
+ANSWERS = ("1.ground_truth.value", "reward_model.ground_truth", "answer", "label", "ground_truth", "expected_answer")
+IDS = ("id", "extra_info.index")
 _OURS = {"id", "text", "answer", "source"}
 _WORD = re.compile(r"[^\W_]+")
 _INTEGER = re.compile(r"\$?([+-]?)(\d+|\d{1,3}(?:,\d{3})+)\$?")
@@ -42,7 +45,7 @@ _INTEGER = re.compile(r"\$?([+-]?)(\d+|\d{1,3}(?:,\d{3})+)\$?")
 _DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
 )
-_DAPO_TAIL = '\n\nRemember to put your answer on its own line after "Answer:".'
+_DAPO_TAIL = 'Remember to put your answer on its own line after "Answer:".'
 
 
 class DataError(ValueError):
@@ -54,7 +57,7 @@ class Report:
     """What became of the rows: counts by source, and examples of what was left out, each with the reason."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    """source -> {"rows", "kept", and "bad" | "duplicate" | "not integer" | "contaminated"}."""
+    """source -> {"rows", "kept", and "bad" | "duplicate" | "not integer" | "contaminated" | "too long"}."""
     examples: list[dict[str, str]] = field(default_factory=list)
 
     def count(self, source: str, what: str) -> None:
@@ -70,15 +73,6 @@ class Report:
         return {"counts": {name: dict(counts) for name, counts in self.counts.items()}, "examples": self.examples}
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """A problem, the evaluation problem that it shares words with, and the words."""
-
-    problem: Problem
-    other: Problem
-    gram: str
-
-
 def prepare(
     sources: Sequence[str],
     *,
@@ -86,22 +80,39 @@ def prepare(
     is_integer_only: bool = True,
     seed: int = 0,
     fresh: bool = False,
+    length: Callable[[str], int] | None = None,
+    room: int = 0,
 ) -> tuple[list[Problem], Report]:
-    """All of `sources`, without duplicates, what has no integer as its answer, and what overlaps with `against`."""
-    report = Report()
-    rows = (problem for source in sources for problem in _read(source, seed, fresh, report))
-    problems = _different(rows, report)
-    if is_integer_only:
-        problems = _integer_only(problems, report)
-    if against:
-        held_out = [problem for source in against for problem in read(source, seed=seed, fresh=True)]
-        problems, overlaps = decontaminate(problems, held_out)
-        for overlap in overlaps:
-            why = f"shares {overlap.gram!r} with {overlap.other.id} of {overlap.other.source}"
-            report.leave_out(overlap.problem.source, overlap.problem.id, "contaminated", why)
-    for problem in problems:
-        report.count(problem.source, "kept")
-    return problems, report
+    """All of `sources`, each text once and each id, and what became of the rows.
+
+    Left out is what has no integer as its answer, what shares `NGRAM` words in a row with a problem of `against`, and
+    what is longer than `room` by `length`, such as tokens of the prompt.
+    """
+    report, kept = Report(), []
+    held_out = grams_of(problem for source in against for problem in read(source, seed=seed, fresh=True))
+    first: dict[str, Problem] = {}
+    ids: Counter[str] = Counter()
+    for problem in (row for source in sources for row in _read(source, seed, fresh, report)):
+        if known := first.get(problem.text):
+            answers = "" if known.answer == problem.answer else f": {known.answer!r} there, {problem.answer!r} here"
+            report.leave_out(problem.source, problem.id, "duplicate", f"of {known.id} of {known.source}{answers}")
+            continue
+        ids[problem.id] += 1
+        if ids[problem.id] > 1:
+            problem = replace(problem, id=f"{problem.id}~{ids[problem.id]}")
+        first[problem.text] = problem
+        answer = integer(problem.answer) if is_integer_only else problem.answer
+        if answer is None:
+            report.leave_out(problem.source, problem.id, "not integer", problem.answer[:100])
+        elif gram := shared(problem.text, held_out):
+            why = f"shares {' '.join(gram)!r} with {held_out[gram].id} of {held_out[gram].source}"
+            report.leave_out(problem.source, problem.id, "contaminated", why)
+        elif length and (size := length(problem.text)) > room:
+            report.leave_out(problem.source, problem.id, "too long", f"{size}, and there is room for {room}")
+        else:
+            kept.append(replace(problem, answer=answer))
+            report.count(problem.source, "kept")
+    return kept, report
 
 
 def read(source: str, *, seed: int = 0, fresh: bool = False) -> list[Problem]:
@@ -109,7 +120,7 @@ def read(source: str, *, seed: int = 0, fresh: bool = False) -> list[Problem]:
 
     `seed` and `fresh` are for generated ones: fresh ones never occur among those for training.
     """
-    return list(_read(source, seed, fresh, None))
+    return list(_read(source, seed, fresh, Report(), is_strict=True))
 
 
 def read_conversations(source: str, *, seed: int = 0) -> list[tasks.Messages]:
@@ -136,26 +147,22 @@ def write(problems: Iterable[Problem], file: Path) -> None:
     part.replace(file)
 
 
-def decontaminate(
-    problems: Sequence[Problem], against: Iterable[Problem], n: int = NGRAM
-) -> tuple[list[Problem], list[Overlap]]:
-    """`problems` that share no `n` words in a row with one of `against`, and the others with what they share.
+def grams_of(problems: Iterable[Problem], n: int = NGRAM) -> dict[Gram, Problem]:
+    """Every `n` words in a row that occur in one of `problems`, and the first in which they do.
 
     Words are runs of letters and digits, without regard to case; of a text shorter than `n` words, all of them are one
     gram, so that it is met only by itself.
     """
-    held_out: dict[tuple[str, ...], Problem] = {}
-    for problem in against:
-        for gram in _grams(problem.text, n):
-            held_out.setdefault(gram, problem)
-    kept, overlaps = [], []
+    grams: dict[Gram, Problem] = {}
     for problem in problems:
-        shared = next((gram for gram in _grams(problem.text, n) if gram in held_out), None)
-        if shared is None:
-            kept.append(problem)
-        else:
-            overlaps.append(Overlap(problem, held_out[shared], " ".join(shared)))
-    return kept, overlaps
+        for gram in _grams(problem.text, n):
+            grams.setdefault(gram, problem)
+    return grams
+
+
+def shared(text: str, held_out: Mapping[Gram, Problem], n: int = NGRAM) -> Gram | None:
+    """The first gram of `text` that is in `held_out`."""
+    return next((gram for gram in _grams(text, n) if gram in held_out), None)
 
 
 def integer(answer: str) -> str | None:
@@ -164,56 +171,31 @@ def integer(answer: str) -> str | None:
     return str(int(found[1] + found[2].replace(",", ""))) if found else None
 
 
-def _read(source: str, seed: int, fresh: bool, report: Report | None) -> Iterator[Problem]:
-    rows: Iterable[Any]
+def _read(source: str, seed: int, fresh: bool, report: Report, *, is_strict: bool = False) -> Iterator[Problem]:
     if source.startswith(GENERATED):
-        rows, name = tasks.generate(_count(source), seed, fresh=fresh), tasks.SOURCE
-    else:
-        rows, name = _rows(source), Path(source).stem if source.endswith(SUFFIXES) else source
-    for number, row in enumerate(rows):
+        for problem in tasks.generate(_count(source), seed, fresh=fresh):
+            report.count(problem.source, "rows")
+            yield problem
+        return
+    name = Path(source).stem if source.endswith(SUFFIXES) else source
+    for number, row in enumerate(_rows(source)):
         try:
-            problem = row if isinstance(row, Problem) else _problem(row, name, number)
+            problem = _problem(row, name, number)
         except DataError as why:
-            if report is None:
+            if is_strict:
                 raise DataError(f"{source}: row {number}: {why}") from None
             report.count(name, "rows")
             report.leave_out(name, f"row {number}", "bad", str(why))
-            continue
-        if report is not None:
-            report.count(problem.source, "rows")
-        yield problem
-
-
-def _different(problems: Iterable[Problem], report: Report) -> list[Problem]:
-    """The first of each text, each with an id of its own. DAPO's hub version holds every problem a hundred times."""
-    first: dict[str, Problem] = {}
-    ids: Counter[str] = Counter()
-    for problem in problems:
-        if known := first.get(problem.text):
-            answers = "" if known.answer == problem.answer else f": {known.answer!r} there, {problem.answer!r} here"
-            report.leave_out(problem.source, problem.id, "duplicate", f"of {known.id} of {known.source}{answers}")
-            continue
-        ids[problem.id] += 1
-        again = ids[problem.id] > 1
-        first[problem.text] = replace(problem, id=f"{problem.id}~{ids[problem.id]}") if again else problem
-    return list(first.values())
-
-
-def _integer_only(problems: Iterable[Problem], report: Report) -> list[Problem]:
-    kept = []
-    for problem in problems:
-        if (answer := integer(problem.answer)) is not None:
-            kept.append(replace(problem, answer=answer))
         else:
-            report.leave_out(problem.source, problem.id, "not integer", problem.answer[:100])
-    return kept
+            report.count(problem.source, "rows")
+            yield problem
 
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-def _grams(text: str, n: int) -> Iterator[tuple[str, ...]]:
+def _grams(text: str, n: int) -> Iterator[Gram]:
     words = _words(text)
     yield from (tuple(words[at : at + n]) for at in range(max(1, len(words) - n + 1)))
 
@@ -227,101 +209,80 @@ def _count(source: str) -> int:
 
 def _rows(source: str) -> Iterator[Any]:
     """The rows of a file or a hub name, decoded; a line that is no JSON is a row too, as text."""
-    if source.endswith(SUFFIXES):
-        file = Path(source)
-        if not file.is_file():
-            raise DataError(f"{source}: no such file")
-        match file.suffix:
-            case ".jsonl":
-                yield from _lines(file)
-            case ".json":
-                yield from _array(file)
-            case _:
-                yield from _parquet(file)
-    elif hub := _HUB.fullmatch(source):
-        yield from _hub(*hub.groups())
-    else:
-        raise DataError(
-            f"{source}: expected {GENERATED}N, a {' | '.join(SUFFIXES)} file, or owner/name[@config][:split]"
-        )
+    file = Path(source)
+    if file.suffix in SUFFIXES and not file.is_file():
+        raise DataError(f"{source}: no such file")
+    match file.suffix:
+        case ".jsonl":
+            with file.open("rb") as lines:
+                yield from (_decoded(line) for line in lines if line.strip())
+        case ".json":
+            rows = _decoded(file.read_bytes())
+            if not isinstance(rows, list):
+                raise DataError(
+                    f"{source}: expected an array of rows, got {type(rows).__name__}; rows in lines are .jsonl"
+                )
+            yield from rows
+        case ".parquet":
+            from pyarrow import parquet
 
+            for batch in parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+        case _:
+            if not (hub := _HUB.fullmatch(source)):
+                kinds = " | ".join(SUFFIXES)
+                raise DataError(f"{source}: expected {GENERATED}N, a {kinds} file, or owner/name[@config][:split]")
+            import datasets
 
-def _lines(file: Path) -> Iterator[Any]:
-    with file.open("rb") as lines:
-        for line in lines:
+            name, config, split = hub.groups()
             try:
-                yield json.loads(line)
-            except ValueError:
-                if line.strip():
-                    yield line
+                yield from datasets.load_dataset(name, config, split=split or "train")
+            except (OSError, ValueError, RuntimeError) as why:
+                raise DataError(f"{name}: cannot be had from the hub ({why})") from None
 
 
-def _array(file: Path) -> list[Any]:
+def _decoded(text: bytes) -> Any:
+    """What JSON says; text itself where it is none."""
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as why:
-        raise DataError(f"{file}: expected JSON ({why}); one row a line is .jsonl") from None
-    if not isinstance(rows, list):
-        raise DataError(f"{file}: expected an array of rows, got {type(rows).__name__}")
-    return rows
-
-
-def _parquet(file: Path) -> Iterator[Any]:
-    from pyarrow import parquet
-
-    for batch in parquet.ParquetFile(file).iter_batches():
-        yield from batch.to_pylist()
-
-
-def _hub(name: str, config: str | None, split: str | None) -> Iterator[Any]:
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(name, config, split=split or "train")
-    except (OSError, ValueError, RuntimeError) as why:
-        raise DataError(f"{name}: cannot be had from the hub ({why})") from None
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _problem(row: Any, source: str, number: int) -> Problem:
     """The problem that `row` holds. Raises `DataError`."""
     if isinstance(row, Mapping) and row.keys() == _OURS and all(isinstance(value, str) for value in row.values()):
         return Problem(**row)
-    text, answer = _text(row), _answer(row)
-    if not text:
-        raise DataError(f"expected a problem as {' | '.join(_TEXT_KEYS)}, got {row!r:.200}")
-    if not answer:
-        raise DataError(f"expected an answer as {' | '.join(_ANSWER_KEYS)}, got {row!r:.200}")
-    match row:
-        case {"id": known} | {"ID": known} | {"extra_info": {"index": known}}:
-            return Problem(str(known), text, answer, source)
-    return Problem(f"{source}-{number}", text, answer, source)
-
-
-def _text(row: Any) -> str:
-    match row:
-        case [{"value": text}, _] | {"0": {"value": text}}:  # ORZ: its file, its hub version
-            pass
-        case {"prompt": [*_, {"role": "user", "content": text}]}:  # DAPO and verl
-            pass
-        case _:
-            text = _first(row, _TEXT_KEYS)
-    if not isinstance(text, str):
-        return ""
+    text, answer, known = _first(row, TEXTS), _first(row, ANSWERS), _first(row, IDS)
+    if not isinstance(text, str) or not (text := text.strip()):
+        raise DataError(f"expected a problem as {' | '.join(TEXTS)}, got {row!r:.200}")
     if text.startswith(_DAPO_HEAD):
-        text = text.partition("\n\n")[2].removesuffix(_DAPO_TAIL)
-    return text.strip()
+        text = text.partition("\n\n")[2].removesuffix(_DAPO_TAIL).strip()
+    if not (answer := _plain(_concluded(_first(row, ["solution"])) if answer is None else answer)):
+        raise DataError(f"expected an answer as {' | '.join(ANSWERS)}, got {row!r:.200}")
+    return Problem(f"{source}-{number}" if known is None else str(known), text, answer, source)
 
 
-def _answer(row: Any) -> str:
-    match row:
-        case [_, {"ground_truth": {"value": answer}}] | {"1": {"ground_truth": {"value": answer}}}:
-            pass
-        case {"reward_model": {"ground_truth": answer}}:
-            pass
-        case _:
-            answer = _first(row, _ANSWER_KEYS)
-            if answer is None:
-                answer = _concluded(_first(row, ["solution"]))
+def _first(row: Any, paths: Iterable[str]) -> Any:
+    """What stands at the first of `paths` where anything does."""
+    return next((found for path in paths if (found := _at(row, path.split("."))) is not None), None)
+
+
+def _at(row: Any, path: Iterable[str]) -> Any:
+    """What stands at a path of names, in whatever case, and of indices."""
+    for name in path:
+        if isinstance(row, Mapping):
+            row = next((row[key] for key in row if str(key).lower() == name), None)
+        else:
+            try:
+                row = row[int(name)] if isinstance(row, list) else None
+            except (IndexError, ValueError):
+                return None
+    return row
+
+
+def _plain(answer: Any) -> str:
+    """An answer as text; nothing where it is none."""
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
@@ -337,9 +298,3 @@ def _concluded(solution: object) -> str | None:
     if "\\boxed{" in solution:
         return parse(f"{ANSWER}{solution}{ANSWER_END}").answer
     return None if len(solution.split()) > 1 else solution
-
-
-def _first(row: Any, keys: Iterable[str]) -> Any:
-    """What stands under the first of `keys` that there is, in whatever case."""
-    low = {str(key).lower(): value for key, value in row.items()} if isinstance(row, Mapping) else {}
-    return next((low[key] for key in keys if low.get(key) is not None), None)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer import data
-from trainer.data import DataError, Report, decontaminate, integer, prepare, read, read_conversations, write
+from trainer.data import DataError, Report, grams_of, integer, prepare, read, read_conversations, shared, write
 from trainer.trajectory import Problem
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
@@ -227,12 +227,21 @@ _TEXTS = st.lists(
 @given(train=_TEXTS, test=_TEXTS, n=st.integers(1, 4))
 def test_decontamination_equals_the_slow_version(train: list[str], test: list[str], n: int) -> None:
     some, held_out = problems(*train), problems(*test, source="t")
-    kept, overlaps = decontaminate(some, held_out, n)
-    assert kept == [one for one in some if not any(_overlap(one.text, other.text, n) for other in held_out)]
-    assert sorted([*kept, *(overlap.problem for overlap in overlaps)], key=some.index) == some
-    for overlap in overlaps:
-        assert overlap.gram in " ".join(data._words(overlap.problem.text))
-        assert overlap.gram in " ".join(data._words(overlap.other.text))
+    grams = grams_of(held_out, n)
+    for one in some:
+        gram = shared(one.text, grams, n)
+        assert (gram is not None) == any(_overlap(one.text, other.text, n) for other in held_out)
+        if gram is not None:
+            assert " ".join(gram) in " ".join(data._words(one.text))
+            assert " ".join(gram) in " ".join(data._words(grams[gram].text))
+
+
+def test_what_is_longer_than_there_is_room_is_left_out(tmp_path: Path) -> None:
+    source = rows(tmp_path / "file.jsonl", *({"problem": "p" * size, "answer": "1"} for size in (3, 4, 5)))
+    kept, report = prepare([source], length=len, room=4)
+    assert [len(problem.text) for problem in kept] == [3, 4]
+    assert report.counts["file"] == {"rows": 3, "kept": 2, "too long": 1}
+    assert report.examples[0]["why"] == "5, and there is room for 4"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs real data sets in {SHARED}")
@@ -247,4 +256,5 @@ def test_real_files_are_read_whole() -> None:
     kept, report = prepare([str(SHARED / "train_integer.jsonl")], against=benchmarks)
     counts = report.counts["train_integer"]
     assert counts["rows"] == 5230 == counts["kept"] + counts["duplicate"] + counts["contaminated"]
-    assert decontaminate(kept, read(benchmarks[2]))[1] == []
+    grams = grams_of(read(benchmarks[2]))
+    assert not [problem for problem in kept if shared(problem.text, grams)]
