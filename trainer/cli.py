@@ -96,17 +96,15 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure a model: accuracy, tool use, format, lengths."""
     from rich.console import Console
 
-    from trainer import data, stages
+    from trainer import stages
     from trainer.evaluate import table
 
     run = _run(args)
     if args.stage:
         reports = stages.evaluate(run, args.stage)
     else:
-        config = run.config
-        problems, _ = data.prepare(config.evaluate.data, is_integer_only=False, seed=config.seed, fresh=True)
         out = args.out or run.folder / "evaluation" / Path(args.model).name
-        reports = stages.measure(run, Path(args.model), problems, out)
+        reports = stages.evaluate_model(run, args.model, out)
     if args.json:
         print(json.dumps({source: report.to_dict() for source, report in reports.items()}))
     else:
@@ -173,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     one = add("eval", evaluate, run, as_json)
     which = one.add_mutually_exclusive_group(required=True)
     which.add_argument("--stage", help="of a run's model: sft, or one of the stages in CONFIG")
-    which.add_argument("--model", metavar="PATH", type=Path, help="any model's folder, on the problems of [evaluate]")
+    which.add_argument("--model", metavar="PATH", help="any model's folder, on the problems of [evaluate]")
     kept = "folder of --model's episodes, where what is there is not run again (default: evaluation/ in the run's)"
     one.add_argument("--out", metavar="DIR", type=Path, help=kept)
 

@@ -108,20 +108,24 @@ async def evaluate(
     *,
     record: RunFolder,
     settings: Mapping[str, Any],
+    at_once: int = 1 << 14,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Report]:
     """`samples` episodes of each problem, and a report by source and over `ALL`.
 
     Into `record` go the episodes and what they follow from, `settings`; what is there is not run again, but for
-    problems that an outage left unfinished. `advance` is called once a problem. Raises `RecordError` for the folder of
-    an evaluation with other settings.
+    problems that an outage left unfinished. About `at_once` episodes are under way. `advance` is called once a problem.
+    Raises `RecordError` for the folder of an evaluation with other settings.
     """
     record.claim({"samples": samples, **settings})
     known = {key for key, outcome in outcomes_of(record).items() if outcome.reward is not None}
 
+    window = asyncio.Semaphore(max(1, at_once // samples))
+
     async def one(number: int, problem: Problem) -> None:
         if not known.issuperset((problem.id, sample) for sample in range(samples)):
-            groups = await collect([problem], samples)
+            async with window:
+                groups = await collect([problem], samples)
             record.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
         advance()
 

@@ -256,11 +256,8 @@ class _Bridge(Progress):
     ) -> None:
         # A checkpoint of the stage before brings that stage's settings, which the trainer takes over.
         state.save_steps = args.save_steps
-        optimizer, schedule = kwargs["optimizer"], kwargs["lr_scheduler"]
-        schedule.base_lrs = [args.learning_rate for _ in schedule.base_lrs]
-        for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
-            group["initial_lr"] = args.learning_rate
-            group["lr"] = args.learning_rate * factor(schedule.last_epoch)
+        kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
+        super().on_train_begin(args, state, control, **kwargs)
         self._since = perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

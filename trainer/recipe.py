@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from trainer.config import ENV_PREFIX, ConfigError, RunConfig, StageConfig, load
@@ -78,7 +79,7 @@ class Run:
     """A run's folder as the recipe sees it: where each unit leaves what, and what is over."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        self.began, self.config = perf_counter(), config
         self.folder = Path(config.run_dir)
         self.record = RunFolder(self.folder, keep_logprobs=config.track.has_logprobs)
 
@@ -101,7 +102,8 @@ class Run:
         return read_json(self.done_file(unit))
 
     def finish(self, unit: Unit, found: Mapping[str, Any]) -> None:
-        write_json(self.done_file(unit), found)
+        """Say that a unit is over: what it found, and the seconds since it has this object."""
+        write_json(self.done_file(unit), {"seconds": perf_counter() - self.began, **found})
         self._drop_checkpoints()
 
     def stage(self, name: str) -> Path:
@@ -125,8 +127,10 @@ class Run:
 
     def problems(self, stage: StageConfig) -> Path:
         """The problems that a stage trains on."""
-        if stage.drop_solved:
-            return self.stage(stage.name) / "problems.jsonl"
+        return self.stage(stage.name) / "problems.jsonl" if stage.drop_solved else self.source(stage)
+
+    def source(self, stage: StageConfig) -> Path:
+        """The problems of which `drop_solved` leaves a stage's."""
         return self.folder / "data" / f"{stage.name if stage.data else 'train'}.jsonl"
 
     def summary(self) -> dict[str, Any]:

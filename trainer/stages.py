@@ -11,20 +11,19 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from trainer import data
 from trainer.config import ConfigError, RunConfig, StageConfig, urls
 from trainer.recipe import SFT, START, Run, Unit
-from trainer.record import RunFolder, append_rows, read_rows, write_json
+from trainer.record import RunFolder, write_json
 from trainer.rollout import EpisodeLimits
 from trainer.track import tracking
-from trainer.trajectory import Episode, Problem
+from trainer.trajectory import Problem
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -48,29 +47,38 @@ class Outage(Exception):
 
 def prepare(run: Run) -> None:
     """Bring problems into the run's folder, apart from what is evaluated on, and the tiny model if it is asked for."""
-    config, began = run.config, perf_counter()
-    folder = run.folder / "data"
+    config, folder, model = run.config, run.folder / "data", run.config.model.path
     folder.mkdir(parents=True, exist_ok=True)
-    against = [*config.data.against, *config.evaluate.data]
-    sources = {"train": config.data.train} | {name: stage.data for name, stage in config.stages.items() if stage.data}
-    reports = {}
-    for name, wanted in sources.items():
-        problems, reports[name] = data.prepare(
-            wanted, against=against, is_integer_only=config.data.is_integer_only, seed=config.seed
-        )
-        data.write(problems, folder / f"{name}.jsonl")
-    problems, reports["evaluate"] = data.prepare(
-        config.evaluate.data, is_integer_only=False, seed=config.seed, fresh=True
-    )
-    data.write(problems, folder / "evaluate.jsonl")
-    write_json(folder / "report.json", {name: report.to_dict() for name, report in reports.items()})
-    model = config.model.path
     if model == TINY:
         from trainer import tiny
 
         tiny.make(run.stage(START) / "model", config.seed)
         model = _relative(run, run.stage(START) / "model")
-    run.finish(Unit("prepare"), {"model": model, "step": 0, "seconds": perf_counter() - began})
+    chat = _chat(config, _model(run, model))
+    reports = {}
+
+    def bring(name: str, sources: Sequence[str], tokens: int, **how: Any) -> None:
+        problems, report = data.prepare(
+            sources,
+            **how,
+            seed=config.seed,
+            length=lambda text: len(chat.prompt(text)),
+            room=config.engines.max_length - tokens,
+        )
+        data.write(problems, folder / f"{name}.jsonl")
+        reports[name] = report.to_dict()
+        for source, counts in report.counts.items():
+            print(f"{name}: {source}: {', '.join(f'{n} {what}' for what, n in counts.items())}", file=sys.stderr)
+
+    kept = {"against": [*config.data.against, *config.evaluate.data], "is_integer_only": config.data.is_integer_only}
+    shared = [stage.max_tokens for stage in config.stages.values() if not stage.data]
+    bring("train", config.data.train, max(shared, default=0), **kept)
+    for name, stage in config.stages.items():
+        if stage.data:
+            bring(name, stage.data, stage.max_tokens, **kept)
+    bring("evaluate", config.evaluate.data, _evaluation(config)["limits"].max_tokens, is_integer_only=False, fresh=True)
+    write_json(folder / "report.json", reports)
+    run.finish(Unit("prepare"), {"model": model, "step": 0})
 
 
 def sft(run: Run) -> None:
@@ -78,11 +86,9 @@ def sft(run: Run) -> None:
     from trainer.progress import ranks, steps_of
     from trainer.sft import train_sft
 
-    config, before, began = run.config, run.before(SFT), perf_counter()
-    model = _model(run, before)
-    conversations = [
-        conversation for source in config.sft.data for conversation in data.read_conversations(source, seed=config.seed)
-    ]
+    config, before = run.config, run.before(SFT)
+    model = _model(run, before["model"])
+    conversations = [chat for source in config.sft.data for chat in data.read_conversations(source, seed=config.seed)]
     steps = round(config.sft.epochs * len(conversations) / config.sft.batch)
     with _recording(run, SFT, before["step"], steps) as record:
         trained = train_sft(
@@ -98,8 +104,8 @@ def sft(run: Run) -> None:
             is_sharded=config.hardware.sharding == "full",
         )
     if ranks().is_main_process:
-        found = {"model": _relative(run, trained.model), "step": before["step"] + steps_of(trained.checkpoint)}
-        run.finish(Unit("sft", SFT), {**found, "seconds": perf_counter() - began})
+        step = before["step"] + steps_of(trained.checkpoint)
+        run.finish(Unit("sft", SFT), {"model": _relative(run, trained.model), "step": step})
 
 
 def grpo(run: Run, name: str) -> None:
@@ -107,95 +113,84 @@ def grpo(run: Run, name: str) -> None:
     from trainer.grpo import train_stage
     from trainer.progress import ranks
 
-    config, stage, before, began = run.config, run.config.stage(name), run.before(name), perf_counter()
+    config, stage, before = run.config, run.config.stage(name), run.before(name)
     if stage.drop_solved:
         run.needed(Unit("filter", name))
-    model, checkpoint = _model(run, before), before.get("checkpoint")
-    arguments: dict[str, Any] = {
-        "model": model,
-        "problems": data.read(str(run.problems(stage))),
-        "out": run.stage(name),
-        "seed": _seed(config, name),
-        "first_step": before["step"],
-        "keep_optimizer": run.folder / checkpoint if checkpoint and not stage.reset_optimizer else None,
-        "dtype": config.model.dtype,
-        "is_sharded": config.hardware.sharding == "full",
-    }
-    with _recording(run, name, before["step"], stage.steps) as record:
-        if ranks().is_main_process:
-            with sampling(run, model) as rollouts:
-                trained = train_stage(stage, record=record, rollouts=rollouts, **arguments)
-            found = {"model": _relative(run, trained.model), "checkpoint": _relative(run, trained.checkpoint)}
-            step = before["step"] + stage.steps
-            run.finish(Unit("grpo", name), {**found, "step": step, "seconds": perf_counter() - began})
-        else:
-            train_stage(stage, record=record, rollouts=None, **arguments)
+    model, checkpoint, is_first = _model(run, before["model"]), before.get("checkpoint"), ranks().is_main_process
+    with (
+        _recording(run, name, before["step"], stage.steps) as record,
+        sampling(run, model) if is_first else nullcontext() as rollouts,
+    ):
+        trained = train_stage(
+            stage,
+            model=model,
+            problems=data.read(str(run.problems(stage))),
+            out=run.stage(name),
+            record=record,
+            rollouts=rollouts,
+            seed=_seed(config, name),
+            first_step=before["step"],
+            keep_optimizer=run.folder / checkpoint if checkpoint and not stage.reset_optimizer else None,
+            dtype=config.model.dtype,
+            is_sharded=config.hardware.sharding == "full",
+        )
+    if is_first:
+        found = {"model": _relative(run, trained.model), "checkpoint": _relative(run, trained.checkpoint)}
+        run.finish(Unit("grpo", name), {**found, "step": before["step"] + stage.steps})
 
 
 def drop_solved(run: Run, name: str) -> None:
-    """Sample every problem of a stage with the model before it, and keep those that were not solved every time.
+    """Evaluate the model before a stage on the stage's problems, and keep those that were not solved every time."""
+    from trainer.evaluate import outcomes_of
 
-    Each problem's count is written as soon as it is known, and not sampled again.
-    """
-    config, stage, began = run.config, run.config.stage(name), perf_counter()
-    model = _model(run, run.before(name))
-    problems = data.read(str(run.folder / "data" / f"{name if stage.data else 'train'}.jsonl"))
-    counts = run.stage(name) / "solved.jsonl"
-    solved = {row["id"]: row["solved"] for row in read_rows(counts)}
-    left = [problem for problem in problems if problem.id not in solved]
-    with sampling(run, model) as rollouts, _progress() as progress:
-        task = progress.add_task(f"filter {name}", total=len(problems), completed=len(solved))
-        for start in range(0, len(left), stage.prompts):
-            some = left[start : start + stage.prompts]
-            groups = _collect(rollouts, stage, some, stage.drop_solved, _seed(config, f"filter {name}"))
-            new = {
-                problem.id: sum(episode.reward == 1 for episode in group)
-                for problem, group in zip(some, groups, strict=True)
-            }
-            append_rows(counts, ({"id": id, "solved": count} for id, count in new.items()))
-            solved |= new
-            progress.advance(task, len(some))
-    kept = [problem for problem in problems if solved[problem.id] < stage.drop_solved]
+    stage, samples, out = run.config.stage(name), run.config.stage(name).drop_solved, run.stage(name) / "filter"
+    problems, seed = data.read(str(run.source(stage))), _seed(run.config, f"filter {name}")
+    measure(run, run.before(name)["model"], problems, out, samples=samples, seed=seed, **_how(stage))
+    outcomes = outcomes_of(RunFolder(out))
+    kept = [
+        problem for problem in problems if any(outcomes[problem.id, sample].reward != 1 for sample in range(samples))
+    ]
     if len(kept) < stage.prompts:
         raise ConfigError(
-            f"stages.{name}: {len(kept)} of {len(problems)} problems are not solved {stage.drop_solved} times of "
-            f"{stage.drop_solved}: expected at least prompts={stage.prompts}; give it more data, or lower prompts"
+            f"stages.{name}: {len(kept)} of {len(problems)} problems are not solved {samples} times of {samples}: "
+            f"expected at least prompts={stage.prompts}; give it more data, or lower prompts"
         )
     data.write(kept, run.problems(stage))
-    found = {"problems": len(problems), "kept": len(kept), "seconds": perf_counter() - began}
-    run.finish(Unit("filter", name), found)
+    run.finish(Unit("filter", name), {"problems": len(problems), "kept": len(kept)})
 
 
 def evaluate(run: Run, name: str) -> dict[str, Report]:
     """Measure the model that SFT or a stage left, on the run's fresh problems."""
-    began = perf_counter()
-    training = Unit("sft" if name == SFT else "grpo", name)
+    model = run.needed(Unit("sft" if name == SFT else "grpo", name))["model"]
     problems = data.read(str(run.folder / "data" / "evaluate.jsonl"))
-    reports = measure(run, _model(run, run.needed(training)), problems, run.stage(name) / "evaluation")
-    run.finish(Unit("eval", name), {"scores": reports[ALL].scores(), "seconds": perf_counter() - began})
+    reports = measure(run, model, problems, run.stage(name) / "evaluation", **_evaluation(run.config))
+    run.finish(Unit("eval", name), {"scores": reports[ALL].scores()})
     return reports
 
 
-def measure(run: Run, model: Path, problems: Sequence[Problem], out: Path) -> dict[str, Report]:
-    """Evaluate a model's folder; what is in folder `out` is not run again. Reports by source, and over `ALL`."""
+def evaluate_model(run: Run, model: str, out: Path) -> dict[str, Report]:
+    """Measure any model, as the run's are."""
+    config = run.config
+    problems, _ = data.prepare(config.evaluate.data, is_integer_only=False, seed=config.seed, fresh=True)
+    return measure(run, model, problems, out, **_evaluation(config))
+
+
+def measure(
+    run: Run, model: str, problems: Sequence[Problem], out: Path, samples: int, **how: Any
+) -> dict[str, Report]:
+    """Reports by source, and over `ALL`; `how` is how episodes are collected. What is in `out` is not run again."""
     from trainer import evaluate
 
-    config, wanted = run.config, run.config.evaluate
-    tokens = wanted.max_tokens or max((stage.max_tokens for stage in config.stages.values()), default=0)
-    turns = wanted.max_turns or max((stage.max_turns for stage in config.stages.values()), default=0)
-    if not tokens or not turns:
-        raise ConfigError("evaluate: expected max_tokens and max_turns, as there is no stage to take them from")
-    limits, seed = EpisodeLimits(tokens, turns), _seed(config, "eval")
-    sampled: dict[str, Any] = {"temperature": wanted.temperature, "top_p": wanted.top_p, "seed": seed}
-    with sampling(run, model) as rollouts, _progress() as bars:
-        task = bars.add_task("eval", total=len(problems))
+    with sampling(run, _model(run, model)) as rollouts, _progress() as bars:
+        task = bars.add_task(out.name, total=len(problems))
         reports = rollouts.background.run(
             evaluate.evaluate,
             problems,
-            wanted.samples,
-            partial(rollouts.collector.collect, limits=limits, **sampled),
+            samples,
+            partial(rollouts.collector.collect, **how),
             record=RunFolder(out),
-            settings={**sampled, "limits": asdict(limits), "model": str(model)},
+            settings={**how, "limits": asdict(how["limits"]), "model": model},
+            at_once=max(stage.prompts * stage.samples for stage in _stages(run.config)),  # as a step has
             advance=lambda: bars.advance(task),
         )
     if reports[ALL].accuracy is None:
@@ -206,11 +201,11 @@ def measure(run: Run, model: Path, problems: Sequence[Problem], out: Path) -> di
 def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> None:
     """Sample episodes of the run's first training problems into a folder that `show` opens."""
     config = run.config
-    found = run.needed(Unit({START: "prepare", SFT: "sft"}.get(name, "grpo"), "" if name == START else name))
-    stage = next(iter(config.stages.values())) if name in (START, SFT) else config.stage(name)
-    some = data.read(str(run.problems(stage)))[:problems]
-    with sampling(run, _model(run, found)) as rollouts:
-        groups = _collect(rollouts, stage, some, samples, _seed(config, "rollout"))
+    model = run.needed(Unit({START: "prepare", SFT: "sft"}.get(name, "grpo"), "" if name == START else name))["model"]
+    stage = _stages(config)[0] if name in (START, SFT) else config.stage(name)
+    some, seed = data.read(str(run.problems(stage)))[:problems], _seed(config, "rollout")
+    with sampling(run, _model(run, model)) as rollouts:
+        groups = rollouts.background.run(rollouts.collector.collect, some, samples, seed=seed, **_how(stage))
     record = RunFolder(out, keep_logprobs=True)
     record.claim(asdict(config))
     record.rewind(0)
@@ -227,9 +222,9 @@ def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
 
     config, sandbox = run.config, run.config.sandbox
     with Background() as background:
-        tools = background.enter(
-            service(urls(sandbox.endpoints) or "local", timeout_s=sandbox.timeout_s, memory_mb=sandbox.memory_mb)
-        )
+        about: dict[str, Any] = {"timeout_s": sandbox.timeout_s, "memory_mb": sandbox.memory_mb}
+        most = max(stage.tool_chars for stage in _stages(config))
+        tools = background.enter(service(urls(sandbox.endpoints) or "local", **about, max_chars=most))
         pool = background.enter(_pool(run, model))
         yield Rollouts(background, Collector(pool, _chat(config, model), tools), pool)
 
@@ -279,18 +274,27 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
         yield pool
 
 
-def _collect(
-    rollouts: Rollouts, stage: StageConfig, problems: Sequence[Problem], samples: int, seed: int
-) -> list[list[Episode]]:
-    return rollouts.background.run(
-        rollouts.collector.collect,
-        problems,
-        samples,
-        limits=EpisodeLimits(stage.max_tokens, stage.max_turns, stage.tool_chars),
-        temperature=stage.temperature,
-        top_p=stage.top_p,
-        seed=seed,
+def _stages(config: RunConfig) -> list[StageConfig]:
+    """Those of a run; of one that has none, what they would be."""
+    return [*config.stages.values()] or [config.rl]
+
+
+def _how(stage: StageConfig) -> dict[str, Any]:
+    """How a stage's episodes are sampled."""
+    limits = EpisodeLimits(stage.max_tokens, stage.max_turns, stage.tool_chars)
+    return {"limits": limits, "temperature": stage.temperature, "top_p": stage.top_p}
+
+
+def _evaluation(config: RunConfig) -> dict[str, Any]:
+    """How models are evaluated."""
+    wanted, stages = config.evaluate, _stages(config)
+    limits = EpisodeLimits(
+        wanted.max_tokens or max(stage.max_tokens for stage in stages),
+        wanted.max_turns or max(stage.max_turns for stage in stages),
+        max(stage.tool_chars for stage in stages),
     )
+    how = {"temperature": wanted.temperature, "top_p": wanted.top_p, "seed": _seed(config, "eval")}
+    return {"samples": wanted.samples, "limits": limits, **how}
 
 
 def _chat(config: RunConfig, model: Path) -> Chat:
@@ -333,10 +337,10 @@ def _progress() -> Progress:
     return Progress(TextColumn("{task.description}"), *counts, console=Console(stderr=True))
 
 
-def _model(run: Run, before: Mapping[str, Any]) -> Path:
+def _model(run: Run, name: str) -> Path:
     """The folder of a model that a unit left, or the hub's name of the first one."""
-    ours = run.folder / before["model"]
-    return ours if ours.is_dir() else Path(before["model"])
+    ours = run.folder / name
+    return ours if ours.is_dir() else Path(name)
 
 
 def _seed(config: RunConfig, name: str) -> int:

@@ -52,7 +52,9 @@ def weights(folder: Path) -> dict[str, Any]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(tmp_path: Path, model: Path) -> None:
+def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Stopping(RunFolder):
         """Stops in the second epoch, after its first step."""
 
@@ -66,9 +68,11 @@ def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(tmp_path: Path, mode
     with pytest.raises(KeyboardInterrupt):
         train(model, broken.path, Stopping(broken.path))
     actual = train(model, broken.path, broken)
+    assert "missing keys" not in caplog.text, "a tied weight is there under its first name"
 
     rows = list(whole.metrics())
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and {row["stage"] for row in rows} == {"sft"}
+    assert min(row["lr"] for row in rows) > 0, "no step is lost to a warm-up from 0"
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
     assert list(broken.metrics()) == rows
     ours, theirs = weights(actual.model), weights(expected.model)

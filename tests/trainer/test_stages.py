@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from trainer import cli, data, stages  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, RunConfig, load  # noqa: E402
 from trainer.recipe import Run, Start, Unit, recipe  # noqa: E402
-from trainer.record import RunFolder, append_rows, read_rows  # noqa: E402
+from trainer.record import RunFolder  # noqa: E402
 from trainer.tools import service  # noqa: E402
 
 SMALL = """
@@ -135,6 +136,17 @@ def test_prepare_brings_problems_apart_from_those_that_are_evaluated(tmp_path: P
     assert (run.folder / found["model"] / "config.json").exists()
 
 
+def test_prompts_that_leave_no_room_to_answer_are_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"problem": "What is " + "1 + " * times + "1?", "answer": "3"} for times in (2, 200)]
+    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    run = Run(_config(tmp_path, "data.train=generated:3", f"evaluate.data={tmp_path / 'some.jsonl'}"))
+    stages.prepare(run)
+    assert [len(data.read(str(run.folder / f"data/{name}.jsonl"))) for name in ("train", "evaluate")] == [3, 1]
+    assert "evaluate: some: 2 rows, 1 kept, 1 too long" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_stage_that_is_killed_ends_as_one_that_is_not(taught: Run, tmp_path: Path) -> None:
@@ -163,18 +175,23 @@ def test_what_is_always_solved_is_taken_out_once(taught: Run, tmp_path: Path) ->
     run.finish(Unit("grpo", "rl1"), before)  # as if a stage had left it as it was
     with pytest.raises(ConfigError, match="`rstar-train filter rl2` comes first"):
         stages.grpo(run, "rl2")
-    known = {"Number 0?": 3, "Number 1?": 2}
-    counts = run.stage("rl2") / "solved.jsonl"
-    append_rows(counts, ({"id": id, "solved": solved} for id, solved in known.items()))
-    with counts.open("a", encoding="utf-8") as file:
-        file.write('{"id": "Number')  # a kill has torn it
     stages.drop_solved(run, "rl2")
-    rows = {row["id"]: row["solved"] for row in read_rows(counts)}
-    assert set(rows) == {f"Number {number}?" for number in range(6)}
-    assert {id: rows[id] for id in known} == known
+    folder = RunFolder(run.stage("rl2") / "filter")
+    episodes = list(folder.episodes(0))
+    solved = Counter(row["problem"]["id"] for row in episodes if row["reward"] == 1)
+    assert len(episodes) == 6 * 3
     kept = [problem.id for problem in data.read(str(run.problems(run.config.stage("rl2"))))]
-    assert kept == [id for id, solved in sorted(rows.items()) if solved < 3]
+    assert kept == [f"Number {number}?" for number in range(6) if solved[f"Number {number}?"] < 3]
     assert run.needed(Unit("filter", "rl2"))["kept"] == len(kept)
+
+    (file,) = folder.path.glob("episodes/*")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])  # as a kill leaves it, within a line
+    left = file.read_bytes().count(b"\n")
+    stages.drop_solved(run, "rl2")
+    again = list(folder.episodes(0))
+    assert again[:left] == episodes[:left], "what was written is not sampled again"
+    assert [problem.id for problem in data.read(str(run.problems(run.config.stage("rl2"))))] == kept
 
 
 @pytest.mark.slow
