@@ -24,12 +24,15 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 # These need torch, too.
 from sandbox.errors import NodeError  # noqa: E402
 from sandbox.runtime import default_python  # noqa: E402
+from tests.trainer.sampling import QUIET_LIBRARIES  # noqa: E402
 from trainer import cli, data, stages  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, RunConfig, load  # noqa: E402
 from trainer.recipe import Run, Start, Unit, recipe  # noqa: E402
 from trainer.record import RunFolder  # noqa: E402
 from trainer.tools import service  # noqa: E402
+
+pytestmark = QUIET_LIBRARIES
 
 SMALL = """
 [model]
