@@ -267,7 +267,7 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
             endpoints = await stack.enter_async_context(servers.serve(engines.count, run.folder / "engines"))
         size = {"vocabulary": AutoConfig.from_pretrained(model).vocab_size, "max_length": engines.max_length}
         served = [VllmEngine(url, **size, slots=engines.slots, timeout_s=engines.timeout_s) for url in endpoints]
-        carry = ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights")
+        carry = ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights", dtype)
         pool = await stack.enter_async_context(Pool(served, **about, carry=carry, reference=reference))
         # They may have those of the unit before, or of another run.
         await pool.sync(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict(), 0)

@@ -29,7 +29,8 @@ from trainer.engine import EngineFailed, VllmEngine
 from trainer.pool import Engine, Weights
 from trainer.vllm_server import free_port
 
-PROBE_TOKENS = 32
+PROBE_TOKENS = 8
+"""All weights have a part in each: more would show nothing else, and an engine computes them one by one."""
 
 
 class SyncFailed(Exception):
@@ -75,10 +76,10 @@ async def direct(engines: Sequence[Any], weights: Weights, version: int) -> list
 
 
 class ByFile:
-    """As safetensors in `folder`, which is made and holds one version at a time."""
+    """As safetensors in `folder`, which is made and holds one version at a time, as the engines' `dtype`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        self._folder, self._dtype = folder, getattr(torch, dtype)
 
     async def __call__(self, engines: Sequence[Any], weights: Weights, version: int) -> list[BaseException | None]:
         here = self._folder / f"v{version:06d}"
@@ -88,11 +89,11 @@ class ByFile:
         finally:
             await asyncio.to_thread(shutil.rmtree, here)
 
-    @staticmethod
-    def _save(folder: Path, weights: Weights) -> None:
+    def _save(self, folder: Path, weights: Weights) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
         folder.mkdir(parents=True)
-        save_file(_once(weights), folder / "model.safetensors")
+        rounded = {name: each.to(self._dtype) for name, each in _once(weights).items()}
+        save_file(rounded, folder / "model.safetensors")
 
 
 class ByNccl:

@@ -87,6 +87,22 @@ async def test_servers_take_weights_from_a_folder_that_is_gone_afterwards(folder
 
 
 @pytest.mark.asyncio
+async def test_a_file_has_what_the_engines_compute_in(tmp_path):
+    """Rounded here as they would round it themselves, at half the size."""
+    saved = {}
+
+    class Server:
+        async def load(self, folder, version):
+            saved.update(load_file(folder / "model.safetensors"))
+
+    trained = model(1)
+    assert await ByFile(tmp_path, "bfloat16")([Server()], trained.state_dict(), 1) == [None]
+    assert saved.keys() == dict(trained.named_parameters()).keys()
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(saved[name], parameter.to(torch.bfloat16))
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("keep", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", ""])
 async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
     """`keep` stays as it was, as after a reload that left a mix of old and new; '' is all of them."""
