@@ -146,8 +146,8 @@ def profile_of(args: argparse.Namespace) -> Profile:
         recorded = list(recorded_plans(args.episodes))
         most_new = max(plan.length - plan.prompt for plan in recorded)
         plans = lambda seed: shuffled(recorded, seed)  # noqa: E731
-    how = f"--simulate --profile {args.profile} --stage {args.stage}" if args.simulate else f"--engines {engines}"
-    command = f"python -m bench.rollouts {how}"
+    how = f"--simulate --profile {args.profile} --stage {args.stage} " if args.simulate else ""
+    command = f"python -m bench.rollouts {how}--engines {engines} --groups {groups}"
     return Profile(args.profile, hardware, engines, most_new, plans, args.simulate, command, args.first_step)
 
 
