@@ -55,18 +55,13 @@ class ToolReply:
 class PythonTool:
     """Runs what a model asks for, each call afresh."""
 
-    def __init__(
-        self, client: AsyncClient, *, limits: Limits, max_chars: int = MAX_CHARS, names: Sequence[str] = TOOL_NAMES
-    ) -> None:
-        self._client = client
-        self._limits = limits
-        self._max_chars = max_chars
-        self._names = tuple(names)
+    def __init__(self, client: AsyncClient, *, limits: Limits, max_chars: int = MAX_CHARS) -> None:
+        self._client, self._limits, self._max_chars = client, limits, max_chars
 
     async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
         """The reply to a call by tool name and arguments, JSON or parsed. Raises nothing but cancellation."""
-        if name not in self._names:
-            text = f"NameError: there is no tool {name!r:.80}; there is {self._names[0]}"
+        if name not in TOOL_NAMES:
+            text = f"NameError: there is no tool {name!r:.80}; there is {TOOL_NAMES[0]}"
             return ToolReply(CallStatus.MALFORMED, text)
         try:
             call = parse_arguments(arguments)
@@ -89,8 +84,7 @@ class Verifier:
     """Compares answers by math-verify, inside the sandbox."""
 
     def __init__(self, client: AsyncClient, *, limits: Limits) -> None:
-        self._client = client
-        self._limits = limits
+        self._client, self._limits = client, limits
 
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """For each pair of the right answer and the model's, in order. Raises nothing but cancellation."""
@@ -118,15 +112,13 @@ async def service(
     timeout_s: float = 10.0,
     memory_mb: int = 512,
     max_chars: int = MAX_CHARS,
-    token: str | None = None,
     arguments: Sequence[str] = (),
 ) -> AsyncIterator[Tools]:
     """The tools of the service at one endpoint or several; none, or "local", starts one for as long as this lasts.
 
-    `timeout_s` and `memory_mb` bound each call. `token` is RSTAR_SANDBOX_TOKEN's unless given. `arguments` are further
-    ones of `rstar-sandbox serve`, for a local one. Raises `ServiceFailed`.
+    `timeout_s` and `memory_mb` bound each call. RSTAR_SANDBOX_TOKEN is the token, if one is needed. `arguments` are
+    further ones of `rstar-sandbox serve`, for a local one. Raises `ServiceFailed`.
     """
-    token = token or os.environ.get("RSTAR_SANDBOX_TOKEN")
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
     async with contextlib.AsyncExitStack() as stack:
         if not endpoint or endpoint == "local":
@@ -135,7 +127,9 @@ async def service(
             except ServiceError as why:
                 raise ServiceFailed(str(why)) from why
         endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint)
-        client = await stack.enter_async_context(AsyncClient(endpoints, token=token, retries=RETRIES))
+        client = await stack.enter_async_context(
+            AsyncClient(endpoints, token=os.environ.get("RSTAR_SANDBOX_TOKEN"), retries=RETRIES)
+        )
         await _check(client, endpoints, limits)
         yield Tools(PythonTool(client, limits=limits, max_chars=max_chars), Verifier(client, limits=limits), endpoints)
 
