@@ -150,13 +150,16 @@ class Pool:
         self._carry, self._reference = carry, reference
         self._scrape_s, self._turn_s, self._rest_s, self._patience_s = scrape_s, turn_s, rest_s, patience_s
         self._expected: Any = None  # what the reference said of the last sync's weights
-        self._seats: dict[Hashable, Seat] = {}
+        self.seats: dict[Hashable, Seat] = {}
         self.name = token_hex(4)
         """For engines, of which others may ask things too."""
         self._keys = itertools.count()
         self._tasks = asyncio.TaskGroup()
         self._watchers: list[asyncio.Task[None]] = []
-        self._has_changed, self._has_ended = asyncio.Event(), asyncio.Event()
+        self.has_changed = asyncio.Event()
+        """Something that the scheduler was told of."""
+        self.has_ended = asyncio.Event()
+        """A request, or a turn that had a place."""
         self._down_since = 0.0
         """When the last engine went down."""
 
@@ -233,7 +236,7 @@ class Pool:
                     raise end
         finally:
             self.scheduler.is_held = False
-            self._has_changed.set()
+            self.has_changed.set()
         self.scheduler.new_step()
         if not self._is_any_up():
             raise self.none_left()
@@ -257,23 +260,7 @@ class Pool:
                 yield
         finally:
             del desk.requests[who]
-            self.ended()
-
-    def enter(self, seat: Seat) -> None:
-        self._seats[seat.key] = seat
-
-    def leave(self, seat: Seat, length: int | None) -> None:
-        del self._seats[seat.key]
-        self.scheduler.complete(seat.key, self.now(), length)
-        self.changed()
-        self.ended()
-
-    def changed(self) -> None:
-        self._has_changed.set()
-
-    def ended(self) -> None:
-        """A request is over."""
-        self._has_ended.set()
+            self.has_ended.set()
 
     def fail(self, desk: Desk, why: str) -> None:
         """The engine is lost, with all contexts; its turns want another place."""
@@ -305,11 +292,11 @@ class Pool:
             return
         desk.is_up = False
         for key in self.scheduler.lost(desk.engine.name, now):
-            self._seats[key].placement = None
+            self.seats[key].placement = None
         if not self._is_any_up():
             self._down_since = now
-        self.changed()
-        self.ended()
+        self.has_changed.set()
+        self.has_ended.set()
 
     async def _admit(self, desk: Desk) -> None:
         """It takes part (again), if it has the weights that it should have: it may have been started anew."""
@@ -321,7 +308,7 @@ class Pool:
         preemptions = 0 if gauge is None else gauge.preemptions
         self.scheduler.up(engine.name, room.tokens, room.running, block=room.block, preemptions=preemptions, now=now)
         desk.is_up, desk.misses, desk.moved_at = True, 0, now
-        self.changed()
+        self.has_changed.set()
 
     async def _try(self, desk: Desk) -> None:
         try:
@@ -337,7 +324,7 @@ class Pool:
             elif not self.scheduler.is_held and desk.engine.version == self.version and desk.rests_until <= self.now():
                 await self._try(desk)
             if self.is_hopeless():
-                for seat in self._seats.values():
+                for seat in self.seats.values():
                     seat.look()
             await asyncio.sleep(self._scrape_s)
 
@@ -356,7 +343,7 @@ class Pool:
             return
         now = self.now()
         self.scheduler.observe(desk.engine.name, gauge, now)
-        self.changed()
+        self.has_changed.set()
         if gauge.tokens != desk.computed or not desk.requests:
             desk.computed, desk.moved_at = gauge.tokens, now
         elif now - desk.moved_at > STALL_S:
@@ -367,10 +354,10 @@ class Pool:
     async def _place(self) -> None:
         """Asks the scheduler once for all that happened at the same time."""
         while True:
-            await self._has_changed.wait()
-            self._has_changed.clear()
+            await self.has_changed.wait()
+            self.has_changed.clear()
             for placement in self.scheduler.place(self.now()):
-                self._seats[placement.episode].put(placement)
+                self.seats[placement.episode].put(placement)
 
     async def _drain(self) -> None:
         """Until nothing runs; engines that are tried meanwhile get the new weights anyway."""
@@ -378,8 +365,8 @@ class Pool:
             if not desk.is_up:
                 desk.cut(self.now())
         while any(desk.requests for desk in self.desks.values()) or self.scheduler.running:
-            self._has_ended.clear()
-            await self._has_ended.wait()
+            self.has_ended.clear()
+            await self.has_ended.wait()
 
 
 class _Interrupted(Exception):
@@ -418,7 +405,7 @@ class Seat:
             self.leave(None)
             raise
         self.placement, self.length = None, length
-        pool.changed()
+        pool.has_changed.set()
         if pool.log is not None:
             about = (placement.engine, wanted, began, ended, context, len(made.ids), placement.has_moved)
             pool.log(Served(self.key, self._group, *about))
@@ -438,7 +425,11 @@ class Seat:
         """The episode is over, with `length`; None if something ended it."""
         if self._is_in:
             self._is_in, self.placement = False, None
-            self._pool.leave(self, length)
+            pool = self._pool
+            del pool.seats[self.key]
+            pool.scheduler.complete(self.key, pool.now(), length)
+            pool.has_changed.set()
+            pool.has_ended.set()
 
     def _want(self, length: int) -> None:
         pool = self._pool
@@ -446,9 +437,9 @@ class Seat:
             pool.scheduler.wake(self.key, length, pool.now())
         else:
             pool.scheduler.submit(self.key, self._group, length, self._most)
-            pool.enter(self)
+            pool.seats[self.key] = self
             self._is_in = True
-        pool.changed()
+        pool.has_changed.set()
 
     async def _run(self, ids: Sequence[int], sampling: Sampling) -> tuple[Generation, Placement, float]:
         pool, failures = self._pool, 0

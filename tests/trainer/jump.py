@@ -1,4 +1,5 @@
-"""An event loop whose time stands still as long as anything can happen, and then jumps to what is due next."""
+"""An event loop whose time stands still as long as anything can happen or a thread works, and then jumps to what is due
+next."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from typing import Any
 
 class _Selector(selectors.DefaultSelector):
     passed = 0.0
+    threads = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.threads and timeout != 0:
+            return super().select(None)
         ready = super().select(timeout and 0)
         if timeout and not ready:
             self.passed += timeout
@@ -26,6 +30,15 @@ class Loop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.passed
+
+    def run_in_executor(self, *args: Any) -> asyncio.Future[Any]:
+        self._jumping.threads += 1
+        future = super().run_in_executor(*args)
+        future.add_done_callback(self._is_back)
+        return future
+
+    def _is_back(self, _: object) -> None:
+        self._jumping.threads -= 1
 
 
 def jumping(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
