@@ -43,7 +43,7 @@ class Hardware:
     per_context_s: float
     prefill_s: float
     turn_s: float = 0.0
-    """To take on a turn, whatever its length."""
+    """Its door takes to let a turn in, one after the other, while steps go on."""
     block: int = 1
     """Tokens that are kept together: half of one is empty in each context, and what a turn left in one is forgotten."""
     weights_s: float = 0.0
@@ -88,7 +88,7 @@ class Engine:
     def __init__(self, name: str, hardware: Hardware) -> None:
         self.name = name
         self.hardware = hardware
-        self.clock = self.steps = self.debt = 0.0
+        self.clock = self.steps = self.debt = self.door = 0.0
         self.waiting: deque[_Request] = deque()
         self.running: OrderedDict[int, _Request] = OrderedDict()
         self.cached: OrderedDict[tuple[str, int], float] = OrderedDict()
@@ -207,7 +207,7 @@ class Engine:
         if not request.is_resumed:
             self.asked += request.context
             self.hits += int(hit)
-        self.debt += (request.context - hit) * self.hardware.prefill_s + self.hardware.turn_s
+        self.debt += (request.context - hit) * self.hardware.prefill_s
         request.began = self.steps
         self.running[request.episode] = request
         self._own += request.context - request.prompt
@@ -337,6 +337,9 @@ class _Simulation:
                 self._wake(what)
             elif kind == "observe":
                 self._observe()
+            elif kind == "door":
+                assert isinstance(what, tuple)
+                self._let_in(*what)
             else:
                 assert isinstance(what, Engine)
                 if self._dues.get(what.name) == self.now:
@@ -345,6 +348,16 @@ class _Simulation:
 
     def _at(self, time: float, kind: str, what: object) -> None:
         heapq.heappush(self._events, (time, next(self._order), kind, what))
+
+    def _let_in(self, engine: Engine, request: _Request) -> None:
+        ended = engine.advance(self.now)
+        engine.take(request)
+        for one in ended:
+            self._over(one)
+        if ended:
+            self._place([engine])
+        else:
+            self._set_due(engine)
 
     def _advance(self, engine: Engine) -> None:
         ended = engine.advance(self.now)
@@ -390,15 +403,20 @@ class _Simulation:
             key, engine = placement.episode, self.engines[placement.engine]
             assert isinstance(key, int)
             self.moves += placement.has_moved
-            if engine.name not in touched:
-                for request in engine.advance(self.now):
-                    self._over(request)
-                touched[engine.name] = engine
             self.began.setdefault(key, self.now)
             self.placed[key] = placement, self.now
             plan = self.plans[key]
             sampled = plan.turns[self.turn[key]][0]
-            engine.take(_Request(key, plan.group, plan.prompt, self.context[key], sampled, self.fresh[key]))
+            request = _Request(key, plan.group, plan.prompt, self.context[key], sampled, self.fresh[key])
+            if engine.hardware.turn_s:
+                engine.door = max(engine.door, self.now) + engine.hardware.turn_s
+                self._at(engine.door, "door", (engine, request))
+                continue
+            if engine.name not in touched:
+                for one in engine.advance(self.now):
+                    self._over(one)
+                touched[engine.name] = engine
+            engine.take(request)
         for engine in touched.values():
             self._set_due(engine)
 
