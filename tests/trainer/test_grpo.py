@@ -226,6 +226,30 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
     assert metrics[2]["kl_sampler"] > 1e-3 > metrics[0]["kl_sampler"]
 
 
+def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
+    tmp_path: Path, model: Path, background: Background
+) -> None:
+    """Six of eight are over, three of them right: two of each are kept, as of six."""
+
+    class Stopping(Sampler):
+        def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:
+            episode = super().episode(problem, sample, *rest)
+            if sample in (2, 5):
+                return replace(episode, stop=StopReason.CANCELLED, reward=None, ids=episode.ids[:4], steps=())
+            return replace(episode, reward=float(sample % 2))
+
+    sampler = Stopping(model)
+    stage = Stage(tmp_path, model, background, steps=1, early_stop=True)
+    stage.run(sampler)
+    is_enough = sampler.log[1][-1]["is_enough"]
+    assert is_enough([0.0] * 3 + [1.0] * 3, 2) and not is_enough([1.0] * 6, 2)
+    (row,) = stage.record.metrics()
+    assert (row["stopped"], row["length_stopped"], row["length"], row["unavailable"]) == (0.25, 4, 8, 0)
+    assert row["tokens_stopped"] == 2 * 2 * 6 and row["kept"] == 8
+    kept = [episode for episode in stage.record.episodes(1) if episode["kept"]]
+    assert sorted(episode["reward"] for episode in kept) == [0.0] * 4 + [1.0] * 4
+
+
 def versions_of(row: dict[str, Any]) -> list[int]:
     """Of each sampled token of a recorded episode."""
     starts = [*(start for start, _ in row["versions"]), len(row["ids"])]
