@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class CallStatus(StrEnum):
@@ -134,22 +135,11 @@ class Draft:
     def episode(self, reward: float | None = None) -> Episode:
         """What it came to."""
         assert self.stop, "only an episode that is over has a reward"
-        return Episode(
-            self.problem,
-            self.sample,
-            self.prompt_ids,
-            tuple(self.ids),
-            tuple(self.logprobs),
-            tuple(self.mask),
-            tuple(self.steps),
-            self.stop,
-            self.answer,
-            self.answer_tags,
-            reward,
-            self.seconds,
-            self.error,
-            tuple(self.versions),
-        )
+        parts: dict[str, Any] = {"reward": reward}
+        for name in Episode.__dataclass_fields__.keys() - parts:
+            part = getattr(self, name)
+            parts[name] = tuple(part) if isinstance(part, list) else part
+        return Episode(**parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("trl", reason="needs trl")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder, problems  # noqa: E402
 from trainer import grpo  # noqa: E402
@@ -248,6 +248,32 @@ def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
     assert row["tokens_stopped"] == 2 * 2 * 6 and row["kept"] == 8
     kept = [episode for episode in stage.record.episodes(1) if episode["kept"]]
     assert sorted(episode["reward"] for episode in kept) == [0.0] * 4 + [1.0] * 4
+
+
+def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, background: Background) -> None:
+    from tests.trainer.fakes import ScriptedTools
+    from trainer.chat import rstar2
+    from trainer.local import LocalEngine
+    from trainer.pool import Pool
+    from trainer.rollout import Collector
+    from trainer.sync import Reference, direct
+
+    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=8, max_length=160)
+    pool = background.enter(Pool([engine], most_tokens=160, carry=direct, reference=Reference(model)))
+    collector = Collector(pool, rstar2(AutoTokenizer.from_pretrained(model), preamble="Go."), ScriptedTools())
+    changes = {"steps": 3, "samples": 4, "keep": 2, "partial": 1.0, "early_stop": True, "max_tokens": 40}
+    stage = Stage(tmp_path, model, background, **changes)
+    out = tmp_path / "stages/rl1"
+    train_stage(
+        stage.stage, model=model, problems=problems(6), out=out, record=stage.record, seed=3,
+        rollouts=Rollouts(background, collector, pool),
+    )  # fmt: skip
+    rows = [list(stage.record.episodes(step)) for step in (1, 2, 3)]
+    assert [len(some) for some in rows] == [8, 8, 8]
+    of_all = [row["problem"]["id"] for some in rows for row in some[::4]]
+    assert sorted(of_all) == sorted(problem.id for problem in grpo.in_order(problems(6), 2, 3, 3))
+    assert all(version <= step for step, some in enumerate(rows) for row in some for version in versions_of(row))
+    assert [row["carried"] for row in stage.record.metrics()] == [2, 2, 0]
 
 
 def versions_of(row: dict[str, Any]) -> list[int]:
