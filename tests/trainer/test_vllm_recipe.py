@@ -82,12 +82,12 @@ def _check(config: RunConfig, names: Sequence[str]) -> None:
     run = recipe(config)
     assert [row["name"] for row in run.summary()["stages"]] == names
     rows = [row for row in run.record.metrics() if row["stage"] == "rl1"]
-    assert [row["weight_version"] for row in rows] == [2, 3]  # the first sync is of the model before the stage
+    assert [row["weight_version"] for row in rows] == [row["step"] - 1 for row in rows]
     assert all(row["unavailable"] == 0 and row["tokens"] > 0 for row in rows)
     assert all(row["kl_sampler"] < 1e-3 for row in rows if row["kept"])
-    steps = [step for row in rows for episode in run.record.episodes(row["step"]) for step in episode["steps"]]
-    assert len({step["engine"] for step in steps}) == ENGINES
-    assert {step["version"] for step in steps} == {2, 3}
+    turns = [turn for row in rows for episode in run.record.episodes(row["step"]) for turn in episode["turns"]]
+    assert len({turn["engine"] for turn in turns}) == ENGINES
+    assert len({turn["version"] for turn in turns}) == len(rows)
     evaluation = read_json(run.stage("rl1") / "evaluated.json")
     assert evaluation is not None
     assert not math.isnan(evaluation["scores"]["accuracy"])
