@@ -5,11 +5,12 @@ three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`) and nothin
 
 Invariants:
 - Engines sample a step with the weights that the step starts from: TRL asks for one sync before each rollout.
-- TRL passes G contiguous copies of a prompt and gets as many rows: the G that `trainer.roc` keeps of the 2G sampled.
+- TRL asks for as many rows as a step trains on, and gets G in line for each problem: those that `trainer.roc` keeps of
+  the 2G sampled. Which problems, is said here: each of the stage's order is trained on in one step, with its whole group.
 - A row is in the loss, and in its denominator, only if it has a reward and its group's kept rewards differ. Any other
   row has a mask of zeros; without a reward its advantage is 0 as well.
 - What a step samples follows from (weights, seed, step), and the order of problems from the seed: a resumed run repeats
-  what a kill has undone.
+  what a kill has undone. What goes on from step to step is in each checkpoint.
 - Only the first rank meets engines and tools; every rank gets its own rows from it.
 
 The loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
