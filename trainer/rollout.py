@@ -9,8 +9,8 @@ Invariants:
 - A call counts once it is run. Those in a turn that `max_tokens` cut off, or in the last turn of `max_turns`, are not
   run, since nobody would read the response.
 - What is sampled follows from (weights, problem, sample, turn, seed), never from the order in which things happen.
-- An interrupted episode has lost nothing but time: what was sampled is kept, a call that runs is awaited, and it goes on
-  from there, once.
+- An interrupted episode has lost nothing but time: what was sampled is kept, a call that runs is awaited, and it goes
+  on from there, once.
 - Nothing is left running: every task belongs to a TaskGroup, and cancelling `collect` cancels them all.
 """
 
