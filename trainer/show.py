@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show a run as `add_arguments` says; the exit code. Raises `ShowError`, or `RecordError` for what is no run's."""
     folder = RunFolder(args.run)
-    if not (args.run / "metrics.jsonl").exists() and folder.config() is None and not folder.steps():
+    if folder.config() is None and not (args.run / "metrics.jsonl").exists() and not folder.steps():
         raise ShowError(f"{args.run}: expected the folder of a run, found no config, metrics or episodes in it")
     show = _write_page if args.html else _print
     show(folder, args)

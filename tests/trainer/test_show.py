@@ -20,7 +20,7 @@ from tests.gateway.browser import CHROMIUM, PATIENCE_S, Browser, Page, chromium
 from tests.trainer.runs import KEEP, STAGES, episode, group, write_run, write_step
 from trainer import show
 from trainer.metrics import METRICS
-from trainer.record import RunFolder
+from trainer.record import RecordError, RunFolder, write_json
 from trainer.trajectory import CallStatus, Episode, Problem, ToolCall
 
 PAGE = files("trainer").joinpath("show.html").read_text(encoding="utf-8")
@@ -133,7 +133,10 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) ->
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(show.ShowError, match="expected the folder of a run"):
         shown(folder)
-    folder.claim({})
+    write_json(folder.path / "config.json", {"version": 99, "config": {}})
+    with pytest.raises(RecordError, match="expected version 1, got 99"):
+        shown(folder)
+    write_json(folder.path / "config.json", {"version": 1, "config": {}})
     assert "no step is done yet" in shown(folder) and "No episodes yet." in shown(folder)
     write_step(folder, 1, "rl1", [group(random.Random(1), "p", skill=0.5)])
     for path in ("metrics.jsonl", "episodes/step_000001.jsonl", "episodes/step_000002.jsonl"):
