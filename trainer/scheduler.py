@@ -13,7 +13,7 @@ Invariants:
   once every episode is complete.
 - The next turn of an episode that has a place is never held up: its tokens are in the ledger already.
 - New episodes wait in one queue. The first of it is never overtaken, and an engine without any episode takes it
-  whatever its length, so that none starves.
+  whatever its length, so that none starves: what a step hands in has an end.
 - The same events give the same decisions.
 
 Lengths are in tokens of a whole context: prompt and response, tool tokens included.
@@ -37,7 +37,7 @@ Key = Hashable
 EASE, CUT = 0.01, 0.95
 """Additive increase and multiplicative decrease of the share of a cache that is promised, per quiet observation and per
 burst of preemptions: to compute some contexts anew costs less than to leave a fifth of a cache empty."""
-APPETITE, LEAST, MOST = 0.9, 0.5, 0.95
+APPETITE, LEAST, MOST = 0.95, 0.5, 1.0
 FULL = 0.9
 LIGHTER = 0.7
 """An episode goes on elsewhere if with it less than this share of what its engine has promised is promised there."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bench.rollout_sim import Hardware, Plan, lower_bound_s, simulate, workload
+from bench.rollout_sim import Hardware, Plan, decision_cost, lower_bound_s, simulate, workload
 from trainer.scheduler import POLICIES
 
 ROOMY = Hardware("roomy", 10**6, 512, base_s=0.01, per_sequence_s=0.0, per_context_s=0.0, prefill_s=0.0)
@@ -62,3 +64,42 @@ def test_turns_come_in_one_after_the_other_while_steps_go_on() -> None:
     run = simulate(plans, replace(ROOMY, turn_s=0.1), 1, "kv", 200)
     assert [turn.ended for turn in run.turns] == [pytest.approx(0.1 * (number + 1) + 0.5) for number in range(3)]
     assert run.engines[0].busy_s == pytest.approx(0.7)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    seed=st.integers(0, 10**6),
+    groups=st.integers(1, 8),
+    mean=st.sampled_from([100.0, 700.0, 1800.0]),
+    capacity=st.sampled_from([3_000, 12_000, 100_000]),
+    engines=st.integers(1, 3),
+    weights_s=st.sampled_from([0.0, 0.02]),
+)
+def test_no_policy_is_faster_than_the_lower_bound(
+    policy: str, seed: int, groups: int, mean: float, capacity: int, engines: int, weights_s: float
+) -> None:
+    plans = workload(groups, 8, 2000, mean, seed)
+    hardware = replace(TIGHT, capacity=capacity, weights_s=weights_s, base_s=0.002, per_sequence_s=2e-3)
+    run = simulate(plans, hardware, engines, policy, 2000)
+    assert run.makespan_s >= lower_bound_s(plans, hardware, engines)
+
+
+def test_the_lower_bound_of_one_episode_is_what_it_takes() -> None:
+    plan = Plan(0, 100, ((50, 10, 2.0), (30, 0, 0.0)))
+    hardware = replace(TIGHT, weights_s=0.01, prefill_s=0.0)
+    assert lower_bound_s([plan], hardware, 1) == pytest.approx(simulate([plan], hardware, 1, "kv", 200).makespan_s)
+
+
+def test_the_lower_bound_counts_that_large_batches_keep_the_long_waiting() -> None:
+    """Short ones that fill the batch of a long one slow it down; alone, or without it, neither takes as long."""
+    long, short = Plan(0, 10, ((4000, 0, 0.0),)), [Plan(1, 10, ((400, 0, 0.0),)) for _ in range(300)]
+    bounds = [lower_bound_s(plans, TIGHT, 1) for plans in ([long], short, [long, *short])]
+    assert bounds[2] > 1.02 * max(bounds[0], bounds[1])
+
+
+def test_what_decisions_cost_is_told_for_each_event() -> None:
+    cost = decision_cost(workload(4, 8, 2000, 700.0, seed=1), TIGHT, 2, 2000)
+    assert {"place", "park", "wake", "complete", "turn"} <= set(cost)
+    assert all(microseconds >= 0 for microseconds in cost.values())
+    assert cost["turn"] >= cost["place"]
