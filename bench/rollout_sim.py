@@ -311,7 +311,7 @@ class _Simulation:
         self.scheduler = Scheduler(max(plan.prompt for plan in plans) + most_new, policy)
         tell(self.scheduler, before)
         for name in self.engines:
-            self.scheduler.up(name, hardware.capacity, hardware.most_running, block=hardware.block, now=0.0)
+            self.scheduler.up(name, hardware.capacity, hardware.most_running, block=hardware.block)
         for key, plan in enumerate(plans):
             self.scheduler.submit(key, plan.group, plan.prompt, plan.prompt + most_new)
         self.turn = [0] * len(plans)

@@ -21,6 +21,9 @@ FRESH = 50
 """What is worked out of what was observed is worked out again after each of so many parts of it."""
 FADING = 0.5
 """What a step's lengths count for in the next one: they change as a policy learns."""
+ENDED = [PRIOR / BUCKETS] * BUCKETS
+PASSED = [PRIOR * (BUCKETS - 1 - bucket) / BUCKETS for bucket in range(BUCKETS)]
+"""The prior, in each bucket."""
 
 
 class Lengths:
@@ -28,8 +31,7 @@ class Lengths:
 
     def __init__(self, most: int) -> None:
         self._width = max(1.0, most / BUCKETS)
-        self._ended = [PRIOR / BUCKETS] * BUCKETS
-        self._passed = [PRIOR * (BUCKETS - 1 - bucket) / BUCKETS for bucket in range(BUCKETS)]
+        self._ended, self._passed = list(ENDED), list(PASSED)
         self._inside = [0] * BUCKETS
         self._density: list[float] = []
         self._tails: list[float] = []
@@ -56,7 +58,7 @@ class Lengths:
         """An episode that was, or was thought to be, at `before` ended with `length`."""
         self.grew(before, length)
         for bucket in range(self._bucket(length), self._bucket(before)):
-            self._passed[bucket] -= 1
+            self._passed[bucket] = max(0.0, self._passed[bucket] - 1)  # what was seen of it may have faded
         self._ended[self._bucket(length)] += 1
         self.left(max(before, length))
 
@@ -67,8 +69,8 @@ class Lengths:
 
     def fade(self) -> None:
         """A new step: other prompts, and a policy that may have changed."""
-        self._ended = [count * FADING for count in self._ended]
-        self._passed = [count * FADING for count in self._passed]
+        self._ended = _faded(self._ended, ENDED)
+        self._passed = _faded(self._passed, PASSED)
         self._siblings.clear()
         self._count *= FADING
         self._news = self._count
@@ -115,6 +117,10 @@ class Lengths:
 
     def _bucket(self, length: int) -> int:
         return min(int(length / self._width), BUCKETS - 1)
+
+
+def _faded(counts: list[float], prior: list[float]) -> list[float]:
+    return [least + (count - least) * FADING for count, least in zip(counts, prior, strict=True)]
 
 
 def _density(ended: list[float], passed: list[float], inside: list[int]) -> list[float]:

@@ -291,7 +291,7 @@ class Pool:
         if not desk.is_up:
             return
         desk.is_up = False
-        for key in self.scheduler.lost(desk.engine.name, now):
+        for key in self.scheduler.lost(desk.engine.name):
             self.seats[key].placement = None
         if not self._is_any_up():
             self._down_since = now
@@ -306,7 +306,7 @@ class Pool:
         room, gauge = await engine.capacity(), await engine.gauge()
         now = self.now()
         preemptions = 0 if gauge is None else gauge.preemptions
-        self.scheduler.up(engine.name, room.tokens, room.running, block=room.block, preemptions=preemptions, now=now)
+        self.scheduler.up(engine.name, room.tokens, room.running, block=room.block, preemptions=preemptions)
         desk.is_up, desk.misses, desk.moved_at = True, 0, now
         self.has_changed.set()
 

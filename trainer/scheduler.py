@@ -26,7 +26,6 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Protocol
 
 from trainer.ledger import Entry, Ledger
@@ -80,10 +79,8 @@ class _Engine:
     """Tokens that its cache holds."""
     most_running: int = 0
     is_up: bool = False
-    promised: float = 0.0
-    """Tokens, at the time when most are."""
-    free: float = 0.0
-    """Tokens that may be promised yet."""
+    peak: float | None = 0.0
+    """Of its ledger, as of the last time that it was asked for; None once that has changed."""
     reserved: int = 0
     """What its episodes hold if each becomes as long as it may."""
     running: int = 0
@@ -110,9 +107,15 @@ class _Engine:
         rate = tokens / seconds
         self.rate += (rate - self.rate) * (RATE_SHARE if self.rate else 1.0)
 
-    def refresh(self, now: float) -> None:
-        self.promised = self.ledger.peak(self.tick(now))
-        self.free = self.capacity * self.appetite - self.promised
+    def promised(self, now: float) -> float:
+        """Tokens, at the time when most are."""
+        if self.peak is None:  # many events may come before anybody asks
+            self.peak = self.ledger.peak(self.tick(now))
+        return self.peak
+
+    def free(self, now: float) -> float:
+        """Tokens that may be promised yet."""
+        return self.capacity * self.appetite - self.promised(now)
 
 
 @dataclass(slots=True)
@@ -153,6 +156,8 @@ class Scheduler:
         self._engines: dict[str, _Engine] = {}
         self._episodes: dict[Key, _Episode] = {}
         self._woken: deque[_Episode] = deque()
+        self._homeless: deque[_Episode] = deque()
+        """Those of them whose engine was lost: before what is new, since they have begun."""
         self._queue: _Queue = queue(self)
         self._orders = itertools.count()
         self._numbers: dict[Hashable, int] = {}
@@ -164,34 +169,36 @@ class Scheduler:
         self.lengths.fade()
         self._numbers.clear()
         for episode in self._episodes.values():
-            episode.guess = None
+            if episode.guess is not None:  # it goes on in this step, too
+                episode.guess = self.lengths.beyond(episode.length)
+                self.lengths.tell(episode.group, None, episode.guess)
 
     def up(
-        self, name: str, capacity: int, most_running: int = 1 << 30, *, block: int = 1, preemptions: int = 0, now: float
+        self, name: str, capacity: int, most_running: int = 1 << 30, *, block: int = 1, preemptions: int = 0
     ) -> None:
         """An engine takes part (again): its cache holds `capacity` tokens in blocks of `block`, and it runs
         `most_running` turns at once. It has had `preemptions`, of which nothing is learnt."""
         engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
         engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
         engine.preemptions, engine.ledger.margin = preemptions, block / 2
-        engine.refresh(now)
+        engine.peak = None
 
     def drain(self, name: str) -> None:
         """The engine takes no more turns; those that run there end there."""
         self._engines[name].is_up = False
 
-    def lost(self, name: str, now: float) -> list[Key]:
+    def lost(self, name: str) -> list[Key]:
         """The engine is gone, with all contexts. The turns that ran there, which want a place again."""
         engine = self._engines[name]
         engine.is_up = False
         orphans = list(engine.here.values())
         running = [episode for episode in orphans if episode.is_running]
         for episode in orphans:
-            self._leave(episode, now)
+            self._leave(episode)
         for episode in running:
             engine.running -= 1
             episode.is_running, episode.is_waiting = False, True
-            self._woken.append(episode)
+            self._homeless.append(episode)
         return [episode.key for episode in running]
 
     def submit(self, key: Key, group: Hashable, length: int, most: int) -> None:
@@ -229,7 +236,7 @@ class Scheduler:
         if episode.is_running:
             self._stop(episode, length, now)
         if episode.engine is not None:
-            self._leave(episode, now)
+            self._leave(episode)
         del self._episodes[key]
         episode.is_over = True
         if episode.guess is None:
@@ -250,12 +257,12 @@ class Scheduler:
             if not engine.is_overfull:  # one burst of preemptions is one mistake
                 engine.appetite = max(LEAST, engine.appetite * CUT)
             engine.is_overfull = True
-        elif engine.free >= 0:
+        elif engine.free(now) >= 0:
             engine.is_overfull = False
             if not gauge.waiting and gauge.used < FULL and len(self._queue):
                 engine.appetite = min(MOST, engine.appetite + EASE)
         self._guess_progress(engine, now)
-        engine.refresh(now)
+        engine.peak = None
 
     # --- what to do ---
 
@@ -265,13 +272,18 @@ class Scheduler:
             return []
         placed: list[Placement] = []
         while self._woken:
-            episode = self._woken[0]
-            if not episode.is_over:
-                engine = self._again(episode, now)
+            episode = self._woken.popleft()
+            if episode.engine is None or not episode.engine.is_up:
+                self._homeless.append(episode)
+            elif not episode.is_over:
+                placed.append(self._begin(episode, self._again(episode, episode.engine, now), now))
+        while self._homeless:
+            if not self._homeless[0].is_over:
+                engine = self._pick(self, self._homeless[0], now)
                 if engine is None:
                     return placed
-                placed.append(self._begin(episode, engine, now))
-            self._woken.popleft()
+                placed.append(self._begin(self._homeless[0], engine, now))
+            self._homeless.popleft()
         while (new := self._queue.first()) is not None:
             engine = self._pick(self, new, now)
             if engine is None:
@@ -317,30 +329,30 @@ class Scheduler:
 
     def fits(self, episode: _Episode, engine: _Engine, now: float) -> bool:
         """Whether all of the engine's episodes, and this one, are expected to have room at any time."""
+        ledger, room = engine.ledger, engine.capacity * engine.appetite
+        if engine.reserved + episode.most + 2 * ledger.margin * (ledger.episodes + 1) <= room:
+            return True  # however long they become
         growths = self.lengths.growths(episode.group, episode.length, episode.most)
         tick = engine.tick(now)
-        entry = engine.ledger.enter(episode.length, tick, growths)
-        peak = engine.ledger.peak(tick)
-        engine.ledger.leave(entry)
-        return peak <= engine.capacity * engine.appetite
+        entry = ledger.enter(episode.length, tick, growths)
+        peak = ledger.peak(tick)
+        ledger.leave(entry)
+        return peak <= room
 
-    def _again(self, episode: _Episode, now: float) -> _Engine | None:
+    def _again(self, episode: _Episode, home: _Engine, now: float) -> _Engine:
         """Where an episode goes on. A boundary between turns is a free chance to leave a full engine, but for the
         context that is computed anew."""
-        home = episode.engine
-        if home is None or not home.is_up:
-            return self._pick(self, episode, now)
-        if self.policy != "kv":
+        if self.policy != "kv" or len(self._engines) == 1:
             return home
-        best = max(self.engines(), key=attrgetter("free"))
-        there = best.promised + self.lengths.beyond(episode.length)
-        is_lighter = there / best.capacity < LIGHTER * home.promised / home.capacity
+        best = max(self.engines(), key=lambda engine: engine.free(now))
+        there = best.promised(now) + self.lengths.beyond(episode.length)
+        is_lighter = there / best.capacity < LIGHTER * home.promised(now) / home.capacity
         return best if is_lighter and best.running < best.most_running else home
 
     def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
         if episode.engine is not engine:
             if episode.engine is not None:
-                self._leave(episode, now)
+                self._leave(episode)
             self._enter(episode, engine, now)
         if episode.guess is None:
             episode.guess = self.lengths.beyond(episode.length)
@@ -367,7 +379,7 @@ class Scheduler:
         engine.reserved += episode.most
         engine.groups[episode.group] += 1
         self._reckon(episode, engine, now)
-        engine.refresh(now)
+        engine.peak = None
 
     def _reckon(self, episode: _Episode, engine: _Engine, now: float) -> None:
         """What is to be expected of it from here on."""
@@ -377,7 +389,7 @@ class Scheduler:
         growths = self.lengths.growths(episode.group, length, episode.most)
         episode.entry = engine.ledger.enter(length, engine.tick(now), growths)
 
-    def _leave(self, episode: _Episode, now: float) -> None:
+    def _leave(self, episode: _Episode) -> None:
         engine, entry = episode.engine, episode.entry
         assert engine is not None
         assert entry is not None
@@ -388,7 +400,7 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.refresh(now)
+        engine.peak = None
 
     def _grow(self, episode: _Episode, length: int, now: float) -> None:
         self._reached(episode, length)
@@ -396,7 +408,7 @@ class Scheduler:
         engine = episode.engine
         if engine is not None:
             self._reckon(episode, engine, now)
-            engine.refresh(now)
+            engine.peak = None
         guess = self.lengths.beyond(length)
         self.lengths.tell(episode.group, episode.guess, guess)
         episode.guess = guess
@@ -525,11 +537,12 @@ Pick = Callable[[Scheduler, _Episode, float], _Engine | None]
 
 def _most_free(scheduler: Scheduler, episode: _Episode, now: float) -> _Engine | None:
     """Ours: the engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
-    best, most = None, float("-inf")
-    for engine in scheduler.engines():
-        room = engine.free + (episode.length if episode.group in engine.groups else 0)
-        if room > most and engine.running < engine.most_running:
-            best, most = engine, room
+
+    def room(engine: _Engine) -> float:
+        return engine.free(now) + (episode.length if episode.group in engine.groups else 0)
+
+    usable = [engine for engine in scheduler.engines() if engine.running < engine.most_running]
+    best = max(usable, key=room) if len(usable) > 1 else next(iter(usable), None)
     if best is not None and (not best.ledger.episodes or scheduler.fits(episode, best, now)):
         return best
     return None

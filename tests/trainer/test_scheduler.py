@@ -80,7 +80,7 @@ class World:
             self.over.append(key)
 
     def lose(self, engine: str) -> None:
-        orphans = self.scheduler.lost(engine, self.now)
+        orphans = self.scheduler.lost(engine)
         assert sorted(orphans) == sorted(key for key, name in self.running.items() if name == engine)
         for key in orphans:
             del self.running[key]
@@ -93,7 +93,7 @@ class World:
 def world(policy: str, seed: int, engines: int = 3) -> World:
     scheduler = Scheduler(MOST, policy)
     for number in range(engines):
-        scheduler.up(f"e{number}", CAPACITY, 64, now=0.0)
+        scheduler.up(f"e{number}", CAPACITY, 64)
     return World(scheduler, random.Random(seed))
 
 
@@ -111,7 +111,9 @@ def play(policy: str, seed: int, episodes: int = 60, accidents: bool = False) ->
             made.cancel()
             made.place()
             made.cancel()
-            made.scheduler.up(name, CAPACITY, 64, now=made.now)
+            made.scheduler.up(name, CAPACITY, 64)
+            if turn % 74 == 73:
+                made.scheduler.new_step()
         if turn % 5 == 0:
             gauge = Gauge(made.rng.randint(0, 1) * turn, made.rng.randint(0, 2), made.rng.random())
             made.scheduler.observe(f"e{made.rng.randrange(3)}", gauge, made.now)
@@ -129,6 +131,7 @@ def test_every_episode_ends_once_and_the_books_balance(policy: str, seed: int, a
     made = play(policy, seed, accidents=accidents)
     assert sorted(made.over) == list(range(60))
     assert not made.waiting
+    assert not any(made.scheduler.lengths._inside), "an episode that is not thought to be over"
     for book in made.scheduler.books().values():
         assert book == {"episodes": 0, "running": 0, "held": 0, "reserved": 0}
 
@@ -151,11 +154,11 @@ def test_a_turn_goes_on_where_its_context_is() -> None:
 
 def test_a_turn_leaves_a_full_engine_for_an_empty_one() -> None:
     scheduler = Scheduler(MOST, "kv")
-    scheduler.up("old", CAPACITY, now=0.0)
+    scheduler.up("old", CAPACITY)
     for key in range(4):
         scheduler.submit(key, key, 50, MOST)
     assert len(scheduler.place(0.0)) == 4
-    scheduler.up("new", CAPACITY, now=1.0)
+    scheduler.up("new", CAPACITY)
     scheduler.park(0, 60, 1.0)
     scheduler.wake(0, 70, 1.0)
     assert scheduler.place(1.0) == [Placement(0, "new", has_moved=True)]
@@ -171,6 +174,23 @@ def test_what_an_engine_had_goes_on_elsewhere_when_it_is_lost() -> None:
     made.place()
     assert set(made.running.values()) == {"e1" if engine == "e0" else "e0"}
     assert sorted(made.running) == [0, 1, 2, 3]
+
+
+def test_a_turn_that_lost_its_engine_holds_up_none_that_has_one() -> None:
+    scheduler = Scheduler(MOST, "kv")
+    for name in ("e0", "e1"):
+        scheduler.up(name, MOST)
+    for key, length in enumerate((MOST - 1, MOST - 2)):
+        scheduler.submit(key, key, length, MOST)
+    on = {placed.engine: placed.episode for placed in scheduler.place(0.0)}
+    scheduler.park(on["e1"], MOST, 1.0)
+    assert scheduler.lost("e0") == [on["e0"]]
+    scheduler.submit("new", 2, 1, MOST)
+    assert scheduler.place(2.0) == []
+    scheduler.wake(on["e1"], MOST, 3.0)
+    assert scheduler.place(3.0) == [Placement(on["e1"], "e1")]
+    scheduler.complete(on["e1"], 4.0, MOST)
+    assert scheduler.place(4.0)[0] == Placement(on["e0"], "e1", has_moved=True)
 
 
 def test_a_drained_engine_gets_nothing_new_and_keeps_its_books() -> None:
@@ -197,7 +217,7 @@ def test_nothing_is_placed_while_weights_change() -> None:
 
 def test_an_empty_engine_takes_an_episode_that_fits_nowhere() -> None:
     scheduler = Scheduler(10 * CAPACITY, "kv")
-    scheduler.up("small", CAPACITY, now=0.0)
+    scheduler.up("small", CAPACITY)
     scheduler.submit("long", 0, 5 * CAPACITY, 10 * CAPACITY)
     assert scheduler.place(0.0) == [Placement("long", "small")]
 
@@ -205,7 +225,7 @@ def test_an_empty_engine_takes_an_episode_that_fits_nowhere() -> None:
 def test_a_cache_is_never_promised_twice() -> None:
     """Contexts that are known to stay as they are: as many are let in as fit."""
     scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", CAPACITY, now=0.0)
+    scheduler.up("e0", CAPACITY)
     for key in range(20):
         scheduler.submit(key, key, MOST, MOST)
     assert len(scheduler.place(0.0)) == int(CAPACITY * APPETITE) // MOST
@@ -214,7 +234,7 @@ def test_a_cache_is_never_promised_twice() -> None:
 
 def test_the_group_that_proves_long_goes_first() -> None:
     scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", 10 * MOST, 2, now=0.0)
+    scheduler.up("e0", 10 * MOST, 2)
     for key, group in enumerate(["short", "short", "long", "long"]):
         scheduler.submit(key, group, 10, MOST)
     assert [placed.episode for placed in scheduler.place(0.0)] == [0, 2]
@@ -225,7 +245,7 @@ def test_the_group_that_proves_long_goes_first() -> None:
 
 def test_preemptions_make_an_engine_take_less_and_quiet_more() -> None:
     scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", CAPACITY, now=0.0)
+    scheduler.up("e0", CAPACITY)
     before = scheduler.appetite("e0")
     scheduler.observe("e0", Gauge(preemptions=3), 1.0)
     less = scheduler.appetite("e0")
@@ -309,3 +329,14 @@ def test_siblings_tell_more_than_the_stage() -> None:
     assert lengths.of_group("hard") > lengths.beyond(0) > lengths.of_group("easy")
     assert max(lengths.growths("hard", 0, MOST)) > max(lengths.growths("easy", 0, MOST))
     assert max(lengths.growths("hard", 390, MOST)) <= 10
+
+
+def test_lengths_stay_sound_over_a_thousand_steps() -> None:
+    """What has faded away leaves the prior, and what was thought too long may be taken back a step later."""
+    lengths = Lengths(MOST)
+    for _ in range(2000):
+        lengths.began(10)
+        lengths.grew(10, MOST)
+        lengths.fade()
+        lengths.ended(MOST, 20)
+        assert 0 < lengths.beyond(0) <= lengths.beyond(MOST // 2) <= MOST
