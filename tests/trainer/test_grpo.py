@@ -147,8 +147,8 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
         return one_of[problem.id]
 
     class Failing(Sampler):
-        def episode(self, problem: Problem, sample: int, seed: int) -> Episode:
-            episode = super().episode(problem, sample, seed)
+        def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:
+            episode = super().episode(problem, sample, *rest)
             if problem.id == "p2" and sample == 0:  # failed before its first token
                 return replace(episode, ids=(), logprobs=(), mask=(), steps=(), stop=StopReason.UNAVAILABLE)
             return episode
