@@ -87,14 +87,14 @@ class Bench:
         """All `plans`, handed in at once, when the lengths of those `before` are known; what became of them, from time
         0, and what it cost the engines."""
         await self.forget()
-        before, marks = await self.figures(), [log.stat().st_size for log in self.logs]
+        first, marks = await self.figures(), [log.stat().st_size for log in self.logs]
         turns = await played(self.engines(), policy, plans, before, most_new, seed)
-        wanted = before["generation_tokens"] + sum(turn.sampled for turn in turns)
+        wanted = first["generation_tokens"] + sum(turn.sampled for turn in turns)
         async with asyncio.timeout(SETTLE_S):
             while (after := await self.figures())["generation_tokens"] < wanted:  # noqa: ASYNC110 another process
                 await asyncio.sleep(0.05)
         computed = sum(tokens_computed(log, mark) for log, mark in zip(self.logs, marks, strict=True))
-        made = {name: int(after[name] - before[name]) for name in after}
+        made = {name: int(after[name] - first[name]) for name in after}
         recomputed = computed - needed(plans, turns)
         return turns, Counts(
             made["num_preemptions"], recomputed, made["prefix_cache_queries"], made["prefix_cache_hits"]
