@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 MOST = 2.0
 """The darkest: contexts of twice what the cache holds."""
@@ -26,7 +27,7 @@ def gantt(
     stops = [(0.0, "white"), (0.02, "#dbe7f6"), (0.49, "#1f5fae"), (0.51, "#f2b8a2"), (1.0, "#8c1308")]
     colours = LinearSegmentedColormap.from_list("demand", stops)
     figure = Figure(figsize=(10, 1.0 + 1.5 * len(lines)), layout="constrained")
-    panels = figure.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
+    panels: Any = figure.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (policy, line) in zip(panels, lines.items(), strict=True):
         extent = (0.0, makespans[policy], len(line) - 0.5, -0.5)
         image = axes.imshow(

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SPREAD = 0.5
+SPREAD = 1.0
 """Standard deviations of all lengths together that are kept free: chance does more to a few episodes than to many."""
 
 
