@@ -25,8 +25,6 @@ from trainer.scheduler import Gauge
 CONNECTIONS = 1024
 """Turns that one server is asked for at a time; others wait here, in order."""
 CONNECT_S = 30.0
-KEEP_S = 2.0
-"""An idle connection. vLLM closes it after five seconds, and one that it closes as we use it is taken for a loss."""
 ASK_AGAIN_S = 0.2
 """To interrupt a request that the server had not yet when it was asked to."""
 ROUNDING = 1e-3  # how far above 0 a log-probability may come by rounding
@@ -245,7 +243,8 @@ class VllmEngine:
 
     async def _ask(self, method: str, route: str, body: Any, timeout_s: float | None) -> tuple[int, str]:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
+            # One that was kept may be closed there just as it is used here, which looks like an engine that is lost.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
