@@ -343,7 +343,7 @@ class _Simulation:
             else:
                 assert isinstance(what, Engine)
                 if self._dues.get(what.name) == self.now:
-                    self._advance(what)
+                    self._go_on(what, what.advance(self.now))
         return Run(self.now, list(self.engines.values()), self.turns, self.service, self.moves)
 
     def _at(self, time: float, kind: str, what: object) -> None:
@@ -352,15 +352,9 @@ class _Simulation:
     def _let_in(self, engine: Engine, request: _Request) -> None:
         ended = engine.advance(self.now)
         engine.take(request)
-        for one in ended:
-            self._over(one)
-        if ended:
-            self._place([engine])
-        else:
-            self._set_due(engine)
+        self._go_on(engine, ended)
 
-    def _advance(self, engine: Engine) -> None:
-        ended = engine.advance(self.now)
+    def _go_on(self, engine: Engine, ended: Sequence[_Request]) -> None:
         for request in ended:
             self._over(request)
         if ended:

@@ -126,7 +126,7 @@ TINY_NEW, TINY_MEAN, TINY_PROMPT = 896, 220.0, 4
 
 
 def tiny_plans(groups: int, samples: int, seed: int) -> list[Plan]:
-    """Small multi-turn episodes: of a cache of 4,128 tokens they want about three at a time per two engines."""
+    """Small multi-turn episodes: a cache of 4,096 tokens holds a fraction of those that come at once."""
     plans = workload(groups, samples, TINY_NEW, TINY_MEAN, seed)
     return [replace(plan, prompt=plan.prompt // TINY_PROMPT) for plan in plans]
 
@@ -153,6 +153,7 @@ def profile_of(args: argparse.Namespace) -> Profile:
 
 def recorded_plans(files: Iterable[Path]) -> Iterator[Plan]:
     """The episodes of a run's `episodes/*.jsonl`, with the lengths and tool times that they had."""
+    groups: dict[tuple[int, int], int] = {}
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
@@ -161,7 +162,7 @@ def recorded_plans(files: Iterable[Path]) -> Iterator[Plan]:
                 continue
             ends = [*(turn["start"] for turn in turns[1:]), turns[-1]["end"]]
             yield Plan(
-                group=hash((row["step"], row["group"])),
+                group=groups.setdefault((row["step"], row["group"]), len(groups)),
                 prompt=row["prompt_tokens"],
                 turns=tuple(
                     (turn["end"] - turn["start"], end - turn["end"], turn["tools_s"] if end > turn["end"] else 0.0)
@@ -193,15 +194,16 @@ class Counts:
     hits: int
 
 
-def measured(turns: Sequence[Turn], engines: Sequence[str], capacity: int, counts: Counts) -> dict[str, Any]:
-    """One policy's measures; all episodes arrived at time 0."""
+def measured(
+    turns: Sequence[Turn], engines: Sequence[str], line: Mapping[str, Sequence[float]], counts: Counts
+) -> dict[str, Any]:
+    """One policy's measures; all episodes arrived at time 0. `line` is its timeline."""
     makespan = max(turn.ended for turn in turns)
     began: dict[int, float] = {}
     ended: dict[int, float] = {}
     for turn in turns:
         began[turn.episode] = min(turn.began, began.get(turn.episode, turn.began))
         ended[turn.episode] = max(turn.ended, ended.get(turn.episode, turn.ended))
-    line = timeline(turns, engines, capacity)
     uses = [min(1.0, share) for shares in line.values() for share in shares]
     busy = sum(_covered([turn for turn in turns if turn.engine == engine]) for engine in engines)
     return {
@@ -246,8 +248,8 @@ def simulated(profile: Profile, policy: str, seed: int) -> tuple[dict[str, Any],
     )
     counts = Counts(*(sum(getattr(engine, name) for engine in run.engines) for name in Counts.__slots__))
     names = [engine.name for engine in run.engines]
-    found = measured(run.turns, names, profile.hardware.capacity, counts)
-    return found, timeline(run.turns, names, profile.hardware.capacity)
+    line = timeline(run.turns, names, profile.hardware.capacity)
+    return measured(run.turns, names, line, counts), line
 
 
 def middle(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -390,10 +392,10 @@ def _real(args: argparse.Namespace) -> int:
     names = [f"e{number}" for number in range(profile.engines)]
     for number, policy in sorted(wanted):
         turns, counts = played[number, policy]
-        found = measured(turns, names, profile.hardware.capacity, counts)
+        lines[policy] = timeline(turns, names, profile.hardware.capacity)
+        found = measured(turns, names, lines[policy], counts)
         rows[policy].append(found | {"over_bound": round(found["makespan_s"] / bounds[number], 4)})
         said[policy].append(simulated(profile, policy, number)[0])
-        lines[policy] = timeline(turns, names, profile.hardware.capacity)
     figures = figures_of(rows, bounds, profile, args.rounds)
     figures["simulated"] = {policy: middle(found) for policy, found in said.items()}
     figures["validation"] = validation(rows, said)

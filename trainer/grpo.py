@@ -1,7 +1,8 @@
 """GRPO-RoC on TRL's `GRPOTrainer`: one stage of reinforcement learning, a model's folder in, a model's folder out.
 
 TRL owns the loss, the optimiser and the checkpoints. What it trains on comes from here, through `rollout_func` and
-three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`) and nothing else of its insides.
+three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`) and nothing else of its insides; `compute_loss` is
+listened to, for the share of ratios that are cut.
 
 Invariants:
 - Engines sample a step with the weights that the step starts from: TRL asks for one sync before each rollout.

@@ -61,7 +61,9 @@ def test_measures_of_turns() -> None:
         Turn(0, "b", 5.0, 8.0, 200, 100, True),
         Turn(1, "a", 2.0, 6.0, 300, 100, False),
     ]
-    found = rollouts.measured(turns, ["a", "b"], 400, rollouts.Counts(3, 50, 600, 150))
+    found = rollouts.measured(
+        turns, ["a", "b"], rollouts.timeline(turns, ["a", "b"], 400), rollouts.Counts(3, 50, 600, 150)
+    )
     assert (found["makespan_s"], found["preemptions"], found["prefix_hit_rate"], found["moves"]) == (8.0, 3, 0.25, 1)
     assert found["idle_share"] == pytest.approx(1 - (6 + 3) / 16, abs=1e-4)
     assert (found["service_s"]["p50"], found["since_arrival_s"]["p99"]) == (8.0, 8.0)
