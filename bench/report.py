@@ -280,7 +280,7 @@ def _roc(figures: Figures) -> list[str]:
         "tool_error_ratio": "tool errors",
         "one_answer": "one answer",
         "rollouts": "rollouts",
-        "seconds": "seconds",
+        "in_loss": "in the loss",
     }
     names = figures["names"]
     rows = [(names[arm], *(_spread(its[name]) for name in measures)) for arm, its in figures["arms"].items()]

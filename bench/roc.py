@@ -53,7 +53,7 @@ MEASURES = {
     "one_answer": "one answer",
     "tokens": "tokens a rollout",
 }
-COSTS = {"rollouts": "rollouts", "sampled_tokens": "tokens sampled", "seconds": "seconds"}
+COSTS = {"rollouts": "rollouts", "sampled_tokens": "tokens sampled", "in_loss": "rollouts in the loss"}
 CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
 
 Figures = Mapping[str, Any]
@@ -132,7 +132,7 @@ def measured(run: Run, stage: str) -> dict[str, Any]:
         "unavailable": found.unavailable,
         "rollouts": sum(row.get("kept", 0) + row.get("dropped", 0) for row in steps),
         "sampled_tokens": sum(row.get("tokens", 0) for row in steps),
-        "seconds": sum(row.get("seconds_step") or 0 for row in steps),
+        "in_loss": sum(row.get("kept", 0) for row in steps),
         "curves": {name: [row.get(name) for row in steps] for name in CURVES},
     }
 

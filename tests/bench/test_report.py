@@ -24,7 +24,7 @@ POINTS = {"p50": 5.0, "p90": 60.5, "p99": 200.0}
 
 HALF = {"mean": 0.5, "sd": 0.1}
 ROC = dict.fromkeys(
-    ("accuracy", "tool_error_ratio_correct", "tool_error_ratio", "one_answer", "rollouts", "seconds"), HALF
+    ("accuracy", "tool_error_ratio_correct", "tool_error_ratio", "one_answer", "rollouts", "in_loss"), HALF
 )
 
 MADE_UP: dict[str, dict[str, Any]] = {

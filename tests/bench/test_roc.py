@@ -70,11 +70,11 @@ def test_what_a_run_left_is_read(tmp_path: Path) -> None:
     record.write_episodes(0, "eval", [[episode(1, 0, 0.0, fails=True)]], [[0]], first_group=1)
     record.write_episodes(0, "eval", [[episode(0, 0, 1.0, fails=False)]], [[0]])
     for step in (1, 2):
-        row = {"step": step, "stage": "sft", "kept": 8, "dropped": 8, "tokens": 100, "seconds_step": 1.5}
+        row = {"step": step, "stage": "sft", "kept": 8, "dropped": 8, "tokens": 100}
         run.record.append_metrics({**row, "one_answer": 0.5})
     found = roc.measured(run, "sft")
     assert (found["accuracy"], found["tool_error_ratio"], found["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)
-    assert (found["rollouts"], found["sampled_tokens"], found["seconds"], found["unavailable"]) == (32, 200, 3.0, 0)
+    assert (found["rollouts"], found["sampled_tokens"], found["in_loss"], found["unavailable"]) == (32, 200, 16, 0)
     assert found["curves"] == {"tool_error_ratio_correct": [None, None], "one_answer": [0.5, 0.5], "reward": [None] * 2}
 
 
