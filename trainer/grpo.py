@@ -1,8 +1,7 @@
 """GRPO-RoC on TRL's `GRPOTrainer`: one stage of reinforcement learning, a model's folder in, a model's folder out.
 
 TRL owns the loss, the optimiser and the checkpoints. What it trains on comes from here, through `rollout_func` and
-three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`) and nothing else of its insides; `compute_loss` is
-listened to, for the share of ratios that are cut.
+three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`) and nothing else of its insides.
 
 Invariants:
 - Engines sample a step with the weights that the step starts from: TRL asks for one sync before each rollout.
@@ -50,6 +49,12 @@ from trainer.trajectory import Draft, Episode, Problem, StopReason
 
 RATIO_CUT = 2.0
 """TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
+
+OF_SAMPLER = {
+    "kl_sampler": "sampling/sampling_logp_difference/mean",
+    "ratio_mean": "sampling/importance_sampling_ratio/mean",
+}
+"""What TRL logs of the tokens in the loss: engine against trainer."""
 
 UNDER_WAY = "under_way.json"
 """In a checkpoint: the groups that go on in the next step."""
@@ -147,7 +152,7 @@ def train_stage(
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
     )
-    trainer = _Trainer(
+    trainer = GRPOTrainer(
         model=str(model),
         reward_funcs=_roc_reward,
         args=args,
@@ -156,7 +161,6 @@ def train_stage(
         callbacks=[bridge],
         rollout_func=bridge.rollout,
     )
-    trainer.bridge = bridge
     trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = bridge, True, -1
     bridge.trainer = trainer
     return finish(trainer, out, start)
@@ -182,14 +186,6 @@ def in_order(problems: Sequence[Problem], per_step: int, steps: int, seed: int) 
     return order[: per_step * steps]
 
 
-class _Trainer(GRPOTrainer):  # type: ignore[misc]
-    bridge: _Bridge
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.bridge.count(inputs["importance_sampling_ratio"], inputs["completion_mask"] * inputs["tool_mask"])
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 class _Bridge(Progress):
     """Where TRL's calls arrive: weights out (`sync_weights`), rows in (`rollout`), and what `Progress` writes."""
 
@@ -212,8 +208,6 @@ class _Bridge(Progress):
         self._version = 0
         self._sampled: dict[str, float] = {}
         self._own_s = 0.0
-        self._cut = torch.zeros(2)
-        """Tokens whose ratio was cut, and all in the loss, of the step and this rank."""
         self._since = self._rolled_out = perf_counter()
 
     def sync_weights(self) -> None:
@@ -231,23 +225,16 @@ class _Bridge(Progress):
         self._rolled_out = perf_counter()
         return {name: [getattr(row, name) for row in mine] for name in Row._fields}
 
-    def count(self, ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
-        """Told of the ratios that a pass weighs its tokens by."""
-        self._cut = self._cut + torch.stack([((ratio_BT >= RATIO_CUT) * mask_BT).sum(), mask_BT.sum()])
-
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
         took, optimise = now - self._since, now - self._rolled_out
         waited = self._sampled["seconds_sync"] + self._sampled["seconds_rollout"] + optimise
         self._since = now
-        cut, tokens = self._cut.tolist()
-        self._cut = torch.zeros(2)
         return {
             **super().numbers(logs),
             **self._sampled,
             # TRL's 0 for a step without a token in the loss would read as perfect agreement.
-            "kl_sampler": logs["sampling/sampling_logp_difference/mean"] if self._sampled["kept"] else float("nan"),
-            "ratio_cut": cut / tokens if tokens else float("nan"),
+            **{name: logs[theirs] if self._sampled["kept"] else float("nan") for name, theirs in OF_SAMPLER.items()},
             "weight_version": self._version,
             "seconds_step": took,
             "seconds_optimise": optimise,

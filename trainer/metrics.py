@@ -55,7 +55,7 @@ def _each(episode: Any) -> int:
 
 _FAILED, _SHARES, _LEFT_OUT = "Tool calls that failed", "Share of episodes", "Left out of the loss"
 _SECONDS, _KEPT, _SIZE = "Seconds of a step, logarithmic", "Episodes kept and dropped", "Turns and tool calls, mean"
-_EARLY = "Stopped early, of older weights, cut"
+_EARLY = "Stopped early, of older weights"
 
 METRICS = {
     "reward": Metric("mean reward of those sampled", "Reward, mean", "sampled", "unit", lambda it: it.reward, _each),
@@ -96,9 +96,6 @@ METRICS = {
     "carried": Metric("groups that go on in the next step", "Groups that go on in the next step", "groups"),
     "stale": Metric("share of tokens sampled with weights of earlier steps", _EARLY, "of earlier weights", "share"),
     "staleness": Metric("mean steps by which a token's weights are behind", "Staleness, mean", "steps"),
-    "ratio_cut": Metric(
-        "share of tokens in the loss whose ratio of trained to sampled probability was cut", _EARLY, "cut", "share"
-    ),
     "turns": Metric("mean turns of an episode", _SIZE, "turns", "count", lambda it: it.turns, _each),
     "calls": Metric("mean tool calls of an episode", _SIZE, "calls", "count", lambda it: it.calls, _each),
     "seconds_step": Metric("the whole step", _SECONDS, "step", "log"),
@@ -117,6 +114,10 @@ METRICS = {
     "kl_sampler": Metric(
         "mean |log-probability when sampled - when trained|", "Log-probability, sampled against trained",
         "mean difference", "log",
+    ),
+    "ratio_mean": Metric(
+        "mean ratio of trained to sampled probability, each cut at 2: what is missing to 1 was cut",
+        "Ratio of probability, trained to sampled", "mean ratio", "free",
     ),
     "lr": Metric("learning rate"),
     "tokens": Metric("tokens sampled", "Tokens sampled in a step", "tokens", "count", lambda it: it.sampled_tokens),

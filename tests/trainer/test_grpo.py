@@ -210,7 +210,7 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
     assert [row["stale"] > 0 for row in metrics] == [False, False, True, False, True]
 
     # The ratio of the weights that a step starts from to those that sampled, for each token, cut at 2.
-    cut = [0, 0]
+    ratios: list[float] = []
     for inputs in losses[8:12]:
         policy = AutoModelForCausalLM.from_pretrained(model)
         policy.load_state_dict(sampler.weights[2])
@@ -221,8 +221,9 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
         logp_BT = logp_BTV.gather(-1, inputs["completion_ids"][..., None])[..., 0]
         ratio_BT = ((logp_BT - inputs["sampling_per_token_logps"]) * mask_BT).exp()
         torch.testing.assert_close(inputs["importance_sampling_ratio"], ratio_BT.clamp(max=2.0), rtol=1e-3, atol=1e-4)
-        cut = [cut[0] + int((ratio_BT >= 2)[mask_BT == 1].sum()), cut[1] + int(mask_BT.sum())]
-    assert metrics[2]["ratio_cut"] == cut[0] / cut[1]
+        ratios += ratio_BT[mask_BT == 1].clamp(max=2.0).tolist()
+    assert metrics[2]["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-3)
+    assert metrics[0]["ratio_mean"] == pytest.approx(1, abs=1e-3) != metrics[2]["ratio_mean"]
     assert metrics[2]["kl_sampler"] > 1e-3 > metrics[0]["kl_sampler"]
 
 
