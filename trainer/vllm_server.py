@@ -1,7 +1,7 @@
 """vLLM servers as children of this process, for as long as a block lasts.
 
 Invariants:
-- Each listens on loopback and has GPUs or cores of its own.
+- Each listens on loopback and has GPUs or cores of its own, which none of its processes leaves.
 - None outlives the block, nor this process, whatever ends it.
 - They run in an environment of their own (`python`), of which nothing is assumed but vLLM.
 """
@@ -31,9 +31,16 @@ START_S = 900.0
 END_S = 20.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 """A CPU's generator cannot be set back: a request with a seed whose prompt comes in two parts would end the engine."""
-WITH_PARENT = (  # dies with the thread that started it (prctl 1 is PR_SET_PDEATHSIG), also if that is killed
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+WITH_PARENT = f"""\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if cores := os.environ.get("{CORES}"):
+    os.sched_setaffinity(0, map(int, cores.split(",")))
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Dies with the thread that started it (prctl 1 is PR_SET_PDEATHSIG), also if that is killed; and keeps to its cores
+with all that it starts. vLLM binds no more of itself to them than the threads that compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +89,11 @@ class Servers:
         if self.gpus:
             first = self.first_gpu + number * self.gpus
             made["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in range(first, first + self.gpus))
+            made.pop(CORES, None)
         else:
             mine = cores[number::count] or [cores[number % len(cores)]]
             made |= {
-                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)),
+                CORES: ",".join(map(str, mine)),
                 "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_gb),
             }
         return made

@@ -15,7 +15,7 @@ import pytest
 
 import trainer
 from trainer.engine import EngineFailed
-from trainer.vllm_server import Servers
+from trainer.vllm_server import CORES, Servers
 
 STAND_IN = """
 import http.server, os, subprocess, sys
@@ -24,7 +24,8 @@ model = sys.argv[sys.argv.index("--model") + 1]
 if model.endswith("broken"):
     sys.exit("no such architecture")
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-open(f"{model}.{port}", "w").write(f"{os.getpid()} {child.pid} {os.environ['VLLM_CPU_OMP_THREADS_BIND']}")
+told, kept = os.environ["VLLM_CPU_OMP_THREADS_BIND"], ",".join(map(str, sorted(os.sched_getaffinity(child.pid))))
+open(f"{model}.{port}", "w").write(f"{os.getpid()} {child.pid} {told} {kept}")
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
@@ -60,7 +61,7 @@ async def gone(pids):
 
 def started(folder):
     said = [path.read_text().split() for path in folder.glob("model.*")]
-    return [int(pid) for pids in said for pid in pids[:2]], [cores for _, _, cores in said]
+    return [int(pid) for pids in said for pid in pids[:2]], [cores for _, _, *cores in said]
 
 
 @pytest.mark.asyncio
@@ -70,8 +71,9 @@ async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_pa
         assert len(set(urls)) == 2
         assert len(pids) == 4
         assert all(map(is_alive, pids))
+        assert all(told == kept for told, kept in cores)
         if len(os.sched_getaffinity(0)) > 1:
-            assert len(set(cores)) == 2
+            assert len({told for told, _ in cores}) == 2
     await gone(pids)
 
 
@@ -107,9 +109,10 @@ asyncio.run(main())
 def test_gpus_are_given_out_in_turn_and_cores_are_shared_when_few():
     gpu = Servers("python", Path("model"), 64, gpus=2, first_gpu=4)
     assert [gpu.environment(number, 2, [0], {})["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
+    assert CORES not in gpu.environment(0, 2, [0], {CORES: "auto"})
     assert "--worker-extension-cls" not in gpu.command(1)
     cpu = Servers("python", Path("model"), 64)
-    bound = [cpu.environment(number, 3, [0, 1], {})["VLLM_CPU_OMP_THREADS_BIND"] for number in range(3)]
+    bound = [cpu.environment(number, 3, [0, 1], {})[CORES] for number in range(3)]
     assert bound == ["0", "1", "0"]
     assert "nccl" in " ".join(replace(gpu, is_nccl=True).command(1))
 
