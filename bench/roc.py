@@ -26,7 +26,6 @@ from bench import output
 from trainer.config import RunConfig, load
 from trainer.evaluate import outcomes_of, report
 from trainer.recipe import Run, Unit, UnitFailed, recipe
-from trainer.record import RunFolder
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 GROUP = 8
@@ -123,7 +122,7 @@ def arm_of(shared: RunConfig, arm: str, taught: Run, folder: Path, steps: int) -
 
 def measured(run: Run, stage: str) -> dict[str, Any]:
     """What a run's last evaluation and its metrics say."""
-    outcomes = sorted(outcomes_of(RunFolder(run.stage(stage) / "evaluation")).items())
+    outcomes = sorted(outcomes_of(run.stage(stage) / "evaluation").items())
     groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
     found = report(groups, run.config.evaluate.samples)
     steps = [row for row in run.record.metrics() if row["stage"] == stage]

@@ -97,15 +97,15 @@ def mi300x() -> Hardware:
     assert config.model.shape is not None
     about = plan_of(config, config.model.shape)
     bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
-    weights = 2.0 * about.parameters  # bytes, and operations of a token
+    weights = 2.0 * about["parameters"]  # bytes, and operations of a token
     return Hardware(
         name="mi300x-14b",
-        capacity=about.kv_tokens,
+        capacity=about["kv_tokens"],
         most_running=config.engines.slots,
         base_s=0.002,
         weights_s=weights / bandwidth,
         per_sequence_s=weights / flops,
-        per_context_s=about.kv_bytes_per_token / bandwidth,
+        per_context_s=about["kv_bytes_per_token"] / bandwidth,
         prefill_s=weights / flops,
         source="roofline: 65 % of 5.3 TB/s, 40 % of 1,307 TFLOP/s, 2 ms a step; simulated",
     )

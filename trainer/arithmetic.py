@@ -10,7 +10,7 @@ of 1e-6 an update is smaller than bfloat16 can tell from nothing. Passes, and en
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from trainer.config import RunConfig, Shape, StageConfig, checked, urls
@@ -64,39 +64,14 @@ def logit_bytes(shape: Shape, tokens: int, dtype: str) -> int:
     return tokens * shape.vocab_size * (BYTES[dtype] + 2 * MASTER)
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """Tokens of a step at most: every rollout as long as it may be."""
-
-    rollouts: int
-    trained: int
-    sampled_tokens: int
-    trained_tokens: int
-    train_bytes: int
-    """Of one GPU (or of the machine, on a CPU): weights, gradients, moments, activations, logits."""
-    rollouts_per_engine: int
-    """Of full length, at once, each after a prompt of `PROMPT` tokens."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The arithmetic of a run. Bytes are of one GPU that trains or, without GPUs, of the machine."""
-
-    parameters: int
-    kv_bytes_per_token: int
-    gpus: int
-    weight_bytes: int
-    """As many again are the gradients, and twice as many Adam's moments."""
-    engines: int
-    engine_bytes: int
-    """Of one GPU of an engine: its share of the weights, and KV."""
-    kv_tokens: int
-    """That one engine's cache holds; 0 where too little is left for one."""
-    stages: dict[str, StagePlan]
+Plan = dict[str, Any]
 
 
 def plan(config: RunConfig, shape: Shape) -> Plan:
-    """What `config` asks of its machines, for a model of `shape`."""
+    """What `config` asks of its machines, for a model of `shape`.
+
+    Bytes are of one GPU that trains or, without GPUs, of the machine; `engine_bytes` are of one GPU of an engine.
+    """
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
     count, gpus, per_token = parameters(shape), hardware.nodes * hardware.gpus, kv_bytes(shape, dtype)
     weight_bytes = count * MASTER // (max(1, gpus) if hardware.sharding == "full" else 1)
@@ -107,43 +82,44 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
         engine_bytes = int(engines.gpu_memory * hardware.gpu_gb * GB)
         kv_tokens = max(0, engine_bytes * engines.tensor_parallel - count * BYTES[dtype]) // per_token
 
-    def of(stage: StageConfig) -> StagePlan:
-        kept, tokens = stage.prompts * stage.keep, stage.micro_batch * stage.max_tokens
+    def of(stage: StageConfig) -> Plan:
+        """A step's, were every rollout as long as it may be."""
+        tokens = stage.micro_batch * stage.max_tokens
         activations = activation_bytes(shape, tokens, dtype, is_checkpointing=stage.is_checkpointing)
         longest = min(engines.max_length, stage.max_tokens + PROMPT)
-        return StagePlan(
-            rollouts=stage.prompts * stage.samples,
-            trained=kept,
-            sampled_tokens=stage.prompts * stage.samples * stage.max_tokens,
-            trained_tokens=kept * stage.max_tokens,
-            train_bytes=4 * weight_bytes + activations + logit_bytes(shape, tokens, dtype),
-            rollouts_per_engine=min(engines.slots, kv_tokens // longest),
-        )
+        return {
+            "rollouts": stage.prompts * stage.samples,
+            "trained": stage.prompts * stage.keep,
+            "sampled_tokens": stage.prompts * stage.samples * stage.max_tokens,
+            "trained_tokens": stage.prompts * stage.keep * stage.max_tokens,
+            "train_bytes": 4 * weight_bytes + activations + logit_bytes(shape, tokens, dtype),
+            "rollouts_per_engine": min(engines.slots, kv_tokens // longest),
+        }
 
-    return Plan(
-        parameters=count,
-        kv_bytes_per_token=per_token,
-        gpus=gpus,
-        weight_bytes=weight_bytes,
-        engines=1 if engines.kind == "local" else len(urls(engines.endpoints)) or engines.count,
-        engine_bytes=engine_bytes,
-        kv_tokens=kv_tokens,
-        stages={name: of(stage) for name, stage in config.stages.items()},
-    )
+    return {
+        "parameters": count,
+        "kv_bytes_per_token": per_token,
+        "gpus": gpus,
+        "weight_bytes": weight_bytes,
+        "engines": 1 if engines.kind == "local" else len(urls(engines.endpoints)) or engines.count,
+        "engine_bytes": engine_bytes,
+        "kv_tokens": kv_tokens,
+        "stages": {name: of(stage) for name, stage in config.stages.items()},
+    }
 
 
 def shortfalls(plan: Plan, config: RunConfig) -> Iterator[str]:
     """What does not fit, by estimate, and which setting helps. Of a CPU's memory, which is not stated, nothing."""
     have = config.hardware.gpu_gb * GB
-    for name, stage in plan.stages.items() if plan.gpus else ():
-        needed = stage.train_bytes + (0 if config.hardware.engine_gpus else plan.engine_bytes)
+    for name, stage in plan["stages"].items() if plan["gpus"] else ():
+        needed = stage["train_bytes"] + (0 if config.hardware.engine_gpus else plan["engine_bytes"])
         if needed > have:
             yield (
                 f"stages.{name}: a GPU needs about {needed / GB:.1f} GB and has {have / GB:.1f}: lower micro_batch or "
                 "engines.gpu_memory, set is_checkpointing or hardware.sharding"
             )
-        if not stage.rollouts_per_engine:
+        if not stage["rollouts_per_engine"]:
             yield (
-                f"stages.{name}: an engine's cache of {plan.kv_tokens:,} tokens holds no rollout of full length: raise "
-                "engines.gpu_memory or engines.tensor_parallel"
+                f"stages.{name}: an engine's cache of {plan['kv_tokens']:,} tokens holds no rollout of full length: "
+                "raise engines.gpu_memory or engines.tensor_parallel"
             )

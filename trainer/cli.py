@@ -15,8 +15,9 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
@@ -30,10 +31,10 @@ SOURCES = (
 )
 QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE")
 """Variables of the libraries."""
-EXPLAINED = (
-    "Bytes are of one GPU that trains, or of the machine; gradients are as large as weights, Adam's moments twice, "
-    "train bytes are an estimate. Rollouts per engine are of full length, at once."
-)
+EXPLAINED = """
+Bytes are of one GPU that trains, or of the machine; gradients are as large as
+weights, Adam's moments twice, train bytes are an estimate. Rollouts per engine
+are of full length, at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return 1
     except ModuleNotFoundError as why:
-        print(f"rstar-train: needs {why.name}; pip install 'rstar-sandbox[train]'", file=sys.stderr)
+        print(f"rstar-train: needs {why.name}; pip install 'rstar-sandbox[train]' {why.name}", file=sys.stderr)
         return 1
     except Exception as why:
         # Ours say all there is to say; of anything else the traceback is wanted.
@@ -72,24 +73,23 @@ def recipe(args: argparse.Namespace) -> None:
         return _dry_run(args)
     from trainer.recipe import recipe
 
-    run = recipe(_config(args), say=lambda text: print(text, file=sys.stderr, flush=True))
+    summary = recipe(_config(args)).summary()
     if args.json:
-        print(json.dumps(run.summary()))
+        print(json.dumps(summary))
     else:
-        _print_table(run.summary()["stages"])
+        _print_columns("after", {row.pop("name"): row for row in summary["stages"]})
 
 
 def unit(args: argparse.Namespace) -> None:
     """Run one unit of a recipe, as `recipe` does."""
     from trainer import stages
+    from trainer.recipe import Unit
 
-    work: dict[str, Any] = {
-        "prepare": stages.prepare,
-        "sft": stages.sft,
-        "filter": stages.drop_solved,
-        "grpo": stages.grpo,
-    }
-    work[args.unit](_run(args), *([args.stage] if "stage" in args else []))
+    run, one = _run(args), Unit(args.unit, args.stage)
+    if run.done(one):
+        print(f"{one} is done; to do it anew, delete {run.done_file(one).parent} first", file=sys.stderr)
+    else:
+        stages.WORK[args.unit](run, one)
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -98,15 +98,15 @@ def evaluate(args: argparse.Namespace) -> None:
 
     from trainer import stages
     from trainer.evaluate import table
+    from trainer.recipe import Unit
 
     run = _run(args)
     if args.stage:
-        reports = stages.evaluate(run, args.stage)
+        reports = stages.evaluate(run, Unit("eval", args.stage))
     else:
-        out = args.out or run.folder / "evaluation" / Path(args.model).name
-        reports = stages.evaluate_model(run, args.model, out)
+        reports = stages.evaluate_model(run, args.model, args.out or run.folder / "evaluation" / Path(args.model).name)
     if args.json:
-        print(json.dumps({source: report.to_dict() for source, report in reports.items()}))
+        print(json.dumps({source: asdict(report) for source, report in reports.items()}))
     else:
         Console().print(table(reports))
 
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rstar-train", description="A compact agentic-RL trainer: GRPO-RoC with sandboxed tools."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('rstar-sandbox')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, command: Any, *parents: argparse.ArgumentParser, doc: str = "") -> argparse.ArgumentParser:
@@ -163,8 +163,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = add("recipe", recipe, run, as_json)
     one.add_argument("--dry-run", action="store_true", help="show the resolved run and what it needs; run nothing")
-    add("prepare", unit, run, doc="Bring a run's data, and its model if it is generated, into its folder.")
-    add("sft", unit, run, doc="Fine-tune on conversations.")
+    one = add("prepare", unit, run, doc="Bring a run's data, and its model if it is generated, into its folder.")
+    one.set_defaults(stage="start")
+    add("sft", unit, run, doc="Fine-tune on conversations.").set_defaults(stage="sft")
     add("filter", unit, run, stage, doc="Take out what the model before a stage solves every time.")
     add("grpo", unit, run, stage, doc="Train one stage of GRPO-RoC.")
 
@@ -197,16 +198,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Version(argparse.Action):
-    """Looks the version up only when asked: `importlib.metadata` is slow to import."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"rstar-train {version('rstar-sandbox')}")
-        parser.exit()
-
-
 def _config(args: argparse.Namespace) -> RunConfig:
     from trainer.config import load
 
@@ -235,30 +226,24 @@ def _dry_run(args: argparse.Namespace) -> None:
     needs = plan(config, shape)
     short = list(shortfalls(needs, config))
     if args.json:
-        print(json.dumps({"config": asdict(config), "plan": asdict(needs), "shortfalls": short}))
+        print(json.dumps({"config": asdict(config), "plan": needs, "shortfalls": short}))
         return
     print(json.dumps(asdict(config), indent=2))
-    _print_table([{"a run needs": name, "": value} for name, value in asdict(needs).items() if name != "stages"])
-    _print_table([{"a step at most": name, **asdict(stage)} for name, stage in needs.stages.items()])
+    stages = needs.pop("stages")
+    _print_columns("a run needs", {"": needs})
+    _print_columns("a step at most", stages)
     print(EXPLAINED, *[f"does not fit: {text}" for text in short], sep="\n")
 
 
-def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A column for each name in a row; counts of bytes with their units."""
+def _print_columns(about: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
+    """A column for each that has numbers, a line for each number."""
     from rich.console import Console
     from rich.filesize import decimal
-    from rich.table import Table
 
-    def cell(name: str, value: Any) -> str:
-        if name.endswith("bytes"):
-            return decimal(value)
-        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else value or "-"
+    from trainer.show import figure, table
 
-    shown = [[cell(name or next(iter(row.values())), value) for name, value in row.items()] for row in rows]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, (name, *cells) in enumerate(zip(rows[0] if rows else (), *shown, strict=True)):
-        justify: Literal["left", "right"] = "right" if number else "left"
-        table.add_column(name.replace("_", " "), justify=justify, min_width=max(map(len, cells)))
-    for cells in shown:
-        table.add_row(*cells)
-    Console().print(table)
+    made = table(about, *(f"{name}>" for name in columns))
+    for name in next(iter(columns.values()), {}):
+        text = decimal if name.endswith("bytes") else figure
+        made.add_row(name.replace("_", " "), *(text(column[name]) for column in columns.values()))
+    Console().print(made)

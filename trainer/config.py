@@ -32,7 +32,6 @@ ENV_DOT = "__"
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 EMPTY: Mapping[str, str] = {}
-ROOM = "expected less than engines.max_length={}, as the prompt takes some; raise that"
 
 T = TypeVar("T")
 
@@ -49,6 +48,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Dtype = Literal["float32", "bfloat16"]
+Tracker = Literal["trackio", "wandb", "tensorboard"]
+"""Each is also the name of the package that it needs."""
 Policy = Literal["static", "round_robin", "least_inflight", "reserve_worst_case", "kv"]
 
 
@@ -143,19 +144,28 @@ class SftConfig:
     warmup: Share = 0.04  # part of the steps in which the rate rises
     batch: Count = 128  # conversations per step
     micro_batch: Count = 8  # conversations per device in one pass
+    is_checkpointing: bool = False  # recompute activations in the backward pass
     max_length: Annotated[int, Field(ge=16)] = 8192  # tokens of a conversation; longer ones are left out
     save_steps: Count = 100  # steps between checkpoints
 
 
 @dataclass(frozen=True, config=STRICT)
-class StageConfig:
+class SamplingConfig:
+    """How episodes are sampled."""
+
+    max_tokens: Count = 8192  # response tokens, tool responses included
+    max_turns: Count = 10  # turns of an episode
+    tool_chars: Annotated[int, Field(ge=16)] = 4096  # characters of a tool response before it is cut
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class StageConfig(SamplingConfig):
     """A stage of reinforcement learning. Defaults are the paper's (sections 2.2, 5.1), but for the sizes."""
 
     name: str = ""  # its key
     steps: Count = 100  # optimizer steps
-    max_tokens: Count = 8192  # response tokens, tool responses included
-    max_turns: Count = 10  # turns of an episode
-    tool_chars: Annotated[int, Field(ge=16)] = 4096  # characters of a tool response before it is cut
     data: Texts = ()  # sources; none is [data] train
     drop_solved: Whole = 0  # samples per problem before the stage; all right drops it. 0 filters nothing
     reset_optimizer: bool = False  # start with fresh optimizer states
@@ -166,8 +176,6 @@ class StageConfig:
     early_stop: bool = False  # end a problem's last rollouts once the others suffice; it favours short ones
     partial: Share = 0.0  # problems begun beyond `prompts`, as a share of it; what a step leaves goes on in the next
     max_stale: Count = 2  # steps that a rollout may go on for after its first
-    temperature: Positive = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     lr: Share = 1e-6  # learning rate, constant after the warm-up
     warmup_steps: Whole = 20  # steps in which the rate rises
     epsilon_low: Share = 0.2  # how far down a ratio may go
@@ -179,22 +187,18 @@ class StageConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class EvaluateConfig:
+class EvaluateConfig(SamplingConfig):
     """How accuracy is measured after SFT and after each stage, always on the same problems."""
 
     data: Texts = ("generated:256",)  # sources; generated ones never occur in training
     samples: Count = 1  # episodes per problem, the k of avg@k
-    temperature: Positive = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    max_tokens: Whole = 0  # response tokens; 0 is the most that a stage has
-    max_turns: Whole = 0  # turns; 0 is the most that a stage has
 
 
 @dataclass(frozen=True, config=STRICT)
 class TrackConfig:
     """Where metrics go besides the run's folder."""
 
-    to: Texts = ()  # any of trackio, wandb, tensorboard
+    to: Annotated[tuple[Tracker, ...], BeforeValidator(_listed)] = ()
     project: str = "rstar-train"  # their project
     has_logprobs: bool = False  # whether episodes are written with their log-probabilities
 
@@ -222,7 +226,8 @@ class RunConfig:
             not self.sft.data or self.sft.batch % (self.sft.micro_batch * ranks) == 0,
             f"sft: batch={self.sft.batch}: expected a multiple of micro_batch={self.sft.micro_batch} x {ranks} ranks",
         )
-        for here, stage in {f"stages.{name}": stage for name, stage in self.stages.items()}.items():
+        stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
+        for here, stage in stages.items():
             of = f"keep={stage.keep} of samples={stage.samples}"
             _expect(stage.keep <= stage.samples, f"{here}: {of}: expected no more; lower keep")
             _expect(
@@ -234,9 +239,12 @@ class RunConfig:
                 f"{here}: prompts={stage.prompts} x keep={stage.keep} rows: expected a multiple of "
                 f"micro_batch={stage.micro_batch} x {ranks} ranks; change one of them",
             )
-            _expect(stage.max_tokens < longest, f"{here}: max_tokens={stage.max_tokens}: {ROOM.format(longest)}")
-        tokens = self.evaluate.max_tokens
-        _expect(tokens < longest, f"evaluate: max_tokens={tokens}: {ROOM.format(longest)}")
+        for here, sampled in {**stages, "evaluate": self.evaluate}.items():
+            _expect(
+                sampled.max_tokens < longest,
+                f"{here}: max_tokens={sampled.max_tokens}: expected less than engines.max_length={longest}, as the "
+                "prompt takes some; raise that",
+            )
 
     def stage(self, name: str) -> StageConfig:
         """The stage of that name. Raises `ConfigError`."""

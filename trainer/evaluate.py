@@ -14,15 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from math import comb
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trainer.metrics import METRICS
-from trainer.record import RunFolder
+from trainer.record import RunFolder, append_rows, read_rows
 from trainer.trajectory import Episode, Problem
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ ALL = "all"
 """The report over all sources."""
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+OUTCOMES = "outcomes.jsonl"
+"""A row an episode, by which an evaluation goes on and reports."""
+AT_ONCE = 1 << 14
+"""Episodes under way, about."""
 
 
 Collect = Callable[[Sequence[Problem], int], Awaitable[list[list[Episode]]]]
@@ -48,6 +53,7 @@ class Outcome(NamedTuple):
     stop: str
     turns: int
     length: int
+    error: str = ""
 
 
 MEASURES = {
@@ -83,22 +89,12 @@ class Report:
     """With a verdict."""
     unavailable: int
     measures: dict[str, Estimate]
-    """By the names in `MEASURES`."""
-    pass_at: dict[int, Estimate]
-    """j -> the chance that one of j samples is right; unbiased (Chen et al., arXiv 2107.03374, eq. 1)."""
+    """By the names in `MEASURES`, and pass@j: the chance that one of j samples is right."""
     stops: dict[str, int]
-
-    @property
-    def accuracy(self) -> Estimate | None:
-        return self.measures.get("accuracy")
 
     def scores(self) -> dict[str, float | None]:
         """The numbers of a recipe's table."""
         return {name: self.measures[name].value if name in self.measures else None for name in SCORES}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
-        return asdict(self)
 
 
 async def evaluate(
@@ -108,31 +104,34 @@ async def evaluate(
     *,
     record: RunFolder,
     settings: Mapping[str, Any],
-    at_once: int = 1 << 14,
-    advance: Callable[[], None] = lambda: None,
+    is_brief: bool = False,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Report]:
     """`samples` episodes of each problem, and a report by source and over `ALL`.
 
-    Into `record` go the episodes and what they follow from, `settings`; what is there is not run again, but for
-    problems that an outage left unfinished. About `at_once` episodes are under way. `advance` is called once a problem.
+    Into `record` go the outcomes, the episodes unless `is_brief`, and what they follow from, `settings`; what is there
+    is not run again, but for problems that an outage left unfinished. `advance` is told how many problems are done.
     Raises `RecordError` for the folder of an evaluation with other settings.
     """
     record.claim({"samples": samples, **settings})
-    known = {key for key, outcome in outcomes_of(record).items() if outcome.reward is not None}
-
-    window = asyncio.Semaphore(max(1, at_once // samples))
+    known = {key for key, outcome in outcomes_of(record.path).items() if outcome.reward is not None}
+    window, done = asyncio.Semaphore(max(1, AT_ONCE // samples)), 0
 
     async def one(number: int, problem: Problem) -> None:
+        nonlocal done
         if not known.issuperset((problem.id, sample) for sample in range(samples)):
             async with window:
                 groups = await collect([problem], samples)
-            record.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
-        advance()
+            if not is_brief:
+                record.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
+            write_outcomes(record.path, groups[0])
+        done += 1
+        advance(done)
 
     async with asyncio.TaskGroup() as group:
         for number, problem in enumerate(problems):
             group.create_task(one(number, problem))
-    found = outcomes_of(record)
+    found = outcomes_of(record.path)
 
     def of(some: Iterable[Problem]) -> Report:
         return report([[found[problem.id, sample] for sample in range(samples)] for problem in some], samples)
@@ -142,16 +141,22 @@ async def evaluate(
     return {**by_source, ALL: of(problems)}
 
 
-def outcomes_of(record: RunFolder) -> dict[tuple[str, int], Outcome]:
+def write_outcomes(folder: Path, episodes: Iterable[Episode]) -> None:
+    """Add what is measured of episodes to an evaluation's folder."""
+    append_rows(
+        folder / OUTCOMES,
+        (
+            {"problem": episode.problem.id, "sample": episode.sample}
+            | {name: getattr(episode, name) for name in Outcome._fields}
+            for episode in episodes
+        ),
+    )
+
+
+def outcomes_of(folder: Path) -> dict[tuple[str, int], Outcome]:
     """What an evaluation's folder holds, by problem and sample. The latest counts: it took the place of an outage."""
-    return {
-        (row["problem"]["id"], row["sample"]): Outcome(
-            **{name: row[name] for name in ("reward", "calls", "failed_calls", "answer_tags", "stop")},
-            turns=len(row["turns"]),
-            length=row["response_tokens"],
-        )
-        for row in record.episodes(0)
-    }
+    rows = ((row.pop("problem"), row.pop("sample"), Outcome(**row)) for row in read_rows(folder / OUTCOMES))
+    return {(problem, sample): outcome for problem, sample, outcome in rows}
 
 
 def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
@@ -160,7 +165,8 @@ def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
     counts_P = [(len(some), sum((outcome.reward or 0) > 0 for outcome in some)) for some in scored_P]
     powers = sorted({1 << n for n in range(samples.bit_length())} | {samples})
     measures = {name: _ratio([metric.sums(some) for some in scored_P]) for name, metric in MEASURES.items()}
-    chances = {j: _ratio([(pass_at(j, n, right), 1) for n, right in counts_P if n >= j]) for j in powers}
+    for j in powers:
+        measures[f"pass@{j}"] = _ratio([(pass_at(j, n, right), 1) for n, right in counts_P if n >= j])
     episodes = sum(map(len, scored_P))
     return Report(
         problems=len(outcomes_P),
@@ -168,13 +174,15 @@ def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
         episodes=episodes,
         unavailable=sum(map(len, outcomes_P)) - episodes,
         measures={name: estimate for name, estimate in measures.items() if estimate},
-        pass_at={j: chance for j, chance in chances.items() if chance},
         stops=dict(Counter(outcome.stop for some in scored_P for outcome in some)),
     )
 
 
 def pass_at(j: int, samples: int, right: int) -> float:
-    """The chance that `j` of `samples` episodes, drawn without replacement, hold one of the `right` ones."""
+    """The chance that `j` of `samples` episodes, drawn without replacement, hold one of the `right` ones.
+
+    Over problems it is unbiased (Chen et al., arXiv 2107.03374, eq. 1).
+    """
     return 1 - comb(samples - right, j) / comb(samples, j)
 
 
@@ -188,9 +196,9 @@ def table(reports: Mapping[str, Report]) -> Table:
     )
     for name, one in reports.items():
         if name != ALL or len(reports) > 2:
-            estimates = [one.pass_at.get(k), *map(one.measures.get, ("tool_error_ratio", "one_answer", "tokens"))]
+            accuracy, *estimates = map(one.measures.get, ("accuracy", f"pass@{k}", *SCORES[1:], "tokens"))
             cells = [f"{estimate.value:.3g}" if estimate else "-" for estimate in estimates]
-            made.add_row(name, str(one.problems), str(one.accuracy or "-"), *cells, str(one.unavailable))
+            made.add_row(name, str(one.problems), str(accuracy or "-"), *cells, str(one.unavailable))
     return made
 
 

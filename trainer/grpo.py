@@ -42,8 +42,7 @@ from trainer import metrics, roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
-from trainer.progress import Progress, Trained, arguments, finish, latest, ranks, steps_of
-from trainer.record import RunFolder
+from trainer.progress import Progress, Trained, Training, latest, ranks, steps_of
 from trainer.rollout import Collector, EpisodeLimits
 from trainer.trajectory import Draft, Episode, Problem, StopReason
 
@@ -86,54 +85,31 @@ class Row(NamedTuple):
 
 def train_stage(
     stage: StageConfig,
+    training: Training,
     *,
-    model: Path,
     problems: Sequence[Problem],
-    out: Path,
-    record: RunFolder,
     rollouts: Rollouts | None,
-    seed: int,
-    first_step: int = 0,
     keep_optimizer: Path | None = None,
-    dtype: str = "float32",
-    is_sharded: bool = False,
 ) -> Trained:
-    """Train `model`'s folder for `stage.steps` steps into `out`/model, from `out`'s newest whole checkpoint if any.
+    """Train for `stage.steps` steps, from the newest whole checkpoint if there is any.
 
-    `rollouts` is None on every rank but the first. `first_step` steps of the run came before; `keep_optimizer` is the
-    checkpoint of the stage before, whose optimiser goes on, its warm-up over. `dtype` is what the passes compute in.
+    `rollouts` is None on every rank but the first. `keep_optimizer` is the checkpoint of the stage before, whose
+    optimiser goes on, its warm-up over.
 
     Raises `ConfigError` for settings that do not fit together, `Outage`, and what engines and tools raise.
     """
-    world = ranks().num_processes
-    passes, rest = divmod(stage.prompts * stage.keep, stage.micro_batch * world)
-    if rest:
-        raise ConfigError(
-            f"stages.{stage.name}: prompts={stage.prompts} x keep={stage.keep} rows on {world} ranks: expected a "
-            f"multiple of ranks x micro_batch={stage.micro_batch}; change one of them"
-        )
+    out, record, first_step = training.out, training.record, training.first_step
     start = latest(out / "checkpoints") or keep_optimizer
     before = steps_of(keep_optimizer) if keep_optimizer else 0
     done = steps_of(start) - before if start else 0
-    if ranks().is_main_process:
-        record.rewind(first_step + done)
-    bridge = _Bridge(stage, problems, rollouts, seed, before, record=record, offset=first_step - before)
+    bridge = _Bridge(stage, problems, rollouts, training.seed, before, record=record, offset=first_step - before)
     if start and done and (start / UNDER_WAY).exists():
         bridge.under_way = DRAFTS.validate_json((start / UNDER_WAY).read_bytes())
     args = GRPOConfig(
-        **arguments(
-            out,
-            seed=seed,
-            dtype=dtype,
-            save_steps=stage.save_steps,
-            is_sharded=is_sharded,
-            is_checkpointing=stage.is_checkpointing,
-        ),
+        **training.arguments(stage, rows=stage.prompts * stage.keep),
         max_steps=before + stage.steps,
         # The batch: TRL repeats each prompt `keep` times and splits the step's rows into micro-batches.
         num_generations=stage.keep,
-        per_device_train_batch_size=stage.micro_batch,
-        gradient_accumulation_steps=passes,
         max_completion_length=stage.max_tokens,
         shuffle_dataset=False,
         # The loss.
@@ -147,23 +123,24 @@ def train_stage(
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=RATIO_CUT,
         # The optimiser.
-        learning_rate=stage.lr,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
     )
+    if ranks().is_main_process:
+        record.rewind(first_step + done)
     trainer = GRPOTrainer(
-        model=str(model),
+        model=str(training.model),
         reward_funcs=_roc_reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [""] * stage.prompts * args.max_steps}),  # `bridge` has the problems
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(training.model),
         callbacks=[bridge],
         rollout_func=bridge.rollout,
     )
     trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = bridge, True, -1
     bridge.trainer = trainer
-    return finish(trainer, out, start)
+    return training.run(trainer, start)
 
 
 def in_order(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:
@@ -245,9 +222,10 @@ class _Bridge(Progress):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # A checkpoint of the stage before brings that stage's settings, which the trainer takes over.
-        state.save_steps = args.save_steps
-        kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
-        super().on_train_begin(args, state, control, **kwargs)
+        state.save_steps, schedule = args.save_steps, kwargs["lr_scheduler"]
+        schedule.base_lrs = [args.learning_rate for _ in schedule.base_lrs]
+        for group, factor in zip(kwargs["optimizer"].param_groups, schedule.lr_lambdas, strict=True):
+            group["lr"] = args.learning_rate * factor(schedule.last_epoch)
         self._since = perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, SftConfig, StageConfig
 from trainer.record import RunFolder
 
 _MARK = "whole"
@@ -37,6 +37,70 @@ class Trained:
     checkpoint: Path
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What SFT and a stage are told alike."""
+
+    model: Path
+    """The folder or hub name of what is trained."""
+    out: Path
+    """Where checkpoints and the trained model go."""
+    record: RunFolder
+    seed: int
+    first_step: int = 0
+    """Steps of the run that came before."""
+    dtype: str = "float32"
+    """What passes compute in; weights are float32 whatever it says."""
+    is_sharded: bool = False
+
+    def arguments(self, settings: SftConfig | StageConfig, rows: int) -> dict[str, Any]:
+        """What both of TRL's trainers are told alike, for steps of `rows` rows. Raises `ConfigError`."""
+        has_gpu, world = torch.cuda.is_available(), ranks().num_processes  # a GPU may be ROCm's
+        passes, rest = divmod(rows, settings.micro_batch * world)
+        if rest:
+            raise ConfigError(
+                f"{self.out.name}: {rows} rows of a step on {world} ranks: expected a multiple of ranks x "
+                f"micro_batch={settings.micro_batch}; change one of them"
+            )
+        if self.is_sharded and not has_gpu:
+            raise ConfigError(
+                "hardware.sharding=full: expected GPUs, got none, where nothing is sharded; set it to none"
+            )
+        return {
+            "output_dir": str(self.out / "checkpoints"),
+            "seed": self.seed,
+            "per_device_train_batch_size": settings.micro_batch,
+            "gradient_accumulation_steps": passes,
+            "optim": "adamw_torch",
+            "learning_rate": settings.lr,
+            "use_cpu": not has_gpu,
+            "model_init_kwargs": {"dtype": "float32"},  # steps of 1e-6 would be lost in bfloat16
+            "bf16": self.dtype == "bfloat16",
+            "gradient_checkpointing": settings.is_checkpointing,
+            "ddp_find_unused_parameters": False,
+            "fsdp": self.is_sharded or None,
+            "save_strategy": "steps",
+            "save_steps": settings.save_steps,
+            "save_total_limit": CHECKPOINTS_KEPT,
+            "logging_steps": 1,
+            "dataloader_pin_memory": has_gpu,
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+
+    def run(self, trainer: Any, start: Path | None) -> Trained:
+        """Train, from checkpoint `start` on if there is one, and save the model."""
+        trainer.remove_callback(PrinterCallback)
+        # A tied weight is written once, under its first name: on a resume the other is not missing.
+        trainer.model._keys_to_ignore_on_save = set(trainer.model.all_tied_weights_keys)
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        trainer.save_model(str(self.out / "model"))
+        ranks().wait_for_everyone()  # the first one marks checkpoints
+        checkpoint = latest(self.out / "checkpoints")
+        assert checkpoint is not None, f"{self.out}: the last step has a checkpoint"
+        return Trained(self.out / "model", checkpoint)
+
+
 class Progress(TrainerCallback):  # type: ignore[misc]
     """Writes rows and marks checkpoints, on the first rank. `offset` is added to the trainer's own count of steps."""
 
@@ -47,20 +111,6 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         """A row's metrics, from what the trainer logged of a step."""
         names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
         return {ours: float(logs[theirs]) for ours, theirs in names.items() if theirs in logs}
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # A step has the rate that is due at its middle: at its beginning the first step's is 0, which teaches nothing.
-        schedule = kwargs["lr_scheduler"]
-        schedule.lr_lambdas = [lambda step, factor=factor: factor(step + 0.5) for factor in schedule.lr_lambdas]
-        rates = [
-            base * factor(schedule.last_epoch)
-            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        ]
-        for group, base, rate in zip(kwargs["optimizer"].param_groups, schedule.base_lrs, rates, strict=True):
-            group["initial_lr"], group["lr"] = base, rate
-        schedule._last_lr = rates  # which is what is logged
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
@@ -87,46 +137,3 @@ def steps_of(checkpoint: Path) -> int:
 def ranks() -> PartialState:
     """The processes that train together, as torchrun started them; one alone is rank 0."""
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(seconds=RANKS_WAIT_S))
-
-
-def arguments(
-    out: Path, *, seed: int, dtype: str, save_steps: int, is_sharded: bool, is_checkpointing: bool
-) -> dict[str, Any]:
-    """What both trainers are told alike. Weights are float32 whatever `dtype` says, which is what passes compute in.
-
-    Raises `ConfigError`.
-    """
-    has_gpu = torch.cuda.is_available()  # ROCm's too
-    if is_sharded and not has_gpu:
-        raise ConfigError("hardware.sharding=full: expected GPUs, got none, where nothing is sharded; set it to none")
-    return {
-        "output_dir": str(out / "checkpoints"),
-        "seed": seed,
-        "optim": "adamw_torch",
-        "use_cpu": not has_gpu,
-        "model_init_kwargs": {"dtype": "float32"},  # steps of 1e-6 would be lost in bfloat16
-        "bf16": dtype == "bfloat16",
-        "gradient_checkpointing": is_checkpointing,
-        "ddp_find_unused_parameters": False,
-        "fsdp": is_sharded or None,
-        "save_strategy": "steps",
-        "save_steps": save_steps,
-        "save_total_limit": CHECKPOINTS_KEPT,
-        "logging_steps": 1,
-        "dataloader_pin_memory": has_gpu,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-
-
-def finish(trainer: Any, out: Path, start: Path | None) -> Trained:
-    """Train, from checkpoint `start` on if there is one, and save the model."""
-    trainer.remove_callback(PrinterCallback)
-    # A tied weight is written once, under its first name: on a resume the other is not missing.
-    trainer.model._keys_to_ignore_on_save = set(trainer.model.all_tied_weights_keys)
-    trainer.train(resume_from_checkpoint=str(start) if start else None)
-    trainer.save_model(str(out / "model"))
-    ranks().wait_for_everyone()  # the first one marks checkpoints
-    checkpoint = latest(out / "checkpoints")
-    assert checkpoint is not None, f"{out}: the last step has a checkpoint"
-    return Trained(out / "model", checkpoint)

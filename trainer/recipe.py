@@ -42,8 +42,6 @@ SFT = "sft"
 START = "start"
 LAUNCHED = ("sft", "grpo")
 """The units that run on every rank."""
-STOP_S = 60.0
-"""For a child to end what it started, once it was asked to."""
 MAY_DIFFER = (
     *("run_dir", "rl.", "track.", "hardware.", "sandbox.endpoints", "engines.endpoints", "engines.count"),
     *("engines.python", "engines.timeout_s", "engines.slots", "engines.gpu_memory", "engines.tensor_parallel"),
@@ -66,13 +64,18 @@ class UnitFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One child's work."""
+    """One child's work: a command, for a stage or for what comes before them."""
 
     command: str
-    stage: str = ""
+    stage: str = START
+
+    @property
+    def named(self) -> list[str]:
+        """The stage, where the command alone does not say it."""
+        return [] if self.stage in (START, self.command) else [self.stage]
 
     def __str__(self) -> str:
-        return " ".join(dict.fromkeys([self.command, *self.stage.split()]))
+        return " ".join([self.command, *self.named])
 
 
 class Run:
@@ -96,7 +99,7 @@ class Run:
     def done_file(self, unit: Unit) -> Path:
         """What says that a unit is over, and what it found."""
         name = {"prepare": "prepared", "filter": "filtered", "eval": "evaluated"}.get(unit.command, "done")
-        return self.stage(unit.stage or START) / f"{name}.json"
+        return self.stage(unit.stage) / f"{name}.json"
 
     def done(self, unit: Unit) -> dict[str, Any] | None:
         return read_json(self.done_file(unit))
@@ -109,14 +112,16 @@ class Run:
     def stage(self, name: str) -> Path:
         return self.folder / "stages" / name
 
-    def before(self, name: str) -> dict[str, Any]:
-        """What the training before `name` left: `model`, `checkpoint`, `step`. Raises `ConfigError` if it has not."""
-        trained = [unit for unit in self.units() if unit.command in ("prepare", *LAUNCHED)]
-        names = [unit.stage for unit in trained]
+    def trained(self, name: str, *, before: bool = False) -> dict[str, Any]:
+        """What the training of `name`, or the one before it, left: `model`, `checkpoint`, `step`.
+
+        Raises `ConfigError` where that is not over.
+        """
+        units = [unit for unit in self.units() if unit.command in ("prepare", *LAUNCHED)]
+        names = [unit.stage for unit in units]
         if name not in names:
             self.config.stage(name)
-        unit = trained[names.index(name) - 1]
-        return self.needed(unit)
+        return self.needed(units[names.index(name) - before])
 
     def needed(self, unit: Unit) -> dict[str, Any]:
         """What a unit found. Raises `ConfigError` if it is not over."""
@@ -160,7 +165,11 @@ Start = Callable[[Unit, Sequence[str], int], int]
 """Runs a unit's command, which inherits a descriptor, and returns its exit code."""
 
 
-def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str], None] = lambda text: None) -> Run:
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str], None] = _say) -> Run:
     """Run every unit that is not over. Raises `RecordError` for another run's folder, `UnitFailed`."""
     run, start = Run(config), start or start_child
     with _locked(run.folder, say) as lock:
@@ -168,26 +177,23 @@ def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str]
         run.record.claim(asdict(config), known, may_differ=MAY_DIFFER)
         units = run.units()
         for number, unit in enumerate(units, 1):
-            if run.done(unit):
-                continue
-            say(f"[{number}/{len(units)}] {unit}")
-            code = start(unit, argv(unit, config), lock)
-            if code:
-                raise UnitFailed(unit, code)
+            if not run.done(unit):
+                say(f"[{number}/{len(units)}] {unit}")
+                if code := start(unit, argv(unit, config), lock):
+                    raise UnitFailed(unit, code)
             run.record.write_summary(run.summary())
-        run.record.write_summary(run.summary())
     return run
 
 
 def argv(unit: Unit, config: RunConfig) -> list[str]:
     """The command of a unit."""
-    launch = list(config.hardware.launch) if unit.command in LAUNCHED else []
-    stage = ["--stage", unit.stage] if unit.stage and unit.command != SFT else []
+    launch = config.hardware.launch if unit.command in LAUNCHED else ()
+    stage = [part for name in unit.named for part in ("--stage", name)]
     return [*(launch or [sys.executable]), "-m", "trainer", unit.command, config.run_dir, *stage]
 
 
 def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
-    """Its exit code. It ends when we do, by whatever way; on Ctrl-C, which reaches it too, it is given time."""
+    """Its exit code. It ends when we do, by whatever way, and has the time it needs to end what it started."""
     # It reads what the run's folder says, not what a variable would add to that.
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
     parent, libc = os.getpid(), ctypes.CDLL(None)
@@ -201,16 +207,7 @@ def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
     try:
         return child.wait()
     finally:
-        if child.poll() is None:
-            _stop(child)
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
-    try:
-        child.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
+        child.terminate()  # which one that is over does not feel
         child.wait()
 
 

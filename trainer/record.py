@@ -66,7 +66,8 @@ class RunFolder:
         `known` is what the folder has, where someone reads it better than as it is written. Raises `RecordError`.
         """
         mine, theirs = json.loads(json.dumps([config, known or self.config()]))
-        if theirs is not None and (differing := _differing(mine, theirs, may_differ)):
+        differing = [name for name in _differing(mine, theirs or mine) if not name.startswith(may_differ)]
+        if differing:
             raise RecordError(
                 f"{self.path} is of a run with other settings ({', '.join(differing[:5])}); expected the same ones to "
                 "go on: give them, or another folder to start anew"
@@ -222,15 +223,11 @@ def _fields(value: Any) -> dict[str, Any]:
     return fields | {"has_failed": value.has_failed} if isinstance(value, ToolCall) else fields
 
 
-def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], may_differ: tuple[str, ...]) -> list[str]:
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """The names of settings, as a.b, that are not equal."""
-    one, other = _flat(mine), _flat(theirs)
-    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-    return [name for name in names if not name.startswith(may_differ)]
-
-
-def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, inner in value.items():
-        flat |= _flat(inner, f"{above}{name}.") if isinstance(inner, Mapping) else {f"{above}{name}": inner}
-    return flat
+    for name in sorted(mine.keys() | theirs.keys()):
+        one, other = mine.get(name), theirs.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differing(one, other, f"{above}{name}.")
+        elif one != other:
+            yield above + name

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -19,8 +18,7 @@ from trl import SFTTrainer
 
 from trainer.chat import Chat
 from trainer.config import ConfigError, SftConfig
-from trainer.progress import Progress, Trained, arguments, finish, latest, ranks, steps_of
-from trainer.record import RunFolder
+from trainer.progress import Progress, Trained, Training, latest, ranks, steps_of
 
 Messages = Sequence[Mapping[str, str]]
 STAGE = "sft"
@@ -28,67 +26,37 @@ SORTED = 50
 """Batches whose conversations are sorted by length together."""
 
 
-def train_sft(
-    sft: SftConfig,
-    *,
-    model: Path,
-    conversations: Iterable[Messages],
-    chat: Chat,
-    out: Path,
-    record: RunFolder,
-    seed: int,
-    first_step: int = 0,
-    dtype: str = "float32",
-    is_checkpointing: bool = False,
-    is_sharded: bool = False,
-) -> Trained:
-    """Train `model`'s folder on `conversations` into `out`/model, from `out`'s newest whole checkpoint if any.
+def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Messages], chat: Chat) -> Trained:
+    """Train on `conversations`, from the newest whole checkpoint if there is any.
 
     Conversations over `sft.max_length` tokens are left out. Raises `ConfigError` where none is left, or the batch does
     not fit.
     """
-    world = ranks().num_processes
-    passes, rest = divmod(sft.batch, sft.micro_batch * world)
-    if rest:
-        raise ConfigError(
-            f"sft: batch={sft.batch} on {world} ranks: expected a multiple of ranks x micro_batch={sft.micro_batch}; "
-            "change one of them"
-        )
     encoded = [pair for pair in map(chat.encode, conversations) if len(pair[0]) <= sft.max_length and any(pair[1])]
     if not encoded:
         raise ConfigError(f"sft: expected conversations of at most max_length={sft.max_length} tokens, got none")
-    order = by_length([len(ids) for ids, _ in encoded], sft.batch, sft.epochs, seed)
-    start = latest(out / "checkpoints")
-    if ranks().is_main_process:
-        record.rewind(first_step + (steps_of(start) if start else 0))
+    order = by_length([len(ids) for ids, _ in encoded], sft.batch, sft.epochs, training.seed)
     args = TrlSFTConfig(
-        **arguments(
-            out,
-            seed=seed,
-            dtype=dtype,
-            save_steps=sft.save_steps,
-            is_sharded=is_sharded,
-            is_checkpointing=is_checkpointing,
-        ),
+        **training.arguments(sft, rows=sft.batch),
         num_train_epochs=1,  # `order` has them all
         train_sampling_strategy="sequential",
-        per_device_train_batch_size=sft.micro_batch,
-        gradient_accumulation_steps=passes,
         max_length=sft.max_length,
-        learning_rate=sft.lr,
         lr_scheduler_type="cosine",
         warmup_steps=sft.warmup,
     )
+    start = latest(training.out / "checkpoints")
+    if ranks().is_main_process:
+        training.record.rewind(training.first_step + (steps_of(start) if start else 0))
     trainer = SFTTrainer(
-        model=str(model),
+        model=str(training.model),
         args=args,
         train_dataset=Dataset.from_dict(
             {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
         ),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        callbacks=[Progress(STAGE, record=record, offset=first_step)],
+        processing_class=AutoTokenizer.from_pretrained(training.model),
+        callbacks=[Progress(STAGE, record=training.record, offset=training.first_step)],
     )
-    return finish(trainer, out, start)
+    return training.run(trainer, start)
 
 
 def by_length(lengths: Sequence[int], batch: int, epochs: float, seed: int) -> list[int]:

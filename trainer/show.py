@@ -182,11 +182,11 @@ def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
     for name, some in groupby(rows, key=lambda row: row["stage"]):
         stage = list(some)
         ends = [
-            f"{_text(have[0])} → {_text(have[-1])}" if have else "–"
+            f"{figure(have[0])} → {figure(have[-1])}" if have else "–"
             for key in ("reward", "tool_error_ratio_correct", "one_answer", "length")
             for have in [[row[key] for row in stage if row.get(key) is not None]]
         ]
-        made.add_row(clean(name), str(len(stage)), *ends, _text(results.get(name, {}).get("accuracy")))
+        made.add_row(clean(name), str(len(stage)), *ends, figure(results.get(name, {}).get("accuracy")))
     return made
 
 
@@ -194,7 +194,7 @@ def _numbers(rows: Sequence[Row], width: int) -> Table:
     made = table("", "first>", "last>", "course", *(["…"] if width >= 120 else []))
     for key, metric in METRICS.items():
         if have := [row[key] for row in rows if row.get(key) is not None]:
-            made.add_row(key, _text(have[0]), _text(have[-1]), bars(have), *([metric.about] if width >= 120 else []))
+            made.add_row(key, figure(have[0]), figure(have[-1]), bars(have), *([metric.about] if width >= 120 else []))
     return made
 
 
@@ -210,9 +210,9 @@ def _list(rows: Sequence[Row]) -> Table:
     for number, row in enumerate(rows):
         is_next = number > 0 and rows[number - 1]["group"] == row["group"] and rows[number - 1]["step"] == row["step"]
         made.add_row(
-            str(row["step"]), "" if is_next else clean(row["problem"]["id"]), str(row["sample"]), _text(row["reward"]),
+            str(row["step"]), "" if is_next else clean(row["problem"]["id"]), str(row["sample"]), figure(row["reward"]),
             "kept" if row["kept"] else "dropped", row["stop"], f"{row['failed_calls']}/{row['calls']}",
-            _text(row["p_err"] + row["p_format"]), str(row["response_tokens"]), clean(row["answer"] or "–"),
+            figure(row["p_err"] + row["p_format"]), str(row["response_tokens"]), clean(row["answer"] or "–"),
         )  # fmt: skip
     return made
 
@@ -226,18 +226,18 @@ def _episode(row: Row) -> Iterator[RenderableType]:
     yield Rule(Text(clean(f"step {row['step']}, {row['stage']}: {row['problem']['id']}, sample {row['sample']}")))
     yield Text(clean(row["problem"]["text"]))
     yield Text(clean(
-        f"answer {row['answer'] or '–'}, expected {row['problem']['answer']}; reward {_text(row['reward'])}; "
+        f"answer {row['answer'] or '–'}, expected {row['problem']['answer']}; reward {figure(row['reward'])}; "
         f"{row['stop']}{': ' + row['error'] if row['error'] else ''}\n"
         f"{row['why'] or ('kept' if row['kept'] else 'dropped')}\n"
-        f"p_err {_text(row['p_err'])}, p_format {_text(row['p_format'])}; {row['response_tokens']} tokens, "
-        f"{row['sampled_tokens']} of them sampled; {_text(row['seconds'])} s"
+        f"p_err {figure(row['p_err'])}, p_format {figure(row['p_format'])}; {row['response_tokens']} tokens, "
+        f"{row['sampled_tokens']} of them sampled; {figure(row['seconds'])} s"
     ), style="dim")  # fmt: skip
     for number, turn in enumerate(row["turns"], 1):
         place = f"turn {number}, tokens {turn['start']} to {turn['end']}, {turn['engine']}, weights {turn['version']}"
         yield Rule(Text(clean(place)), align="left", style="dim")
         yield Text(clean(turn["text"]))
         for call in turn["calls"]:
-            yield Text(clean(f"{call['name']}: {call['status']}, {_text(call['seconds'])} s"), style="bold")
+            yield Text(clean(f"{call['name']}: {call['status']}, {figure(call['seconds'])} s"), style="bold")
             yield Padding(Syntax(clean(call["code"]), "python", background_color="default", word_wrap=True), (0, 4))
             yield Padding(Text(clean(call["response"]) + (" [cut]" if call["is_cut"] else "")), (0, 4))
 
@@ -258,5 +258,5 @@ def clean(text: str) -> str:
     return _UNSEEN.sub(lambda match: f"⟨{ord(match[0]):02x}⟩", text)
 
 
-def _text(value: float | None) -> str:
+def figure(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"

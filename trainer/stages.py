@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import data
-from trainer.config import ConfigError, RunConfig, StageConfig, urls
+from trainer import evaluate as evaluation
+from trainer.config import ConfigError, RunConfig, SamplingConfig, urls
 from trainer.recipe import SFT, START, Run, Unit
 from trainer.record import RunFolder, write_json
 from trainer.rollout import EpisodeLimits
@@ -26,14 +27,11 @@ from trainer.track import tracking
 from trainer.trajectory import Problem
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from trainer.chat import Chat
-    from trainer.evaluate import Report
     from trainer.grpo import Rollouts
     from trainer.pool import Pool
+    from trainer.progress import Training
 
-ALL = "all"
 TINY = "tiny"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """How far an engine's log-probabilities may be from the trainer's, by what it computes in."""
@@ -45,7 +43,7 @@ class Outage(Exception):
     """Something of ours failed for so long that there is nothing to report."""
 
 
-def prepare(run: Run) -> None:
+def prepare(run: Run, unit: Unit) -> None:
     """Bring problems into the run's folder, apart from what is evaluated on, and the tiny model if it is asked for."""
     config, folder, model = run.config, run.folder / "data", run.config.model.path
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,124 +74,112 @@ def prepare(run: Run) -> None:
     for name, stage in config.stages.items():
         if stage.data:
             bring(name, stage.data, stage.max_tokens, **kept)
-    bring("evaluate", config.evaluate.data, _evaluation(config)["limits"].max_tokens, is_integer_only=False, fresh=True)
+    bring("evaluate", config.evaluate.data, config.evaluate.max_tokens, is_integer_only=False, fresh=True)
     write_json(folder / "report.json", reports)
-    run.finish(Unit("prepare"), {"model": model, "step": 0})
+    run.finish(unit, {"model": model, "step": 0})
 
 
-def sft(run: Run) -> None:
+def sft(run: Run, unit: Unit) -> None:
     """Train the first model on conversations."""
     from trainer.progress import ranks, steps_of
     from trainer.sft import train_sft
 
-    config, before = run.config, run.before(SFT)
-    model = _model(run, before["model"])
+    config = run.config
     conversations = [chat for source in config.sft.data for chat in data.read_conversations(source, seed=config.seed)]
-    steps = round(config.sft.epochs * len(conversations) / config.sft.batch)
-    with _recording(run, SFT, before["step"], steps) as record:
-        trained = train_sft(
-            config.sft,
-            model=model,
-            conversations=conversations,
-            chat=_chat(config, model),
-            out=run.stage(SFT),
-            record=record,
-            seed=_seed(config, SFT),
-            first_step=before["step"],
-            dtype=config.model.dtype,
-            is_sharded=config.hardware.sharding == "full",
-        )
+    with _training(run, unit, round(config.sft.epochs * len(conversations) / config.sft.batch)) as training:
+        chat = _chat(config, training.model)
+        trained = train_sft(config.sft, training, conversations=conversations, chat=chat)
     if ranks().is_main_process:
-        step = before["step"] + steps_of(trained.checkpoint)
-        run.finish(Unit("sft", SFT), {"model": _relative(run, trained.model), "step": step})
+        step = training.first_step + steps_of(trained.checkpoint)
+        run.finish(unit, {"model": _relative(run, trained.model), "step": step})
 
 
-def grpo(run: Run, name: str) -> None:
+def grpo(run: Run, unit: Unit) -> None:
     """Train one stage."""
     from trainer.grpo import train_stage
     from trainer.progress import ranks
 
-    config, stage, before = run.config, run.config.stage(name), run.before(name)
+    stage, is_first = run.config.stage(unit.stage), ranks().is_main_process
+    before = run.trained(unit.stage, before=True).get("checkpoint")
+    keep = run.folder / before if before and not stage.reset_optimizer else None
     if stage.drop_solved:
-        run.needed(Unit("filter", name))
-    model, checkpoint, is_first = _model(run, before["model"]), before.get("checkpoint"), ranks().is_main_process
+        run.needed(Unit("filter", unit.stage))
+    problems = data.read(str(run.problems(stage)))
     with (
-        _recording(run, name, before["step"], stage.steps) as record,
-        sampling(run, model) if is_first else nullcontext() as rollouts,
+        _training(run, unit, stage.steps) as training,
+        sampling(run, training.model) if is_first else nullcontext() as rollouts,
     ):
-        trained = train_stage(
-            stage,
-            model=model,
-            problems=data.read(str(run.problems(stage))),
-            out=run.stage(name),
-            record=record,
-            rollouts=rollouts,
-            seed=_seed(config, name),
-            first_step=before["step"],
-            keep_optimizer=run.folder / checkpoint if checkpoint and not stage.reset_optimizer else None,
-            dtype=config.model.dtype,
-            is_sharded=config.hardware.sharding == "full",
-        )
+        trained = train_stage(stage, training, problems=problems, rollouts=rollouts, keep_optimizer=keep)
     if is_first:
         found = {"model": _relative(run, trained.model), "checkpoint": _relative(run, trained.checkpoint)}
-        run.finish(Unit("grpo", name), {**found, "step": before["step"] + stage.steps})
+        run.finish(unit, {**found, "step": training.first_step + stage.steps})
 
 
-def drop_solved(run: Run, name: str) -> None:
+def drop_solved(run: Run, unit: Unit) -> None:
     """Evaluate the model before a stage on the stage's problems, and keep those that were not solved every time."""
-    from trainer.evaluate import outcomes_of
-
-    stage, samples, out = run.config.stage(name), run.config.stage(name).drop_solved, run.stage(name) / "filter"
-    problems, seed = data.read(str(run.source(stage))), _seed(run.config, f"filter {name}")
-    measure(run, run.before(name)["model"], problems, out, samples=samples, seed=seed, **_how(stage))
-    outcomes = outcomes_of(RunFolder(out))
-    kept = [
-        problem for problem in problems if any(outcomes[problem.id, sample].reward != 1 for sample in range(samples))
-    ]
+    stage, out = run.config.stage(unit.stage), run.stage(unit.stage) / "filter"
+    model, problems, samples = (
+        run.trained(unit.stage, before=True),
+        data.read(str(run.source(stage))),
+        stage.drop_solved,
+    )
+    measure(run, model["model"], problems, out, stage, samples, seed=str(unit), is_brief=True)
+    unsolved = {problem for (problem, _), outcome in evaluation.outcomes_of(out).items() if outcome.reward != 1}
+    kept = [problem for problem in problems if problem.id in unsolved]
     if len(kept) < stage.prompts:
         raise ConfigError(
-            f"stages.{name}: {len(kept)} of {len(problems)} problems are not solved {samples} times of {samples}: "
+            f"stages.{stage.name}: {len(kept)} of {len(problems)} problems are not always solved: "
             f"expected at least prompts={stage.prompts}; give it more data, or lower prompts"
         )
     data.write(kept, run.problems(stage))
-    run.finish(Unit("filter", name), {"problems": len(problems), "kept": len(kept)})
+    run.finish(unit, {"problems": len(problems), "kept": len(kept)})
 
 
-def evaluate(run: Run, name: str) -> dict[str, Report]:
+WORK = {"prepare": prepare, "sft": sft, "filter": drop_solved, "grpo": grpo}
+"""What units do, but for evaluation, of which there is something to show."""
+
+
+def evaluate(run: Run, unit: Unit) -> dict[str, evaluation.Report]:
     """Measure the model that SFT or a stage left, on the run's fresh problems."""
-    model = run.needed(Unit("sft" if name == SFT else "grpo", name))["model"]
+    model, how = run.trained(unit.stage)["model"], run.config.evaluate
     problems = data.read(str(run.folder / "data" / "evaluate.jsonl"))
-    reports = measure(run, model, problems, run.stage(name) / "evaluation", **_evaluation(run.config))
-    run.finish(Unit("eval", name), {"scores": reports[ALL].scores()})
+    reports = measure(run, model, problems, run.stage(unit.stage) / "evaluation", how, how.samples)
+    run.finish(unit, {"scores": reports[evaluation.ALL].scores()})
     return reports
 
 
-def evaluate_model(run: Run, model: str, out: Path) -> dict[str, Report]:
+def evaluate_model(run: Run, model: str, out: Path) -> dict[str, evaluation.Report]:
     """Measure any model, as the run's are."""
-    config = run.config
-    problems, _ = data.prepare(config.evaluate.data, is_integer_only=False, seed=config.seed, fresh=True)
-    return measure(run, model, problems, out, **_evaluation(config))
+    how = run.config.evaluate
+    problems, _ = data.prepare(how.data, is_integer_only=False, seed=run.config.seed, fresh=True)
+    return measure(run, model, problems, out, how, how.samples)
 
 
 def measure(
-    run: Run, model: str, problems: Sequence[Problem], out: Path, samples: int, **how: Any
-) -> dict[str, Report]:
-    """Reports by source, and over `ALL`; `how` is how episodes are collected. What is in `out` is not run again."""
-    from trainer import evaluate
-
-    with sampling(run, _model(run, model)) as rollouts, _progress() as bars:
-        task = bars.add_task(out.name, total=len(problems))
+    run: Run,
+    model: str,
+    problems: Sequence[Problem],
+    out: Path,
+    sampled: SamplingConfig,
+    samples: int,
+    *,
+    seed: str = "eval",
+    is_brief: bool = False,
+) -> dict[str, evaluation.Report]:
+    """Reports by source, and over `ALL`. What is in `out` is not run again."""
+    how = {**_how(sampled), "seed": _seed(run.config, seed)}
+    with sampling(run, _model(run, model)) as rollouts, _progress(out.name, len(problems)) as advance:
         reports = rollouts.background.run(
-            evaluate.evaluate,
+            evaluation.evaluate,
             problems,
             samples,
             partial(rollouts.collector.collect, **how),
             record=RunFolder(out),
             settings={**how, "limits": asdict(how["limits"]), "model": model},
-            at_once=max(stage.prompts * stage.samples for stage in _stages(run.config)),  # as a step has
-            advance=lambda: bars.advance(task),
+            is_brief=is_brief,
+            advance=advance,
         )
-    if reports[ALL].accuracy is None:
+    if not reports[evaluation.ALL].episodes:
         raise Outage(f"none of {len(problems)} problems has an episode with a verdict; {out} says what failed")
     return reports
 
@@ -201,8 +187,8 @@ def measure(
 def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> None:
     """Sample episodes of the run's first training problems into a folder that `show` opens."""
     config = run.config
-    model = run.needed(Unit({START: "prepare", SFT: "sft"}.get(name, "grpo"), "" if name == START else name))["model"]
-    stage = _stages(config)[0] if name in (START, SFT) else config.stage(name)
+    model = run.trained(name)["model"]
+    stage = config.rl if name in (START, SFT) else config.stage(name)
     some, seed = data.read(str(run.problems(stage)))[:problems], _seed(config, "rollout")
     with sampling(run, _model(run, model)) as rollouts:
         groups = rollouts.background.run(rollouts.collector.collect, some, samples, seed=seed, **_how(stage))
@@ -223,7 +209,7 @@ def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
     config, sandbox = run.config, run.config.sandbox
     with Background() as background:
         about: dict[str, Any] = {"timeout_s": sandbox.timeout_s, "memory_mb": sandbox.memory_mb}
-        most = max(stage.tool_chars for stage in _stages(config))
+        most = max(how.tool_chars for how in (config.rl, config.evaluate, *config.stages.values()))
         tools = background.enter(service(urls(sandbox.endpoints) or "local", **about, max_chars=most))
         pool = background.enter(_pool(run, model))
         yield Rollouts(background, Collector(pool, _chat(config, model), tools), pool)
@@ -232,7 +218,7 @@ def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
 @asynccontextmanager
 async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
     """The engines of a run, with the weights of `model`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from trainer.engine import VllmEngine
     from trainer.local import LocalEngine
@@ -240,61 +226,50 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
     from trainer.sync import ByFile, ByNccl, Reference, direct
     from trainer.vllm_server import Servers
 
-    engines, dtype = run.config.engines, run.config.model.dtype
-    reference = Reference(model, tolerance=TOLERANCE[dtype])
-    about: dict[str, Any] = {"policy": engines.policy, "most_tokens": engines.max_length, "turn_s": engines.timeout_s}
-    if engines.kind == "local":
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        local = LocalEngine(loaded, slots=engines.slots, max_length=engines.max_length)
-        async with Pool([local], **about, carry=direct, reference=reference) as pool:
-            yield pool
-        return
+    engines, hardware, dtype = run.config.engines, run.config.hardware, run.config.model.dtype
+    carry: Any = direct
     async with AsyncExitStack() as stack:
-        is_nccl = engines.sync == "nccl"
-        servers = Servers(
-            python=engines.python or sys.executable,
-            model=model,
-            max_length=engines.max_length,
-            slots=engines.slots,
-            dtype=dtype,
-            gpus=engines.tensor_parallel if run.config.hardware.gpus else 0,
-            first_gpu=run.config.hardware.gpus if run.config.hardware.engine_gpus else 0,
-            gpu_memory=engines.gpu_memory,
-            is_nccl=is_nccl,
+        weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        if engines.kind == "local":
+            served: list[Any] = [LocalEngine(weights, slots=engines.slots, max_length=engines.max_length)]
+        else:
+            is_nccl = engines.sync == "nccl"
+            servers = Servers(
+                python=engines.python or sys.executable,
+                model=model,
+                max_length=engines.max_length,
+                slots=engines.slots,
+                dtype=dtype,
+                gpus=engines.tensor_parallel if hardware.gpus else 0,
+                first_gpu=hardware.gpus if hardware.engine_gpus else 0,
+                gpu_memory=engines.gpu_memory,
+                is_nccl=is_nccl,
+            )
+            endpoints: Sequence[str] = urls(engines.endpoints)
+            if not endpoints:
+                endpoints = await stack.enter_async_context(servers.serve(engines.count, run.folder / "engines"))
+            size = {"vocabulary": weights.config.vocab_size, "max_length": engines.max_length}
+            served = [VllmEngine(url, **size, slots=engines.slots, timeout_s=engines.timeout_s) for url in endpoints]
+            carry = (
+                ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights", dtype)
+            )
+        pool = Pool(
+            served,
+            carry=carry,
+            reference=Reference(model, tolerance=TOLERANCE[dtype]),
+            policy=engines.policy,
+            most_tokens=engines.max_length,
+            turn_s=engines.timeout_s,
         )
-        endpoints: Sequence[str] = urls(engines.endpoints)
-        if not endpoints:
-            endpoints = await stack.enter_async_context(servers.serve(engines.count, run.folder / "engines"))
-        size = {"vocabulary": AutoConfig.from_pretrained(model).vocab_size, "max_length": engines.max_length}
-        served = [VllmEngine(url, **size, slots=engines.slots, timeout_s=engines.timeout_s) for url in endpoints]
-        carry = ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights", dtype)
-        pool = await stack.enter_async_context(Pool(served, **about, carry=carry, reference=reference))
-        # They may have those of the unit before, or of another run.
-        await pool.sync(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict(), 0)
+        await stack.enter_async_context(pool)
+        await pool.sync(weights.state_dict(), 0)  # servers may have those of the unit before, or of another run
         yield pool
 
 
-def _stages(config: RunConfig) -> list[StageConfig]:
-    """Those of a run; of one that has none, what they would be."""
-    return [*config.stages.values()] or [config.rl]
-
-
-def _how(stage: StageConfig) -> dict[str, Any]:
-    """How a stage's episodes are sampled."""
-    limits = EpisodeLimits(stage.max_tokens, stage.max_turns, stage.tool_chars)
-    return {"limits": limits, "temperature": stage.temperature, "top_p": stage.top_p}
-
-
-def _evaluation(config: RunConfig) -> dict[str, Any]:
-    """How models are evaluated."""
-    wanted, stages = config.evaluate, _stages(config)
-    limits = EpisodeLimits(
-        wanted.max_tokens or max(stage.max_tokens for stage in stages),
-        wanted.max_turns or max(stage.max_turns for stage in stages),
-        max(stage.tool_chars for stage in stages),
-    )
-    how = {"temperature": wanted.temperature, "top_p": wanted.top_p, "seed": _seed(config, "eval")}
-    return {"samples": wanted.samples, "limits": limits, **how}
+def _how(sampling: SamplingConfig) -> dict[str, Any]:
+    """How the collector is told to sample."""
+    limits = EpisodeLimits(sampling.max_tokens, sampling.max_turns, sampling.tool_chars)
+    return {"limits": limits, "temperature": sampling.temperature, "top_p": sampling.top_p}
 
 
 def _chat(config: RunConfig, model: Path) -> Chat:
@@ -307,34 +282,54 @@ def _chat(config: RunConfig, model: Path) -> Chat:
 
 
 @contextmanager
-def _recording(run: Run, name: str, first_step: int, steps: int) -> Iterator[RunFolder]:
-    """The run's folder; each row goes to the trackers, too, and moves a progress bar."""
-    from trainer.progress import ranks
+def _training(run: Run, unit: Unit, steps: int) -> Iterator[Training]:
+    """What a training is told. Each row of metrics goes to the trackers, too, and to a progress bar."""
+    from trainer.progress import Training, ranks
 
-    config = run.config
-    if not ranks().is_main_process:
-        yield run.record
-        return
-    with (
-        tracking(config.track.to, run.folder, asdict(config), project=config.track.project) as tell,
-        _progress() as bars,
-    ):
-        task = bars.add_task(name, total=steps)
+    config, name, record = run.config, unit.stage, run.record
+    before = run.trained(name, before=True)
+    with ExitStack() as stack:
+        if ranks().is_main_process:
+            track = config.track
+            tell = stack.enter_context(tracking(track.to, run.folder, asdict(config), project=track.project))
+            advance = stack.enter_context(_progress(name, steps))
 
-        def log(row: Mapping[str, Any]) -> None:
-            tell(row)
-            shown = [f"{metric} {row[metric]:.3g}" for metric in SHOWN if row.get(metric) is not None]
-            bars.update(task, completed=row["step"] - first_step, description="  ".join([name, *shown]))
+            def log(row: Mapping[str, Any]) -> None:
+                tell(row)
+                shown = [f"{metric} {row[metric]:.3g}" for metric in SHOWN if row.get(metric) is not None]
+                advance(row["step"] - before["step"], "  ".join(shown))
 
-        yield RunFolder(run.folder, keep_logprobs=config.track.has_logprobs, log=log)
+            record = replace(record, log=log)
+        yield Training(
+            _model(run, before["model"]),
+            run.stage(name),
+            record,
+            seed=_seed(config, name),
+            first_step=before["step"],
+            dtype=config.model.dtype,
+            is_sharded=config.hardware.sharding == "full",
+        )
 
 
-def _progress() -> Progress:
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[..., None]]:
+    """A function that shows how much is done: as a bar or, where stderr is no terminal, a line for every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(TextColumn("{task.description}"), *counts, console=Console(stderr=True))
+    console, told = Console(stderr=True), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        task = bars.add_task(name, total=total)
+
+        def advance(done: int, text: str = "") -> None:
+            nonlocal told
+            bars.update(task, completed=done, description=f"{name}  {text}")
+            if not console.is_terminal and 10 * done // total > told:
+                told = 10 * done // total
+                print(f"{name}: {done}/{total}  {text}".rstrip(), file=sys.stderr, flush=True)
+
+        yield advance
 
 
 def _model(run: Run, name: str) -> Path:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.engine import EngineFailed, VllmEngine
+from trainer.engine import EngineFailed
 from trainer.pool import Engine, Weights
 from trainer.vllm_server import free_port
 
@@ -70,9 +70,17 @@ class Reference:
             )
 
 
-async def direct(engines: Sequence[Any], weights: Weights, version: int) -> list[BaseException | None]:
-    """To engines in this process, which copy the tensors."""
-    return await _load(engines, weights, version)
+async def direct(engines: Sequence[Any], weights: Weights | Path, version: int) -> list[BaseException | None]:
+    """To engines that take them from where they are: to those in this process as tensors, which they copy."""
+
+    async def load(engine: Any) -> BaseException | None:
+        try:
+            await engine.load(weights, version)
+        except EngineFailed as why:
+            return why
+        return None
+
+    return list(await asyncio.gather(*map(load, engines)))
 
 
 class ByFile:
@@ -85,7 +93,7 @@ class ByFile:
         here = self._folder / f"v{version:06d}"
         await asyncio.to_thread(self._save, here, weights)
         try:
-            return await _load(engines, here, version)
+            return await direct(engines, here, version)
         finally:
             await asyncio.to_thread(shutil.rmtree, here)
 
@@ -106,15 +114,13 @@ class ByNccl:
 
     def __init__(self, *, gpus_per_engine: int = 1) -> None:
         self._gpus = gpus_per_engine
-        self._weights: Weights = {}
         self._sender: Any = None
 
     async def __call__(self, engines: Sequence[Any], weights: Weights, version: int) -> list[BaseException | None]:
-        self._weights = _once(weights)
-        loop = asyncio.get_running_loop()
+        self._weights, self._engines, self._loop = _once(weights), engines, asyncio.get_running_loop()
         try:
             if self._sender is None:
-                self._sender = await asyncio.to_thread(self._join, engines, loop)
+                self._sender = await asyncio.to_thread(self._join)
             await asyncio.to_thread(self._sender.send_weights)
             await asyncio.gather(*(engine.renew(version) for engine in engines))
         except EngineFailed as why:
@@ -125,7 +131,7 @@ class ByNccl:
             self._weights = {}
         return [None] * len(engines)
 
-    def _join(self, engines: Sequence[VllmEngine], loop: asyncio.AbstractEventLoop) -> Any:
+    def _join(self) -> Any:
         """One communicator of this process, rank 0, and of every worker of every engine."""
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
@@ -139,37 +145,26 @@ class ByNccl:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return ((name, each.to("cuda")) for name, each in carrier._weights.items())
 
-        world = 1 + self._gpus * len(engines)
-        return NCCLTrainerWeightTransferEngine.trainer_init(
-            NCCLTrainerInitInfo(rank=0, master_address=gethostname(), master_port=free_port(""), world_size=world),
-            client=_Servers(engines, loop, self._gpus),
-            source=Source(),
-        )
+        world = 1 + self._gpus * len(self._engines)
+        about = NCCLTrainerInitInfo(rank=0, master_address=gethostname(), master_port=free_port(""), world_size=world)
+        return NCCLTrainerWeightTransferEngine.trainer_init(about, client=self, source=Source())
 
-
-class _Servers:
-    """vLLM's `VLLMWeightSyncClient` for several servers at once, called from its sender's threads."""
-
-    def __init__(self, engines: Sequence[VllmEngine], loop: asyncio.AbstractEventLoop, gpus: int) -> None:
-        self._engines, self._loop, self._gpus = engines, loop, gpus
+    # vLLM's `VLLMWeightSyncClient`, for several servers at once; its sender calls these from threads.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        first = init_info["rank_offset"]
-        ranks = [first + self._gpus * number for number in range(len(self._engines))]
-        self._post(
-            "/init_weight_transfer_engine", [{"init_info": {**init_info, "rank_offset": rank}} for rank in ranks]
-        )
+        firsts = [init_info["rank_offset"] + self._gpus * number for number in range(len(self._engines))]
+        self._post("/init_weight_transfer_engine", *({"init_info": {**init_info, "rank_offset": n}} for n in firsts))
 
     def start_weight_update(self) -> None:
-        self._post("/start_weight_update", [{}] * len(self._engines))
+        self._post("/start_weight_update", *[{}] * len(self._engines))
 
     def update_weights(self, update_info: Any) -> None:
-        self._post("/update_weights", [{"update_info": update_info}] * len(self._engines))
+        self._post("/update_weights", *[{"update_info": update_info}] * len(self._engines))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("/finish_weight_update", [{"weight_version": weight_version}] * len(self._engines))
+        self._post("/finish_weight_update", *[{"weight_version": weight_version}] * len(self._engines))
 
-    def _post(self, route: str, bodies: Sequence[dict[str, Any]]) -> None:
+    def _post(self, route: str, *bodies: dict[str, Any]) -> None:
         async def post() -> None:
             await asyncio.gather(
                 *(engine.post(route, body) for engine, body in zip(self._engines, bodies, strict=True))
@@ -184,14 +179,3 @@ def _once(weights: Weights) -> dict[str, torch.Tensor]:
     return {
         name: each.contiguous() for name, each in weights.items() if first.setdefault(each.data_ptr(), name) == name
     }
-
-
-async def _load(engines: Sequence[Any], source: Weights | Path, version: int) -> list[BaseException | None]:
-    async def load(engine: Any) -> BaseException | None:
-        try:
-            await engine.load(source, version)
-        except EngineFailed as why:
-            return why
-        return None
-
-    return list(await asyncio.gather(*map(load, engines)))

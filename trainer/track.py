@@ -18,27 +18,16 @@ from typing import Any
 Log = Callable[[Mapping[str, Any]], None]
 """Takes a row of metrics: `step` and numbers."""
 
-TRACKERS = ("trackio", "wandb", "tensorboard")
-"""Each is also the name of the package that it needs."""
-
-
-class TrackError(ValueError):
-    """The tracker that was asked for is not there."""
-
 
 @contextmanager
 def tracking(names: Sequence[str], run: Path, config: Mapping[str, Any], *, project: str = "rstar") -> Iterator[Log]:
     """A function that tells the trackers of each row, until the block ends.
 
     trackio writes to this machine ($TRACKIO_DIR, else where Hugging Face caches), tensorboard to the run's own
-    `tensorboard/`, wandb to its service or, with WANDB_MODE=offline, into the run folder.
-
-    Raises TrackError when a package is missing, or a name is not one of TRACKERS.
+    `tensorboard/`, wandb to its service or, with WANDB_MODE=offline, into the run folder. Each needs its package.
     """
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise TrackError(f"track: expected any of {', '.join(TRACKERS)}, got {unknown[0]!r}")
     with ExitStack() as stack:
-        trackers = [stack.enter_context(_tracker(_package(name), run, config, project)) for name in names]
+        trackers = [stack.enter_context(_tracker(name, run, config, project)) for name in names]
 
         def log(row: Mapping[str, Any]) -> None:
             numbers = {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
@@ -49,17 +38,18 @@ def tracking(names: Sequence[str], run: Path, config: Mapping[str, Any], *, proj
 
 
 @contextmanager
-def _tracker(package: Any, run: Path, config: Mapping[str, Any], project: str) -> Iterator[Callable[..., object]]:
-    if package.__name__ == "tensorboard":
+def _tracker(name: str, run: Path, config: Mapping[str, Any], project: str) -> Iterator[Callable[..., object]]:
+    package = import_module(name)
+    if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(run / "tensorboard"), flush_secs=10) as writer:
+        with SummaryWriter(str(run / name), flush_secs=10) as writer:
             yield lambda numbers, step: [writer.add_scalar(name, value, step) for name, value in numbers.items()]
         return
-    name = _name(run)
-    extra = {"id": name, "dir": str(run)} if package.__name__ == "wandb" else {}
+    known_as = _name(run)
+    extra = {"id": known_as, "dir": str(run)} if name == "wandb" else {}
     with redirect_stdout(sys.stderr):  # they greet there, and it is for results
-        package.init(project=project, name=name, config=dict(config), resume="allow", **extra)
+        package.init(project=project, name=known_as, config=dict(config), resume="allow", **extra)
     try:
         yield lambda numbers, step: package.log(numbers, step=step)
     finally:
@@ -74,10 +64,3 @@ def _name(run: Path) -> str:
         run.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{run.resolve().name}-{token_hex(4)}\n", encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
-
-
-def _package(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as why:
-        raise TrackError(f"tracking with {name} needs its package: pip install {name} ({why})") from why

@@ -12,8 +12,8 @@ pytest.importorskip("numpy", reason="evaluation needs numpy")
 
 from bench import roc
 from trainer.config import load
+from trainer.evaluate import write_outcomes
 from trainer.recipe import Run, Unit
-from trainer.record import RunFolder
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
 SHARED = load(roc.CONFIG, {})
@@ -65,10 +65,8 @@ def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
 
 def test_what_a_run_left_is_read(tmp_path: Path) -> None:
     run = taught(tmp_path)
-    record = RunFolder(tmp_path / "stages/sft/evaluation")
-    record.write_episodes(0, "eval", [[episode(0, 0, None, fails=True)]], [[0]])
-    record.write_episodes(0, "eval", [[episode(1, 0, 0.0, fails=True)]], [[0]], first_group=1)
-    record.write_episodes(0, "eval", [[episode(0, 0, 1.0, fails=False)]], [[0]])
+    for one in episode(0, 0, None, fails=True), episode(1, 0, 0.0, fails=True), episode(0, 0, 1.0, fails=False):
+        write_outcomes(tmp_path / "stages/sft/evaluation", [one])
     for step in (1, 2):
         row = {"step": step, "stage": "sft", "kept": 8, "dropped": 8, "tokens": 100}
         run.record.append_metrics({**row, "one_answer": 0.5})

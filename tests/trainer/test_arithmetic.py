@@ -57,14 +57,14 @@ def test_the_paper_s_run_fits_its_machines() -> None:
     config = load(CONFIGS / "qwen3-14b-mi300x.toml", {})
     assert config.model.shape == QWEN3_14B
     run = plan(config, QWEN3_14B)
-    assert (run.gpus, run.engines) == (64, 64)
-    assert run.weight_bytes * 4 == 14_768_307_200 * 16 // 64
-    assert run.kv_tokens == (96_000_000_000 - 2 * 14_768_307_200) // 163_840
-    first = run.stages["rl1"]
-    assert (first.rollouts, first.trained) == (512 * 32, 512 * 16)
-    assert (first.sampled_tokens, first.trained_tokens) == (16384 * 8192, 8192 * 8192)
-    assert first.rollouts_per_engine == run.kv_tokens // (8192 + 1024)
-    assert first.train_bytes == 16 * (run.parameters // 64) + activation_bytes(
+    assert (run["gpus"], run["engines"]) == (64, 64)
+    assert run["weight_bytes"] * 4 == 14_768_307_200 * 16 // 64
+    assert run["kv_tokens"] == (96_000_000_000 - 2 * 14_768_307_200) // 163_840
+    first = run["stages"]["rl1"]
+    assert (first["rollouts"], first["trained"]) == (512 * 32, 512 * 16)
+    assert (first["sampled_tokens"], first["trained_tokens"]) == (16384 * 8192, 8192 * 8192)
+    assert first["rollouts_per_engine"] == run["kv_tokens"] // (8192 + 1024)
+    assert first["train_bytes"] == 16 * (run["parameters"] // 64) + activation_bytes(
         QWEN3_14B, 8192, "bfloat16", is_checkpointing=True
     ) + logit_bytes(QWEN3_14B, 8192, "bfloat16")
     assert not list(shortfalls(run, config))
@@ -83,7 +83,7 @@ def test_unsharded_it_does_not_fit_and_the_answer_says_what_helps() -> None:
 def test_one_gpu_holds_the_small_run() -> None:
     config = load(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {})
     run = plan(config, QWEN25_1B)
-    assert (run.gpus, run.engines, list(shortfalls(run, config))) == (1, 1, [])
+    assert (run["gpus"], run["engines"], list(shortfalls(run, config))) == (1, 1, [])
 
 
 def test_engines_of_their_own_leave_the_training_gpus_alone() -> None:
@@ -96,8 +96,8 @@ def test_engines_of_their_own_leave_the_training_gpus_alone() -> None:
 def test_an_engine_in_the_process_caches_what_its_slots_may_hold() -> None:
     config = load(None, {}, ["engines.slots=8", "engines.max_length=32", "model.dtype=float32"])
     run = plan(config, SMALL)
-    assert (run.gpus, run.engines, run.kv_tokens) == (0, 1, 256)
-    assert run.engine_bytes == 256 * kv_bytes(SMALL, "float32")
+    assert (run["gpus"], run["engines"], run["kv_tokens"]) == (0, 1, 256)
+    assert run["engine_bytes"] == 256 * kv_bytes(SMALL, "float32")
 
 
 def test_a_shape_is_read_from_a_model_s_own_file() -> None:

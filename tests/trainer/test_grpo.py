@@ -25,7 +25,7 @@ from trainer import grpo  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, StageConfig  # noqa: E402
 from trainer.grpo import Outage, Rollouts, in_order, train_stage  # noqa: E402
-from trainer.progress import Trained  # noqa: E402
+from trainer.progress import Trained, Training  # noqa: E402
 from trainer.record import RunFolder  # noqa: E402
 from trainer.trajectory import Episode, Problem, StopReason  # noqa: E402
 
@@ -70,16 +70,9 @@ class Stage:
     def run(self, sampler: Sampler, count: int = 6, **more: Any) -> Trained:
         rollouts = Rollouts(self.background, sampler, sampler)
         out = self.folder / "stages" / self.stage.name
-        return train_stage(
-            self.stage,
-            model=self.model,
-            problems=problems(count),
-            out=out,
-            record=self.record,
-            rollouts=rollouts,
-            seed=3,
-            **more,
-        )
+        keep = more.pop("keep_optimizer", None)
+        training = Training(self.model, out, self.record, seed=3, **more)
+        return train_stage(self.stage, training, problems=problems(count), rollouts=rollouts, keep_optimizer=keep)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -266,7 +259,7 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, ba
     stage = Stage(tmp_path, model, background, **changes)
     out = tmp_path / "stages/rl1"
     train_stage(
-        stage.stage, model=model, problems=problems(6), out=out, record=stage.record, seed=3,
+        stage.stage, Training(model, out, stage.record, seed=3), problems=problems(6),
         rollouts=Rollouts(background, collector, pool),
     )  # fmt: skip
     rows = [list(stage.record.episodes(step)) for step in (1, 2, 3)]
@@ -371,7 +364,7 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
 
 
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
-    with pytest.raises(ConfigError, match=r"stages.rl1: prompts=2 x keep=4 .* micro_batch=3"):
+    with pytest.raises(ConfigError, match=r"rl1: 8 rows of a step on 1 ranks: .* micro_batch=3"):
         Stage(tmp_path, model, background, micro_batch=3).run(Sampler(model))
     with pytest.raises(ConfigError, match=r"sharding=full: expected GPUs, got none"):
         Stage(tmp_path, model, background).run(Sampler(model), is_sharded=True)

@@ -88,14 +88,14 @@ def test_each_training_starts_from_the_one_before(tmp_path: Path) -> None:
     run = Run(_config(tmp_path))
     for unit in run.units():
         run.finish(unit, {"model": str(unit)})
-    assert [run.before(name)["model"] for name in ("sft", "rl1", "rl2")] == ["prepare", "sft", "grpo rl1"]
+    assert [run.trained(name, before=True)["model"] for name in ("sft", "rl1", "rl2")] == ["prepare", "sft", "grpo rl1"]
     with pytest.raises(ConfigError, match="stage 'rl3': did you mean rl"):
-        run.before("rl3")
+        run.trained("rl3")
 
 
 def test_a_unit_out_of_turn_says_what_comes_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`rstar-train sft` comes first, or `rstar-train recipe` for all"):
-        Run(_config(tmp_path)).before("rl1")
+        Run(_config(tmp_path)).trained("rl1", before=True)
 
 
 def test_a_stage_trains_on_its_own_problems_or_the_run_s(tmp_path: Path) -> None:

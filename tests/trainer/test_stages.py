@@ -29,7 +29,7 @@ from trainer import cli, data, stages  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, RunConfig, load  # noqa: E402
 from trainer.recipe import Run, Start, Unit, recipe  # noqa: E402
-from trainer.record import RunFolder  # noqa: E402
+from trainer.record import RunFolder, read_rows  # noqa: E402
 from trainer.tools import service  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
@@ -47,6 +47,9 @@ micro_batch = 16
 epochs = 1
 lr = 1e-2
 max_length = 96
+[evaluate]
+max_tokens = 24
+max_turns = 2
 [rl]
 prompts = 2
 samples = 8
@@ -116,12 +119,8 @@ def _until(last: str) -> Start:
 
     def start(unit: Unit, command: Sequence[str], lock: int) -> int:
         run = Run(load(Path(command[command.index(unit.command) + 1]), {}))
-        if unit.command == "prepare":
-            stages.prepare(run)
-        elif unit.command == "sft":
-            stages.sft(run)
-        elif unit.command == "grpo" and unit.stage <= last and last != "sft":
-            stages.grpo(run, unit.stage)
+        if unit.command in ("prepare", "sft") or (unit.command == "grpo" and unit.stage <= last != "sft"):
+            stages.WORK[unit.command](run, unit)
         return 0
 
     return start
@@ -129,7 +128,7 @@ def _until(last: str) -> Start:
 
 def test_prepare_brings_problems_apart_from_those_that_are_evaluated(tmp_path: Path) -> None:
     run = Run(_config(tmp_path, 'data.train=["generated:30"]', 'evaluate.data=["generated:20"]'))
-    stages.prepare(run)
+    stages.prepare(run, Unit("prepare"))
     training = data.read(str(run.folder / "data/train.jsonl"))
     fresh = data.read(str(run.folder / "data/evaluate.jsonl"))
     assert (len(training), len(fresh)) == (30, 20)
@@ -145,7 +144,7 @@ def test_prompts_that_leave_no_room_to_answer_are_left_out_and_told(
     rows = [{"problem": "What is " + "1 + " * times + "1?", "answer": "3"} for times in (2, 200)]
     (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     run = Run(_config(tmp_path, "data.train=generated:3", f"evaluate.data={tmp_path / 'some.jsonl'}"))
-    stages.prepare(run)
+    stages.prepare(run, Unit("prepare"))
     assert [len(data.read(str(run.folder / f"data/{name}.jsonl"))) for name in ("train", "evaluate")] == [3, 1]
     assert "evaluate: some: 2 rows, 1 kept, 1 too long" in capsys.readouterr().err
 
@@ -177,23 +176,22 @@ def test_what_is_always_solved_is_taken_out_once(taught: Run, tmp_path: Path) ->
     before = run.needed(Unit("sft", "sft"))
     run.finish(Unit("grpo", "rl1"), before)  # as if a stage had left it as it was
     with pytest.raises(ConfigError, match="`rstar-train filter rl2` comes first"):
-        stages.grpo(run, "rl2")
-    stages.drop_solved(run, "rl2")
-    folder = RunFolder(run.stage("rl2") / "filter")
-    episodes = list(folder.episodes(0))
-    solved = Counter(row["problem"]["id"] for row in episodes if row["reward"] == 1)
-    assert len(episodes) == 6 * 3
+        stages.grpo(run, Unit("grpo", "rl2"))
+    stages.drop_solved(run, Unit("filter", "rl2"))
+    file = run.stage("rl2") / "filter/outcomes.jsonl"
+    rows = list(read_rows(file))
+    solved = Counter(row["problem"] for row in rows if row["reward"] == 1)
+    assert len(rows) == 6 * 3
+    assert list(RunFolder(file.parent).steps()) == [], "a filter of 42K problems would write their every token"
     kept = [problem.id for problem in data.read(str(run.problems(run.config.stage("rl2"))))]
     assert kept == [f"Number {number}?" for number in range(6) if solved[f"Number {number}?"] < 3]
     assert run.needed(Unit("filter", "rl2"))["kept"] == len(kept)
 
-    (file,) = folder.path.glob("episodes/*")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])  # as a kill leaves it, within a line
     left = file.read_bytes().count(b"\n")
-    stages.drop_solved(run, "rl2")
-    again = list(folder.episodes(0))
-    assert again[:left] == episodes[:left], "what was written is not sampled again"
+    stages.drop_solved(run, Unit("filter", "rl2"))
+    assert list(read_rows(file))[:left] == rows[:left], "what was written is not sampled again"
     assert [problem.id for problem in data.read(str(run.problems(run.config.stage("rl2"))))] == kept
 
 
@@ -208,6 +206,7 @@ def test_evaluation_and_rollout_write_what_show_reads(
     assert (said["problems"], said["unavailable"]) == (2, 0)
     (scores,) = run.summary()["stages"]
     assert (scores["name"], scores["accuracy"]) == ("sft", said["measures"]["accuracy"]["value"])
+    assert len(list(RunFolder(run.stage("sft") / "evaluation").episodes(0))) == 2
 
     out = tmp_path / "out"
     sampled = ["--stage", "sft", "--problems", "2", "--samples", "3", "--out", str(out)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer.record import RunFolder
-from trainer.track import TrackError, _name, tracking
+from trainer.track import _name, tracking
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"step": step, "stage": "rl1", "reward": step / 4, "loss": None} for step in (1, 2, 3)]
@@ -49,16 +49,12 @@ def test_no_tracker_takes_rows_and_does_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_tracker_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(TrackError, match="expected any of trackio, wandb, tensorboard, got 'mlflow'"):
-        tracking(["mlflow"], tmp_path, {}).__enter__()
-
-
 @pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])
 def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TrackError, match=f"tracking with {name} needs its package: pip install {name}"):
+    with pytest.raises(ModuleNotFoundError) as caught:
         tracking([name], tmp_path, {}).__enter__()
+    assert caught.value.name == name
 
 
 @needs("tensorboard")

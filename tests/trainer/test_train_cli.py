@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer import cli
+from trainer.record import write_json
 
 HELP_S = 0.5
 """What any `--help` may take."""
@@ -88,6 +89,15 @@ def test_a_stage_that_is_not_there_and_one_out_of_turn_are_2(
     assert "`rstar-train sft` comes first" in capsys.readouterr().err
 
 
+def test_a_unit_that_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    tiny = [str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
+    done = tmp_path / "stages/rl1/done.json"
+    write_json(done, {"model": "stages/rl1/model"})
+    assert cli.main(["grpo", *tiny, "--stage", "rl1"]) == 0
+    assert f"grpo rl1 is done; to do it anew, delete {done.parent} first" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_dry_run_shows_what_is_needed_and_touches_nothing(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -99,6 +109,7 @@ def test_a_dry_run_shows_what_is_needed_and_touches_nothing(
     assert said["config"]["run_dir"] == str(tmp_path / "run")
     assert cli.main(argv) == 0
     shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[len(json.dumps(said["config"], indent=2).splitlines()) :])) <= 80
     assert f"{said['plan']['parameters']:,}" in shown
     assert not (tmp_path / "run").exists()
 
@@ -123,7 +134,7 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.delitem(sys.modules, "trainer.tiny", raising=False)
     argv = ["prepare", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path), "--set", "data.train=generated:3"]
     assert cli.main(argv) == 1
-    assert capsys.readouterr().err == "rstar-train: needs torch; pip install 'rstar-sandbox[train]'\n"
+    assert capsys.readouterr().err == "rstar-train: needs torch; pip install 'rstar-sandbox[train]' torch\n"
 
 
 def test_data_writes_problems_and_says_what_became_of_the_rows(

@@ -58,6 +58,8 @@ max_turns = 3
 steps = 2
 [evaluate]
 data = ["generated:16"]
+max_tokens = 96
+max_turns = 3
 """
 
 pytestmark = [

@@ -15,7 +15,7 @@ from trainer import grpo
 from trainer.background import Background
 from trainer.config import StageConfig
 from trainer.grpo import Rollouts, train_stage
-from trainer.progress import ranks
+from trainer.progress import Training, ranks
 from trainer.record import RunFolder
 
 
@@ -33,17 +33,17 @@ def main(model: Path, folder: Path) -> None:
         return compute_loss(self, model, inputs, **more)
 
     grpo.GRPOTrainer.compute_loss = spy
-    finish = grpo.finish
+    run = Training.run
     trainers: list[Any] = []
-    grpo.finish = lambda trainer, *rest: trainers.append(trainer) or finish(trainer, *rest)
+    Training.run = lambda self, trainer, start: trainers.append(trainer) or run(self, trainer, start)
     with ExitStack() as stack:
         rollouts = None
         if rank == 0:
             sampler = Sampler(model)
             rollouts = Rollouts(stack.enter_context(Background()), sampler, sampler)
         train_stage(
-            replace(stage, warmup_steps=0), model=model, problems=problems(6), out=folder / "stages/rl1",
-            record=RunFolder(folder), rollouts=rollouts, seed=3,
+            replace(stage, warmup_steps=0), Training(model, folder / "stages/rl1", RunFolder(folder), seed=3),
+            problems=problems(6), rollouts=rollouts,
         )  # fmt: skip
     digest = hashlib.sha256()
     for _, tensor in sorted(trainers[0].model.state_dict().items()):
