@@ -124,7 +124,7 @@ def data(args: argparse.Namespace) -> None:
 
     problems, report = prepare(args.source, against=args.against, is_integer_only=not args.any_answer, seed=args.seed)
     write(problems, args.out)
-    print(json.dumps(report.to_dict(), indent=None if args.json else 2))
+    print(json.dumps(asdict(report), indent=None if args.json else 2))
 
 
 def show(args: argparse.Namespace) -> None:

@@ -56,21 +56,19 @@ class DataError(ValueError):
 class Report:
     """What became of the rows: counts by source, and examples of what was left out, each with the reason."""
 
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """source -> {"rows", "kept", and "bad" | "duplicate" | "not integer" | "contaminated" | "too long"}."""
     examples: list[dict[str, str]] = field(default_factory=list)
 
     def count(self, source: str, what: str) -> None:
-        self.counts.setdefault(source, Counter())[what] += 1
+        counts = self.counts.setdefault(source, {})
+        counts[what] = counts.get(what, 0) + 1
 
     def leave_out(self, source: str, where: str, what: str, why: str) -> None:
         """Count a row as `what`, and name it if it is among the first."""
         self.count(source, what)
         if self.counts[source][what] <= EXAMPLES:
             self.examples.append({"source": source, "row": where, "what": what, "why": why})
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"counts": {name: dict(counts) for name, counts in self.counts.items()}, "examples": self.examples}
 
 
 def prepare(

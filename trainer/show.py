@@ -24,7 +24,7 @@ from trainer.metrics import METRICS
 from trainer.record import RunFolder
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.table import Table
 
 Row = dict[str, Any]
@@ -156,7 +156,7 @@ def _print(folder: RunFolder, args: argparse.Namespace) -> None:
     rows = (row for step in _chosen_steps(folder, args) for row in _chosen(folder, step, args))
     found = list(islice(rows, most + 1))
     if len(found) == 1:
-        console.print(*_episode(found[0]), sep="\n")
+        console.print(clean("\n".join(_episode(found[0]))))
     elif found:
         console.print(_list(found[:most]))
         more = f" More than {most} match; --episodes N for more." if len(found) > most else ""
@@ -217,29 +217,21 @@ def _list(rows: Sequence[Row]) -> Table:
     return made
 
 
-def _episode(row: Row) -> Iterator[RenderableType]:
-    from rich.padding import Padding
-    from rich.rule import Rule
-    from rich.syntax import Syntax
-    from rich.text import Text
-
-    yield Rule(Text(clean(f"step {row['step']}, {row['stage']}: {row['problem']['id']}, sample {row['sample']}")))
-    yield Text(clean(row["problem"]["text"]))
-    yield Text(clean(
-        f"answer {row['answer'] or '–'}, expected {row['problem']['answer']}; reward {figure(row['reward'])}; "
-        f"{row['stop']}{': ' + row['error'] if row['error'] else ''}\n"
-        f"{row['why'] or ('kept' if row['kept'] else 'dropped')}\n"
-        f"p_err {figure(row['p_err'])}, p_format {figure(row['p_format'])}; {row['response_tokens']} tokens, "
-        f"{row['sampled_tokens']} of them sampled; {figure(row['seconds'])} s"
-    ), style="dim")  # fmt: skip
+def _episode(row: Row) -> Iterator[str]:
+    """All of it but for its tokens, in lines."""
+    yield f"step {row['step']}, {row['stage']}: {row['problem']['id']}, sample {row['sample']}"
+    yield row["problem"]["text"]
+    yield f"answer {row['answer'] or '–'}, expected {row['problem']['answer']}; reward {figure(row['reward'])}"
+    yield f"{row['stop']}{': ' + row['error'] if row['error'] else ''}"
+    yield row["why"] or ("kept" if row["kept"] else "dropped")
+    yield f"p_err {figure(row['p_err'])}, p_format {figure(row['p_format'])}"
+    yield f"{row['response_tokens']} tokens, {row['sampled_tokens']} sampled; {figure(row['seconds'])} s"
     for number, turn in enumerate(row["turns"], 1):
-        place = f"turn {number}, tokens {turn['start']} to {turn['end']}, {turn['engine']}, weights {turn['version']}"
-        yield Rule(Text(clean(place)), align="left", style="dim")
-        yield Text(clean(turn["text"]))
+        place = f"tokens {turn['start']} to {turn['end']}, {turn['engine']}, weights {turn['version']}"
+        yield f"\n── turn {number}: {place}\n{turn['text']}"
         for call in turn["calls"]:
-            yield Text(clean(f"{call['name']}: {call['status']}, {figure(call['seconds'])} s"), style="bold")
-            yield Padding(Syntax(clean(call["code"]), "python", background_color="default", word_wrap=True), (0, 4))
-            yield Padding(Text(clean(call["response"]) + (" [cut]" if call["is_cut"] else "")), (0, 4))
+            yield f"── {call['name']}: {call['status']}, {figure(call['seconds'])} s\n{call['code']}"
+            yield f"── its response{', cut' if call['is_cut'] else ''}\n{call['response']}"
 
 
 def table(*heads: str) -> Table:

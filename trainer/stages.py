@@ -52,29 +52,25 @@ def prepare(run: Run, unit: Unit) -> None:
 
         tiny.make(run.stage(START) / "model", config.seed)
         model = _relative(run, run.stage(START) / "model")
-    chat = _chat(config, _model(run, model))
+    chat, stages = _chat(config, _model(run, model)), config.stages.values()
+    own = {stage.name: stage.data for stage in stages if stage.data}
     reports = {}
-
-    def bring(name: str, sources: Sequence[str], tokens: int, **how: Any) -> None:
+    for name, sources in {"train": config.data.train, "evaluate": config.evaluate.data, **own}.items():
+        file, is_fresh = folder / f"{name}.jsonl", name == "evaluate"
+        users = [config.evaluate] if is_fresh else [stage for stage in stages if run.source(stage) == file]
         problems, report = data.prepare(
             sources,
-            **how,
+            against=() if is_fresh else (*config.data.against, *config.evaluate.data),
+            is_integer_only=config.data.is_integer_only and not is_fresh,
             seed=config.seed,
+            fresh=is_fresh,
             length=lambda text: len(chat.prompt(text)),
-            room=config.engines.max_length - tokens,
+            room=config.engines.max_length - max((user.max_tokens for user in users), default=0),
         )
-        data.write(problems, folder / f"{name}.jsonl")
-        reports[name] = report.to_dict()
+        data.write(problems, file)
+        reports[name] = asdict(report)
         for source, counts in report.counts.items():
             print(f"{name}: {source}: {', '.join(f'{n} {what}' for what, n in counts.items())}", file=sys.stderr)
-
-    kept = {"against": [*config.data.against, *config.evaluate.data], "is_integer_only": config.data.is_integer_only}
-    shared = [stage.max_tokens for stage in config.stages.values() if not stage.data]
-    bring("train", config.data.train, max(shared, default=0), **kept)
-    for name, stage in config.stages.items():
-        if stage.data:
-            bring(name, stage.data, stage.max_tokens, **kept)
-    bring("evaluate", config.evaluate.data, config.evaluate.max_tokens, is_integer_only=False, fresh=True)
     write_json(folder / "report.json", reports)
     run.finish(unit, {"model": model, "step": 0})
 

@@ -94,7 +94,9 @@ def test_engines_of_their_own_leave_the_training_gpus_alone() -> None:
 
 
 def test_an_engine_in_the_process_caches_what_its_slots_may_hold() -> None:
-    config = load(None, {}, ["engines.slots=8", "engines.max_length=32", "model.dtype=float32"])
+    config = load(
+        None, {}, ["engines.slots=8", "engines.max_length=32", "evaluate.max_tokens=16", "model.dtype=float32"]
+    )
     run = plan(config, SMALL)
     assert (run["gpus"], run["engines"], run["kv_tokens"]) == (0, 1, 256)
     assert run["engine_bytes"] == 256 * kv_bytes(SMALL, "float32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,14 +202,14 @@ def test_rows_are_conserved_and_ids_differ(tmp_path: Path) -> None:
     why = [one["why"] for one in report.examples]
     assert "of x~2 of train: '1,000' there, '2' here" in why
     assert "shares 'one two three four five six seven eight' with t of test" in why
-    assert json.loads(json.dumps(report.to_dict()))["counts"]["train"]["kept"] == 1
+    assert json.loads(json.dumps(asdict(report)))["counts"]["train"]["kept"] == 1
 
 
 def test_examples_are_bounded_and_counts_are_not(tmp_path: Path) -> None:
     _, report = prepare([rows(tmp_path / "file.jsonl", *[{}] * 100)])
     assert report.counts["file"]["bad"] == 100
     assert len(report.examples) == data.EXAMPLES
-    assert Report().to_dict() == {"counts": {}, "examples": []}
+    assert asdict(Report()) == {"counts": {}, "examples": []}
 
 
 def _overlap(one: str, other: str, n: int) -> bool:
@@ -255,6 +256,6 @@ def test_real_files_are_read_whole() -> None:
     benchmarks = [str(SHARED / f"{name}.jsonl") for name in ("aime2024", "aime2025", "math500")]
     kept, report = prepare([str(SHARED / "train_integer.jsonl")], against=benchmarks)
     counts = report.counts["train_integer"]
-    assert counts["rows"] == 5230 == counts["kept"] + counts["duplicate"] + counts["contaminated"]
+    assert counts["rows"] == 5230 == counts["kept"] + counts.get("duplicate", 0) + counts["contaminated"]
     grams = grams_of(read(benchmarks[2]))
     assert not [problem for problem in kept if shared(problem.text, grams)]
