@@ -321,11 +321,12 @@ def _rollouts(figures: Figures) -> list[str]:
         "idle",
         "service p50 / p95 s",
     )
-    what, repeats = ("**Simulated.**", "seeds") if figures["is_simulated"] else ("vLLM on the CPU:", "rounds")
+    what, repeat = ("**Simulated.**", "seed") if figures["is_simulated"] else ("vLLM on the CPU:", "round")
+    count = figures["repeats"]
     said = (
         f"{what} {figures['engines']} engines of {figures['capacity']:,} tokens, {figures['episodes']:,} rollouts "
         f"of at most {figures['most_new']:,} tokens; no schedule takes less than {figures['lower_bound_s']:,.1f} s. "
-        f"Medians of {figures['repeats']} {repeats}."
+        + (f"Medians of {count} {repeat}s." if count > 1 else f"One {repeat}.")
     )
     lines = [said, "", *_table((*columns, "since arrival"), rows)]
     if found := figures.get("validation"):
@@ -340,6 +341,10 @@ def _rollouts(figures: Figures) -> list[str]:
         )
         lines += ["", "The simulator's answer for the same rollouts, against that:", ""]
         lines += _table(("", "makespan", "preemptions + 1", "hits, points"), off)
+    if asked := figures.get("verdicts"):
+        rows = [(row["what"], row["needed"], f"{row['got']:.3g}", "yes" if row["holds"] else "**no**") for row in asked]
+        lines += ["", f"What is asked of `kv`, by medians of each {repeat}'s ratios:", ""]
+        lines += _table(("", "needed", "got", "holds"), rows)
     return lines
 
 

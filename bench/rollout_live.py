@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -31,8 +31,9 @@ from trainer.vllm_server import Servers
 
 BLOCK = 32
 """Tokens of a block: the least that vLLM's attention on the CPU takes."""
-BLOCKS = 129
+BLOCKS = 257
 """Of the cache, one of which vLLM keeps for itself."""
+CAPACITY = (BLOCKS - 1) * BLOCK
 SLOTS = 64
 HIDDEN, LAYERS = 256, 4
 """3 million parameters."""
@@ -122,11 +123,11 @@ class Bench:
 
     async def fit(self, rounds: int, bar: Progress) -> dict[str, Any]:
         """The constants of `Hardware` for one of these servers when all work, and how well they say what was seen."""
-        grid = list(product(RUNNING, CONTEXTS, SAMPLED))
+        grid = [batch for batch in product(RUNNING, CONTEXTS, SAMPLED) if batch[0] * sum(batch[1:]) <= CAPACITY]
         times: dict[tuple[int, int, int], list[float]] = {batch: [] for batch in grid}
         for batch in bar.track(grid * rounds, description="fit"):
             times[batch].append(await self.batch(*batch))
-        return fitted([(*batch, fmean(seconds)) for batch, seconds in times.items()], len(self.urls))
+        return fitted([(*batch, median(seconds)) for batch, seconds in times.items()], len(self.urls))
 
     async def batch(self, running: int, context: int, sampled: int) -> float:
         """Seconds that every engine takes, all at the same time, for `running` fresh contexts."""
@@ -221,8 +222,8 @@ def tokens_computed(log: Path, mark: int) -> int:
 
 # What a step costs
 
-RUNNING, CONTEXTS, SAMPLED = (1, 4, 10, 20), (40, 150), (24, 96)
-"""Batches whose contexts all fit."""
+RUNNING, CONTEXTS, SAMPLED = (1, 4, 12, 30), (40, 150, 500), (12, 96)
+"""Batches: those whose contexts all fit."""
 
 
 def fitted(rows: Sequence[tuple[int, int, int, float]], count: int) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def fitted(rows: Sequence[tuple[int, int, int, float]], count: int) -> dict[str,
     names = ("base_s", "per_sequence_s", "per_context_s", "prefill_s", "turn_s")
     hardware = Hardware(
         name="cpu-tiny",
-        capacity=(BLOCKS - 1) * BLOCK,
+        capacity=CAPACITY,
         most_running=SLOTS,
         **dict(zip(names, map(float, costs), strict=True)),
         block=BLOCK,

@@ -18,6 +18,8 @@ Measures, of one policy:
   preemption are not asked again.
 - use: of the caches, by contexts of turns that run, over the whole time; idle: the share of time in which an engine has
   no turn.
+
+Last, what is asked of `kv`, and whether it holds: ratios within a round or seed, of these the median.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +50,7 @@ VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 POINTS = (50, 95, 99)
 BINS = 240
 """Of a timeline."""
-FIT_ROUNDS = 2
+FIT_ROUNDS = 3
 STEP = 1000
 """From a seed to that of the training step before it."""
 
@@ -126,7 +129,8 @@ TINY_NEW, TINY_MEAN, TINY_PROMPT = 896, 220.0, 4
 
 
 def tiny_plans(groups: int, samples: int, seed: int) -> list[Plan]:
-    """Small multi-turn episodes: a cache of 4,096 tokens holds a fraction of those that come at once."""
+    """Small multi-turn episodes. A cache of 8,192 tokens holds three in ten of those that come at once, as those of 64
+    MI300X do in the paper's second stage."""
     plans = workload(groups, samples, TINY_NEW, TINY_MEAN, seed)
     return [replace(plan, prompt=plan.prompt // TINY_PROMPT) for plan in plans]
 
@@ -134,7 +138,7 @@ def tiny_plans(groups: int, samples: int, seed: int) -> list[Plan]:
 def profile_of(args: argparse.Namespace) -> Profile:
     """What the arguments ask for."""
     if args.profile == "cpu-tiny":
-        groups, samples = args.groups or 12, args.samples or 8
+        groups, samples = args.groups or 12, args.samples or 16
         hardware, most_new, engines = fitted(), TINY_NEW, args.engines or 2
         plans = lambda seed: tiny_plans(groups, samples, seed)  # noqa: E731
     else:
@@ -147,7 +151,9 @@ def profile_of(args: argparse.Namespace) -> Profile:
         most_new = max(plan.length - plan.prompt for plan in recorded)
         plans = lambda seed: shuffled(recorded, seed)  # noqa: E731
     how = f"--simulate --profile {args.profile} --stage {args.stage} " if args.simulate else ""
-    command = f"python -m bench.rollouts {how}--engines {engines} --groups {groups}"
+    command = f"python -m bench.rollouts {how}--engines {engines} --groups {groups} --samples {samples}"
+    command += f" --seeds {args.seeds}" if args.simulate else f" --rounds {args.rounds}"
+    command += "" if args.policies == tuple(POLICIES) else f" --policies {','.join(args.policies)}"
     return Profile(args.profile, hardware, engines, most_new, plans, args.simulate, command, args.first_step)
 
 
@@ -155,20 +161,26 @@ def recorded_plans(files: Iterable[Path]) -> Iterator[Plan]:
     """The episodes of a run's `episodes/*.jsonl`, with the lengths and tool times that they had."""
     groups: dict[tuple[int, int], int] = {}
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            turns = row["turns"]
-            if not turns:
-                continue
-            ends = [*(turn["start"] for turn in turns[1:]), turns[-1]["end"]]
-            yield Plan(
-                group=groups.setdefault((row["step"], row["group"]), len(groups)),
-                prompt=row["prompt_tokens"],
-                turns=tuple(
-                    (turn["end"] - turn["start"], end - turn["end"], turn["tools_s"] if end > turn["end"] else 0.0)
-                    for turn, end in zip(turns, ends, strict=True)
-                ),
-            )
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                row = json.loads(line)
+                if row["turns"]:
+                    yield _recorded(row, groups.setdefault((row["step"], row["group"]), len(groups)))
+            except (KeyError, TypeError, ValueError) as why:
+                raise output.BenchFailed(f"{file}:{number}: expected an episode as runs record them: {why!r}") from why
+
+
+def _recorded(row: Mapping[str, Any], group: int) -> Plan:
+    turns = row["turns"]
+    ends = [*(turn["start"] for turn in turns[1:]), turns[-1]["end"]]
+    return Plan(
+        group=group,
+        prompt=row["prompt_tokens"],
+        turns=tuple(
+            (turn["end"] - turn["start"], end - turn["end"], turn["tools_s"] if end > turn["end"] else 0.0)
+            for turn, end in zip(turns, ends, strict=True)
+        ),
+    )
 
 
 def shuffled(plans: Sequence[Plan], seed: int) -> list[Plan]:
@@ -262,6 +274,78 @@ def middle(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+# What is asked of kv
+
+
+def verdicts(
+    rows: Mapping[str, Sequence[Mapping[str, Any]]], off: Mapping[str, Mapping[str, float]] | None
+) -> list[dict[str, Any]]:
+    """What is needed, and what came: on real engines, and how far the simulator is `off` them, or on simulated ones
+    where that is None. What needs a policy that was not played is left out."""
+
+    def paired(other: str, compare: Callable[[Any, Any], float] = _makespans) -> float | None:
+        """The median over rounds."""
+        if not {"kv", other} <= rows.keys():
+            return None
+        return output.median((compare(*pair) for pair in zip(rows["kv"], rows[other], strict=True)), 4)
+
+    def share(count: str) -> float | None:
+        """Of all rounds together: of what is rare no round has enough."""
+        if not {"kv", "static"} <= rows.keys():
+            return None
+        ours, its = (sum(row[count] for row in rows[policy]) for policy in ("kv", "static"))
+        return round(ours / max(1, its), 4)
+
+    wanted: list[tuple[str, str, float, float | None]] = [
+        ("makespan, of static's", "≤", 0.75, paired("static")),
+        ("makespan, of least_inflight's", "≤", 0.85, paired("least_inflight")),
+        ("makespan, of the bound", "≤", 1.15, paired("kv", lambda row, _: row["over_bound"])),
+    ]
+    if off is not None:
+        wanted = [
+            ("preemptions, of static's", "≤", 0.05, share("preemptions")),
+            ("recomputed tokens, of static's", "≤", 0.05, share("recomputed_tokens")),
+            (
+                "prefix hits over static's",
+                "≥",
+                0.2,
+                paired("static", lambda a, b: a["prefix_hit_rate"] - b["prefix_hit_rate"]),
+            ),
+            (
+                "p95 of service, of static's",
+                "≤",
+                1.0,
+                paired("static", lambda a, b: a["service_s"]["p95"] / b["service_s"]["p95"]),
+            ),
+            ("makespan, of static's", "≤", 1.0, paired("static")),
+            (
+                "reserve_worst_case's makespan, of kv's",
+                "≥",
+                1.5,
+                paired("reserve_worst_case", lambda a, b: 1 / _makespans(a, b)),
+            ),
+        ]
+        for policy, row in off.items():
+            wanted.append((f"simulator's makespan for {policy}, off by", "≤", 0.2, abs(row["makespan"])))
+            factor = max(row["preemptions"], 1 / row["preemptions"])
+            wanted.append((f"simulator's preemptions for {policy}, off by", "≤", 1.5, round(factor, 3)))
+    return [
+        {
+            "what": what,
+            "needed": f"{sign} {bound:g}",
+            "got": got,
+            "holds": got <= bound if sign == "≤" else got >= bound,
+        }
+        for what, sign, bound, got in wanted
+        if got is not None
+    ]
+
+
+def _makespans(ours: Mapping[str, Any], its: Mapping[str, Any]) -> float:
+    ratio: float = ours["makespan_s"] / its["makespan_s"]
+    return ratio
+
+
 # Commands
 
 
@@ -284,18 +368,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stage", type=int, choices=STAGES, default=1, help="of the paper, for mi300x-14b (default: 1)"
     )
-    parser.add_argument("--episodes", type=Path, nargs="+", metavar="FILE.jsonl", help="lengths of a recorded run")
+    parser.add_argument("--episodes", type=_file, nargs="+", metavar="FILE.jsonl", help="lengths of a recorded run")
     parser.add_argument("--policies", type=_policies, default=tuple(POLICIES), help=f"of {','.join(POLICIES)}")
     parser.add_argument("--seeds", type=output.count, default=5, help="workloads that are simulated (default: 5)")
     parser.add_argument("--rounds", type=output.count, default=3, help="of real engines (default: 3)")
     parser.add_argument("--groups", type=output.count, help="problems (default: 512; cpu-tiny: 12)")
-    parser.add_argument("--samples", type=output.count, help="rollouts of each (default: 32; cpu-tiny: 8)")
+    parser.add_argument("--samples", type=output.count, help="rollouts of each (default: 32; cpu-tiny: 16)")
     parser.add_argument("--jobs", type=output.count, default=1, help="simulations at once (default: 1)")
     parser.add_argument("--first-step", action="store_true", help="nothing is known of lengths before it begins")
-    parser.add_argument("--log", type=Path, metavar="FILE.jsonl", help="every turn that was played; goes on with it")
+    parser.add_argument("--log", type=_made, metavar="FILE.jsonl", help="every turn that was played; goes on with it")
     parser.add_argument("--vllm", metavar="PYTHON", help=f"of an environment with vLLM (default: ${VLLM_PYTHON})")
-    parser.add_argument("--gantt", metavar="FILE.png", help="draw the engines over time")
+    parser.add_argument("--gantt", type=_made, metavar="FILE.png", help="draw the engines over time")
     return parser
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
+    return Path(text)
+
+
+def _made(text: str) -> Path:
+    """A file to be written: to find out after minutes of work that it cannot be is too late."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {text!r}")
+    return path
 
 
 def _policies(text: str) -> tuple[str, ...]:
@@ -321,6 +419,7 @@ def _simulate(args: argparse.Namespace) -> int:
             bar.advance(task)
     title = f"{profile.name}, simulated: {profile.engines} engines, {len(profile.plans(0)):,} episodes"
     figures = figures_of(rows, bounds, profile, args.seeds)
+    figures["verdicts"] = verdicts(rows, None)
     return _finish(args, title, figures, lines)
 
 
@@ -399,6 +498,8 @@ def _real(args: argparse.Namespace) -> int:
     figures = figures_of(rows, bounds, profile, args.rounds)
     figures["simulated"] = {policy: middle(found) for policy, found in said.items()}
     figures["validation"] = validation(rows, said)
+    figures["verdicts"] = verdicts(rows, figures["validation"])
+    figures["rounds"] = rows
     title = f"vLLM on the CPU: {profile.engines} engines of {profile.hardware.capacity:,} tokens"
     return _finish(args, f"{title}, {figures['episodes']} episodes", figures, lines)
 
@@ -458,8 +559,10 @@ def _rotated(policies: Sequence[str], by: int) -> Sequence[str]:
 
 def _vllm(args: argparse.Namespace) -> str:
     python = args.vllm or os.environ.get(VLLM_PYTHON)
-    if not python:
-        raise output.BenchFailed(f"expected an environment with vLLM: --vllm its/bin/python, or {VLLM_PYTHON}=...")
+    if not python or not shutil.which(python):
+        raise output.BenchFailed(
+            f"expected an environment with vLLM: --vllm its/bin/python, or {VLLM_PYTHON}=...; got {python or 'none'}"
+        )
     return str(python)
 
 
@@ -496,6 +599,10 @@ def show(title: str, figures: Mapping[str, Any]) -> None:
             for policy, row in found.items()
         )
         output.show("The simulator against that", ("", "makespan", "preemptions", "hits, points"), rows)
+    asked = (
+        (row["what"], row["needed"], f"{row['got']:.3g}", ("no", "yes")[row["holds"]]) for row in figures["verdicts"]
+    )
+    output.show("What is asked of kv", ("", "needed", "got", "holds"), asked)
 
 
 def draw(axes: Any, figures: Mapping[str, Any]) -> None:

@@ -86,6 +86,7 @@ MADE_UP: dict[str, dict[str, Any]] = {
             },
         },
         "validation": {"kv": {"makespan": -0.05, "preemptions": 1.25, "prefix_hit_rate": 0.031}},
+        "verdicts": [{"what": "makespan, of static's", "needed": "≤ 1", "got": 1.234, "holds": False}],
     },
 }  # fmt: skip
 EXPECTED = {
@@ -122,6 +123,7 @@ EXPECTED = {
         "less than 12.3 s. Medians of 3 rounds.",
         "| `kv` | 20.6 | 1.66 | 1 | 1,234 | 0.71 | 0.60 | 0.05 | 1.0 / 8.0 | 9.0 / 19.0 |",
         "| `kv` | -5.0% | 1.25× | +3.1 |",
+        "| makespan, of static's | ≤ 1 | 1.23 | **no** |",
         "<sub>`python -m bench.rollouts --engines 2` on",
     ],
     "peers": ["| `print(1 + 1)` | 500 | 12.5 (25.0 %) |", "| the mix of real traffic | 1.0 | - |"],

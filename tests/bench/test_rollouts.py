@@ -26,6 +26,7 @@ def test_simulation_says_the_same_each_time(capsys: pytest.CaptureFixture[str]) 
     first = figures(capsys, *SMALL, "--seeds", "2")
     assert set(first["policies"]) == set(POLICIES)
     assert first["is_simulated"]
+    assert [row["needed"] for row in first["verdicts"]] == ["≤ 0.75", "≤ 0.85", "≤ 1.15"]
     for row in first["policies"].values():
         assert row["makespan_s"] >= first["lower_bound_s"] > 0
         assert 0 < row["kv_use"] <= 1
@@ -85,9 +86,23 @@ def test_what_was_played_is_not_played_again(tmp_path: Path, capsys: pytest.Capt
     said = found["simulated"]["kv"]["makespan_s"]
     assert found["validation"]["kv"]["makespan"] == pytest.approx(said / 30 - 1, abs=1e-3)
     assert found["validation"]["kv"]["preemptions"] == pytest.approx(0.1, abs=0.05)
+    verdict = {row["what"]: (row["needed"], row["got"], row["holds"]) for row in found["verdicts"]}
+    assert verdict["makespan, of static's"] == ("≤ 1", 1.0, True)
+    assert verdict["preemptions, of static's"] == ("≤ 0.05", 1.0, False)
+    assert verdict["prefix hits over static's"] == ("≥ 0.2", 0.0, False)
+    assert not any("reserve_worst_case" in what for what in verdict)
+    assert "--rounds 1 --policies static,kv" in found["command"]
 
 
-@pytest.mark.parametrize("args", [[], ["--simulate", "--policies", "kv,best"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--simulate", "--policies", "kv,best"],
+        ["--simulate", "--episodes", "nowhere.jsonl"],
+        ["--simulate", "--gantt", "nowhere/gantt.png"],
+    ],
+)
 def test_misuse_is_said(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         rollouts.main(args)
@@ -99,6 +114,13 @@ def test_real_engines_want_a_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.delenv(rollouts.VLLM_PYTHON, raising=False)
     assert rollouts.main(["--engines", "2", "--fit"]) == 1
     assert "expected an environment with vLLM" in capsys.readouterr().err
+
+
+def test_a_file_of_something_else_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n')
+    assert rollouts.main([*SMALL, "--episodes", str(file)]) == 1
+    assert f"{file}:1: expected an episode" in capsys.readouterr().err
 
 
 @pytest.mark.asyncio
