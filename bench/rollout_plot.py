@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MOST = 2.0
@@ -11,7 +12,7 @@ MOST = 2.0
 
 
 def gantt(
-    path: str, title: str, lines: Mapping[str, Mapping[str, Sequence[float]]], makespans: Mapping[str, float]
+    path: Path, title: str, lines: Mapping[str, Mapping[str, Sequence[float]]], makespans: Mapping[str, float]
 ) -> None:
     """A row for each engine, as long as its policy took: how much of its cache the turns that it was given want.
 

@@ -420,7 +420,7 @@ def _simulate(args: argparse.Namespace) -> int:
     title = f"{profile.name}, simulated: {profile.engines} engines, {len(profile.plans(0)):,} episodes"
     figures = figures_of(rows, bounds, profile, args.seeds)
     figures["verdicts"] = verdicts(rows, None)
-    return _finish(args, title, figures, lines)
+    return _finish(args, title, figures, rows, lines)
 
 
 def _all_simulated(args: argparse.Namespace) -> Iterator[tuple[tuple[int, str], Any]]:
@@ -464,14 +464,19 @@ def figures_of(
 
 
 def _finish(
-    args: argparse.Namespace, title: str, figures: Mapping[str, Any], lines: Mapping[str, Mapping[str, list[float]]]
+    args: argparse.Namespace,
+    title: str,
+    figures: Mapping[str, Any],
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    lines: Mapping[str, Mapping[str, list[float]]],
 ) -> int:
+    """`lines`: timelines of the first round or seed."""
     show(title, figures)
     output.plot(args.plot, lambda axes: draw(axes, figures))
     if args.gantt:
         from bench.rollout_plot import gantt
 
-        gantt(args.gantt, title, lines, {policy: row["makespan_s"] for policy, row in figures["policies"].items()})
+        gantt(args.gantt, title, lines, {policy: found[0]["makespan_s"] for policy, found in rows.items()})
     output.finish(figures, as_json=args.json)
     return 0
 
@@ -491,8 +496,9 @@ def _real(args: argparse.Namespace) -> int:
     names = [f"e{number}" for number in range(profile.engines)]
     for number, policy in sorted(wanted):
         turns, counts = played[number, policy]
-        lines[policy] = timeline(turns, names, profile.hardware.capacity)
-        found = measured(turns, names, lines[policy], counts)
+        line = timeline(turns, names, profile.hardware.capacity)
+        found = measured(turns, names, line, counts)
+        lines.setdefault(policy, line)
         rows[policy].append(found | {"over_bound": round(found["makespan_s"] / bounds[number], 4)})
         said[policy].append(simulated(profile, policy, number)[0])
     figures = figures_of(rows, bounds, profile, args.rounds)
@@ -501,7 +507,7 @@ def _real(args: argparse.Namespace) -> int:
     figures["verdicts"] = verdicts(rows, figures["validation"])
     figures["rounds"] = rows
     title = f"vLLM on the CPU: {profile.engines} engines of {profile.hardware.capacity:,} tokens"
-    return _finish(args, f"{title}, {figures['episodes']} episodes", figures, lines)
+    return _finish(args, f"{title}, {figures['episodes']} episodes", figures, rows, lines)
 
 
 async def _play(args: argparse.Namespace, missing: Sequence[tuple[int, str]], log: Path, folder: Path) -> None:
