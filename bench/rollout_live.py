@@ -123,7 +123,9 @@ class Bench:
 
     async def fit(self, rounds: int, bar: Progress) -> dict[str, Any]:
         """The constants of `Hardware` for one of these servers when all work, and how well they say what was seen."""
-        grid = [batch for batch in product(RUNNING, CONTEXTS, SAMPLED) if batch[0] * sum(batch[1:]) <= CAPACITY]
+        grid = [
+            (n, *sizes) for n, *sizes in product(RUNNING, CONTEXTS, SAMPLED) if n * -(-sum(sizes) // BLOCK) < BLOCKS
+        ]
         times: dict[tuple[int, int, int], list[float]] = {batch: [] for batch in grid}
         for batch in bar.track(grid * rounds, description="fit"):
             times[batch].append(await self.batch(*batch))
@@ -222,7 +224,7 @@ def tokens_computed(log: Path, mark: int) -> int:
 
 # What a step costs
 
-RUNNING, CONTEXTS, SAMPLED = (1, 4, 12, 30), (40, 150, 500), (12, 96)
+RUNNING, CONTEXTS, SAMPLED = (1, 4, 12, 30, 60), (40, 150, 500), (12, 96)
 """Batches: those whose contexts all fit."""
 
 
