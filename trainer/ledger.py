@@ -25,7 +25,8 @@ class Entry:
 
     context: int
     tick: float
-    buckets: tuple[int, ...]
+    buckets: list[int]
+    variance: float
 
 
 class Ledger:
@@ -36,8 +37,8 @@ class Ledger:
         self._variance = 0.0
         self.margin = 0.0
         """Tokens of room that each takes beyond its context, as an engine keeps whole blocks."""
-        self._counts: dict[int, float] = {}
-        self._bases: dict[int, float] = {}
+        self._sums: dict[int, list[float]] = {}
+        """Of each bucket, the parts in it, and their sum of context - tick."""
         self._base = 0.0
         self.episodes = 0
         self.held = 0
@@ -45,8 +46,10 @@ class Ledger:
 
     def enter(self, context: int, tick: float, growths: Sequence[float]) -> Entry:
         """An episode with `context` tokens is to grow by one of `growths`, each as likely."""
-        width = self._width
-        entry = Entry(context, tick, tuple([int((tick + growth) / width) for growth in growths]))
+        width, parts = self._width, len(growths)
+        buckets = [int((tick + growth) / width) for growth in growths]
+        middle = sum(buckets) / parts
+        entry = Entry(context, tick, buckets, sum([(bucket - middle) ** 2 for bucket in buckets]) / parts)
         self._add(entry, 1)
         return entry
 
@@ -54,19 +57,19 @@ class Ledger:
         self._add(entry, -1)
         if not self.episodes:  # rounding ends with the last
             self._base = 0.0
-            self._counts.clear()
-            self._bases.clear()
+            self._sums.clear()
             self._variance = 0.0
 
     def peak(self, tick: float) -> float:
         """The most tokens that are expected at any time from `tick` on; parts that are overdue end at once."""
         now, middle = int(tick / self._width), 0.5 * self._width + self.margin
         count = base = peak = 0.0
-        for bucket in sorted(self._counts, reverse=True):
+        for bucket in sorted(self._sums, reverse=True):
             if bucket <= now:
                 break
-            count += self._counts[bucket]
-            base += self._bases[bucket]
+            parts, contexts = self._sums[bucket]
+            count += parts
+            base += contexts
             held = base + count * (bucket * self._width + middle)
             if held > peak:
                 peak = held
@@ -74,17 +77,19 @@ class Ledger:
         return peak + SPREAD * self._width * math.sqrt(max(0.0, self._variance))
 
     def _add(self, entry: Entry, sign: int) -> None:
-        part = sign / len(entry.buckets)
-        middle = sum(entry.buckets) / len(entry.buckets)
-        self._variance += part * sum([(bucket - middle) ** 2 for bucket in entry.buckets])
-        base = (entry.context - entry.tick) * part
+        part, sums = sign / len(entry.buckets), self._sums
+        grown = entry.context - entry.tick
+        base = grown * part
         for bucket in entry.buckets:
-            count = self._counts.get(bucket, 0.0) + part
-            if abs(count) < 1e-9:
-                del self._counts[bucket], self._bases[bucket]
+            if bucket in sums:
+                there = sums[bucket]
+                there[0] += part
+                there[1] += base
+                if there[0] < 1e-9:
+                    del sums[bucket]
             else:
-                self._counts[bucket] = count
-                self._bases[bucket] = self._bases.get(bucket, 0.0) + base
-        self._base += sign * (entry.context - entry.tick)
+                sums[bucket] = [part, base]
+        self._variance += sign * entry.variance
+        self._base += sign * grown
         self.episodes += sign
         self.held += sign * entry.context

@@ -26,12 +26,14 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from trainer.ledger import Entry, Ledger
 from trainer.lengths import Lengths
 
 Key = Hashable
+_FREE = attrgetter("free")
 
 EASE, CUT = 0.01, 0.95
 """Additive increase and multiplicative decrease of the share of a cache that is promised, per quiet observation and per
@@ -42,6 +44,8 @@ LIGHTER = 0.7
 """An episode goes on elsewhere if with it less than this share of what its engine has promised is promised there."""
 BUCKETS = 32
 """Of the ledgers, in the longest context."""
+LOOKS = 2
+"""Episodes, at most, that an observation asks how far they have come: it takes no longer where many began together."""
 RATE_SHARE = 0.05
 """What a turn's speed counts for in that of its engine."""
 
@@ -79,8 +83,12 @@ class _Engine:
     """Tokens that its cache holds."""
     most_running: int = 0
     is_up: bool = False
-    peak: float | None = 0.0
-    """Of its ledger, as of the last time that it was asked for; None once that has changed."""
+    promised: float = 0.0
+    """Tokens, at the time when most are; as of the last change, as is `free`."""
+    free: float = 0.0
+    """Tokens that may be promised yet."""
+    due: list[tuple[float, int, _Episode, Entry]] = field(default_factory=list)
+    """A heap: the tick by which an episode was to be over, if as short as can be, and what was expected of it."""
     reserved: int = 0
     """What its episodes hold if each becomes as long as it may."""
     running: int = 0
@@ -107,15 +115,10 @@ class _Engine:
         rate = tokens / seconds
         self.rate += (rate - self.rate) * (RATE_SHARE if self.rate else 1.0)
 
-    def promised(self, now: float) -> float:
-        """Tokens, at the time when most are."""
-        if self.peak is None:  # many events may come before anybody asks
-            self.peak = self.ledger.peak(self.tick(now))
-        return self.peak
-
-    def free(self, now: float) -> float:
-        """Tokens that may be promised yet."""
-        return self.capacity * self.appetite - self.promised(now)
+    def reckon(self, now: float) -> None:
+        """Its books have changed."""
+        self.promised = self.ledger.peak(self.tick(now))
+        self.free = self.capacity * self.appetite - self.promised
 
 
 @dataclass(slots=True)
@@ -154,6 +157,11 @@ class Scheduler:
         self._width = max(1.0, most_tokens / BUCKETS)
         self._pick, queue = POLICIES[policy]
         self._engines: dict[str, _Engine] = {}
+        self._changed: dict[str, _Engine] = {}
+        """Those whose room has to be worked out anew."""
+        self._open: dict[str, _Engine] = {}
+        self._refused: _Episode | None = None
+        """A new one that none but those in `_open` could take: who waits costs nothing until something changes."""
         self._episodes: dict[Key, _Episode] = {}
         self._woken: deque[_Episode] = deque()
         self._homeless: deque[_Episode] = deque()
@@ -181,7 +189,7 @@ class Scheduler:
         engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
         engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
         engine.preemptions, engine.ledger.margin = preemptions, block / 2
-        engine.peak = None
+        self._changed[name] = engine
 
     def drain(self, name: str) -> None:
         """The engine takes no more turns; those that run there end there."""
@@ -257,12 +265,13 @@ class Scheduler:
             if not engine.is_overfull:  # one burst of preemptions is one mistake
                 engine.appetite = max(LEAST, engine.appetite * CUT)
             engine.is_overfull = True
-        elif engine.free(now) >= 0:
+        elif engine.free >= 0:
             engine.is_overfull = False
             if not gauge.waiting and gauge.used < FULL and len(self._queue):
                 engine.appetite = min(MOST, engine.appetite + EASE)
         self._guess_progress(engine, now)
-        engine.peak = None
+        self._changed[name] = engine
+        self.settle(now)
 
     # --- what to do ---
 
@@ -327,6 +336,26 @@ class Scheduler:
         """Of a group, in the order in which they came."""
         return self._numbers.setdefault(group, len(self._numbers))
 
+    def settle(self, now: float) -> None:
+        """Work out the room of engines whose books have changed."""
+        for engine in self._changed.values():
+            engine.reckon(now)
+        self._open.update(self._changed)
+        self._changed.clear()
+
+    def most_free(self, episode: _Episode, now: float) -> _Engine | None:
+        """The engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
+        self.settle(now)
+        some = self._open if episode is self._refused else self._engines
+        usable = [engine for engine in some.values() if engine.is_up and engine.running < engine.most_running]
+        saved = episode.length
+        best = max(usable, key=lambda engine: engine.free + saved * (episode.group in engine.groups), default=None)
+        if best is not None and (not best.ledger.episodes or self.fits(episode, best, now)):
+            return best
+        self._refused = episode
+        self._open.clear()
+        return None
+
     def fits(self, episode: _Episode, engine: _Engine, now: float) -> bool:
         """Whether all of the engine's episodes, and this one, are expected to have room at any time."""
         ledger, room = engine.ledger, engine.capacity * engine.appetite
@@ -344,9 +373,10 @@ class Scheduler:
         context that is computed anew."""
         if self.policy != "kv" or len(self._engines) == 1:
             return home
-        best = max(self.engines(), key=lambda engine: engine.free(now))
-        there = best.promised(now) + self.lengths.beyond(episode.length)
-        is_lighter = there / best.capacity < LIGHTER * home.promised(now) / home.capacity
+        self.settle(now)
+        best = max(self.engines(), key=_FREE)
+        there = best.promised + self.lengths.beyond(episode.length)
+        is_lighter = there / best.capacity < LIGHTER * home.promised / home.capacity
         return best if is_lighter and best.running < best.most_running else home
 
     def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
@@ -379,7 +409,6 @@ class Scheduler:
         engine.reserved += episode.most
         engine.groups[episode.group] += 1
         self._reckon(episode, engine, now)
-        engine.peak = None
 
     def _reckon(self, episode: _Episode, engine: _Engine, now: float) -> None:
         """What is to be expected of it from here on."""
@@ -387,7 +416,11 @@ class Scheduler:
             engine.ledger.leave(episode.entry)
         length = max(episode.length, episode.told)
         growths = self.lengths.growths(episode.group, length, episode.most)
-        episode.entry = engine.ledger.enter(length, engine.tick(now), growths)
+        tick = engine.tick(now)
+        episode.entry = engine.ledger.enter(length, tick, growths)
+        soon = tick + max(growths[0], self._width / 2)
+        heapq.heappush(engine.due, (soon, next(self._orders), episode, episode.entry))
+        self._changed[engine.name] = engine
 
     def _leave(self, episode: _Episode) -> None:
         engine, entry = episode.engine, episode.entry
@@ -400,7 +433,7 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.peak = None
+        self._changed[engine.name] = engine
 
     def _grow(self, episode: _Episode, length: int, now: float) -> None:
         self._reached(episode, length)
@@ -408,7 +441,6 @@ class Scheduler:
         engine = episode.engine
         if engine is not None:
             self._reckon(episode, engine, now)
-            engine.peak = None
         guess = self.lengths.beyond(length)
         self.lengths.tell(episode.group, episode.guess, guess)
         episode.guess = guess
@@ -422,11 +454,14 @@ class Scheduler:
     def _guess_progress(self, engine: _Engine, now: float) -> None:
         """Those that end say so at once, those that go on only after a turn. Were they not taken to have come as far as
         their engine is fast, everything would seem to be short, and they would be promised less than they need."""
-        tick = engine.tick(now)
-        for episode in list(engine.here.values()):
-            entry = episode.entry
-            assert entry is not None
-            if episode.is_running and entry.buckets[0] * self._width <= tick:
+        tick, due = engine.tick(now), engine.due
+        for _ in range(LOOKS):
+            while due and due[0][2].entry is not due[0][3]:
+                heapq.heappop(due)
+            if not due or due[0][0] > tick:
+                break
+            _, _, episode, entry = heapq.heappop(due)
+            if episode.is_running:
                 self._reached(episode, min(episode.most, entry.context + int(tick - entry.tick)))
                 self._reckon(episode, engine, now)
 
@@ -535,19 +570,6 @@ class _Longest:
 Pick = Callable[[Scheduler, _Episode, float], _Engine | None]
 
 
-def _most_free(scheduler: Scheduler, episode: _Episode, now: float) -> _Engine | None:
-    """Ours: the engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
-
-    def room(engine: _Engine) -> float:
-        return engine.free(now) + (episode.length if episode.group in engine.groups else 0)
-
-    usable = [engine for engine in scheduler.engines() if engine.running < engine.most_running]
-    best = max(usable, key=room) if len(usable) > 1 else next(iter(usable), None)
-    if best is not None and (not best.ledger.episodes or scheduler.fits(episode, best, now)):
-        return best
-    return None
-
-
 def _least_promised(scheduler: Scheduler, episode: _Episode, _: float) -> _Engine | None:
     """The authors' rule: room for the longest that every episode could become; they poll, this does not."""
     best = min(scheduler.engines(), key=lambda engine: engine.reserved - engine.capacity)
@@ -573,5 +595,5 @@ POLICIES: dict[str, tuple[Pick, Callable[[Scheduler], _Queue]]] = {
     "round_robin": (_by_turns, _Fifo),
     "least_inflight": (_fewest, _Fifo),
     "reserve_worst_case": (_least_promised, _Fifo),
-    "kv": (_most_free, _Longest),
+    "kv": (Scheduler.most_free, _Longest),
 }
