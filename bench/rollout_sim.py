@@ -312,8 +312,7 @@ class _Simulation:
         tell(self.scheduler, before)
         for name in self.engines:
             self.scheduler.up(name, hardware.capacity, hardware.most_running, block=hardware.block)
-        for key, plan in enumerate(plans):
-            self.scheduler.submit(key, plan.group, plan.prompt, plan.prompt + most_new)
+        self.most_new = most_new
         self.turn = [0] * len(plans)
         self.context = [plan.prompt for plan in plans]
         self.fresh = [plan.prompt for plan in plans]
@@ -328,6 +327,8 @@ class _Simulation:
         self._dues: dict[str, float] = {}
 
     def run(self) -> Run:
+        for key, plan in enumerate(self.plans):
+            self.scheduler.submit(key, plan.group, plan.prompt, plan.prompt + self.most_new)
         self._at(OBSERVE_S, "observe", None)
         self._place(self.engines.values())
         while len(self.service) < len(self.plans):
@@ -422,7 +423,7 @@ class _Simulation:
 
 
 class _Timed:
-    """A scheduler, and what each of its methods takes of the processor."""
+    """A scheduler, and what each call of its methods takes of the processor; `place`, of each turn that it places."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -432,24 +433,25 @@ class _Timed:
         act = getattr(self._scheduler, name)
         taken = self.seconds.setdefault(name, [])
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             began = time.thread_time()
-            made = act(*args)
-            taken.append(time.thread_time() - began)
+            made = act(*args, **named)
+            passed = time.thread_time() - began
+            taken.append(passed / max(1, len(made)) if name == "place" else passed)
             return made
 
         return timed
 
 
-def decision_cost(plans: Sequence[Plan], hardware: Hardware, engines: int, most_new: int) -> dict[str, float]:
-    """Microseconds of processor time that the scheduler takes while `plans` run: the mean of each kind of event and of
-    `place`, and as `turn` all of them but the scrapes' (`observe`) for each turn that was placed."""
-    simulation = _Simulation(plans, hardware, engines, "kv", most_new)
+def decision_cost(
+    plans: Sequence[Plan], hardware: Hardware, engines: int, most_new: int, before: Sequence[Plan] = ()
+) -> dict[str, list[float]]:
+    """Microseconds of processor time that each call of the scheduler takes while `plans` run, by the kind of call."""
+    simulation = _Simulation(plans, hardware, engines, "kv", most_new, before)
     timed = _Timed(simulation.scheduler)
     simulation.scheduler = timed  # type: ignore[assignment]
-    turns = len(simulation.run().turns)
-    cost = {name: 1e6 * sum(taken) / len(taken) for name, taken in timed.seconds.items()}
-    return cost | {"turn": 1e6 * sum(sum(taken) for name, taken in timed.seconds.items() if name != "observe") / turns}
+    simulation.run()
+    return {kind: [1e6 * taken for taken in calls] for kind, calls in timed.seconds.items()}
 
 
 def workload(groups: int, samples: int, most_new: int, mean: float, seed: int) -> list[Plan]:
@@ -480,8 +482,12 @@ def _turns(turns: int, length: int, rng: random.Random) -> tuple[tuple[int, int,
     return tuple(made)
 
 
+GRID = 200
+"""Of a cache, where a bound integrates over how full it is."""
+
+
 def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> float:
-    """No schedule is faster, whatever it knows, moves or preempts: the larger of two bounds.
+    """No schedule is faster, whatever it knows, moves or preempts: the largest of three bounds.
 
     **The longest episode**: its own steps at batch 1, the prefill of what its tools showed, its tools' time.
 
@@ -504,6 +510,20 @@ def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> fl
     part y may be charged to what fills caches or batches instead: B >= B C / capacity and B >= B n / most_running, with
     C the contexts less their prompts, which siblings share. No T is possible for which the right side is larger, for
     whatever x and y.
+
+    **Caches begin empty.** Take all B for what fills caches (y = 1). What else is in a step is waste: B (1 - C / K) and
+    max(weights, a n) - (1 - x) weights - x a n, with the capacity K. Let an engine get G tokens besides prompts in all,
+    be it that it samples them, that a tool shows them, or that it computes them again. Its C is never more than what it
+    got so far. A token that it samples at C wastes the n-th part of a step's waste, so r(C) at least, with the best n;
+    one that it computes again takes `prefill_s`, all waste, and let r be no more than that. r falls; with R(g), its sum
+    up to C = g, an engine wastes R(min(G, K)) - R(shown): at worst, all that is shown there comes first. And as C <= G,
+    it wastes, or is idle for, the share 1 - (b K + B) g / (B + b K g) with g = G / K of the time in which it neither
+    computes what it must nor reads prompts. So, whatever each engine's g is, and for any g* to compare it with, all
+    waste is at least
+
+        sum over engines of  min(R(g* K), (1 - ...) T) (1 - own prefill and prompts / T) - R(shown),
+
+    and, since r falls, the sum of R(shown) is largest where all engines show as much.
     """
     loads = [_load(plan) for plan in plans]
     prefill_s = hardware.prefill_s * (
@@ -511,7 +531,8 @@ def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> fl
     )
     step_s = hardware.base_s + max(hardware.weights_s, hardware.per_sequence_s)
     alone = max(load.own_s(hardware, step_s) + load.read * hardware.per_context_s for load in loads)
-    return max(alone, *(_work_and_haste_s(loads, prefill_s, hardware, engines, x / 4) for x in range(5)))
+    bounds = (_work_and_haste_s, _empty_caches_s)
+    return max(alone, *(bound(loads, prefill_s, hardware, engines, x / 4) for x in range(5) for bound in bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,6 +586,31 @@ def _work_and_haste_s(loads: Sequence[_Load], prefill_s: float, hardware: Hardwa
             else:
                 high = time
     return best
+
+
+def _empty_caches_s(loads: Sequence[_Load], prefill_s: float, hardware: Hardware, engines: int, x: float) -> float:
+    base, weights, a, b = hardware.base_s, hardware.weights_s, hardware.per_sequence_s, hardware.per_context_s
+    step_s, most = base + (1 - x) * weights, hardware.most_running
+    batches = (min(most, max(1.0, weights / a)) if a else most, most)  # one of them wastes least
+    capacity = max(hardware.capacity, max(load.spans[-1][1] for load in loads))  # one alone may have more
+    tokens, held = sum(load.sampled for load in loads), sum(load.held for load in loads)
+    fixed = prefill_s + b * (sum(load.read for load in loads) - held)
+    least = time = (fixed + x * a * tokens + (b + step_s / capacity) * held) / engines
+
+    def wasted(share: float) -> float:
+        lost = step_s * share
+        return min(hardware.prefill_s, *((base + max(weights, a * n) - x * a * n - lost) / n for n in batches))
+
+    shown = wasted(0) * sum(load.shown for load in loads) / engines
+    for _ in range(3):  # a bound that is higher makes the next one higher
+        waste = total = 0.0
+        for part in range(1, GRID + 1):
+            share = part / GRID
+            total += wasted(share) * capacity / GRID
+            idle = 1 - (b * capacity + step_s) * share / (step_s + b * capacity * share)
+            waste = max(waste, min(total, idle * time))
+        time = max(time, least + waste * (1 - fixed / engines / time) - shown)
+    return time
 
 
 def _roots(a: float, b: float, begin: float, end: float) -> float:

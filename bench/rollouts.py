@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import output
-from bench.rollout_sim import Hardware, Plan, Turn, lower_bound_s, simulate, workload
+from bench.rollout_sim import Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
 from trainer.arithmetic import plan as plan_of
 from trainer.config import load
 from trainer.scheduler import POLICIES
@@ -90,20 +90,22 @@ STAGES = {1: Stage(8 * 1024, 2500.0), 2: Stage(12 * 1024, 5000.0), 3: Stage(12 *
 CONFIG = Path(__file__).parent.parent / "configs" / "qwen3-14b-mi300x.toml"
 
 
-def mi300x() -> Hardware:
+def mi300x(cache_share: float | None = None) -> Hardware:
     """An engine of configs/qwen3-14b-mi300x.toml by its roofline: nothing here was measured on one.
 
     5.3 TB/s and 1,307 dense bfloat16 TFLOP/s are AMD's data sheet's; that 65 % of the one and 40 % of the other are had
-    is assumed, as are 2 ms a step for all that is neither. Half of the 192 GB is the engine's, the other half trains.
+    is assumed, as are 2 ms a step for all that is neither. Half of the 192 GB is the engine's, the other half trains;
+    or `cache_share` of them all is its cache's.
     """
     config = load(CONFIG, {})
     assert config.model.shape is not None
     about = plan_of(config, config.model.shape)
     bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
     weights = 2.0 * about["parameters"]  # bytes, and operations of a token
+    cache = cache_share and cache_share * config.hardware.gpu_gb * 1e9 / about["kv_bytes_per_token"]
     return Hardware(
         name="mi300x-14b",
-        capacity=about["kv_tokens"],
+        capacity=int(cache or about["kv_tokens"]),
         most_running=config.engines.slots,
         base_s=0.002,
         weights_s=weights / bandwidth,
@@ -143,7 +145,7 @@ def profile_of(args: argparse.Namespace) -> Profile:
         plans = lambda seed: tiny_plans(groups, samples, seed)  # noqa: E731
     else:
         groups, samples, engines = args.groups or 512, args.samples or 32, args.engines or 64
-        hardware, stage = mi300x(), STAGES[args.stage]
+        hardware, stage = mi300x(args.cache_share), STAGES[args.stage]
         most_new = stage.most_new
         plans = lambda seed: workload(groups, samples, most_new, stage.mean, seed)  # noqa: E731
     if args.episodes:
@@ -151,6 +153,7 @@ def profile_of(args: argparse.Namespace) -> Profile:
         most_new = max(plan.length - plan.prompt for plan in recorded)
         plans = lambda seed: shuffled(recorded, seed)  # noqa: E731
     how = f"--simulate --profile {args.profile} --stage {args.stage} " if args.simulate else ""
+    how += f"--cache-share {args.cache_share} " if args.cache_share else ""
     command = f"python -m bench.rollouts {how}--engines {engines} --groups {groups} --samples {samples}"
     command += f" --seeds {args.seeds}" if args.simulate else f" --rounds {args.rounds}"
     command += "" if args.policies == tuple(POLICIES) else f" --policies {','.join(args.policies)}"
@@ -355,7 +358,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not (args.simulate or args.engines):
         parser.error("expected --simulate, or --engines N")
-    work = _simulate if args.simulate else _real
+    if args.cost and not args.simulate:
+        parser.error("--cost goes with --simulate")
+    work = _cost if args.cost else _simulate if args.simulate else _real
     return output.run_as_command("rollouts", lambda: work(args))
 
 
@@ -375,6 +380,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=output.count, help="problems (default: 512; cpu-tiny: 12)")
     parser.add_argument("--samples", type=output.count, help="rollouts of each (default: 32; cpu-tiny: 16)")
     parser.add_argument("--jobs", type=output.count, default=1, help="simulations at once (default: 1)")
+    parser.add_argument(
+        "--cache-share", type=_share, help="of an MI300X's memory, left to the cache (default: what the profile leaves)"
+    )
+    parser.add_argument("--cost", action="store_true", help="what the scheduler's decisions take, with --simulate")
     parser.add_argument("--first-step", action="store_true", help="nothing is known of lengths before it begins")
     parser.add_argument("--log", type=_made, metavar="FILE.jsonl", help="every turn that was played; goes on with it")
     parser.add_argument("--vllm", metavar="PYTHON", help=f"of an environment with vLLM (default: ${VLLM_PYTHON})")
@@ -403,6 +412,13 @@ def _policies(text: str) -> tuple[str, ...]:
     return names
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text}")
+    return share
+
+
 def _simulate(args: argparse.Namespace) -> int:
     profile = profile_of(args)
     rows: dict[str, list[Any]] = {policy: [] for policy in args.policies}
@@ -421,6 +437,21 @@ def _simulate(args: argparse.Namespace) -> int:
     figures = figures_of(rows, bounds, profile, args.seeds)
     figures["verdicts"] = verdicts(rows, None)
     return _finish(args, title, figures, rows, lines)
+
+
+def _cost(args: argparse.Namespace) -> int:
+    """Processor time of each decision of `kv`, in microseconds."""
+    profile = profile_of(args)
+    calls = decision_cost(
+        profile.plans(0), profile.hardware, profile.engines, profile.most_new, before=profile.before(0)
+    )
+    about = {kind: {"calls": len(taken), **output.percentiles(taken)} for kind, taken in calls.items()}
+    title = f"Microseconds of a decision: {profile.engines} engines, {len(profile.plans(0)):,} episodes"
+    rows = ((kind, f"{row['calls']:,}", row["p50"], row["p99"]) for kind, row in about.items())
+    output.show(title, ("", "calls", "median", "p99"), rows)
+    figures = {"bench": "rollouts-cost", "command": f"{profile.command} --cost", "microseconds": about}
+    output.finish(figures, as_json=args.json)
+    return 0
 
 
 def _all_simulated(args: argparse.Namespace) -> Iterator[tuple[tuple[int, str], Any]]:

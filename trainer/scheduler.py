@@ -237,10 +237,12 @@ class Scheduler:
         self._woken.append(episode)
 
     def complete(self, key: Key, now: float, length: int | None = None) -> None:
-        """The episode is over, with `length`; None if it was cancelled, of which nothing is learnt."""
+        """The episode is over, with `length`; None if it was cut short: it would have been as long, at least."""
         episode = self._episodes[key]
         if length is not None:
             self._check(episode, length)
+        elif episode.is_running:
+            self._guess_progress(episode, now)
         if episode.is_running:
             self._stop(episode, length, now)
         if episode.engine is not None:
@@ -251,8 +253,9 @@ class Scheduler:
             return
         if length is None:
             self.lengths.left(episode.told)
-            return
-        self.lengths.ended(episode.told, length)
+            length = int(self.lengths.beyond(episode.told))
+        else:
+            self.lengths.ended(episode.told, length)
         self.lengths.tell(episode.group, episode.guess, length)
         self._queue.touch(episode.group)
 
@@ -269,7 +272,7 @@ class Scheduler:
             engine.is_overfull = False
             if not gauge.waiting and gauge.used < FULL and len(self._queue):
                 engine.appetite = min(MOST, engine.appetite + EASE)
-        self._guess_progress(engine, now)
+        self._look(engine, now)
         self._changed[name] = engine
         self.settle(now)
 
@@ -451,7 +454,7 @@ class Scheduler:
                 f"episode {episode.key!r}: expected {episode.length} to {episode.most} tokens of context, got {length}"
             )
 
-    def _guess_progress(self, engine: _Engine, now: float) -> None:
+    def _look(self, engine: _Engine, now: float) -> None:
         """Those that end say so at once, those that go on only after a turn. Were they not taken to have come as far as
         their engine is fast, everything would seem to be short, and they would be promised less than they need."""
         tick, due = engine.tick(now), engine.due
@@ -460,10 +463,16 @@ class Scheduler:
                 heapq.heappop(due)
             if not due or due[0][0] > tick:
                 break
-            _, _, episode, entry = heapq.heappop(due)
+            episode = heapq.heappop(due)[2]
             if episode.is_running:
-                self._reached(episode, min(episode.most, entry.context + int(tick - entry.tick)))
+                self._guess_progress(episode, now)
                 self._reckon(episode, engine, now)
+
+    def _guess_progress(self, episode: _Episode, now: float) -> None:
+        engine, entry = episode.engine, episode.entry
+        assert engine is not None
+        assert entry is not None
+        self._reached(episode, min(episode.most, entry.context + int(engine.tick(now) - entry.tick)))
 
     def _reached(self, episode: _Episode, length: int) -> None:
         if length > episode.told:

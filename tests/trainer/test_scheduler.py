@@ -317,6 +317,24 @@ def test_lengths_are_learnt_without_falling_for_those_that_end_first() -> None:
     assert lengths.beyond(100) == pytest.approx(350, rel=0.1)
 
 
+def test_who_is_cut_short_would_have_been_as_long_at_least() -> None:
+    """Else a step that stops its last ones early would teach that all are short."""
+
+    def mean(cut_at: float) -> float:
+        scheduler = Scheduler(MOST, "kv")
+        scheduler.up("e0", 100 * MOST)
+        for key in range(60):
+            scheduler.submit(key, key, 10, MOST)
+        assert len(scheduler.place(0.0)) == 60
+        for key in range(30):
+            scheduler.complete(key, 10.0, 50)
+        for key in range(30, 60):
+            scheduler.complete(key, cut_at)
+        return scheduler.lengths.beyond(0)
+
+    assert mean(cut_at=70.0) > 1.5 * mean(cut_at=10.0)
+
+
 def test_siblings_tell_more_than_the_stage() -> None:
     lengths = Lengths(MOST)
     for group, length in (("hard", 300), ("easy", 20)):
