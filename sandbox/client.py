@@ -5,7 +5,8 @@
 
 Invariants:
 - A call gets a `Result` from the service, or a `ServiceError` is raised; no failure ever looks like a verdict.
-- Single calls gather into batches by themselves: an idle client sends at once, a busy one as connections come free.
+- Single calls gather into batches by themselves: an idle client sends at once, a busy one as connections come free;
+  with `gather_s`, one of which a request is under way waits that long for company, at most until that is over.
 - Results arrive one by one, so a slow call never holds up those that were sent with it, and when a connection tears
   only what is unanswered is sent again. Calls have no effects outside their sandbox, so sending twice is safe.
 """
@@ -52,7 +53,8 @@ class AsyncClient:
     `endpoints`: one URL or several; calls go to the one with fewest in flight, and one that fails is left alone for a
     while. `timeout_s`: how long a request may go without a result. `retries`: failures in a row, without a result in
     between, that a call outlives. `batch_size`: how many waiting calls fill a request; more go into one only when
-    there are more than `max_connections` such requests.
+    there are more than `max_connections` such requests. `gather_s`: how long a call waits for others to go with it
+    while a request is under way; a request costs as much as some calls, and nobody who is alone waits.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class AsyncClient:
         retries: int = RETRIES,
         batch_size: int = BATCH_CALLS,
         max_connections: int = MAX_CONNECTIONS,
+        gather_s: float = 0.0,
     ) -> None:
         urls = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         if not urls or batch_size < 1 or max_connections < 1 or retries < 0:
@@ -77,7 +80,9 @@ class AsyncClient:
         self._batch_size = batch_size
         self._free = max_connections
         self._waiting: deque[_Asked] = deque()
-        self._pump_is_due = False
+        self._gather_s = gather_s
+        self._pump_due: asyncio.Handle | None = None
+        self._pump_in_s = 0.0
         self._rng = random.Random()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup
@@ -174,7 +179,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         asked = _Asked(call, call.id or call_id, loop.create_future())
         self._waiting.append(asked)
-        self._schedule_pump()
+        self._schedule_pump(self._gather_s if self._posts and len(self._waiting) < self._batch_size else 0.0)
         return asked
 
     def _ask_all(self, calls: Sequence[str | Call], defaults: Mapping[str, Any] | None) -> list[_Asked]:
@@ -191,14 +196,17 @@ class AsyncClient:
             elif one.post is not None:
                 one.post.forget_one()
 
-    def _schedule_pump(self) -> None:
-        if not self._pump_is_due:
-            self._pump_is_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+    def _schedule_pump(self, in_s: float = 0.0) -> None:
+        """What is asked together goes together: it is sent in another turn of the loop, or after `in_s`."""
+        if self._pump_due:
+            if in_s >= self._pump_in_s:
+                return
+            self._pump_due.cancel()
+        loop, self._pump_in_s = asyncio.get_running_loop(), in_s
+        self._pump_due = loop.call_later(in_s, self._pump) if in_s else loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Send what waits, once per turn of the loop, so that what is asked together goes together."""
-        self._pump_is_due = False
+        self._pump_due = None
         while self._waiting and self._free and self._session is not None:
             share = max(self._batch_size, math.ceil(len(self._waiting) / self._free))
             asked = self._take(share)
@@ -297,6 +305,7 @@ class Client:
         retries: int = RETRIES,
         batch_size: int = BATCH_CALLS,
         max_connections: int = MAX_CONNECTIONS,
+        gather_s: float = 0.0,
     ) -> None:
         self._inner = AsyncClient(
             endpoints,
@@ -305,6 +314,7 @@ class Client:
             retries=retries,
             batch_size=batch_size,
             max_connections=max_connections,
+            gather_s=gather_s,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None

@@ -106,6 +106,49 @@ async def test_calls_asked_together_go_together() -> None:
     assert [len(calls) for calls in server.seen] == [64, 64, 22]
 
 
+def held(release: asyncio.Event) -> Respond:
+    async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+        await release.wait()
+        return await well(request, calls)
+
+    return respond
+
+
+@pytest.mark.asyncio
+async def test_one_alone_goes_at_once_and_later_ones_gather_until_a_request_is_over() -> None:
+    release = asyncio.Event()
+    async with scripted(held(release), well) as server, AsyncClient(server.url, gather_s=3600) as client:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.execute("1"))
+            await until(lambda: len(server.seen) == 1)
+            for code in ("2", "3"):  # in turns of the loop of their own
+                tasks.create_task(client.execute(code))
+                await asyncio.sleep(0)
+            gone = tasks.create_task(client.execute("gone"))
+            await asyncio.sleep(0)
+            gone.cancel()
+            release.set()
+        await client.execute("4")
+    assert [[call["code"] for call in calls] for calls in server.seen] == [["1"], ["2", "3"], ["4"]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("gather_s", "batch_size"), [(0.001, 64), (3600, 2)])
+async def test_those_that_gather_go_in_their_time_or_once_they_fill_a_request(gather_s: float, batch_size: int) -> None:
+    release = asyncio.Event()
+    async with (
+        scripted(held(release), well) as server,
+        AsyncClient(server.url, gather_s=gather_s, batch_size=batch_size) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(client.execute("1"))
+        await until(lambda: len(server.seen) == 1)
+        both = [tasks.create_task(client.execute(code)) for code in ("2", "3")]
+        assert [(await one).stdout for one in both] == ["2", "3"]
+        release.set()
+    assert [len(calls) for calls in server.seen] == [1, 2]
+
+
 @pytest.mark.asyncio
 async def test_more_than_the_connections_hold_goes_in_larger_batches() -> None:
     async with scripted(well) as server, AsyncClient(server.url, max_connections=2) as client:

@@ -59,6 +59,7 @@ ASK = (
 )
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
+_BLANKS, _BRACES, _JSON = re.compile(r"[ \t\n\r]*"), re.compile(r"\\.|[{}]", re.DOTALL), json.JSONDecoder()
 _EXAMPLE = f'{CALL}{{"name": "{_FUNCTION["name"]}", "arguments": {{"code": "print(1)"}}}}{CALL_END}'
 
 Message = Mapping[str, str]
@@ -302,7 +303,7 @@ def _cuts(tokens: Iterable[str]) -> re.Pattern[str]:
 def _call(text: str, start: int) -> tuple[Asked | Malformed, int]:
     """The call whose inside begins at `start`, and where what follows it begins."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text, _solid(text, start))
+        value, end = _JSON.raw_decode(text, _solid(text, start))
     except (ValueError, RecursionError):
         pass
     else:
@@ -320,7 +321,7 @@ def _call(text: str, start: int) -> tuple[Asked | Malformed, int]:
 
 def _solid(text: str, at: int) -> int:
     """Where the blanks at `at` end."""
-    blanks = re.compile(r"[ \t\n\r]*").match(text, at)
+    blanks = _BLANKS.match(text, at)
     assert blanks
     return blanks.end()
 
@@ -351,7 +352,7 @@ def _boxed(text: str) -> str | None:
     if start < 0:
         return None
     depth, begin = 0, start + len("\\boxed{")
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, begin - 1):
+    for found in _BRACES.finditer(text, begin - 1):
         depth += {"{": 1, "}": -1}.get(found.group(), 0)
         if not depth:
             return text[begin : found.start()].strip() or None

@@ -102,7 +102,7 @@ METRICS = {
     "seconds_rollout": Metric("from the first episode to the last", _SECONDS, "rollout"),
     "seconds_optimise": Metric("forward, backward and the optimiser", _SECONDS, "optimise"),
     "seconds_sync": Metric("giving the engines new weights", _SECONDS, "sync"),
-    "seconds_own": Metric("the trainer's own: neither engines, nor tools, nor the optimiser", _SECONDS, "own work"),
+    "seconds_own": Metric("the trainer's own: not waiting for engines or tools, not optimising", _SECONDS, "own work"),
     "seconds_generate": Metric(
         "waiting for engines, summed over episodes", part=lambda it: sum(turn.generate_s for turn in it.steps)
     ),

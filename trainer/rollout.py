@@ -268,6 +268,8 @@ def _first(several: ExceptionGroup[Exception]) -> Exception:
 
 async def _run(calls: Sequence[Asked | Malformed], tool: Tool, chars: int) -> list[tuple[ToolCall, str]]:
     """The calls of a turn, all at once, in order; with each what of ours failed."""
+    if len(calls) == 1:  # as nearly always, and a task costs as much as parsing the call
+        return [await _call(calls[0], tool, chars)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(_call(call, tool, chars)) for call in calls]
     return [task.result() for task in running]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sandbox.client import AsyncClient
@@ -29,6 +29,9 @@ from trainer.trajectory import CallStatus
 
 log = logging.getLogger(__name__)
 
+GATHER_S = 0.02
+"""A call waits so long for others, if some are under way: about the time that it takes, and next to nothing beside a
+turn's. Calls sent one by one would cost more of our own time than all else about them."""
 RETRIES = 8
 """Failures in a row that a call outlives: about 15 s, in which a service that is restarted is back."""
 
@@ -69,15 +72,16 @@ class PythonTool:
             return ToolReply(CallStatus.MALFORMED, str(why))
         start = time.monotonic()
         try:
-            result = await self._client.execute(call, limits=self._limits)
-            whole = render(result, max_chars=sys.maxsize)
+            result = await self._client.execute(replace(call, limits=self._limits))
+            response = render(result, max_chars=sys.maxsize)
         except ServiceError as why:
             seconds = time.monotonic() - start
             return ToolReply(CallStatus.UNAVAILABLE, "", call.code, call.stdin, seconds=seconds, error=str(why))
         seconds = time.monotonic() - start
-        is_cut = len(whole) > self._max_chars or bool({"stdout", "value"} & set(result.truncated))
-        response = render(result, max_chars=self._max_chars)
-        return ToolReply(CallStatus(result.status.value), response, call.code, call.stdin, is_cut, seconds)
+        is_cut = not {"stdout", "value"}.isdisjoint(result.truncated)
+        if len(response) > self._max_chars:
+            response, is_cut = render(result, max_chars=self._max_chars), True
+        return ToolReply(CallStatus(result.status), response, call.code, call.stdin, is_cut, seconds)
 
 
 class Verifier:
@@ -128,7 +132,7 @@ async def service(
                 raise ServiceFailed(str(why)) from why
         endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint)
         client = await stack.enter_async_context(
-            AsyncClient(endpoints, token=os.environ.get("RSTAR_SANDBOX_TOKEN"), retries=RETRIES)
+            AsyncClient(endpoints, token=os.environ.get("RSTAR_SANDBOX_TOKEN"), retries=RETRIES, gather_s=GATHER_S)
         )
         await _check(client, endpoints, limits)
         yield Tools(PythonTool(client, limits=limits, max_chars=max_chars), Verifier(client, limits=limits), endpoints)
