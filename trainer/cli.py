@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -97,7 +98,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from trainer import stages
-    from trainer.evaluate import table
+    from trainer.evaluate import summary
     from trainer.recipe import Unit
 
     run = _run(args)
@@ -108,7 +109,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({source: asdict(report) for source, report in reports.items()}))
     else:
-        Console().print(table(reports))
+        Console().print(summary(reports))
 
 
 def rollout(args: argparse.Namespace) -> None:
@@ -192,10 +193,22 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--any-answer", action="store_true", help="keep answers that are no integers, too")
     one.add_argument("--seed", type=int, default=0, help="of generated problems (default: 0)")
 
-    from trainer.show import add_arguments
-
-    add_arguments(add("show", show))
+    one = add("show", show)
+    one.add_argument("run", type=Path, help="the run's folder")
+    one.add_argument("--step", type=_steps, metavar="STEPS", help="episodes of these steps: 12, or 3-9,40")
+    one.add_argument("--problem", metavar="ID", help="episodes of this problem")
+    one.add_argument("--sample", type=int, metavar="K", help="this sample of each problem; one alone is shown whole")
+    one.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    most = "at most so many episodes in the page (default 400), or in the terminal's list (default 40)"
+    one.add_argument("--episodes", type=int, metavar="N", help=most)
     return parser
+
+
+def _steps(text: str) -> list[range]:
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise argparse.ArgumentTypeError(f"expected steps such as 12 or 3-9,40, got {text!r}")
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [range(end[0], end[-1] + 1) for end in ends]
 
 
 def _config(args: argparse.Namespace) -> RunConfig:

@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from functools import cache
 from math import comb
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.table import Table
 
 from trainer.metrics import METRICS
 from trainer.record import RunFolder, append_rows, read_rows
+from trainer.show import table
 from trainer.trajectory import Episode, Problem
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ALL = "all"
 """The report over all sources."""
@@ -186,10 +185,8 @@ def pass_at(j: int, samples: int, right: int) -> float:
     return 1 - comb(samples - right, j) / comb(samples, j)
 
 
-def table(reports: Mapping[str, Report]) -> Table:
+def summary(reports: Mapping[str, Report]) -> Table:
     """For people: a row a source. The rest is in the reports."""
-    from trainer.show import table
-
     k = reports[ALL].samples
     made = table(
         "source", "n>", f"avg@{k} [95 %]>", f"pass@{k}>", "tool errors>", "one answer>", "tokens>", "no verdict>"

@@ -15,17 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import groupby, islice
-from pathlib import Path
 from secrets import token_hex
 from shlex import quote
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
 
 from trainer.metrics import METRICS
 from trainer.record import RunFolder
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 Row = dict[str, Any]
 One = TypeVar("One")
@@ -46,31 +44,13 @@ class ShowError(ValueError):
     """There is no run to show, or nowhere to write the page."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--step", type=_steps, metavar="STEPS", help="episodes of these steps: 12, or 3-9,40")
-    parser.add_argument("--problem", metavar="ID", help="episodes of this problem")
-    parser.add_argument("--sample", type=int, metavar="K", help="this sample of each problem; one alone is shown whole")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
-    most = f"at most so many episodes in the page, or in the terminal's list (default {MOST_EPISODES}, {MOST_LISTED})"
-    parser.add_argument("--episodes", type=int, metavar="N", help=most)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Show a run as `add_arguments` says; the exit code. Raises `ShowError`, or `RecordError` for what is no run's."""
+def run(args: argparse.Namespace) -> None:
+    """Show a run as the command line says. Raises `ShowError`, or `RecordError` for what is no run's."""
     folder = RunFolder(args.run)
     if folder.config() is None and not (args.run / "metrics.jsonl").exists() and not folder.steps():
         raise ShowError(f"{args.run}: expected the folder of a run, found no config, metrics or episodes in it")
     show = _write_page if args.html else _print
     show(folder, args)
-    return 0
-
-
-def _steps(text: str) -> list[range]:
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise argparse.ArgumentTypeError(f"expected steps such as 12 or 3-9,40, got {text!r}")
-    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    return [range(end[0], end[-1] + 1) for end in ends]
 
 
 def _chosen_steps(folder: RunFolder, args: argparse.Namespace) -> list[int]:
@@ -146,8 +126,6 @@ def _spread(items: list[One], most: int) -> list[One]:
 
 
 def _print(folder: RunFolder, args: argparse.Namespace) -> None:
-    from rich.console import Console
-
     console = Console(highlight=False, markup=False)
     if args.step is None and args.problem is None and args.sample is None:
         _print_run(console, folder)
@@ -236,8 +214,6 @@ def _episode(row: Row) -> Iterator[str]:
 
 def table(*heads: str) -> Table:
     """An empty table; a head that ends in > is of numbers, one that ends in … of text that may need several lines."""
-    from rich.table import Table
-
     made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for head in heads:
         justify: Any = "right" if head.endswith(">") else "left"

@@ -16,22 +16,31 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer import data
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer import data, tiny
 from trainer import evaluate as evaluation
+from trainer.background import Background
+from trainer.chat import Chat, own_template, rstar2
 from trainer.config import ConfigError, RunConfig, SamplingConfig, urls
+from trainer.engine import VllmEngine
+from trainer.grpo import Rollouts, train_stage
+from trainer.local import LocalEngine
+from trainer.pool import Pool
+from trainer.progress import Training, ranks, steps_of
 from trainer.recipe import SFT, START, Run, Unit
 from trainer.record import RunFolder, write_json
-from trainer.rollout import EpisodeLimits
+from trainer.rollout import Collector, EpisodeLimits
+from trainer.sft import train_sft
+from trainer.sync import ByFile, ByNccl, Reference, direct
+from trainer.tools import service
 from trainer.track import tracking
 from trainer.trajectory import Problem
-
-if TYPE_CHECKING:
-    from trainer.chat import Chat
-    from trainer.grpo import Rollouts
-    from trainer.pool import Pool
-    from trainer.progress import Training
+from trainer.vllm_server import Servers
 
 TINY = "tiny"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -49,8 +58,6 @@ def prepare(run: Run, unit: Unit) -> None:
     config, folder, model = run.config, run.folder / "data", run.config.model.path
     folder.mkdir(parents=True, exist_ok=True)
     if model == TINY:
-        from trainer import tiny
-
         tiny.make(run.stage(START) / "model", config.seed)
         model = _relative(run, run.stage(START) / "model")
     chat, stages = _chat(config, _model(run, model)), config.stages.values()
@@ -78,9 +85,6 @@ def prepare(run: Run, unit: Unit) -> None:
 
 def sft(run: Run, unit: Unit) -> None:
     """Train the first model on conversations."""
-    from trainer.progress import ranks, steps_of
-    from trainer.sft import train_sft
-
     config = run.config
     conversations = [chat for source in config.sft.data for chat in data.read_conversations(source, seed=config.seed)]
     with _training(run, unit, round(config.sft.epochs * len(conversations) / config.sft.batch)) as training:
@@ -93,9 +97,6 @@ def sft(run: Run, unit: Unit) -> None:
 
 def grpo(run: Run, unit: Unit) -> None:
     """Train one stage."""
-    from trainer.grpo import train_stage
-    from trainer.progress import ranks
-
     stage, is_first = run.config.stage(unit.stage), ranks().is_main_process
     before = run.trained(unit.stage, before=True).get("checkpoint")
     keep = run.folder / before if before and not stage.reset_optimizer else None
@@ -198,11 +199,6 @@ def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> N
 @contextmanager
 def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
     """Engines with the weights of `model`, tools, and what runs episodes on them."""
-    from trainer.background import Background
-    from trainer.grpo import Rollouts
-    from trainer.rollout import Collector
-    from trainer.tools import service
-
     config, sandbox = run.config, run.config.sandbox
     with Background() as background:
         about: dict[str, Any] = {"timeout_s": sandbox.timeout_s, "memory_mb": sandbox.memory_mb}
@@ -216,14 +212,6 @@ def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
 @asynccontextmanager
 async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
     """The engines of a run, with the weights of `model`."""
-    from transformers import AutoModelForCausalLM
-
-    from trainer.engine import VllmEngine
-    from trainer.local import LocalEngine
-    from trainer.pool import Pool
-    from trainer.sync import ByFile, ByNccl, Reference, direct
-    from trainer.vllm_server import Servers
-
     engines, hardware, dtype = run.config.engines, run.config.hardware, run.config.model.dtype
     carry: Any = direct
     async with AsyncExitStack() as stack:
@@ -261,6 +249,7 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
         )
         await stack.enter_async_context(pool)
         await pool.sync(weights.state_dict(), 0)  # servers may have those of the unit before, or of another run
+        del weights  # engines have their own by now, and these may be 28 GB
         yield pool
 
 
@@ -271,19 +260,13 @@ def _how(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _chat(config: RunConfig, model: Path) -> Chat:
-    from transformers import AutoTokenizer
-
-    from trainer import chat
-
-    make = chat.rstar2 if config.model.chat == "rstar2" else chat.own_template
+    make = rstar2 if config.model.chat == "rstar2" else own_template
     return make(AutoTokenizer.from_pretrained(model), preamble=config.model.preamble)
 
 
 @contextmanager
 def _training(run: Run, unit: Unit, steps: int) -> Iterator[Training]:
     """What a training is told. Each row of metrics goes to the trackers, too, and to a progress bar."""
-    from trainer.progress import Training, ranks
-
     config, name, record = run.config, unit.stage, run.record
     before = run.trained(name, before=True)
     with ExitStack() as stack:
@@ -312,9 +295,6 @@ def _training(run: Run, unit: Unit, steps: int) -> Iterator[Training]:
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[..., None]]:
     """A function that shows how much is done: as a bar or, where stderr is no terminal, a line for every tenth."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     console, told = Console(stderr=True), 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:

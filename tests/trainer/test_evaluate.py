@@ -30,7 +30,7 @@ from trainer.evaluate import (
     evaluate,
     pass_at,
     report,
-    table,
+    summary,
 )
 from trainer.record import RecordError, RunFolder
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
@@ -176,7 +176,7 @@ def test_reports_are_by_source_and_overall(tmp_path: Path) -> None:
     assert seen == [1, 2, 3, 4]
     assert json.loads(json.dumps(asdict(reports[ALL])))["measures"]["pass@2"]["value"] == 0.75
     out = io.StringIO()
-    Console(file=out, width=80).print(table(reports))
+    Console(file=out, width=80).print(summary(reports))
     assert [line.split()[:3] for line in out.getvalue().splitlines()[-3:]] == [
         ["even", "2", "0.500"],
         ["odd", "2", "0.750"],

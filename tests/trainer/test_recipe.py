@@ -190,8 +190,9 @@ def test_a_second_recipe_waits_for_the_first(tmp_path: Path) -> None:
 
 
 PARENT = """
-import os, sys
+import os, signal, sys
 from trainer.recipe import Unit, start_child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands are deaf to it
 child = "import os, sys, time; os.write(1, b'up'); time.sleep(600)"
 start_child(Unit("prepare"), [sys.executable, "-c", child], os.open(os.devnull, os.O_RDONLY))
 """

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from tests.gateway.browser import CHROMIUM, PATIENCE_S, Browser, Page, chromium
 from tests.trainer.runs import KEEP, STAGES, episode, group, write_run, write_step
-from trainer import show
+from trainer import cli, show
 from trainer.metrics import METRICS
 from trainer.record import RecordError, RunFolder, write_json
 from trainer.trajectory import CallStatus, Episode, Problem, ToolCall
@@ -56,16 +56,14 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
     def command(folder: RunFolder, *args: str) -> str:
         """What the command prints."""
-        assert show.run(arguments(str(folder.path), *args)) == 0
+        show.run(arguments(str(folder.path), *args))
         return capsys.readouterr().out
 
     return command
 
 
 def arguments(*args: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    show.add_arguments(parser)
-    return parser.parse_args(args)
+    return cli._parser().parse_args(["show", *args])
 
 
 def rows(folder: RunFolder) -> list[dict[str, Any]]:
@@ -217,7 +215,7 @@ async def browser() -> AsyncIterator[Browser]:
 def made(folder: RunFolder, tmp_path: Path, *args: str) -> str:
     """The URL of the folder's page."""
     path = tmp_path / "run.html"
-    assert show.run(arguments(str(folder.path), "--html", str(path), *args)) == 0
+    show.run(arguments(str(folder.path), "--html", str(path), *args))
     return path.as_uri()
 
 

@@ -127,14 +127,12 @@ def test_a_dry_run_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) ->
     assert "does not fit: stages.rl1: a GPU needs about" in capsys.readouterr().out
 
 
-def test_without_the_extra_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "trainer.tiny", raising=False)
-    argv = ["prepare", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path), "--set", "data.train=generated:3"]
-    assert cli.main(argv) == 1
-    assert capsys.readouterr().err == "rstar-train: needs torch; pip install 'rstar-sandbox[train]' torch\n"
+def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, "prepare", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "rstar-train: needs torch; pip install 'rstar-sandbox[train]' torch"
 
 
 def test_data_writes_problems_and_says_what_became_of_the_rows(
