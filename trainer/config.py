@@ -31,8 +31,6 @@ ENV_DOT = "__"
 """What a dot is in the name of a variable."""
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-EMPTY: Mapping[str, str] = {}
-
 T = TypeVar("T")
 
 
@@ -288,7 +286,7 @@ def load(file: Path | None, environ: Mapping[str, str], sets: Sequence[str] = ()
     return checked(RunConfig, tree, f"{file}: " if file else "", origins)
 
 
-def checked(kind: type[T], tree: Mapping[str, Any], where: str, origins: Mapping[str, str] = EMPTY) -> T:
+def checked(kind: type[T], tree: Mapping[str, Any], where: str, origins: Mapping[str, str] | None = None) -> T:
     """A `kind` of what `tree` says; `origins` say where what is not of `where` stood, by path. Raises `ConfigError`."""
     try:
         return TypeAdapter(kind).validate_python(tree)
@@ -296,7 +294,7 @@ def checked(kind: type[T], tree: Mapping[str, Any], where: str, origins: Mapping
         error = why.errors()[0]  # [rl] comes before the stages that have its mistakes, too
     path = [str(part) for part in error["loc"]]
     stood = (".".join(path[:length]) for length in range(len(path), 0, -1))
-    said = next((origins[at] for at in stood if at in origins), where + ".".join(path))
+    said = next((origins[at] for at in stood if origins and at in origins), where + ".".join(path))
     match error["type"]:
         case "value_error" if isinstance(error["ctx"]["error"], ConfigError):
             raise error["ctx"]["error"]

@@ -42,12 +42,7 @@ SFT = "sft"
 START = "start"
 LAUNCHED = ("sft", "grpo")
 """The units that run on every rank."""
-MAY_DIFFER = (
-    *("run_dir", "rl.", "track.", "hardware.", "sandbox.endpoints", "engines.endpoints", "engines.count"),
-    *("engines.python", "engines.timeout_s", "engines.slots", "engines.gpu_memory", "engines.tensor_parallel"),
-    "engines.sync",
-    "engines.policy",
-)
+MAY_DIFFER = ("run_dir", "rl.", "track.", "hardware.", "sandbox.", "engines.")
 """Settings of the place where a run goes on, not of the run. What `[rl]` said is in its stages."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 

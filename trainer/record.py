@@ -80,11 +80,10 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a step's numbers: `step`, `stage`, and any of `METRICS`. What is not finite is written as null."""
-        numbers = {name: value for name, value in row.items() if name not in ("step", "stage")}
-        if len(numbers) != len(row) - 2 or not numbers.keys() <= METRICS.keys():
-            raise ValueError(f"metrics: expected step, stage and names that metrics.METRICS has, got {sorted(row)}")
-        whole = {"step": row["step"], "stage": row["stage"]}
-        whole |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        assert row.keys() - METRICS.keys() == {"step", "stage"}, (
+            f"expected them and names of METRICS, got {sorted(row)}"
+        )
+        whole = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
         append_rows(self._metrics, [whole])
         self.log(whole)
 

@@ -115,13 +115,9 @@ def grpo(run: Run, unit: Unit) -> None:
 
 def drop_solved(run: Run, unit: Unit) -> None:
     """Evaluate the model before a stage on the stage's problems, and keep those that were not solved every time."""
-    stage, out = run.config.stage(unit.stage), run.stage(unit.stage) / "filter"
-    model, problems, samples = (
-        run.trained(unit.stage, before=True),
-        data.read(str(run.source(stage))),
-        stage.drop_solved,
-    )
-    measure(run, model["model"], problems, out, stage, samples, seed=str(unit), is_brief=True)
+    stage, model = run.config.stage(unit.stage), run.trained(unit.stage, before=True)["model"]
+    problems, out = data.read(str(run.source(stage))), run.stage(unit.stage) / "filter"
+    measure(run, model, problems, out, stage, stage.drop_solved, seed=str(unit), is_brief=True)
     unsolved = {problem for (problem, _), outcome in evaluation.outcomes_of(out).items() if outcome.reward != 1}
     kept = [problem for problem in problems if problem.id in unsolved]
     if len(kept) < stage.prompts:
