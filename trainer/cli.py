@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not type(why).__module__.startswith("trainer."):
             raise
         print(f"rstar-train: {why}", file=sys.stderr)
-        return 2 if isinstance(why, ValueError) or getattr(why, "code", 1) == 2 else 1
+        return 2 if isinstance(why, ValueError) else 1
 
 
 def recipe(args: argparse.Namespace) -> None:

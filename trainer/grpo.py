@@ -98,11 +98,10 @@ def train_stage(
 
     Raises `ConfigError` for settings that do not fit together, `Outage`, and what engines and tools raise.
     """
-    out, record, first_step = training.out, training.record, training.first_step
-    start = latest(out / "checkpoints") or keep_optimizer
+    start = latest(training.out / "checkpoints") or keep_optimizer
     before = steps_of(keep_optimizer) if keep_optimizer else 0
     done = steps_of(start) - before if start else 0
-    bridge = _Bridge(stage, problems, rollouts, training.seed, before, record=record, offset=first_step - before)
+    bridge = _Bridge(stage, training, problems, rollouts, before)
     if start and done and (start / UNDER_WAY).exists():
         bridge.under_way = DRAFTS.validate_json((start / UNDER_WAY).read_bytes())
     args = GRPOConfig(
@@ -128,7 +127,7 @@ def train_stage(
         max_grad_norm=stage.max_grad_norm,
     )
     if ranks().is_main_process:
-        record.rewind(first_step + done)
+        training.record.rewind(training.first_step + done)
     trainer = GRPOTrainer(
         model=str(training.model),
         reward_funcs=_roc_reward,
@@ -171,17 +170,16 @@ class _Bridge(Progress):
     def __init__(
         self,
         stage: StageConfig,
+        training: Training,
         problems: Sequence[Problem],
         rollouts: Rollouts | None,
-        seed: int,
         before: int,
-        **of_progress: Any,
     ) -> None:
-        super().__init__(stage.name, **of_progress)
+        super().__init__(training, offset=training.first_step - before)
         self.under_way: list[list[Draft]] = []
         """Groups that are not over or not yet trained on, the oldest first."""
-        self._stage, self._rollouts, self._seed, self._before = stage, rollouts, seed, before
-        self._order = in_order(problems, stage.prompts, stage.steps, seed)
+        self._stage, self._rollouts, self._seed, self._before = stage, rollouts, training.seed, before
+        self._order = in_order(problems, stage.prompts, stage.steps, training.seed)
         self._version = 0
         self._sampled: dict[str, float] = {}
         self._own_s = 0.0

@@ -44,7 +44,7 @@ class Training:
     model: Path
     """The folder or hub name of what is trained."""
     out: Path
-    """Where checkpoints and the trained model go."""
+    """Where checkpoints and the trained model go; its name is the stage's."""
     record: RunFolder
     seed: int
     first_step: int = 0
@@ -104,8 +104,8 @@ class Training:
 class Progress(TrainerCallback):  # type: ignore[misc]
     """Writes rows and marks checkpoints, on the first rank. `offset` is added to the trainer's own count of steps."""
 
-    def __init__(self, stage: str, *, record: RunFolder, offset: int) -> None:
-        self.stage, self.record, self.offset = stage, record, offset
+    def __init__(self, training: Training, *, offset: int) -> None:
+        self.stage, self.record, self.offset = training.out.name, training.record, offset
 
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
         """A row's metrics, from what the trainer logged of a step."""

@@ -48,13 +48,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class UnitFailed(Exception):
-    """A child ended badly; what went wrong it has said itself. `code` is its exit code."""
-
-    def __init__(self, unit: Unit, code: int) -> None:
-        super().__init__(
-            f"{unit} ended with exit code {code}; what it did so far is kept, and the same command goes on"
-        )
-        self.code = code
+    """A child ended badly; what went wrong it has said itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +169,9 @@ def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str]
             if not run.done(unit):
                 say(f"[{number}/{len(units)}] {unit}")
                 if code := start(unit, argv(unit, config), lock):
-                    raise UnitFailed(unit, code)
+                    raise UnitFailed(
+                        f"{unit} ended with exit code {code}; what it did is kept, and the same command goes on"
+                    )
             run.record.write_summary(run.summary())
     return run
 

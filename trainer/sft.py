@@ -21,7 +21,6 @@ from trainer.config import ConfigError, SftConfig
 from trainer.progress import Progress, Trained, Training, latest, ranks, steps_of
 
 Messages = Sequence[Mapping[str, str]]
-STAGE = "sft"
 SORTED = 50
 """Batches whose conversations are sorted by length together."""
 
@@ -54,7 +53,7 @@ def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Mes
             {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
         ),
         processing_class=AutoTokenizer.from_pretrained(training.model),
-        callbacks=[Progress(STAGE, record=training.record, offset=training.first_step)],
+        callbacks=[Progress(training, offset=training.first_step)],
     )
     return training.run(trainer, start)
 
