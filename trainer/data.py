@@ -189,8 +189,12 @@ def _read(source: str, seed: int, fresh: bool, report: Report, *, is_strict: boo
             yield problem
 
 
+def _words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
 def _grams(text: str, n: int) -> Iterator[Gram]:
-    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    words = _words(text)
     yield from (tuple(words[at : at + n]) for at in range(max(1, len(words) - n + 1)))
 
 

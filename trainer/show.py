@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import groupby, islice
 from secrets import token_hex
-from shlex import quote
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -133,13 +132,13 @@ def _print(folder: RunFolder, args: argparse.Namespace) -> None:
     most = MOST_LISTED if args.episodes is None else args.episodes
     rows = (row for step in _chosen_steps(folder, args) for row in _chosen(folder, step, args))
     found = list(islice(rows, most + 1))
+    for row in found[:most]:
+        console.print(clean(_line(row)), soft_wrap=True)
     if len(found) == 1:
-        console.print(clean("\n".join(_episode(found[0]))))
+        console.print(clean("\n".join(_whole(found[0]))))
     elif found:
-        console.print(_list(found[:most]))
-        more = f" More than {most} match; --episodes N for more." if len(found) > most else ""
-        first, problem = found[0], quote(clean(found[0]["problem"]["id"]))
-        console.print(f"One whole: --step {first['step']} --problem {problem} --sample {first['sample']}.{more}")
+        more = f"More than {most} match; --episodes N for more. " if len(found) > most else ""
+        console.print(f"{more}--step, --problem and --sample show one whole.")
     else:
         console.print("No episodes match." if folder.steps() else "No episodes yet.")
 
@@ -183,27 +182,18 @@ def bars(values: list[float]) -> str:
     return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in chosen)
 
 
-def _list(rows: Sequence[Row]) -> Table:
-    made = table("step>", "problem…", "#>", "reward>", "", "stop", "failed>", "penalty>", "tokens>", "answer…")
-    for number, row in enumerate(rows):
-        is_next = number > 0 and rows[number - 1]["group"] == row["group"] and rows[number - 1]["step"] == row["step"]
-        made.add_row(
-            str(row["step"]), "" if is_next else clean(row["problem"]["id"]), str(row["sample"]), figure(row["reward"]),
-            "kept" if row["kept"] else "dropped", row["stop"], f"{row['failed_calls']}/{row['calls']}",
-            figure(row["p_err"] + row["p_format"]), str(row["response_tokens"]), clean(row["answer"] or "–"),
-        )  # fmt: skip
-    return made
+def _line(row: Row) -> str:
+    return (
+        f"{row['step']:>6} {row['problem']['id']} #{row['sample']}: reward {figure(row['reward'])}, "
+        f"{'kept' if row['kept'] else 'dropped'}, {row['stop']}, {row['failed_calls']}/{row['calls']} calls failed, "
+        f"penalty {figure(row['p_err'] + row['p_format'])}, {row['response_tokens']} tokens; {row['answer'] or '–'}"
+    )
 
 
-def _episode(row: Row) -> Iterator[str]:
-    """All of it but for its tokens, in lines."""
-    yield f"step {row['step']}, {row['stage']}: {row['problem']['id']}, sample {row['sample']}"
+def _whole(row: Row) -> Iterator[str]:
+    """What an episode's line does not say, but for its tokens."""
     yield row["problem"]["text"]
-    yield f"answer {row['answer'] or '–'}, expected {row['problem']['answer']}; reward {figure(row['reward'])}"
-    yield f"{row['stop']}{': ' + row['error'] if row['error'] else ''}"
-    yield row["why"] or ("kept" if row["kept"] else "dropped")
-    yield f"p_err {figure(row['p_err'])}, p_format {figure(row['p_format'])}"
-    yield f"{row['response_tokens']} tokens, {row['sampled_tokens']} sampled; {figure(row['seconds'])} s"
+    yield f"expected {row['problem']['answer']}; {row['why']} {row['error']}"
     for number, turn in enumerate(row["turns"], 1):
         place = f"tokens {turn['start']} to {turn['end']}, {turn['engine']}, weights {turn['version']}"
         yield f"\n── turn {number}: {place}\n{turn['text']}"
