@@ -160,9 +160,6 @@ class Chat:
         """The ids up to where the model speaks for the first time."""
         return self._fill((self.before, self._speak), (problem,))
 
-    def parse(self, text: str) -> ParsedTurn:
-        return parse(text)
-
     def responses(self, texts: Sequence[str]) -> list[int]:
         """The ids between the end token of a turn and the next turn, for what its tool calls returned, in order."""
         return self._fill(self._tools(len(texts)), texts)

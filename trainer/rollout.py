@@ -25,14 +25,11 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from trainer.chat import Asked, Chat, Malformed
+from trainer.chat import Asked, Chat, Malformed, parse
 from trainer.engine import EngineFailed, Generation, Sampling
 from trainer.reward import Verifier, score
 from trainer.tools import ToolReply
 from trainer.trajectory import CallStatus, Draft, Episode, Problem, StopReason, ToolCall, Turn
-
-CUT_NOTE_CHARS = 100
-"""What a tool may add to `tool_chars` by saying itself that it has cut. Without this room its note would be cut out."""
 
 Clock = Callable[[], float]
 IsEnough = Callable[[Sequence[float | None], int], bool]
@@ -124,7 +121,7 @@ async def _end_turn(
     generated_at = clock()
     start, end = draft.turn_start, len(draft.ids)
     text = chat.decode(draft.ids[start : end - made.is_stopped])
-    said = chat.parse(text)
+    said = parse(text)
     draft.answer_tags, draft.answer = draft.answer_tags + said.answer_tags, said.answer
     calls: list[ToolCall] = []
     if not made.is_stopped:
@@ -287,7 +284,7 @@ async def _call(call: Asked | Malformed, tool: Tool, chars: int) -> tuple[ToolCa
 
 def _cut(text: str, chars: int) -> tuple[str, bool]:
     """At most `chars` of `text` from both ends, since a traceback says what happened in its last line; and whether."""
-    if len(text) <= chars + CUT_NOTE_CHARS:
+    if len(text) <= chars:
         return text, False
     tail = chars // 2
     head = chars - tail

@@ -197,9 +197,8 @@ def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
     """Engines with the weights of `model`, tools, and what runs episodes on them."""
     config, sandbox = run.config, run.config.sandbox
     with Background() as background:
-        about: dict[str, Any] = {"timeout_s": sandbox.timeout_s, "memory_mb": sandbox.memory_mb}
-        most = max(how.tool_chars for how in (config.rl, config.evaluate, *config.stages.values()))
-        tools = background.enter(service(urls(sandbox.endpoints) or "local", **about, max_chars=most))
+        where = urls(sandbox.endpoints) or "local"
+        tools = background.enter(service(where, timeout_s=sandbox.timeout_s, memory_mb=sandbox.memory_mb))
         pool = background.enter(_pool(run, model))
         gc.freeze()  # what libraries are made of: to look for garbage in it takes a fifth of a second each time
         yield Rollouts(background, Collector(pool, _chat(config, model), tools), pool)

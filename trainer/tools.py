@@ -22,7 +22,7 @@ from typing import Any
 from sandbox.client import AsyncClient
 from sandbox.errors import InvalidCall, SandboxError, ServiceError
 from sandbox.local import local_service
-from sandbox.tool import MAX_CHARS, TOOL_NAMES, parse_arguments, render
+from sandbox.tool import TOOL_NAMES, parse_arguments, render
 from sandbox.types import Limits
 from trainer.reward import Verdict
 from trainer.trajectory import CallStatus
@@ -58,8 +58,8 @@ class ToolReply:
 class PythonTool:
     """Runs what a model asks for, each call afresh."""
 
-    def __init__(self, client: AsyncClient, *, limits: Limits, max_chars: int = MAX_CHARS) -> None:
-        self._client, self._limits, self._max_chars = client, limits, max_chars
+    def __init__(self, client: AsyncClient, *, limits: Limits) -> None:
+        self._client, self._limits = client, limits
 
     async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
         """The reply to a call by tool name and arguments, JSON or parsed. Raises nothing but cancellation."""
@@ -79,8 +79,6 @@ class PythonTool:
             return ToolReply(CallStatus.UNAVAILABLE, "", call.code, call.stdin, seconds=seconds, error=str(why))
         seconds = time.monotonic() - start
         is_cut = not {"stdout", "value"}.isdisjoint(result.truncated)
-        if len(response) > self._max_chars:
-            response, is_cut = render(result, max_chars=self._max_chars), True
         return ToolReply(CallStatus(result.status), response, call.code, call.stdin, is_cut, seconds)
 
 
@@ -115,7 +113,6 @@ async def service(
     *,
     timeout_s: float = 10.0,
     memory_mb: int = 512,
-    max_chars: int = MAX_CHARS,
     arguments: Sequence[str] = (),
 ) -> AsyncIterator[Tools]:
     """The tools of the service at one endpoint or several; none, or "local", starts one for as long as this lasts.
@@ -135,7 +132,7 @@ async def service(
             AsyncClient(endpoints, token=os.environ.get("RSTAR_SANDBOX_TOKEN"), retries=RETRIES, gather_s=GATHER_S)
         )
         await _check(client, endpoints, limits)
-        yield Tools(PythonTool(client, limits=limits, max_chars=max_chars), Verifier(client, limits=limits), endpoints)
+        yield Tools(PythonTool(client, limits=limits), Verifier(client, limits=limits), endpoints)
 
 
 async def _check(client: AsyncClient, endpoints: Sequence[str], limits: Limits) -> None:
