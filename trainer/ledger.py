@@ -27,6 +27,7 @@ class Entry:
     tick: float
     buckets: list[int]
     variance: float
+    """Of the bucket that it ends in."""
 
 
 class Ledger:
@@ -62,19 +63,20 @@ class Ledger:
 
     def peak(self, tick: float) -> float:
         """The most tokens that are expected at any time from `tick` on; parts that are overdue end at once."""
-        now, middle = int(tick / self._width), 0.5 * self._width + self.margin
+        width, sums = self._width, self._sums
+        now, middle = int(tick / width), 0.5 * width + self.margin
         count = base = peak = 0.0
-        for bucket in sorted(self._sums, reverse=True):
+        for bucket in sorted(sums, reverse=True):
             if bucket <= now:
                 break
-            parts, contexts = self._sums[bucket]
+            parts, contexts = sums[bucket]
             count += parts
             base += contexts
-            held = base + count * (bucket * self._width + middle)
+            held = base + count * (bucket * width + middle)
             if held > peak:
                 peak = held
         peak = max(peak, self._base + self.episodes * (tick + self.margin))
-        return peak + SPREAD * self._width * math.sqrt(max(0.0, self._variance))
+        return peak + SPREAD * width * math.sqrt(max(0.0, self._variance))
 
     def _add(self, entry: Entry, sign: int) -> None:
         part, sums = sign / len(entry.buckets), self._sums

@@ -364,6 +364,8 @@ class Scheduler:
         ledger, room = engine.ledger, engine.capacity * engine.appetite
         if engine.reserved + episode.most + 2 * ledger.margin * (ledger.episodes + 1) <= room:
             return True  # however long they become
+        if engine.free < 0:
+            return False  # even without it
         growths = self.lengths.growths(episode.group, episode.length, episode.most)
         tick = engine.tick(now)
         entry = ledger.enter(episode.length, tick, growths)
