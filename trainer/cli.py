@@ -83,14 +83,15 @@ def recipe(args: argparse.Namespace) -> None:
 
 def unit(args: argparse.Namespace) -> None:
     """Run one unit of a recipe, as `recipe` does."""
-    from trainer import stages
     from trainer.recipe import Unit
 
     run, one = _run(args), Unit(args.unit, args.stage)
     if run.done(one):
         print(f"{one} is done; to do it anew, delete {run.done_file(one).parent} first", file=sys.stderr)
-    else:
-        stages.WORK[args.unit](run, one)
+        return
+    from trainer import stages
+
+    stages.WORK[args.unit](run, one)
 
 
 def evaluate(args: argparse.Namespace) -> None:
