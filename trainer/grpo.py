@@ -220,10 +220,9 @@ class _Bridge(Progress):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # A checkpoint of the stage before brings that stage's settings, which the trainer takes over.
-        state.save_steps, schedule = args.save_steps, kwargs["lr_scheduler"]
-        schedule.base_lrs = [args.learning_rate for _ in schedule.base_lrs]
-        for group, factor in zip(kwargs["optimizer"].param_groups, schedule.lr_lambdas, strict=True):
-            group["lr"] = args.learning_rate * factor(schedule.last_epoch)
+        state.save_steps = args.save_steps
+        kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
+        super().on_train_begin(args, state, control, **kwargs)
         self._since = perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

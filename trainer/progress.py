@@ -112,6 +112,20 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
         return {ours: float(logs[theirs]) for ours, theirs in names.items() if theirs in logs}
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # A step has the rate that is due at its middle: at its beginning the first step's is 0, which teaches nothing.
+        schedule = kwargs["lr_scheduler"]
+        schedule.lr_lambdas = [lambda step, factor=factor: factor(step + 0.5) for factor in schedule.lr_lambdas]
+        rates = [
+            base * factor(schedule.last_epoch)
+            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, base, rate in zip(kwargs["optimizer"].param_groups, schedule.base_lrs, rates, strict=True):
+            group["initial_lr"], group["lr"] = base, rate
+        schedule._last_lr = rates  # which is what is logged
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
     ) -> None:

@@ -42,7 +42,13 @@ SFT = "sft"
 START = "start"
 LAUNCHED = ("sft", "grpo")
 """The units that run on every rank."""
-MAY_DIFFER = ("run_dir", "rl.", "track.", "hardware.", "sandbox.", "engines.")
+STOP_S = 60.0
+"""For a child to end what it started, once it was asked to."""
+MAY_DIFFER = (
+    *("run_dir", "rl.", "track.", "hardware.", "sandbox.endpoints", "engines.endpoints", "engines.count"),
+    *("engines.python", "engines.timeout_s", "engines.slots", "engines.gpu_memory", "engines.tensor_parallel"),
+    *("engines.sync", "engines.policy"),
+)
 """Settings of the place where a run goes on, not of the run. What `[rl]` said is in its stages."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -184,7 +190,7 @@ def argv(unit: Unit, config: RunConfig) -> list[str]:
 
 
 def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
-    """Its exit code. It ends when we do, by whatever way, and has the time it needs to end what it started."""
+    """Its exit code. It ends when we do, by whatever way; on Ctrl-C, which reaches it too, it is given time."""
     # It reads what the run's folder says, not what a variable would add to that.
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
     parent, libc = os.getpid(), ctypes.CDLL(None)
@@ -199,7 +205,11 @@ def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
         return child.wait()
     finally:
         child.terminate()  # which one that is over does not feel
-        child.wait()
+        try:
+            child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 @contextmanager

@@ -71,6 +71,7 @@ def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(
 
     rows = list(whole.metrics())
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and {row["stage"] for row in rows} == {"sft"}
+    assert min(row["lr"] for row in rows) > 0, "no step is lost to a warm-up from 0"
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
     assert list(broken.metrics()) == rows
     ours, theirs = weights(actual.model), weights(expected.model)
