@@ -360,6 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("expected --simulate, or --engines N")
     if args.cost and not args.simulate:
         parser.error("--cost goes with --simulate")
+    if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):
+        parser.error("--cache-share goes with --simulate --profile mi300x-14b, whose memory it divides")
     work = _cost if args.cost else _simulate if args.simulate else _real
     return output.run_as_command("rollouts", lambda: work(args))
 
@@ -413,9 +415,12 @@ def _policies(text: str) -> tuple[str, ...]:
 
 
 def _share(text: str) -> float:
-    share = float(text)
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
     if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text!r}")
     return share
 
 
@@ -636,10 +641,9 @@ def show(title: str, figures: Mapping[str, Any]) -> None:
             for policy, row in found.items()
         )
         output.show("The simulator against that", ("", "makespan", "preemptions", "hits, points"), rows)
-    asked = (
-        (row["what"], row["needed"], f"{row['got']:.3g}", ("no", "yes")[row["holds"]]) for row in figures["verdicts"]
-    )
-    output.show("What is asked of kv", ("", "needed", "got", "holds"), asked)
+    if asked := figures["verdicts"]:
+        rows = ((row["what"], row["needed"], f"{row['got']:.3g}", ("no", "yes")[row["holds"]]) for row in asked)
+        output.show("What is asked of kv", ("", "needed", "got", "holds"), rows)
 
 
 def draw(axes: Any, figures: Mapping[str, Any]) -> None:

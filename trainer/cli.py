@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rstar-train", description="A compact agentic-RL trainer: GRPO-RoC with sandboxed tools."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('rstar-sandbox')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, command: Any, *parents: argparse.ArgumentParser, doc: str = "") -> argparse.ArgumentParser:
@@ -203,6 +202,16 @@ def _parser() -> argparse.ArgumentParser:
     most = "at most so many episodes in the page (default 400), or in the terminal's list (default 40)"
     one.add_argument("--episodes", type=int, metavar="N", help=most)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked: `importlib.metadata` is slow to import."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"rstar-train {version('rstar-sandbox')}")
+        parser.exit()
 
 
 def _steps(text: str) -> list[range]:
