@@ -348,6 +348,14 @@ def _rollouts(figures: Figures) -> list[str]:
     return lines
 
 
+def _cost(figures: Figures) -> list[str]:
+    rows = [
+        (kind, f"{its['calls']:,}", _number(its["p50"]), _number(its["p99"]))
+        for kind, its in figures["microseconds"].items()
+    ]
+    return _table(("", "calls", "median µs", "p99 µs"), rows)
+
+
 TABLES: dict[str, Render] = {
     "throughput": _throughput,
     "peers": _peers,
@@ -365,6 +373,7 @@ TABLES: dict[str, Render] = {
     "rollouts": _rollouts,
     "rollouts-8k": _rollouts,
     "rollouts-12k": _rollouts,
+    "rollouts-cost": _cost,
 }
 
 

@@ -454,7 +454,7 @@ def _cost(args: argparse.Namespace) -> int:
     title = f"Microseconds of a decision: {profile.engines} engines, {len(profile.plans(0)):,} episodes"
     rows = ((kind, f"{row['calls']:,}", row["p50"], row["p99"]) for kind, row in about.items())
     output.show(title, ("", "calls", "median", "p99"), rows)
-    figures = {"bench": "rollouts-cost", "command": f"{profile.command} --cost", "microseconds": about}
+    figures = {"bench": "rollouts", "command": f"{profile.command} --cost", "microseconds": about}
     output.finish(figures, as_json=args.json)
     return 0
 

@@ -75,6 +75,9 @@ MADE_UP: dict[str, dict[str, Any]] = {
         },
         "differences": {"grpo-g": {"accuracy": {"mean": -0.0123, "sd": 0.004}}},
     },
+    "rollouts-cost": {"command": "python -m bench.rollouts --simulate --cost", "microseconds": {
+        "place": {"calls": 1234, "p50": 56.78, "p99": 345.6},
+    }},
     "rollouts": {
         "command": "python -m bench.rollouts --engines 2", "is_simulated": False, "engines": 2, "capacity": 4096,
         "episodes": 96, "most_new": 896, "lower_bound_s": 12.345, "repeats": 3,
@@ -118,6 +121,7 @@ EXPECTED = {
         "| RoC less GRPO, all of G | -0.012 ± 0.004 | - |",
         "2 seeds, 30 steps, G = 8",
     ],
+    "rollouts-cost": ["| place | 1,234 | 56.8 | 346 |"],
     "rollouts": [
         "vLLM on the CPU: 2 engines of 4,096 tokens, 96 rollouts of at most 896 tokens",
         "less than 12.3 s. Medians of 3 rounds.",
