@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import sys
 import warnings
@@ -195,12 +194,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = add("show", show)
     one.add_argument("run", type=Path, help="the run's folder")
-    one.add_argument("--step", type=_steps, metavar="STEPS", help="episodes of these steps: 12, or 3-9,40")
-    one.add_argument("--problem", metavar="ID", help="episodes of this problem")
-    one.add_argument("--sample", type=int, metavar="K", help="this sample of each problem; one alone is shown whole")
-    one.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
-    most = "at most so many episodes in the page (default 400), or in the terminal's list (default 40)"
-    one.add_argument("--episodes", type=int, metavar="N", help=most)
+    one.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page, with episodes, instead")
+    one.add_argument("--episodes", type=int, default=400, metavar="N", help="at most so many in it (default: 400)")
+    one.add_argument("--step", type=int, metavar="STEP", help="of this step alone")
     return parser
 
 
@@ -212,13 +208,6 @@ class _Version(argparse.Action):
 
         print(f"rstar-train {version('rstar-sandbox')}")
         parser.exit()
-
-
-def _steps(text: str) -> list[range]:
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise argparse.ArgumentTypeError(f"expected steps such as 12 or 3-9,40, got {text!r}")
-    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    return [range(end[0], end[-1] + 1) for end in ends]
 
 
 def _config(args: argparse.Namespace) -> RunConfig:

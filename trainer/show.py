@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
-from itertools import groupby, islice
+from itertools import groupby
 from secrets import token_hex
 from typing import Any, TypeVar
 
@@ -27,11 +27,8 @@ from trainer.record import RunFolder
 Row = dict[str, Any]
 One = TypeVar("One")
 
-MOST_EPISODES = 400
 MOST_BYTES = 32 << 20
 """Of the page's episodes, together."""
-MOST_LISTED = 40
-"""Episodes listed in the terminal."""
 BARS = "▁▂▃▄▅▆▇█"
 BARS_WIDE = 32
 
@@ -52,22 +49,12 @@ def run(args: argparse.Namespace) -> None:
     show(folder, args)
 
 
-def _chosen_steps(folder: RunFolder, args: argparse.Namespace) -> list[int]:
-    return [step for step in folder.steps() if args.step is None or any(step in some for some in args.step)]
-
-
-def _chosen(folder: RunFolder, step: int, args: argparse.Namespace) -> Iterator[Row]:
-    for row in folder.episodes(step):
-        if args.problem in (None, row["problem"]["id"]) and args.sample in (None, row["sample"]):
-            yield row
-
-
 # The page
 
 
 def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
-    most = MOST_EPISODES if args.episodes is None else args.episodes
-    metrics, episodes = list(folder.metrics()), sample(folder, args, most)
+    steps = folder.steps() if args.step is None else [args.step]
+    metrics, episodes = list(folder.metrics()), sample(folder, steps, args.episodes)
     text = page({
         "name": folder.path.resolve().name,
         "made_at": time.time(),
@@ -91,26 +78,24 @@ def page(data: Row) -> str:
     return text.replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
 
 
-def sample(folder: RunFolder, args: argparse.Namespace, most: int) -> list[Row]:
-    """At most `most` of the episodes asked for: whole groups, the first ones of steps spread over all of them."""
-    steps = _chosen_steps(folder, args)
-    size = next((len(group) for step in steps for group in _groups(folder, step, args)), 1)
-    if args.problem is None:
-        steps = _spread(steps, max(1, most // size))
+def sample(folder: RunFolder, steps: list[int], most: int) -> list[Row]:
+    """At most `most` episodes of `steps`: whole groups, the first ones of steps spread over all of them."""
+    size = next((len(group) for step in steps for group in _groups(folder, step)), 1)
+    steps = _spread(steps, max(1, most // size))
     found: list[Row] = []
     for number, step in enumerate(steps, 1):
-        room = most if args.problem else max(size, most) * number // len(steps)
-        for group in _groups(folder, step, args):
+        room = max(size, most) * number // len(steps)
+        for group in _groups(folder, step):
             if len(found) + len(group) > room:
                 break
             found += group
     is_over = most > 1 and sum(len(json.dumps(row)) for row in found) > MOST_BYTES
-    return sample(folder, args, most // 2) if is_over else found[:most]
+    return sample(folder, steps, most // 2) if is_over else found[:most]
 
 
-def _groups(folder: RunFolder, step: int, args: argparse.Namespace) -> Iterator[list[Row]]:
+def _groups(folder: RunFolder, step: int) -> Iterator[list[Row]]:
     """Without tokens, which the page does not show."""
-    for _, rows in groupby(_chosen(folder, step, args), key=lambda row: row["group"]):
+    for _, rows in groupby(folder.episodes(step), key=lambda row: row["group"]):
         yield [{key: row[key] for key in row.keys() - {"ids", "prompt_ids", "logprobs"}} for row in rows]
 
 
@@ -126,24 +111,6 @@ def _spread(items: list[One], most: int) -> list[One]:
 
 def _print(folder: RunFolder, args: argparse.Namespace) -> None:
     console = Console(highlight=False, markup=False)
-    if args.step is None and args.problem is None and args.sample is None:
-        _print_run(console, folder)
-        args.step = [range(last, last + 1) for last in folder.steps()[-1:]]
-    most = MOST_LISTED if args.episodes is None else args.episodes
-    rows = (row for step in _chosen_steps(folder, args) for row in _chosen(folder, step, args))
-    found = list(islice(rows, most + 1))
-    for row in found[:most]:
-        console.print(clean(_line(row)), soft_wrap=True)
-    if len(found) == 1:
-        console.print(clean("\n".join(_whole(found[0]))))
-    elif found:
-        more = f"More than {most} match; --episodes N for more. " if len(found) > most else ""
-        console.print(f"{more}--step, --problem and --sample show one whole.")
-    else:
-        console.print("No episodes match." if folder.steps() else "No episodes yet.")
-
-
-def _print_run(console: Console, folder: RunFolder) -> None:
     rows = list(folder.metrics())
     if rows:
         age = time.time() - (folder.path / "metrics.jsonl").stat().st_mtime
@@ -151,6 +118,8 @@ def _print_run(console: Console, folder: RunFolder) -> None:
         console.print(_stages(rows, folder.summary()), _numbers(rows, console.width), sep="\n")
     else:
         console.print(f"{folder.path}: no step is done yet")
+    if folder.steps():
+        console.print(f"--html FILE shows episodes of {len(folder.steps())} steps, too.")
 
 
 def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
@@ -180,26 +149,6 @@ def bars(values: list[float]) -> str:
     chosen = _spread(values, BARS_WIDE)
     low, high = min(chosen), max(chosen)
     return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in chosen)
-
-
-def _line(row: Row) -> str:
-    return (
-        f"{row['step']:>6} {row['problem']['id']} #{row['sample']}: reward {figure(row['reward'])}, "
-        f"{'kept' if row['kept'] else 'dropped'}, {row['stop']}, {row['failed_calls']}/{row['calls']} calls failed, "
-        f"penalty {figure(row['p_err'] + row['p_format'])}, {row['response_tokens']} tokens; {row['answer'] or '–'}"
-    )
-
-
-def _whole(row: Row) -> Iterator[str]:
-    """What an episode's line does not say, but for its tokens."""
-    yield row["problem"]["text"]
-    yield f"expected {row['problem']['answer']}; {row['why']} {row['error']}"
-    for number, turn in enumerate(row["turns"], 1):
-        place = f"tokens {turn['start']} to {turn['end']}, {turn['engine']}, weights {turn['version']}"
-        yield f"\n── turn {number}: {place}\n{turn['text']}"
-        for call in turn["calls"]:
-            yield f"── {call['name']}: {call['status']}, {figure(call['seconds'])} s\n{call['code']}"
-            yield f"── its response{', cut' if call['is_cut'] else ''}\n{call['response']}"
 
 
 def table(*heads: str) -> Table:

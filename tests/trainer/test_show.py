@@ -98,37 +98,6 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
 
 
-def test_the_terminal_lists_the_last_step(folder: RunFolder, shown: Shown) -> None:
-    listed = [line for line in shown(folder).splitlines() if line.startswith(f"    {LAST} ")]
-    for line, row in zip(listed, folder.episodes(LAST), strict=True):
-        assert f" {row['problem']['id']} #{row['sample']}: reward {number(row['reward'])}, " in line
-        assert f" {'kept' if row['kept'] else 'dropped'}, {row['stop']}, {row['failed_calls']}/{row['calls']} " in line
-
-
-def test_one_episode_is_shown_whole(folder: RunFolder, shown: Shown) -> None:
-    row = next(row for row in rows(folder) if row["failed_calls"])
-    which = ["--step", str(row["step"]), "--problem", row["problem"]["id"], "--sample", str(row["sample"])]
-    said = " ".join(shown(folder, *which).split())
-    for text in (row["problem"]["text"], row["why"], row["turns"][0]["text"], row["turns"][0]["calls"][0]["response"]):
-        assert " ".join(text.split()) in said
-
-
-def test_episodes_are_chosen_by_step_problem_and_sample(folder: RunFolder, shown: Shown) -> None:
-    said = shown(folder, "--step", f"{FIRST_RL}-{FIRST_RL + 1},{LAST}", "--sample", "2")
-    assert [line.split()[0] for line in said.splitlines()[:-1]] == [str(FIRST_RL)] * 3 + [str(FIRST_RL + 1)] * 3 + [
-        str(LAST)
-    ] * 3
-    assert "No episodes match." in shown(folder, "--problem", "none such")
-    assert f"More than {show.MOST_LISTED} match" in shown(folder, "--step", f"1-{LAST}")
-
-
-@pytest.mark.parametrize("text", ["x", "1-", "-3", "1-2-3", ""])
-def test_steps_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments("run", f"--step={text}")
-    assert "expected steps such as 12 or 3-9,40" in capsys.readouterr().err
-
-
 def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) -> None:
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(show.ShowError, match="expected the folder of a run"):
@@ -137,40 +106,40 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) ->
     with pytest.raises(RecordError, match="expected version 1, got 99"):
         shown(folder)
     write_json(folder.path / "config.json", {"version": 1, "config": {}})
-    assert "no step is done yet" in shown(folder) and "No episodes yet." in shown(folder)
+    assert "no step is done yet" in shown(folder)
     write_step(folder, 1, "rl1", [group(random.Random(1), "p", skill=0.5)])
     for path in ("metrics.jsonl", "episodes/step_000001.jsonl", "episodes/step_000002.jsonl"):
         with (folder.path / path).open("ab") as file:
             file.write(b'{"stage":"rl1","step"')
-    assert "step 1, rl1" in shown(folder)
-    assert shown(folder, "--step", "1").count("\n") == 2 * KEEP + 1
+    assert "step 1, rl1" in shown(folder) and "episodes of 2 steps" in shown(folder)
+    assert len(show.sample(folder, folder.steps(), 100)) == 2 * KEEP
 
 
-def test_what_a_model_wrote_cannot_command_the_terminal(tmp_path: Path, shown: Shown) -> None:
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_others_wrote_cannot_command_the_terminal(tmp_path: Path, shown: Shown, text: str) -> None:
     folder = RunFolder(tmp_path)
-    folder.write_episodes(1, "\x1b[2J", [[hostile(text)] for text in HOSTILE], [[0]] * len(HOSTILE))
-    for said in [shown(folder), *(shown(folder, "--problem", text) for text in HOSTILE)]:
-        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said)
-        said.encode()
-    assert "⟨1b⟩[31mred⟨07⟩" in shown(folder, "--problem", "\x1b[31mred\x07")
+    folder.append_metrics({"step": 1, "stage": text, "reward": 0.5})
+    said = shown(folder)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said)
+    said.encode()
+    assert show.clean("\x1b[31mred\x07") == "⟨1b⟩[31mred⟨07⟩"
 
 
 # What goes into the page
 
 
 def test_a_big_run_gives_whole_groups_spread_over_its_steps(folder: RunFolder) -> None:
-    chosen = show.sample(folder, arguments("run"), 40)
+    chosen = show.sample(folder, folder.steps(), 40)
     groups = {(row["step"], row["group"]) for row in chosen}
     assert len(chosen) == 40 == len(groups) * 2 * KEEP
     steps = sorted({step for step, _ in groups})
     assert steps[0] == FIRST_RL and steps[-1] == LAST and len(steps) == 5
     assert all(row.keys().isdisjoint({"ids", "prompt_ids", "logprobs"}) for row in chosen)
-    everything = show.sample(folder, arguments("run"), 10_000)
+    everything = show.sample(folder, folder.steps(), 10_000)
     assert len(everything) == len(rows(folder))
-    one = show.sample(folder, arguments("run", "--problem", f"p{LAST}-1", "--sample", "3"), 400)
-    assert [(row["problem"]["id"], row["sample"]) for row in one] == [(f"p{LAST}-1", 3)]
-    few = show.sample(folder, arguments("run"), 2 * KEEP + 1)
-    assert len(few) == 2 * KEEP and len(show.sample(folder, arguments("run"), 3)) == 3
+    assert {row["step"] for row in show.sample(folder, [LAST], 400)} == {LAST}
+    few = show.sample(folder, folder.steps(), 2 * KEEP + 1)
+    assert len(few) == 2 * KEEP and len(show.sample(folder, folder.steps(), 3)) == 3
 
 
 def test_a_page_that_cannot_be_written_is_named(folder: RunFolder, tmp_path: Path) -> None:
@@ -183,7 +152,7 @@ def test_a_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder = RunFolder(tmp_path)
     for step in range(1, 6):
         folder.write_episodes(step, "rl1", [[hostile("x" * 1_000)] * 4] * 4, [[0]] * 4)
-    chosen = show.sample(folder, arguments("run"), 1000)
+    chosen = show.sample(folder, folder.steps(), 1000)
     assert 80_000 < len(json.dumps(chosen)) < 200_000 and len({row["step"] for row in chosen}) > 1
 
 

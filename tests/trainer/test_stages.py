@@ -217,8 +217,8 @@ def test_evaluation_and_rollout_write_what_show_reads(
         (f"Number {number}?", sample) for number in range(2) for sample in range(3)
     ]
     assert {row["reward"] for row in episodes} <= {0.0, 1.0}
-    assert cli.main(["show", str(out)]) == 0
-    assert "Number 1?" in capsys.readouterr().out
+    assert cli.main(["show", str(out), "--html", str(tmp_path / "page.html")]) == 0
+    assert "6 episodes" in capsys.readouterr().out
 
 
 def _copy(taught: Run, folder: Path) -> Run:
