@@ -28,6 +28,7 @@ import threading
 from bisect import bisect, bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ FAINTEST = -80.0
 NOWHERE = -1e9
 SAMPLED, LIKELIEST = -1, -2  # how an id is chosen where it is not given
 KEEP_ALL = 2.0  # a top-p that drops nothing, however a sum rounds
+
+Answer = Future[None]
 
 
 class LocalEngine:
@@ -69,8 +72,7 @@ class LocalEngine:
         self._running: dict[int, _Row] = {}
         self._free = list(range(slots))
         self._waiting: deque[_Row] = deque()
-        self._over: list[_Job] = []
-        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Answer, Callable[[], object]]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=f"engine-{name}", daemon=True)
         self._thread.start()
@@ -80,7 +82,7 @@ class LocalEngine:
         if sampling.max_tokens < 1:
             raise ValueError(f"expected max_tokens of at least 1, got {sampling.max_tokens}")
         row = _Row(self._checked(ids, sampling.max_tokens), len(ids), sampling)
-        await self._answer(row)
+        await self._ask(row.answer, lambda: self._waiting.append(row))
         sampled = tuple(row.ids[row.prompt :])
         is_stopped = sampled[-1:] != () and sampled[-1] in sampling.stop_ids
         return Generation(sampled, tuple(row.logprobs), is_stopped, self.name, self.version, not row.is_over)
@@ -92,15 +94,16 @@ class LocalEngine:
         def interrupt() -> None:
             for row in [*self._running.values(), *self._waiting]:
                 if row.sampling and row.sampling.request in names:
-                    self._settle(row)
+                    _end(row.answer)
+            _end(done)
 
-        await self._answer(_Task(interrupt))
+        await self._ask(done := Answer(), interrupt)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Of `ids[1:]`, each given what stands before it, at temperature 1."""
         row = _Row(self._checked(ids, 0), len(ids), None)
         if not row.is_over:
-            await self._answer(row)
+            await self._ask(row.answer, lambda: self._waiting.append(row))
         return row.logprobs
 
     async def load(self, weights: Mapping[str, Any] | Path, version: int) -> None:
@@ -108,15 +111,17 @@ class LocalEngine:
         if not isinstance(weights, Mapping):
             weights = AutoModelForCausalLM.from_pretrained(weights, dtype=self._model.dtype).state_dict()
 
-        def load() -> Exception | None:
-            if self._running or self._waiting:
-                return RuntimeError(f"expected an idle engine to load, got {len(self._running)} running; await them")
+        def load() -> None:
+            self._drop()  # what was cancelled before is no hindrance
+            if count := len(self._running) + len(self._waiting):
+                _end(done, RuntimeError(f"expected an idle engine to load, got {count} requests; await them"))
+                return
             self._model.load_state_dict(weights)
             self._kept = _Kept(self._kept.room)
             self.version = version
-            return None
+            _end(done)
 
-        await self._answer(_Task(load))
+        await self._ask(done := Answer(), load)
 
     async def capacity(self) -> Capacity:
         return Capacity(self.slots * self.max_length, self.slots)
@@ -126,7 +131,11 @@ class LocalEngine:
 
     async def close(self) -> None:
         """End the thread after its current step. What still waits fails."""
-        self._inbox.put(None)
+
+        def close() -> None:
+            raise EngineFailed("it is closed")
+
+        self._inbox.put((Answer(), close))
         await asyncio.to_thread(self._thread.join)
 
     def _checked(self, ids: Sequence[int], more: int) -> list[int]:
@@ -136,54 +145,40 @@ class LocalEngine:
             raise ValueError(f"expected ids below {self._model.config.vocab_size}, got {min(ids)} to {max(ids)}")
         return list(ids)
 
-    async def _answer(self, job: _Job) -> None:
-        job.answer = asyncio.get_running_loop().create_future()
-        self._inbox.put(job)
+    async def _ask(self, answer: Answer, do: Callable[[], object]) -> None:
+        """Have the thread do something between two steps, and wait for what comes of it."""
+        self._inbox.put((answer, do))
         if self._failure is not None:  # after the put: this sees that the thread has ended, or the thread sees the job
             raise EngineFailed(f"engine {self.name} ended before: {self._failure}") from self._failure
-        await job.answer
+        await asyncio.wrap_future(answer)
 
     # What follows runs in the engine's thread.
 
     def _work(self) -> None:
-        failure: BaseException = EngineFailed(f"engine {self.name} is closed")
+        asked = Answer()
         try:
             with torch.inference_mode():
-                while self._take():
+                while True:
+                    while not self._inbox.empty() or not (self._running or self._waiting):
+                        asked, do = self._inbox.get()
+                        do()
+                    self._drop()
+                    while self._waiting and self._free:
+                        self._seat(self._waiting.popleft())
                     if self._running:
                         self._step()
-                    self._tell()
-        except BaseException as error:  # the thread's end: whoever waits must hear of it
-            failure = error
-        self._failure = failure
-        left: list[_Job] = [*self._running.values(), *self._waiting]
+        except BaseException as why:  # the thread's end: whoever waits must hear of it
+            self._failure = why
+        left = [asked, *(row.answer for row in (*self._running.values(), *self._waiting))]
         while not self._inbox.empty():
-            left += [job for job in [self._inbox.get()] if job is not None]
-        for job in left:
-            self._settle(job, EngineFailed(f"engine {self.name} failed: {failure!r}"))
-        self._tell()
-
-    def _take(self) -> bool:
-        """Take what has come, waiting for it when there is nothing to do. False once the engine is closed."""
-        while not self._inbox.empty() or not (self._running or self._waiting):
-            match self._inbox.get():
-                case None:
-                    return False
-                case _Task() as task:
-                    self._drop()  # a load must not meet what was cancelled before it
-                    self._settle(task, task.run())
-                    self._tell()
-                case _Row() as row:
-                    self._waiting.append(row)
-        self._drop()
-        while self._waiting and self._free:
-            self._seat(self._waiting.popleft())
-        return True
+            left.append(self._inbox.get()[0])
+        for answer in left:
+            _end(answer, EngineFailed(f"engine {self.name} failed: {self._failure!r}"))
 
     def _drop(self) -> None:
-        """What nobody waits for any more."""
-        self._waiting = deque(row for row in self._waiting if not row.is_settled)
-        for slot in [slot for slot, row in self._running.items() if row.is_settled]:
+        """What is answered, or nobody waits for any more."""
+        self._waiting = deque(row for row in self._waiting if not row.answer.done())
+        for slot in [slot for slot, row in self._running.items() if row.answer.done()]:
             self._release(slot)
 
     def _seat(self, row: _Row) -> None:
@@ -217,19 +212,7 @@ class LocalEngine:
                 row.ids.append(ids[slot])
             if row.is_over:
                 self._release(slot)
-                self._settle(row)
-
-    def _settle(self, job: _Job, error: Exception | None = None) -> None:
-        if not job.is_settled:
-            job.error, job.has_end = error, True
-            self._over.append(job)
-
-    def _tell(self) -> None:
-        """All that is over, at once: each loop is woken once a step."""
-        over, self._over = self._over, []
-        for loop in {job.answer.get_loop() for job in over}:
-            with contextlib.suppress(RuntimeError):  # closed: nobody waits there
-                loop.call_soon_threadsafe(_end, [job for job in over if job.answer.get_loop() is loop])
+                _end(row.answer)
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
         output = self._model(
@@ -244,20 +227,7 @@ class LocalEngine:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """Something that somebody waits for."""
-
-    answer: asyncio.Future[None] = field(init=False)
-    error: Exception | None = field(init=False, default=None)
-    has_end: bool = field(init=False, default=False)
-
-    @property
-    def is_settled(self) -> bool:
-        return self.has_end or self.answer.cancelled()
-
-
-@dataclass(slots=True, eq=False)
-class _Row(_Job):
+class _Row:
     """One request: `ids`, what has been sampled included, of which the cache holds the first `done`."""
 
     ids: list[int]
@@ -266,6 +236,8 @@ class _Row(_Job):
     """None scores `ids` instead of continuing them."""
     done: int = 0
     logprobs: list[float] = field(default_factory=list)
+    answer: Answer = field(default_factory=Answer)
+    """Comes once the row is over, or as far as it shall go."""
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -280,17 +252,9 @@ class _Row(_Job):
         return sampled > 0 and (sampled == self.sampling.max_tokens or self.ids[-1] in self.sampling.stop_ids)
 
 
-@dataclass(slots=True, eq=False)
-class _Task(_Job):
-    """Something else to do in the engine's thread."""
-
-    run: Callable[[], Exception | None]
-
-
-def _end(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        if not job.answer.done():  # cancelled meanwhile
-            job.answer.set_exception(job.error) if job.error else job.answer.set_result(None)
+def _end(answer: Answer, error: Exception | None = None) -> None:
+    with contextlib.suppress(InvalidStateError):  # it was cancelled
+        answer.set_exception(error) if error else answer.set_result(None)
 
 
 def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int], list[float]]:
