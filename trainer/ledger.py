@@ -19,7 +19,7 @@ SPREAD = 1.0
 """Standard deviations of all lengths together that are kept free: chance does more to a few episodes than to many."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """An episode: its context was `context` at `tick`, and it ends in `buckets`, in equal parts."""
 
@@ -50,7 +50,8 @@ class Ledger:
         width, parts = self._width, len(growths)
         buckets = [int((tick + growth) / width) for growth in growths]
         middle = sum(buckets) / parts
-        entry = Entry(context, tick, buckets, sum([(bucket - middle) ** 2 for bucket in buckets]) / parts)
+        variance = sum([bucket * bucket for bucket in buckets]) / parts - middle * middle
+        entry = Entry(context, tick, buckets, variance)
         self._add(entry, 1)
         return entry
 

@@ -9,7 +9,9 @@ them with what is expected of them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable
+from itertools import accumulate
 
 BUCKETS = 64
 PRIOR = 4.0
@@ -81,7 +83,8 @@ class Lengths:
         if not self._tails:
             self._density = _density(self._ended, self._passed, self._inside)
             self._tails = _tails(self._density, self._width)
-        return max(self._tails[self._bucket(length)], float(length))
+        mean = self._tails[self._bucket(length)]
+        return mean if mean > length else float(length)
 
     def tell(self, group: Hashable, before: float | None, now: float) -> None:
         """A sibling in `group`, of which `before` was expected (None: it is new), is expected to have `now`, or has."""
@@ -100,13 +103,11 @@ class Lengths:
         `PARTS` equally likely parts."""
         scale = self.of_group(group) / self.beyond(0)
         room = float(most - length)
-        return [min(growth * scale, room) for growth in self._growths(self._bucket(length))]
-
-    def _growths(self, bucket: int) -> list[float]:
+        bucket = self._bucket(length)
         known = self._quantiles.get(bucket)
         if known is None:
             known = self._quantiles[bucket] = _quantiles(self._density[bucket:], self._width)
-        return known
+        return [far if (far := growth * scale) < room else room for growth in known]
 
     def _forget(self) -> None:
         self._news += 1
@@ -116,7 +117,8 @@ class Lengths:
             self._quantiles = {}
 
     def _bucket(self, length: int) -> int:
-        return min(int(length / self._width), BUCKETS - 1)
+        bucket = int(length / self._width)
+        return bucket if bucket < BUCKETS else BUCKETS - 1
 
 
 def _faded(counts: list[float], prior: list[float]) -> list[float]:
@@ -148,10 +150,12 @@ def _tails(density: list[float], width: float) -> list[float]:
 
 def _quantiles(density: list[float], width: float) -> list[float]:
     """Of what lies in buckets of `width`, counted from the middle of the first: the middles of `PARTS` equal parts."""
-    total, seen = sum(density), 0.0
+    seen = [0.0, *accumulate(density)]
+    if not seen[-1]:
+        return [len(density) * width] * PARTS
     made: list[float] = []
-    for bucket, share in enumerate(density):
-        while len(made) < PARTS and (want := (len(made) + 0.5) / PARTS * total) <= seen + share and share:
-            made.append(max(0.0, (bucket + (want - seen) / share - 0.5) * width))
-        seen += share
-    return made + [len(density) * width] * (PARTS - len(made))
+    for part in range(PARTS):
+        want = (part + 0.5) / PARTS * seen[-1]
+        bucket = bisect_left(seen, want) - 1
+        made.append(max(0.0, (bucket + (want - seen[bucket]) / density[bucket] - 0.5) * width))
+    return made
