@@ -30,16 +30,13 @@ class Inbox:
     def put(self, body: memoryview) -> None:
         """Hold a copy of `body`, until the next `put` or `shrink`."""
         size = len(body)
-        if size > ROOM:
-            self.body = memoryview(_private(size, apart=False))[:size]
-            self.body[:size] = body
-            return
-        usual = self._usual
-        usual[:size] = body
-        if self._dirty > size:
-            usual[size : self._dirty] = bytes(self._dirty - size)
-        self._dirty = size
-        self.body = memoryview(usual)[:size]
+        is_usual = size <= ROOM
+        self.body = memoryview(self._usual if is_usual else _private(size, apart=False))[:size]
+        self.body[:] = body
+        kept = size if is_usual else 0
+        if self._dirty > kept:
+            self._usual[kept : self._dirty] = bytes(self._dirty - kept)
+        self._dirty = kept
 
     def shrink(self) -> None:
         """After the fork: let go of room that was for one call alone."""
