@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from trainer.scheduler import Gauge
 
@@ -27,6 +27,7 @@ CONNECTIONS = 1024
 CONNECT_S = 30.0
 ASK_AGAIN_S = 0.2
 """To interrupt a request that the server had not yet when it was asked to."""
+COMPLETIONS = "/v1/completions"
 ROUNDING = 1e-3  # how far above 0 a log-probability may come by rounding
 METRICS = (
     "cache_config_info",
@@ -84,6 +85,31 @@ class EngineFailed(Exception):
     """Ours, never the model's: the engine was lost, hung, or answered nonsense. Another may continue."""
 
 
+Logprob = Annotated[float, Field(lt=ROUNDING, allow_inf_nan=False)]
+
+
+class _Logprobs(BaseModel, strict=True):
+    token_logprobs: list[Logprob]
+
+
+class _Ranked(BaseModel, strict=True):
+    logprob: Logprob
+
+
+class _Choice(BaseModel, strict=True):
+    """As vLLM says it, with those log-probabilities that it was asked for."""
+
+    token_ids: list[NonNegativeInt]
+    finish_reason: str
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, _Ranked] | None] | None = None
+    """Nothing of the first id."""
+
+
+class _Completion(BaseModel, strict=True):
+    choices: tuple[_Choice]
+
+
 class VllmEngine:
     """One vLLM server, started as `trainer.vllm_server` does: `--logprobs-mode processed_logprobs`, development routes.
 
@@ -130,21 +156,17 @@ class VllmEngine:
                 if self._asked.get(name):
                     return Generation((), (), False, self.name, version, is_interrupted=True)
                 choice = await self._complete(ids, options, None)
-            is_interrupted = bool(self._asked.get(name))
+            is_interrupted = bool(self._asked.get(name)) and choice.finish_reason == "abort"
         finally:
             self._asked.pop(name, None)
-        try:
-            made, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            reason = choice["finish_reason"]
-        except (KeyError, TypeError) as why:
-            raise self._failed("token_ids, logprobs and finish_reason", choice) from why
-        is_interrupted = is_interrupted and reason == "abort"
-        self._check_ids(made, at_least=1 - is_interrupted, at_most=sampling.max_tokens)
-        self._check_logprobs(logprobs, len(made))
+        made, reason = choice.token_ids, choice.finish_reason
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
         is_stopped = bool(made) and made[-1] in sampling.stop_ids
         is_whole = (reason, is_stopped) == ("stop", True) or (reason, len(made)) == ("length", sampling.max_tokens)
         if not is_whole and not is_interrupted:
             raise self._failed(f"a stop id or {sampling.max_tokens} tokens", f"{len(made)} tokens, {reason!r}")
+        if len(made) > sampling.max_tokens or len(made) != len(logprobs) or max(made, default=0) >= self._vocabulary:
+            raise self._failed(f"ids below {self._vocabulary}, as many log-probabilities", f"{made}, {logprobs}")
         return Generation(tuple(made), tuple(logprobs), is_stopped, self.name, version, is_interrupted)
 
     async def interrupt(self, requests: Collection[str]) -> None:
@@ -157,14 +179,10 @@ class VllmEngine:
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Of `ids[1:]`, each given what stands before it, at temperature 1."""
         options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        choice = await self._complete(ids, options, self._timeout_s)
-        try:
-            said = choice["prompt_logprobs"][1:]
-            logprobs = [ranked[str(id)]["logprob"] for id, ranked in zip(ids[1:], said, strict=True)]
-        except (KeyError, TypeError, ValueError) as why:
-            raise self._failed(f"prompt_logprobs of {len(ids)} ids", choice) from why
-        self._check_logprobs(logprobs, len(ids) - 1)
-        return logprobs
+        said = (await self._complete(ids, options, self._timeout_s)).prompt_logprobs or []
+        if len(said) != len(ids) or any(str(id) not in (of or {}) for id, of in zip(ids[1:], said[1:], strict=True)):
+            raise self._failed(f"prompt_logprobs of {len(ids)} ids", said)
+        return [of[str(id)].logprob for id, of in zip(ids[1:], said[1:], strict=True) if of]
 
     async def load(self, folder: Path, version: int) -> None:
         """Take over a saved model, by a path that the server sees as well. Nothing may be generating."""
@@ -206,42 +224,33 @@ class VllmEngine:
 
     async def post(self, route: str, body: dict[str, Any]) -> Any:
         """The decoded answer, None for an empty one. Raises `EngineFailed`."""
-        text = await self._text("POST", route, body)
-        return self._decoded(text) if text else None
+        text = await self._ask("POST", route, body, self._timeout_s)
+        try:
+            return json.loads(text or "null")
+        except ValueError as why:
+            raise self._failed("JSON", text) from why
 
     async def _metrics(self) -> dict[str, list[tuple[str, float]]]:
         """Of each metric its series: labels and value."""
-        text = await self._text("GET", "/metrics")
+        text = await self._ask("GET", "/metrics", None, self._timeout_s)
         made: dict[str, list[tuple[str, float]]] = {name: [] for name in METRICS}
         for name, labels, value in METRIC.findall(text):
             made[name].append((labels, float(value)))
         return made
 
-    async def _complete(self, ids: Sequence[int], options: Mapping[str, Any], timeout_s: float | None) -> Any:
-        """The one choice of /v1/completions. All that a model's generation_config.json might set is said."""
+    async def _complete(self, ids: Sequence[int], options: Mapping[str, Any], timeout_s: float | None) -> _Choice:
+        """The one choice of an answer. All that a model's generation_config.json might set is said."""
         tokens = options["max_tokens"]
         if tokens < 1 or not 0 < len(ids) <= self._max_length - tokens:  # vLLM would silently give fewer
             raise ValueError(f"expected 1 to {self._max_length} tokens in all, got {len(ids)} ids and {tokens} to come")
         fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
-        body = {"prompt": list(ids), **fixed, **options}
-        status, text = await self._ask("POST", "/v1/completions", body, timeout_s)
-        if status in (400, 422):
-            raise ValueError(f"engine {self.name} refused {len(ids)} ids and {options}: {text[:500]}")
-        if status != 200:
-            raise self._failed("status 200 of /v1/completions", f"{status}: {text}")
-        answer = self._decoded(text)
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list) or len(choices) != 1:
-            raise self._failed("one choice", answer)
-        return choices[0]
+        text = await self._ask("POST", COMPLETIONS, {"prompt": list(ids), **fixed, **options}, timeout_s)
+        try:
+            return _Completion.model_validate_json(text).choices[0]
+        except ValidationError as why:
+            raise self._failed("one choice with ids and finite log-probabilities of at most 0", why) from why
 
-    async def _text(self, method: str, route: str, body: Any = None) -> str:
-        status, text = await self._ask(method, route, body, self._timeout_s)
-        if status != 200:
-            raise self._failed(f"status 200 of {route}", f"{status}: {text}")
-        return text
-
-    async def _ask(self, method: str, route: str, body: Any, timeout_s: float | None) -> tuple[int, str]:
+    async def _ask(self, method: str, route: str, body: Any, timeout_s: float | None) -> str:
         if self._session is None:
             # One that was kept may be closed there just as it is used here, which looks like an engine that is lost.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -249,27 +258,14 @@ class VllmEngine:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
             async with self._session.request(method, self.url + route, json=body, timeout=timeout) as response:
-                return response.status, await response.text()
+                status, text = response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as why:
             raise self._failed(f"an answer of {route}", f"{type(why).__name__}: {why}") from why
-
-    def _decoded(self, text: str) -> Any:
-        try:
-            return json.loads(text)
-        except ValueError as why:
-            raise self._failed("JSON", text) from why
-
-    def _check_ids(self, ids: Any, *, at_least: int, at_most: int) -> None:
-        if not isinstance(ids, list) or not at_least <= len(ids) <= at_most:
-            raise self._failed(f"{at_least} to {at_most} token ids", ids)
-        if any(type(id) is not int or not 0 <= id < self._vocabulary for id in ids):
-            raise self._failed(f"token ids from 0 to {self._vocabulary - 1}", ids)
-
-    def _check_logprobs(self, logprobs: Any, count: int) -> None:
-        if not isinstance(logprobs, list) or len(logprobs) != count:
-            raise self._failed(f"{count} log-probabilities", logprobs)
-        if any(type(value) not in (int, float) or not -math.inf < value < ROUNDING for value in logprobs):
-            raise self._failed("finite log-probabilities of at most 0", logprobs)
+        if status in (400, 422) and route == COMPLETIONS:
+            raise ValueError(f"engine {self.name} refused {str(body)[:200]}: {text[:500]}")
+        if status != 200:
+            raise self._failed(f"status 200 of {route}", f"{status}: {text}")
+        return text
 
     def _failed(self, expected: str, got: Any) -> EngineFailed:
         return EngineFailed(f"engine {self.name}: expected {expected}, got {str(got)[:500]}")
