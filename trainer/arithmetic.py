@@ -9,7 +9,7 @@ of 1e-6 an update is smaller than bfloat16 can tell from nothing. Passes, and en
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -71,6 +71,7 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
     """What `config` asks of its machines, for a model of `shape`.
 
     Bytes are of one GPU that trains or, without GPUs, of the machine; `engine_bytes` are of one GPU of an engine.
+    `gpu_share` is what training and an engine beside it need of a GPU's memory: more than 1 does not fit.
     """
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
     count, gpus, per_token = parameters(shape), hardware.nodes * hardware.gpus, kv_bytes(shape, dtype)
@@ -82,17 +83,21 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
         engine_bytes = int(engines.gpu_memory * hardware.gpu_gb * GB)
         kv_tokens = max(0, engine_bytes * engines.tensor_parallel - count * BYTES[dtype]) // per_token
 
+    shared_bytes = 0 if hardware.engine_gpus else engine_bytes
+
     def of(stage: StageConfig) -> Plan:
         """A step's, were every rollout as long as it may be."""
         tokens = stage.micro_batch * stage.max_tokens
         activations = activation_bytes(shape, tokens, dtype, is_checkpointing=stage.is_checkpointing)
-        longest = min(engines.max_length, stage.max_tokens + PROMPT)
+        train_bytes = 4 * weight_bytes + activations + logit_bytes(shape, tokens, dtype)
+        needed, longest = train_bytes + shared_bytes, min(engines.max_length, stage.max_tokens + PROMPT)
         return {
             "rollouts": stage.prompts * stage.samples,
             "trained": stage.prompts * stage.keep,
             "sampled_tokens": stage.prompts * stage.samples * stage.max_tokens,
             "trained_tokens": stage.prompts * stage.keep * stage.max_tokens,
-            "train_bytes": 4 * weight_bytes + activations + logit_bytes(shape, tokens, dtype),
+            "train_bytes": train_bytes,
+            "gpu_share": needed / (hardware.gpu_gb * GB) if gpus and hardware.gpu_gb else None,
             "rollouts_per_engine": min(engines.slots, kv_tokens // longest),
         }
 
@@ -106,20 +111,3 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
         "kv_tokens": kv_tokens,
         "stages": {name: of(stage) for name, stage in config.stages.items()},
     }
-
-
-def shortfalls(plan: Plan, config: RunConfig) -> Iterator[str]:
-    """What does not fit, by estimate, and which setting helps. Of a CPU's memory, which is not stated, nothing."""
-    have = config.hardware.gpu_gb * GB
-    for name, stage in plan["stages"].items() if plan["gpus"] else ():
-        needed = stage["train_bytes"] + (0 if config.hardware.engine_gpus else plan["engine_bytes"])
-        if needed > have:
-            yield (
-                f"stages.{name}: a GPU needs about {needed / GB:.1f} GB and has {have / GB:.1f}: lower micro_batch or "
-                "engines.gpu_memory, set is_checkpointing or hardware.sharding"
-            )
-        if not stage["rollouts_per_engine"]:
-            yield (
-                f"stages.{name}: an engine's cache of {plan['kv_tokens']:,} tokens holds no rollout of full length: "
-                "raise engines.gpu_memory or engines.tensor_parallel"
-            )

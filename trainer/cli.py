@@ -33,7 +33,9 @@ QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "T
 EXPLAINED = """
 Bytes are of one GPU that trains, or of the machine; gradients are as large as
 weights, Adam's moments twice, train bytes are an estimate. Rollouts per engine
-are of full length, at once."""
+are of full length, at once. What does not fit has a share of a GPU over 1, or
+no rollout per engine: lower micro_batch, set is_checkpointing or sharding;
+engines.gpu_memory says who gets how much."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,7 +228,7 @@ def _run(args: argparse.Namespace) -> Run:
 
 
 def _dry_run(args: argparse.Namespace) -> None:
-    from trainer.arithmetic import plan, shape_of, shortfalls
+    from trainer.arithmetic import plan, shape_of
     from trainer.config import ConfigError
 
     config = _config(args)
@@ -236,15 +238,14 @@ def _dry_run(args: argparse.Namespace) -> None:
     if not shape:
         raise ConfigError(f"model.path={config.model.path} is no folder here: state the model's sizes in [model.shape]")
     needs = plan(config, shape)
-    short = list(shortfalls(needs, config))
     if args.json:
-        print(json.dumps({"config": asdict(config), "plan": needs, "shortfalls": short}))
+        print(json.dumps({"config": asdict(config), "plan": needs}))
         return
     print(json.dumps(asdict(config), indent=2))
     stages = needs.pop("stages")
     _print_columns("a run needs", {"": needs})
     _print_columns("a step at most", stages)
-    print(EXPLAINED, *[f"does not fit: {text}" for text in short], sep="\n")
+    print(EXPLAINED)
 
 
 def _print_columns(about: str, columns: Mapping[str, Mapping[str, Any]]) -> None:

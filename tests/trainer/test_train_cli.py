@@ -105,7 +105,7 @@ def test_a_dry_run_shows_what_is_needed_and_touches_nothing(
     argv = ["recipe", str(file), "--run-dir", str(tmp_path / "run"), "--dry-run"]
     assert cli.main([*argv, "--json"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["shortfalls"] == []
+    assert all((stage["gpu_share"] or 0) < 1 for stage in said["plan"]["stages"].values())
     assert said["config"]["run_dir"] == str(tmp_path / "run")
     assert cli.main(argv) == 0
     shown = capsys.readouterr().out
@@ -119,12 +119,6 @@ def test_a_dry_run_without_sizes_asks_for_them(tmp_path: Path, capsys: pytest.Ca
     file.write_text('[model]\npath = "some/model"\n', encoding="utf-8")
     assert cli.main(["recipe", str(file), "--dry-run"]) == 2
     assert "state the model's sizes in [model.shape]" in capsys.readouterr().err
-
-
-def test_a_dry_run_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["recipe", str(CONFIGS / "qwen3-14b-mi300x.toml"), "--dry-run", "--set", "hardware.sharding=none"]
-    assert cli.main(argv) == 0
-    assert "does not fit: stages.rl1: a GPU needs about" in capsys.readouterr().out
 
 
 def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
