@@ -43,7 +43,7 @@ METRIC = re.compile(rf"^vllm:({'|'.join(METRICS)})(?:_total)?\{{(.*)\}} (\S+)$",
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to continue. Temperature 0 takes the likeliest token; its log-probabilities are those of temperature 1."""
+    """How to continue."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -51,7 +51,7 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     """Any of these ends the stretch, and is its last id."""
     seed: int | None = None
-    """Of 63 bits. None: a fresh one."""
+    """Of 63 bits; None leaves it to the engine."""
     request: str = ""
     """A name for `interrupt`, no other's at this engine."""
 

@@ -61,7 +61,7 @@ DRAFTS = TypeAdapter(list[list[Draft]])
 
 
 class Outage(Exception):
-    """Not one episode of a step has a verdict. Going on would count steps in which nothing can be learnt."""
+    """Not one episode has a verdict. Going on would count steps in which nothing can be learnt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ import contextlib
 import hashlib
 import math
 import queue
-import secrets
 import threading
 from bisect import bisect, bisect_left, insort
 from collections import deque
@@ -46,7 +45,7 @@ BLOCK = 64
 FAINTEST = -80.0
 """Of a weight's logarithm, the largest being 0: what is fainter weighs nothing."""
 NOWHERE = -1e9
-SAMPLED, LIKELIEST = -1, -2  # how an id is chosen where it is not given
+SAMPLED = -1  # where an id is not given
 KEEP_ALL = 2.0  # a top-p that drops nothing, however a sum rounds
 
 Answer = Future[None]
@@ -238,11 +237,6 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     answer: Answer = field(default_factory=Answer)
     """Comes once the row is over, or as far as it shall go."""
-    seed: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        seed = self.sampling.seed if self.sampling else 0
-        self.seed = secrets.randbits(63) if seed is None else seed
 
     @property
     def is_over(self) -> bool:
@@ -258,18 +252,16 @@ def _end(answer: Answer, error: Exception | None = None) -> None:
 
 
 def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int], list[float]]:
-    """The next id of every slot and its log-probability: sampled, likeliest, or what stands there for scores."""
+    """The next id of every slot and its log-probability: sampled, or what stands there for scores."""
     slots = logits_SV.shape[0]
     temperature, top_p, uniform, given = [1.0] * slots, [KEEP_ALL] * slots, [0.0] * slots, [SAMPLED] * slots
     for slot, row in rows.items():
         if row.sampling is None:
             given[slot] = row.ids[row.done + 1]
-        elif row.sampling.temperature == 0:
-            given[slot] = LIKELIEST
         else:
             temperature[slot] = row.sampling.temperature
             top_p[slot] = row.sampling.top_p if row.sampling.top_p < 1 else KEEP_ALL
-            uniform[slot] = _uniform(row.seed, len(row.ids))
+            uniform[slot] = _uniform(row.sampling.seed or 0, len(row.ids))
     logits_SV = logits_SV / torch.tensor(temperature)[:, None]
     if min(top_p) < 1:
         logits_SV = _nucleus(logits_SV, torch.tensor(top_p))
@@ -278,8 +270,6 @@ def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int
     target_S = torch.tensor(uniform, dtype=torch.double) * cumulative_SV[:, -1]
     sampled_S = torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0]
     given_S = torch.tensor(given)
-    if LIKELIEST in given:
-        given_S = torch.where(given_S == LIKELIEST, logits_SV.argmax(-1), given_S)
     ids_S = torch.where(given_S == SAMPLED, sampled_S, given_S)
     # A logit that is not a number makes every log-probability of its row one, and the id one past the end.
     chosen_S = logprobs_SV.gather(-1, ids_S.clamp(max=logprobs_SV.shape[1] - 1)[:, None])[:, 0]

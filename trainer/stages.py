@@ -28,7 +28,7 @@ from trainer.background import Background
 from trainer.chat import Chat, own_template, rstar2
 from trainer.config import ConfigError, RunConfig, SamplingConfig, urls
 from trainer.engine import VllmEngine
-from trainer.grpo import Rollouts, train_stage
+from trainer.grpo import Outage, Rollouts, train_stage
 from trainer.local import LocalEngine
 from trainer.pool import Pool
 from trainer.progress import Training, ranks, steps_of
@@ -47,10 +47,6 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """How far an engine's log-probabilities may be from the trainer's, by what it computes in."""
 SHOWN = ("reward", "tool_error_ratio", "loss")
 """Metrics that stand before a progress bar."""
-
-
-class Outage(Exception):
-    """Something of ours failed for so long that there is nothing to report."""
 
 
 def prepare(run: Run, unit: Unit) -> None:
@@ -180,16 +176,9 @@ def measure(
 
 def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> None:
     """Sample episodes of the run's first training problems into a folder that `show` opens."""
-    config = run.config
-    model = run.trained(name)["model"]
-    stage = config.rl if name in (START, SFT) else config.stage(name)
-    some, seed = data.read(str(run.problems(stage)))[:problems], _seed(config, "rollout")
-    with sampling(run, _model(run, model)) as rollouts:
-        groups = rollouts.background.run(rollouts.collector.collect, some, samples, seed=seed, **_how(stage))
-    record = RunFolder(out, keep_logprobs=True)
-    record.claim(asdict(config))
-    record.rewind(0)
-    record.write_episodes(1, name, groups, [range(samples)] * len(groups))
+    stage = run.config.rl if name in (START, SFT) else run.config.stage(name)
+    some = data.read(str(run.problems(stage)))[:problems]
+    measure(run, run.trained(name)["model"], some, out, stage, samples, seed="rollout")
 
 
 @contextmanager

@@ -61,12 +61,9 @@ class TableEngine:
         made: list[int] = []
         logprobs: list[float] = []
         while len(made) < sampling.max_tokens and not (made and made[-1] in sampling.stop_ids):
-            chances = self.distribution([*ids, *made][-1], sampling.temperature or 1.0)
-            if sampling.temperature:
-                position = len(ids) + len(made)
-                (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocabulary), chances)
-            else:
-                token = chances.index(max(chances))
+            chances = self.distribution([*ids, *made][-1], sampling.temperature)
+            position = len(ids) + len(made)
+            (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocabulary), chances)
             made.append(token)
             logprobs.append(math.log(chances[token]))
             if sampling.request in self.interrupted and len(made) >= self.reached:

@@ -70,12 +70,12 @@ async def test_a_seed_says_what_is_sampled(engine):
 
 @contract
 async def test_a_stop_id_ends_it_and_is_its_last(engine):
-    free = await engine.generate(PROMPT, Sampling(12, temperature=0.0))
+    free = await engine.generate(PROMPT, Sampling(12, seed=6))
     stop = free.ids[3]
-    made = await engine.generate(PROMPT, Sampling(12, temperature=0.0, stop_ids=(stop, 49)))
+    made = await engine.generate(PROMPT, Sampling(12, seed=6, stop_ids=(stop, 49)))
     assert made.is_stopped
     assert made.ids == free.ids[: free.ids.index(stop) + 1]
-    at_the_limit = await engine.generate(PROMPT, Sampling(len(made.ids), temperature=0.0, stop_ids=(stop,)))
+    at_the_limit = await engine.generate(PROMPT, Sampling(len(made.ids), seed=6, stop_ids=(stop,)))
     assert at_the_limit.is_stopped
 
 

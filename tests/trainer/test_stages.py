@@ -210,9 +210,9 @@ def test_evaluation_and_rollout_write_what_show_reads(
 
     out = tmp_path / "out"
     sampled = ["--stage", "sft", "--problems", "2", "--samples", "3", "--out", str(out)]
-    for _ in range(2):  # the second time in place of the first
+    for _ in range(2):  # the second time nothing is left to do
         assert cli.main(["rollout", str(run.folder), "--run-dir", str(run.folder), *sampled]) == 0
-    episodes = list(RunFolder(out).episodes(1))
+    episodes = sorted(RunFolder(out).episodes(0), key=lambda row: (row["problem"]["id"], row["sample"]))
     assert [(row["problem"]["id"], row["sample"]) for row in episodes] == [
         (f"Number {number}?", sample) for number in range(2) for sample in range(3)
     ]
