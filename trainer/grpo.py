@@ -43,7 +43,7 @@ from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
 from trainer.progress import Progress, Trained, Training, latest, ranks, steps_of
-from trainer.rollout import Collector, EpisodeLimits
+from trainer.rollout import Collector
 from trainer.trajectory import Draft, Episode, Problem, StopReason
 
 RATIO_CUT = 2.0
@@ -240,9 +240,7 @@ class _Bridge(Progress):
         over = rollouts.background.run(
             rollouts.collector.advance,
             drafts,
-            limits=EpisodeLimits(stage.max_tokens, stage.max_turns, stage.tool_chars),
-            temperature=stage.temperature,
-            top_p=stage.top_p,
+            how=stage,
             seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
             wanted=stage.prompts,
             due=sum(group[0].age >= stage.max_stale for group in self.under_way),

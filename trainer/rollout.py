@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.chat import Asked, Chat, Malformed, parse
+from trainer.config import SamplingConfig
 from trainer.engine import EngineFailed, Generation, Sampling
-from trainer.reward import Verifier, score
-from trainer.tools import ToolReply
+from trainer.pool import Pool, Seat
+from trainer.reward import score
+from trainer.tools import PythonTool, Tools
 from trainer.trajectory import CallStatus, Draft, Episode, Problem, StopReason, ToolCall, Turn
 
 Clock = Callable[[], float]
@@ -38,69 +38,27 @@ Run = Callable[..., Awaitable[None]]
 """`run_episode` but for its draft and seat."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Where an episode ends whatever the model wants: tokens after the prompt, turns, characters of a tool response."""
-
-    max_tokens: int
-    max_turns: int
-    tool_chars: int = 4096
-
-
-class Seat(Protocol):
-    """An episode's place at an engine."""
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `ids`. Raises `EngineFailed` when no engine is left."""
-        ...
-
-
-class Pool(Protocol):
-    def seat(self, *, group: str, most_tokens: int) -> AbstractAsyncContextManager[Any]: ...
-
-    async def interrupt(self, seats: Sequence[Any]) -> None:
-        """Have their `generate`, now and from now on, return at once what there is, marked as interrupted."""
-        ...
-
-
-class Tool(Protocol):
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply: ...
-
-
-class Tools(Protocol):
-    """What is needed of the sandbox."""
-
-    @property
-    def python(self) -> Tool: ...
-    @property
-    def verifier(self) -> Verifier: ...
-
-
 async def run_episode(
     draft: Draft,
     *,
     chat: Chat,
     seat: Seat,
     tools: Tools,
-    limits: EpisodeLimits,
-    sampling: Sampling,
+    how: SamplingConfig,
     seed: int,
     clock: Clock = time.perf_counter,
 ) -> None:
     """Carry on with an episode until it is over or interrupted: then its `stop` is still None.
 
-    `sampling` gives temperature and top-p; each turn sets the rest of it. The episode ends as `unavailable` when an
-    engine or the sandbox failed; without a single token only if no engine gave any.
+    It ends as `unavailable` when an engine or the sandbox failed; without a single token only if no engine gave any.
     """
     began = clock()
     is_interrupted = False
     while draft.stop is None and not is_interrupted:
         asked_at = clock()
-        wanted = replace(
-            sampling,
-            max_tokens=limits.max_tokens - len(draft.ids),
-            seed=turn_seed(seed, draft.problem.id, draft.sample, len(draft.steps)),
-        )
+        left = how.max_tokens - len(draft.ids)
+        its_seed = turn_seed(seed, draft.problem.id, draft.sample, len(draft.steps))
+        wanted = Sampling(left, how.temperature, how.top_p, chat.stop_ids, its_seed)
         try:
             made = await seat.generate([*draft.prompt_ids, *draft.ids], wanted)
         except EngineFailed as why:
@@ -110,12 +68,12 @@ async def run_episode(
         draft.generate_s += clock() - asked_at
         if is_interrupted := made.is_interrupted:
             break
-        await _end_turn(draft, made, chat=chat, tools=tools, limits=limits, clock=clock)
+        await _end_turn(draft, made, chat=chat, tools=tools, how=how, clock=clock)
     draft.seconds += clock() - began
 
 
 async def _end_turn(
-    draft: Draft, made: Generation, *, chat: Chat, tools: Tools, limits: EpisodeLimits, clock: Clock
+    draft: Draft, made: Generation, *, chat: Chat, tools: Tools, how: SamplingConfig, clock: Clock
 ) -> None:
     """Read what the model said, run its calls and show it what came of them, or end the episode."""
     generated_at = clock()
@@ -128,10 +86,10 @@ async def _end_turn(
         draft.stop = StopReason.TOKEN_LIMIT
     elif not said.calls:
         draft.stop = StopReason.FINISHED
-    elif len(draft.steps) + 1 >= limits.max_turns:
+    elif len(draft.steps) + 1 >= how.max_turns:
         draft.stop = StopReason.TURN_LIMIT
     else:
-        replies = await _run(said.calls, tools.python, limits.tool_chars)
+        replies = await _run(said.calls, tools.python, how.tool_chars)
         calls = [call for call, _ in replies]
         error = next((why for _, why in replies if why), "")
         if any(call.status is CallStatus.UNAVAILABLE for call in calls):
@@ -140,7 +98,7 @@ async def _end_turn(
     draft.steps.append(Turn(start, end, text, tuple(calls), made.engine, made.version, draft.generate_s, tools_s))
     if draft.stop is None:
         shown = chat.responses([call.response for call in calls])
-        if end + len(shown) < limits.max_tokens:
+        if end + len(shown) < how.max_tokens:
             draft.shown(shown)
             draft.turn_start, draft.generate_s = len(draft.ids), 0.0
         else:
@@ -152,23 +110,21 @@ class Collector:
 
     def __init__(self, pool: Pool, chat: Chat, tools: Tools, *, clock: Clock = time.perf_counter) -> None:
         self._pool, self._chat, self._tools, self._clock = pool, chat, tools, clock
-        self._seats: dict[Draft, Any] = {}
+        self._seats: dict[Draft, Seat] = {}
         self._halted: set[Draft] = set()
         self.own_s = 0.0
         """CPU seconds that the event loop's thread took in the last call: waiting for others is not in it."""
 
-    async def collect(self, problems: Sequence[Problem], samples: int, **how: Any) -> list[list[Episode]]:
-        """`samples` scored episodes of each problem, in order; `how` is what `advance` takes."""
+    async def collect(self, problems: Sequence[Problem], samples: int, **asked: Any) -> list[list[Episode]]:
+        """`samples` scored episodes of each problem, in order; `asked` is what `advance` takes."""
         groups = [[Draft(problem, sample) for sample in range(samples)] for problem in problems]
-        return [episodes for episodes in await self.advance(groups, **how) if episodes]
+        return [episodes for episodes in await self.advance(groups, **asked) if episodes]
 
     async def advance(
         self,
         groups: Sequence[Sequence[Draft]],
         *,
-        limits: EpisodeLimits,
-        temperature: float,
-        top_p: float,
+        how: SamplingConfig,
         seed: int,
         wanted: int | None = None,
         due: int = 0,
@@ -184,14 +140,13 @@ class Collector:
         episodes and is raised here, such as `ValueError` for a prompt that leaves no engine room for `max_tokens`.
         """
         began = time.thread_time()
-        run = partial(run_episode, chat=self._chat, tools=self._tools, limits=limits, seed=seed, clock=self._clock)
-        run = partial(run, sampling=Sampling(limits.max_tokens, temperature, top_p, self._chat.stop_ids))
+        run = partial(run_episode, chat=self._chat, tools=self._tools, how=how, seed=seed, clock=self._clock)
         wanted = len(groups) if wanted is None else wanted
         over: list[list[Episode] | None] = [None] * len(groups)
         self._halted.clear()
 
         async def group(number: int) -> None:
-            over[number] = await self._group(groups[number], run, limits, is_enough)
+            over[number] = await self._group(groups[number], run, how.max_tokens, is_enough)
             if sum(map(bool, over)) >= wanted and all(over[:due]):
                 await self._halt([draft for drafts in groups for draft in drafts])
 
@@ -205,7 +160,7 @@ class Collector:
         return over
 
     async def _group(
-        self, drafts: Sequence[Draft], run: Run, limits: EpisodeLimits, is_enough: IsEnough | None
+        self, drafts: Sequence[Draft], run: Run, max_tokens: int, is_enough: IsEnough | None
     ) -> list[Episode] | None:
         """The episodes of a problem once they are over; None if they were interrupted."""
         prompt = tuple(self._chat.prompt(drafts[0].problem.text))
@@ -216,7 +171,7 @@ class Collector:
             nonlocal has_enough
             draft.prompt_ids = prompt
             if not draft.stop:
-                await self._episode(draft, run, len(prompt) + limits.max_tokens)
+                await self._episode(draft, run, len(prompt) + max_tokens)
             if draft.stop and is_enough:
                 (rewards[draft],) = await score([draft], self._tools.verifier)
                 if not has_enough and is_enough(list(rewards.values()), len(drafts) - len(rewards)):
@@ -263,7 +218,7 @@ def _first(several: ExceptionGroup[Exception]) -> Exception:
     return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
-async def _run(calls: Sequence[Asked | Malformed], tool: Tool, chars: int) -> list[tuple[ToolCall, str]]:
+async def _run(calls: Sequence[Asked | Malformed], tool: PythonTool, chars: int) -> list[tuple[ToolCall, str]]:
     """The calls of a turn, all at once, in order; with each what of ours failed."""
     if len(calls) == 1:  # as nearly always, and a task costs as much as parsing the call
         return [await _call(calls[0], tool, chars)]
@@ -272,7 +227,7 @@ async def _run(calls: Sequence[Asked | Malformed], tool: Tool, chars: int) -> li
     return [task.result() for task in running]
 
 
-async def _call(call: Asked | Malformed, tool: Tool, chars: int) -> tuple[ToolCall, str]:
+async def _call(call: Asked | Malformed, tool: PythonTool, chars: int) -> tuple[ToolCall, str]:
     if isinstance(call, Malformed):
         response, is_cut = _cut(call.response, chars)
         return ToolCall("", call.text, "", CallStatus.MALFORMED, response, is_cut=is_cut), ""

@@ -34,7 +34,7 @@ from trainer.pool import Pool
 from trainer.progress import Training, ranks, steps_of
 from trainer.recipe import SFT, START, Run, Unit
 from trainer.record import RunFolder, write_json
-from trainer.rollout import Collector, EpisodeLimits
+from trainer.rollout import Collector
 from trainer.sft import train_sft
 from trainer.sync import ByFile, ByNccl, Reference, direct
 from trainer.tools import service
@@ -150,22 +150,24 @@ def measure(
     model: str,
     problems: Sequence[Problem],
     out: Path,
-    sampled: SamplingConfig,
+    how: SamplingConfig,
     samples: int,
     *,
     seed: str = "eval",
     is_brief: bool = False,
 ) -> dict[str, evaluation.Report]:
     """Reports by source, and over `ALL`. What is in `out` is not run again."""
-    how = {**_how(sampled), "seed": _seed(run.config, seed)}
+    number = _seed(run.config, seed)
+    limits = {name: getattr(how, name) for name in ("max_tokens", "max_turns", "tool_chars")}
+    settings = {"limits": limits, "temperature": how.temperature, "top_p": how.top_p, "seed": number, "model": model}
     with sampling(run, _model(run, model)) as rollouts, _progress(out.name, len(problems)) as advance:
         reports = rollouts.background.run(
             evaluation.evaluate,
             problems,
             samples,
-            partial(rollouts.collector.collect, **how),
+            partial(rollouts.collector.collect, how=how, seed=number),
             record=RunFolder(out),
-            settings={**how, "limits": asdict(how["limits"]), "model": model},
+            settings=settings,
             is_brief=is_brief,
             advance=advance,
         )
@@ -235,12 +237,6 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
         await pool.sync(weights.state_dict(), 0)  # servers may have those of the unit before, or of another run
         del weights  # engines have their own by now, and these may be 28 GB
         yield pool
-
-
-def _how(sampling: SamplingConfig) -> dict[str, Any]:
-    """How the collector is told to sample."""
-    limits = EpisodeLimits(sampling.max_tokens, sampling.max_turns, sampling.tool_chars)
-    return {"limits": limits, "temperature": sampling.temperature, "top_p": sampling.top_p}
 
 
 def _chat(config: RunConfig, model: Path) -> Chat:

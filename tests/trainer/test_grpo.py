@@ -110,7 +110,7 @@ def test_two_steps_keep_the_contract(
     # What was asked for: 2G of each problem, under the stage's limits, with a seed for each step.
     (ids, samples, asked), (_, _, later) = (entry for entry in sampler.log if entry != "sync")
     assert len({*ids}) == 2 and samples == 8 and asked["seed"] != later["seed"]
-    assert asked["limits"].max_tokens == 16 and asked["temperature"] == 1.0
+    assert asked["how"].max_tokens == 16 and asked["how"].temperature == 1.0
     # The loss has the correction and leaves out what was shown.
     assert len(losses) == 2 * 4
     for inputs in losses:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, answer, call, qwen_tokenizer
 from trainer.chat import parse, rstar2
-from trainer.engine import EngineFailed, Generation, Sampling
-from trainer.rollout import Collector, EpisodeLimits, run_episode, turn_seed
+from trainer.config import SamplingConfig
+from trainer.engine import EngineFailed, Generation
+from trainer.rollout import Collector, run_episode, turn_seed
 from trainer.tools import ToolReply
 from trainer.trajectory import CallStatus, Draft, Problem, StopReason
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
-LIMITS = EpisodeLimits(max_tokens=2000, max_turns=5)
+LIMITS = SamplingConfig(max_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,16 @@ def turns_of(*said):
     return lambda context, sampling: next(left)
 
 
-async def run(chat, pool, tools=None, *, limits=LIMITS, problem=PROBLEM, sample=0, seed=7):
+async def run(chat, pool, tools=None, *, how=LIMITS, problem=PROBLEM, sample=0, seed=7):
     tools = tools or ScriptedTools()
-    sampling = Sampling(max_tokens=1, temperature=0.7, top_p=0.9, stop_ids=chat.stop_ids)
     draft = Draft(problem, sample, tuple(chat.prompt(problem.text)))
-    await run_episode(draft, chat=chat, seat=pool, tools=tools, limits=limits, sampling=sampling, seed=seed)
+    await run_episode(draft, chat=chat, seat=pool, tools=tools, how=how, seed=seed)
     return draft.episode()
 
 
-def collect(pool, chat, tools, problems, samples, limits=LIMITS, seed=7, **how):
+def collect(pool, chat, tools, problems, samples, how=LIMITS, seed=7, **asked):
     collector = Collector(pool, chat, tools)
-    return collector.collect(problems, samples, limits=limits, temperature=1.0, top_p=1.0, seed=seed, **how)
+    return collector.collect(problems, samples, how=how, seed=seed, **asked)
 
 
 @pytest.mark.asyncio
@@ -130,7 +130,7 @@ async def test_what_the_code_did_is_read_by_the_model(chat, status):
 async def test_the_last_turn_may_ask_but_is_not_answered(chat):
     tools = ScriptedTools()
     pool = ScriptedPool(lambda context, sampling: call("1") + answer("42") + END)
-    episode = await run(chat, pool, tools, limits=EpisodeLimits(2000, 3))
+    episode = await run(chat, pool, tools, how=SamplingConfig(2000, 3))
     assert (episode.stop, episode.turns, episode.calls) == (StopReason.TURN_LIMIT, 3, 2)
     assert (episode.answer, episode.answer_tags) == ("42", 3)
     assert episode.mask[-1] == 1
@@ -140,7 +140,7 @@ async def test_the_last_turn_may_ask_but_is_not_answered(chat):
 async def test_a_turn_that_is_cut_off_ends_the_episode(chat):
     tools = ScriptedTools()
     pool = ScriptedPool(turns_of(call("1") + END, "hm " + call("2") + "on and on" * 1000))
-    episode = await run(chat, pool, tools, limits=EpisodeLimits(400, 9))
+    episode = await run(chat, pool, tools, how=SamplingConfig(400, 9))
     assert (episode.stop, len(episode.ids), episode.turns) == (StopReason.TOKEN_LIMIT, 400, 2)
     assert episode.calls == 1  # that of the second turn was not run: nobody would read its response
     assert episode.mask[-1] == 1
@@ -154,7 +154,7 @@ async def test_a_response_that_leaves_no_room_ends_the_episode(chat):
     for max_tokens, stop in ((room, StopReason.TOKEN_LIMIT), (room + 1, StopReason.TOKEN_LIMIT)):
         pool = ScriptedPool(turns_of(said, "go on"))
         tools = ScriptedTools(lambda code: "x" * 50)
-        episode = await run(chat, pool, tools, limits=EpisodeLimits(max_tokens, 9))
+        episode = await run(chat, pool, tools, how=SamplingConfig(max_tokens, 9))
         assert episode.stop is stop
         assert episode.turns == 1 + (max_tokens > room)  # with room for one more token, one more is sampled
         assert len(episode.ids) <= max_tokens
@@ -167,7 +167,7 @@ async def test_a_response_that_leaves_no_room_ends_the_episode(chat):
 async def test_tool_output_is_cut_and_says_so(chat):
     long = "a" * 500 + "b" * 500
     pool = ScriptedPool(turns_of(call("1") + END, "done" + END))
-    episode = await run(chat, pool, ScriptedTools(lambda code: long), limits=EpisodeLimits(2000, 5, tool_chars=101))
+    episode = await run(chat, pool, ScriptedTools(lambda code: long), how=SamplingConfig(2000, 5, tool_chars=101))
     (made,) = episode.steps[0].calls
     assert made.is_cut
     assert made.response == f"{'a' * 51}\n... 899 characters cut ...\n{'b' * 50}"
@@ -228,7 +228,7 @@ parts = st.sampled_from(
     said=st.lists(st.lists(parts, min_size=1, max_size=4).map("".join), min_size=1, max_size=4),
     max_tokens=st.integers(1, 300),
     max_turns=st.integers(1, 4),
-    tool_chars=st.integers(1, 60),
+    tool_chars=st.integers(16, 60),
     gone_at=st.integers(0, 12),
 )
 def test_whatever_happens_an_episode_holds_together(chat, said, max_tokens, max_turns, tool_chars, gone_at):
@@ -239,7 +239,7 @@ def test_whatever_happens_an_episode_holds_together(chat, said, max_tokens, max_
 
     lost = ToolReply(CallStatus.UNAVAILABLE, "", "lost", error="down")
     pool, tools = ScriptedPool(script), ScriptedTools(lambda code: lost if code == "lost" else code * 200)
-    episode = asyncio.run(run(chat, pool, tools, limits=EpisodeLimits(max_tokens, max_turns, tool_chars)))
+    episode = asyncio.run(run(chat, pool, tools, how=SamplingConfig(max_tokens, max_turns, tool_chars)))
     assert len(episode.ids) == len(episode.logprobs) == len(episode.mask) <= max_tokens
     assert episode.turns <= max_turns
     sampled = [place for turn in episode.steps for place in range(turn.start, turn.end)]
@@ -411,7 +411,7 @@ async def test_times_are_those_of_the_clock(chat):
     now = iter(range(100))
     pool = ScriptedPool(turns_of(call("1") + END, answer("42") + END))
     collector = Collector(pool, chat, ScriptedTools(), clock=lambda: float(next(now)))
-    ((episode,),) = await collector.collect([PROBLEM], 1, limits=LIMITS, temperature=1.0, top_p=1.0, seed=0)
+    ((episode,),) = await collector.collect([PROBLEM], 1, how=LIMITS, seed=0)
     assert [(turn.generate_s, turn.tools_s) for turn in episode.steps] == [(1.0, 1.0), (1.0, 0.0)]
     assert episode.seconds > sum(turn.generate_s + turn.tools_s for turn in episode.steps)
     assert collector.own_s > 0
@@ -506,9 +506,9 @@ def test_what_is_interrupted_is_neither_lost_nor_doubled(chat, data, wanted, pac
         pool = ScriptedPool(script, pause, version, reached=lambda tokens: rng.randrange(tokens + 1))
         held = [[(list(draft.ids), list(draft.versions)) for draft in group] for group in groups]
         collector = Collector(pool, chat, tools)
-        how = {"limits": LIMITS, "temperature": 1.0, "top_p": 1.0, "seed": version}
+        asked = {"how": LIMITS, "seed": version}
         wanted = min(wanted, len(groups))
-        over = asyncio.run(collector.advance(groups, wanted=wanted, due=version > 3, **how))
+        over = asyncio.run(collector.advance(groups, wanted=wanted, due=version > 3, **asked))
         assert sum(map(bool, over)) >= wanted and pool.seated == tools.running == []
         assert version <= 3 or over[0]
         for group, before in zip(groups, held, strict=True):
@@ -558,7 +558,7 @@ async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(ch
             logprobs = await self.logprobs([*ids, *asks])
             return Generation(tuple(asks), tuple(logprobs[-len(asks) :]), True, self.name, self.version)
 
-    limits = EpisodeLimits(len(asks) + len(chat.responses(["it printed 1"])) + 12, 9)
+    limits = SamplingConfig(len(asks) + len(chat.responses(["it printed 1"])) + 12, 9)
     async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)], most_tokens=400) as pool:
         tools = ScriptedTools(lambda code: "it printed 1")
         groups = await collect(pool, chat, tools, [PROBLEM, Problem("p1", "What is it?", "1")], 2, limits)
