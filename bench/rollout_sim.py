@@ -277,12 +277,15 @@ class Run:
 
 OBSERVE_S = 1.0
 """Between two scrapes of an engine."""
+ORACLE = "oracle"
+"""A policy that is told all lengths (`bench.rollout_oracle`): there is none such for engines that are real."""
 
 
 def simulate(
     plans: Sequence[Plan], hardware: Hardware, engines: int, policy: str, most_new: int, before: Sequence[Plan] = ()
 ) -> Run:
-    """Run all `plans`, handed in at time 0, to their ends. `most_new`: the longest response that is allowed.
+    """Run all `plans`, handed in at time 0, to their ends. `policy`: one of the scheduler's, or `ORACLE`. `most_new`:
+    the longest response that is allowed.
 
     `before`: the episodes of the training step before this one, of other prompts, whose lengths are known."""
     return _Simulation(plans, hardware, engines, policy, most_new, before).run()
@@ -308,7 +311,13 @@ class _Simulation:
     ) -> None:
         self.plans = plans
         self.engines = {f"e{n}": Engine(f"e{n}", hardware) for n in range(engines)}
-        self.scheduler = Scheduler(max(plan.prompt for plan in plans) + most_new, policy)
+        most_tokens = max(plan.prompt for plan in plans) + most_new
+        if policy == ORACLE:
+            from bench.rollout_oracle import Oracle
+
+            self.scheduler: Scheduler = Oracle(most_tokens, plans)
+        else:
+            self.scheduler = Scheduler(most_tokens, policy)
         tell(self.scheduler, before)
         for name in self.engines:
             self.scheduler.up(name, hardware.capacity, hardware.most_running, block=hardware.block)

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import output
-from bench.rollout_sim import Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
+from bench.rollout_sim import ORACLE, Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
 from trainer.arithmetic import plan as plan_of
 from trainer.config import load
 from trainer.scheduler import POLICIES
@@ -358,6 +358,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not (args.simulate or args.engines):
         parser.error("expected --simulate, or --engines N")
+    if ORACLE in args.policies and not args.simulate:
+        parser.error(
+            f"{ORACLE} is expected with --simulate alone: how long what an engine samples will be, nobody knows"
+        )
     if args.cost and not args.simulate:
         parser.error("--cost goes with --simulate")
     if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):
@@ -376,7 +380,8 @@ def _parser() -> argparse.ArgumentParser:
         "--stage", type=int, choices=STAGES, default=1, help="of the paper, for mi300x-14b (default: 1)"
     )
     parser.add_argument("--episodes", type=_file, nargs="+", metavar="FILE.jsonl", help="lengths of a recorded run")
-    parser.add_argument("--policies", type=_policies, default=tuple(POLICIES), help=f"of {','.join(POLICIES)}")
+    what = f"of {','.join(POLICIES)}; with --simulate also {ORACLE}, which knows all lengths"
+    parser.add_argument("--policies", type=_policies, default=tuple(POLICIES), help=what)
     parser.add_argument("--seeds", type=output.count, default=5, help="workloads that are simulated (default: 5)")
     parser.add_argument("--rounds", type=output.count, default=3, help="of real engines (default: 3)")
     parser.add_argument("--groups", type=output.count, help="problems (default: 512; cpu-tiny: 12)")
@@ -408,9 +413,9 @@ def _made(text: str) -> Path:
 
 
 def _policies(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in POLICIES]:
-        raise argparse.ArgumentTypeError(f"unknown policy {unknown[0]!r}; expected some of {', '.join(POLICIES)}")
+    names, known = tuple(text.split(",")), (*POLICIES, ORACLE)
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"unknown policy {unknown[0]!r}; expected some of {', '.join(known)}")
     return names
 
 

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.rollout_sim import (
+    ORACLE,
     Hardware,
     Plan,
     _empty_caches_s,
     _load,
-    _Simulation,
     _work_and_haste_s,
     decision_cost,
     lower_bound_s,
     simulate,
     workload,
 )
-from trainer.scheduler import POLICIES, Scheduler
+from trainer.scheduler import POLICIES
 
 ROOMY = Hardware("roomy", 10**6, 512, base_s=0.01, per_sequence_s=0.0, per_context_s=0.0, prefill_s=0.0)
 TIGHT = Hardware("tight", 12_000, 512, base_s=0.01, per_sequence_s=5e-5, per_context_s=5e-7, prefill_s=5e-5)
@@ -78,35 +78,9 @@ def test_turns_come_in_one_after_the_other_while_steps_go_on() -> None:
     assert run.engines[0].busy_s == pytest.approx(0.7)
 
 
-class Oracle(Scheduler):
-    """Knows how long each episode will be, and begins the longest first."""
-
-    truth: list[int]
-
-    def submit(self, key: Any, group: Any, length: int, most: int) -> None:
-        super().submit(key, -self.truth[key], length, self.truth[key])
-
-    def fits(self, episode: Any, engine: Any, now: float) -> bool:
-        entry = engine.ledger.enter(episode.length, engine.tick(now), [float(episode.most - episode.length)])
-        peak = engine.ledger.peak(engine.tick(now))
-        engine.ledger.leave(entry)
-        return bool(peak <= engine.capacity)
-
-
-def oracle(plans: list[Plan], hardware: Hardware, engines: int, most_new: int) -> float:
-    """The makespan under one."""
-    simulation = _Simulation(plans, hardware, engines, "kv", most_new)
-    scheduler = simulation.scheduler
-    scheduler.__class__ = Oracle
-    scheduler.truth = [plan.length for plan in plans]  # type: ignore[attr-defined]
-    scheduler.lengths.growths = lambda group, length, _: [float(-group - length)]  # type: ignore
-    scheduler.lengths.of_group = lambda group: float(-group)  # type: ignore
-    return simulation.run().makespan_s
-
-
 @settings(max_examples=25, deadline=None)
 @given(
-    policy=st.sampled_from(["oracle", *sorted(POLICIES)]),
+    policy=st.sampled_from([ORACLE, *sorted(POLICIES)]),
     seed=st.integers(0, 10**6),
     groups=st.integers(1, 8),
     mean=st.sampled_from([100.0, 700.0, 1800.0]),
@@ -122,11 +96,7 @@ def test_no_policy_is_faster_than_the_lower_bound(
 ) -> None:
     plans = workload(groups, 8, 2000, mean, seed)
     hardware = replace(TIGHT, capacity=capacity, base_s=0.002, **constants)
-    if policy == "oracle":
-        makespan = oracle(plans, hardware, engines, 2000)
-    else:
-        makespan = simulate(plans, hardware, engines, policy, 2000).makespan_s
-    assert makespan >= lower_bound_s(plans, hardware, engines)
+    assert simulate(plans, hardware, engines, policy, 2000).makespan_s >= lower_bound_s(plans, hardware, engines)
 
 
 def test_the_lower_bound_counts_that_caches_begin_empty() -> None:
@@ -135,7 +105,15 @@ def test_the_lower_bound_counts_that_caches_begin_empty() -> None:
     hardware = replace(TIGHT, weights_s=0.02, per_sequence_s=0.0, prefill_s=0.01, most_running=64)
     loads = [_load(plan) for plan in plans]
     full, empty = (bound(loads, 0.1, hardware, 1, 0.0) for bound in (_work_and_haste_s, _empty_caches_s))
-    assert 1.03 * full < empty <= lower_bound_s(plans, hardware, 1) <= oracle(plans, hardware, 1, 400)
+    assert 1.03 * full < empty <= lower_bound_s(plans, hardware, 1)
+    assert lower_bound_s(plans, hardware, 1) <= simulate(plans, hardware, 1, ORACLE, 400).makespan_s
+
+
+def test_who_knows_all_lengths_is_nearer_to_the_bound() -> None:
+    plans = workload(64, 8, 2000, 700.0, seed=1)
+    runs = {policy: simulate(plans, TIGHT, 2, policy, 2000) for policy in ("kv", ORACLE)}
+    assert len(runs[ORACLE].service_s) == len(plans)
+    assert runs[ORACLE].makespan_s < 0.95 * runs["kv"].makespan_s
 
 
 def test_the_lower_bound_of_one_episode_is_what_it_takes() -> None:

@@ -99,6 +99,7 @@ def test_what_was_played_is_not_played_again(tmp_path: Path, capsys: pytest.Capt
     [
         [],
         ["--simulate", "--policies", "kv,best"],
+        ["--engines", "2", "--policies", "oracle"],
         ["--simulate", "--episodes", "nowhere.jsonl"],
         ["--simulate", "--gantt", "nowhere/gantt.png"],
     ],
