@@ -24,15 +24,16 @@ class Background:
     """A context manager, for one thread and not for its own loop."""
 
     def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._stack = AsyncExitStack()
+        self._jobs: asyncio.Queue[tuple[Future[Any], Callable[[], Awaitable[Any]]] | None] = asyncio.Queue()
         self._over: Future[None] = Future()
-        has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._live, args=[has_begun], name="background", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="background", daemon=True)
         self._thread.start()
-        has_begun.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call(self._stop)
+        self._call(self._jobs.put_nowait, None)
         self._thread.join()
         self._over.result()
 
@@ -61,37 +62,31 @@ class Background:
 
     # In the loop's thread
 
-    def _live(self, has_begun: threading.Event) -> None:
+    def _live(self) -> None:
         try:
-            asyncio.run(self._work(has_begun))
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._work())
         except BaseException as why:
             self._over.set_exception(why)
         else:
             self._over.set_result(None)
 
-    async def _work(self, has_begun: threading.Event) -> None:
-        self._loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    async def _work(self) -> None:
+        task = asyncio.current_task()
         assert task
         self._task = task
-        self._jobs: asyncio.Queue[tuple[Future[Any], Callable[[], Awaitable[Any]]] | None] = asyncio.Queue()
-        self._job: Future[Any] = Future()
-        async with AsyncExitStack() as self._stack:
-            has_begun.set()
+        async with self._stack:
             while entry := await self._jobs.get():
-                self._job, function = entry
-                if not self._job.set_running_or_notify_cancel():
+                job, function = entry
+                if not job.set_running_or_notify_cancel():
                     continue
                 try:
-                    self._job.set_result(await function())
+                    job.set_result(await function())
                 except BaseException as why:  # whoever waits for it has to act on it
-                    self._job.set_exception(why)
-                    while self._task.cancelling():  # what was interrupted is over; the loop goes on
-                        self._task.uncancel()
+                    job.set_exception(why)
+                    while task.cancelling():  # what was interrupted is over; the loop goes on
+                        task.uncancel()
 
     def _interrupt(self, job: Future[Any]) -> None:
         if not job.cancel() and job.running():
             self._task.cancel()
-
-    def _stop(self) -> None:
-        self._interrupt(self._job)  # one that Ctrl-C left running
-        self._jobs.put_nowait(None)

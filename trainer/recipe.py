@@ -30,7 +30,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -100,9 +99,15 @@ class Run:
         return read_json(self.done_file(unit))
 
     def finish(self, unit: Unit, found: Mapping[str, Any]) -> None:
-        """Say that a unit is over: what it found, and the seconds since it has this object."""
+        """Say that a unit is over: what it found, and the seconds since it has this object.
+
+        Of all checkpoints the last one of the last training stays: the next stage may take its optimiser from there.
+        """
         write_json(self.done_file(unit), {"seconds": perf_counter() - self.began, **found})
-        self._drop_checkpoints()
+        if unit.command in LAUNCHED:
+            for folder in self.folder.glob("stages/*/checkpoints/checkpoint-*"):
+                if folder != self.folder / found.get("checkpoint", ""):
+                    shutil.rmtree(folder)
 
     def stage(self, name: str) -> Path:
         return self.folder / "stages" / name
@@ -142,18 +147,6 @@ class Run:
                 parts = [done for part in self.units() if part.stage == unit.stage and (done := self.done(part))]
                 rows.append({"name": unit.stage, **found["scores"], "seconds": sum(part["seconds"] for part in parts)})
         return {"stages": rows}
-
-    def _drop_checkpoints(self) -> None:
-        """Delete those of trainings that are over, but for one from which the next stage takes its optimiser."""
-        trainings = [unit for unit in self.units() if unit.command in LAUNCHED]
-        for unit, after in zip_longest(trainings, trainings[1:]):
-            found = self.done(unit)
-            if found is None:
-                continue
-            is_needed = after and not self.done(after) and not self.config.stage(after.stage).reset_optimizer
-            for folder in self.stage(unit.stage).glob("checkpoints/checkpoint-*"):
-                if not is_needed or folder != self.folder / found.get("checkpoint", ""):
-                    shutil.rmtree(folder)
 
 
 Start = Callable[[Unit, Sequence[str], int], int]
