@@ -5,8 +5,8 @@ shows weights that did not arrive, arrived in part, or are used in another way. 
 change where the engine's own rounding (bfloat16) is larger.
 
 The ways: `direct` hands tensors to engines in this process; `ByFile` saves them to a folder that engines see as well,
-which works everywhere; `ByNccl` broadcasts them from GPU to GPU through vLLM's weight-transfer API (RCCL on AMD), and
-has not been run on a GPU yet.
+which works everywhere; `ByNccl` sends them from GPU to GPU by vLLM's weight-transfer API (RCCL on AMD), and has not been
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -105,35 +105,39 @@ class ByFile:
 
 
 class ByNccl:
-    """From this process's GPU to those of vLLM servers, started with `--weight-transfer-config '{"backend": "nccl"}'`.
+    """From this process's GPU to those of vLLM servers, one server after the other, by vLLM's own sender and client.
 
-    It needs vLLM here too, of the servers' version (0.32 or later): its sender is used. All engines take part in a
-    transfer or none: one that is lost in the midst of it leaves the others waiting, and the run must be started again.
-    Not run on a GPU yet.
+    Servers are started with `--weight-transfer-config '{"backend": "nccl"}'`, and vLLM is needed here too, of their
+    version (0.32 or later). Each has a communicator of its own with this process, which is rank 0: one that is lost
+    takes part again once it is back, though a transfer that it dies in never ends. Not run on a GPU yet.
     """
 
     def __init__(self, *, gpus_per_engine: int = 1) -> None:
         self._gpus = gpus_per_engine
-        self._sender: Any = None
+        self._senders: dict[str, Any] = {}
+        self._weights: dict[str, torch.Tensor] = {}
 
     async def __call__(self, engines: Sequence[Any], weights: Weights, version: int) -> list[BaseException | None]:
-        self._weights, self._engines, self._loop = _once(weights), engines, asyncio.get_running_loop()
+        self._weights = _once(weights)
         try:
-            if self._sender is None:
-                self._sender = await asyncio.to_thread(self._join)
-            await asyncio.to_thread(self._sender.send_weights)
-            await asyncio.gather(*(engine.renew(version) for engine in engines))
-        except EngineFailed as why:
-            raise SyncFailed(
-                f"expected all {len(engines)} engines in a transfer, got {why}; start the run again"
-            ) from why
+            return [await self._send(engine, version) for engine in engines]
         finally:
             self._weights = {}
-        return [None] * len(engines)
 
-    def _join(self) -> Any:
-        """One communicator of this process, rank 0, and of every worker of every engine."""
+    async def _send(self, engine: Any, version: int) -> BaseException | None:
+        try:
+            if engine.name not in self._senders:
+                self._senders[engine.name] = await asyncio.to_thread(self._join, engine.url)
+            await asyncio.to_thread(self._senders[engine.name].send_weights)
+            await engine.renew(version)
+        except (EngineFailed, OSError) as why:  # an OSError is what vLLM's client raises
+            self._senders.pop(engine.name, None)
+            return why
+        return None
+
+    def _join(self, url: str) -> Any:
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         carrier = self
@@ -145,32 +149,9 @@ class ByNccl:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return ((name, each.to("cuda")) for name, each in carrier._weights.items())
 
-        world = 1 + self._gpus * len(self._engines)
-        about = NCCLTrainerInitInfo(rank=0, master_address=gethostname(), master_port=free_port(""), world_size=world)
-        return NCCLTrainerWeightTransferEngine.trainer_init(about, client=self, source=Source())
-
-    # vLLM's `VLLMWeightSyncClient`, for several servers at once; its sender calls these from threads.
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        firsts = [init_info["rank_offset"] + self._gpus * number for number in range(len(self._engines))]
-        self._post("/init_weight_transfer_engine", *({"init_info": {**init_info, "rank_offset": n}} for n in firsts))
-
-    def start_weight_update(self) -> None:
-        self._post("/start_weight_update", *[{}] * len(self._engines))
-
-    def update_weights(self, update_info: Any) -> None:
-        self._post("/update_weights", *[{"update_info": update_info}] * len(self._engines))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("/finish_weight_update", *[{"weight_version": weight_version}] * len(self._engines))
-
-    def _post(self, route: str, *bodies: dict[str, Any]) -> None:
-        async def post() -> None:
-            await asyncio.gather(
-                *(engine.post(route, body) for engine, body in zip(self._engines, bodies, strict=True))
-            )
-
-        asyncio.run_coroutine_threadsafe(post(), self._loop).result()
+        here = {"master_address": gethostname(), "master_port": free_port(""), "world_size": 1 + self._gpus}
+        about, client = NCCLTrainerInitInfo(rank=0, **here), HTTPVLLMWeightSyncClient(url)
+        return NCCLTrainerWeightTransferEngine.trainer_init(about, client=client, source=Source())
 
 
 def _once(weights: Weights) -> dict[str, torch.Tensor]:

@@ -165,8 +165,8 @@ async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path)
 
 @pytest.mark.asyncio
 async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(monkeypatch):
-    """Our half of the transfer. vLLM's, the sender, is a stand-in here: no GPU has run this yet."""
-    posted, sent = [], []
+    """Our half of the transfer. vLLM's, sender and client, are stand-ins here: no GPU has run this yet."""
+    joined, sent, lost = [], [], set()
 
     class Meta(NamedTuple):
         name: str
@@ -177,29 +177,27 @@ async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(mon
         @classmethod
         def trainer_init(cls, info, *, client, source):
             sender = cls()
-            sender.info, sender.client, sender.source = info, client, source
-            client.init_weight_transfer_engine({"rank_offset": 1, "world_size": info["world_size"]})
+            sender.url, sender.source = client, source
+            joined.append((client, info["rank"], info["world_size"]))
             return sender
 
         def send_weights(self):
-            self.client.start_weight_update()
-            self.client.update_weights({"names": [meta.name for meta in self.source.metadata()]})
-            sent.extend(name for name, tensor in self.source)
-            self.client.finish_weight_update()
+            if self.url in lost:
+                raise ConnectionError("gone")
+            assert [meta.name for meta in self.source.metadata()] == [name for name, _ in self.source]
+            sent.append((self.url, [name for name, _ in self.source]))
 
-    base, nccl = ModuleType("base"), ModuleType("nccl_engine")
+    base, clients, nccl = ModuleType("base"), ModuleType("clients"), ModuleType("nccl_engine")
     base.ParamMeta, base.WeightSource = Meta, object
+    clients.HTTPVLLMWeightSyncClient = lambda url: url
     nccl.NCCLTrainerInitInfo, nccl.NCCLTrainerWeightTransferEngine = dict, Sender
-    for name, module in (("base", base), ("nccl_engine", nccl)):
+    for name, module in (("base", base), ("clients", clients), ("nccl_engine", nccl)):
         monkeypatch.setitem(sys.modules, f"vllm.distributed.weight_transfer.{name}", module)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
 
     class Server:
         def __init__(self, name):
-            self.name, self.version = name, 0
-
-        async def post(self, route, body):
-            posted.append((self.name, route, body))
+            self.name, self.url, self.version = name, f"http://{name}", 0
 
         async def renew(self, version):
             self.version = version
@@ -210,9 +208,12 @@ async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(mon
     for version in (1, 2):
         assert await carry(servers, trained.state_dict(), version) == [None, None]
         assert [server.version for server in servers] == [version] * 2
-    joined = {name: body["init_info"] for name, route, body in posted if route == "/init_weight_transfer_engine"}
-    assert joined == {"a": {"rank_offset": 1, "world_size": 5}, "b": {"rank_offset": 3, "world_size": 5}}
-    assert sent == [name for name, _ in trained.named_parameters()] * 2
-    assert [route for name, route, _ in posted if name == "b"][1:4] == [
-        "/start_weight_update", "/update_weights", "/finish_weight_update"
-    ]  # fmt: skip
+    assert joined == [("http://a", 0, 3), ("http://b", 0, 3)]
+    assert sent == [(url, [name for name, _ in trained.named_parameters()]) for url in ("http://a", "http://b")] * 2
+
+    lost.add("http://a")
+    first, second = await carry(servers, trained.state_dict(), 3)
+    assert "gone" in str(first) and second is None and [server.version for server in servers] == [2, 3]
+    lost.clear()
+    assert await carry(servers, trained.state_dict(), 4) == [None, None]
+    assert joined[2:] == [("http://a", 0, 3)], "one that is back is joined anew"
