@@ -5,8 +5,8 @@ shows weights that did not arrive, arrived in part, or are used in another way. 
 change where the engine's own rounding (bfloat16) is larger.
 
 The ways: `direct` hands tensors to engines in this process; `ByFile` saves them to a folder that engines see as well,
-which works everywhere; `ByNccl` sends them from GPU to GPU by vLLM's weight-transfer API (RCCL on AMD), and has not been
-run on a GPU yet.
+which works everywhere; `ByNccl` sends them from GPU to GPU by vLLM's weight-transfer API (RCCL on AMD), and no GPU has
+run it yet.
 """
 
 from __future__ import annotations

@@ -24,19 +24,6 @@ MAX_POSITIONS = 4096
 _TEXTS = 2000
 """Conversations that the merges are learnt from."""
 
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""Qwen's form, in which the tool's responses are a user's turn."""
-
 
 def make(folder: Path, seed: int = 0) -> None:
     """Write model and tokenizer into `folder`."""
@@ -82,7 +69,6 @@ def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         model_max_length=MAX_POSITIONS,
-        chat_template=CHAT_TEMPLATE,
         extra_special_tokens=[START, *TAGS],
         clean_up_tokenization_spaces=False,
     )

@@ -13,13 +13,7 @@ pytest.importorskip("torch", reason="the tiny model needs torch")
 transformers = pytest.importorskip("transformers", reason="the tiny model needs transformers")
 
 from trainer import tasks, tiny  # noqa: E402
-
-HELLO = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "<tool_call>"},
-    {"role": "tool", "content": "1"},
-    {"role": "tool", "content": "2"},
-]
+from trainer.chat import rstar2  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +52,10 @@ def test_any_text_comes_back(tokenizer: Any, text: str) -> None:
 
 def test_conversations_are_short_and_their_digits_stand_alone(tokenizer: Any) -> None:
     for messages in tasks.traces(50, 1, faults=1):
-        ids = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
+        ids, _ = rstar2(tokenizer, preamble=tasks.PREAMBLE).encode(messages)
         assert len(ids) < 100 + 60 * (len(messages) - 4) // 2
     pieces = [tokenizer.decode([number]) for number in range(len(tokenizer))]
     assert [piece for piece in pieces if len(piece) > 1 and any(map(str.isdigit, piece))] == []
-
-
-def test_chat_template_is_qwens(tokenizer: Any) -> None:
-    assert tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<tool_call><|im_end|>\n<|im_start|>user\n"
-        "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_text_that_is_not_trusted_makes_no_tag(tokenizer: Any) -> None:
