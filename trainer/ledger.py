@@ -12,6 +12,7 @@ Each part is in the bucket of the tick at which it ends, as (count, sum of conte
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ class Ledger:
         """Tokens of room that each takes beyond its context, as an engine keeps whole blocks."""
         self._sums: dict[int, list[float]] = {}
         """Of each bucket, the parts in it, and their sum of context - tick."""
+        self._order: list[int] = []
+        """The buckets, ascending."""
         self._base = 0.0
         self.episodes = 0
         self.held = 0
@@ -47,19 +50,36 @@ class Ledger:
 
     def enter(self, context: int, tick: float, growths: Sequence[float]) -> Entry:
         """An episode with `context` tokens is to grow by one of `growths`, each as likely."""
-        width, parts = self._width, len(growths)
+        width, sums, share = self._width, self._sums, 1 / len(growths)
         buckets = [int((tick + growth) / width) for growth in growths]
-        middle = sum(buckets) / parts
-        variance = sum([bucket * bucket for bucket in buckets]) / parts - middle * middle
-        entry = Entry(context, tick, buckets, variance)
-        self._add(entry, 1)
+        base = (context - tick) * share
+        for bucket in buckets:
+            there = sums.get(bucket)
+            if there:
+                there[0] += share
+                there[1] += base
+            else:
+                sums[bucket] = [share, base]
+                insort(self._order, bucket)
+        middle = sum(buckets) * share
+        entry = Entry(context, tick, buckets, sum([bucket * bucket for bucket in buckets]) * share - middle * middle)
+        self._count(entry, 1)
         return entry
 
     def leave(self, entry: Entry) -> None:
-        self._add(entry, -1)
+        sums, share = self._sums, 1 / len(entry.buckets)
+        base = (entry.context - entry.tick) * share
+        for bucket in entry.buckets:
+            there = sums[bucket]
+            there[0] -= share
+            there[1] -= base
+            if there[0] < 1e-9:
+                del sums[bucket], self._order[bisect_left(self._order, bucket)]
+        self._count(entry, -1)
         if not self.episodes:  # rounding ends with the last
             self._base = 0.0
             self._sums.clear()
+            self._order.clear()
             self._variance = 0.0
 
     def peak(self, tick: float) -> float:
@@ -67,7 +87,7 @@ class Ledger:
         width, sums = self._width, self._sums
         now, middle = int(tick / width), 0.5 * width + self.margin
         count = base = peak = 0.0
-        for bucket in sorted(sums, reverse=True):
+        for bucket in reversed(self._order):
             if bucket <= now:
                 break
             parts, contexts = sums[bucket]
@@ -79,20 +99,8 @@ class Ledger:
         peak = max(peak, self._base + self.episodes * (tick + self.margin))
         return peak + SPREAD * width * math.sqrt(max(0.0, self._variance))
 
-    def _add(self, entry: Entry, sign: int) -> None:
-        part, sums = sign / len(entry.buckets), self._sums
-        grown = entry.context - entry.tick
-        base = grown * part
-        for bucket in entry.buckets:
-            if bucket in sums:
-                there = sums[bucket]
-                there[0] += part
-                there[1] += base
-                if there[0] < 1e-9:
-                    del sums[bucket]
-            else:
-                sums[bucket] = [part, base]
+    def _count(self, entry: Entry, sign: int) -> None:
         self._variance += sign * entry.variance
-        self._base += sign * grown
+        self._base += sign * (entry.context - entry.tick)
         self.episodes += sign
         self.held += sign * entry.context

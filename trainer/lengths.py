@@ -48,8 +48,7 @@ class Lengths:
 
     def grew(self, before: int, now: int) -> None:
         """An episode that was at `before` has come to `now`, and goes on."""
-        first, last = self._bucket(before), self._bucket(now)
-        if last > first:
+        if (last := self._bucket(now)) > (first := self._bucket(before)):
             self._inside[first] -= 1
             self._inside[last] += 1
             for bucket in range(first, last):
@@ -80,10 +79,7 @@ class Lengths:
 
     def beyond(self, length: int) -> float:
         """The mean final length of those in the stage that are longer than `length`."""
-        if not self._tails:
-            self._density = _density(self._ended, self._passed, self._inside)
-            self._tails = _tails(self._density, self._width)
-        mean = self._tails[self._bucket(length)]
+        mean = (self._tails or self._work_out())[self._bucket(length)]
         return mean if mean > length else float(length)
 
     def tell(self, group: Hashable, before: float | None, now: float) -> None:
@@ -95,19 +91,25 @@ class Lengths:
 
     def of_group(self, group: Hashable) -> float:
         """What is expected of a new episode in `group`."""
+        mean = (self._tails or self._work_out())[0]
         total, count = self._siblings.get(group, (0.0, 0.0))
-        return (total + KINSHIP * self.beyond(0)) / (count + KINSHIP)
+        return (total + KINSHIP * mean) / (count + KINSHIP)
 
     def growths(self, group: Hashable, length: int, most: int) -> list[float]:
         """By how much an episode of `group` with `length` may grow yet until it ends or has `most`, at the middles of
         `PARTS` equally likely parts."""
-        scale = self.of_group(group) / self.beyond(0)
+        scale = self.of_group(group) / self._tails[0]
         room = float(most - length)
         bucket = self._bucket(length)
         known = self._quantiles.get(bucket)
         if known is None:
             known = self._quantiles[bucket] = _quantiles(self._density[bucket:], self._width)
         return [far if (far := growth * scale) < room else room for growth in known]
+
+    def _work_out(self) -> list[float]:
+        self._density = _density(self._ended, self._passed, self._inside)
+        self._tails = _tails(self._density, self._width)
+        return self._tails
 
     def _forget(self) -> None:
         self._news += 1

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
@@ -157,6 +158,8 @@ class Scheduler:
         self._width = max(1.0, most_tokens / BUCKETS)
         self._pick, queue = POLICIES[policy]
         self._engines: dict[str, _Engine] = {}
+        self.engines: list[_Engine] = []
+        """Those that take turns, in the order in which they came."""
         self._changed: dict[str, _Engine] = {}
         """Those whose room has to be worked out anew."""
         self._open: dict[str, _Engine] = {}
@@ -190,15 +193,17 @@ class Scheduler:
         engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
         engine.preemptions, engine.ledger.margin = preemptions, block / 2
         self._changed[name] = engine
+        self._count_up()
 
     def drain(self, name: str) -> None:
         """The engine takes no more turns; those that run there end there."""
         self._engines[name].is_up = False
+        self._count_up()
 
     def lost(self, name: str) -> list[Key]:
         """The engine is gone, with all contexts. The turns that ran there, which want a place again."""
         engine = self._engines[name]
-        engine.is_up = False
+        self.drain(name)
         orphans = list(engine.here.values())
         running = [episode for episode in orphans if episode.is_running]
         for episode in orphans:
@@ -280,7 +285,7 @@ class Scheduler:
 
     def place(self, now: float) -> list[Placement]:
         """All turns that can begin now."""
-        if self.is_held or not any(engine.is_up for engine in self._engines.values()):
+        if self.is_held or not self.engines:
             return []
         placed: list[Placement] = []
         while self._woken:
@@ -331,10 +336,6 @@ class Scheduler:
         """The share of an engine's cache that is promised."""
         return self._engines[name].appetite
 
-    def engines(self) -> Iterator[_Engine]:
-        """Those that take turns, in the order in which they came."""
-        return (engine for engine in self._engines.values() if engine.is_up)
-
     def number_of(self, group: Hashable) -> int:
         """Of a group, in the order in which they came."""
         return self._numbers.setdefault(group, len(self._numbers))
@@ -349,10 +350,11 @@ class Scheduler:
     def most_free(self, episode: _Episode, now: float) -> _Engine | None:
         """The engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
         self.settle(now)
-        some = self._open if episode is self._refused else self._engines
-        usable = [engine for engine in some.values() if engine.is_up and engine.running < engine.most_running]
-        saved = episode.length
-        best = max(usable, key=lambda engine: engine.free + saved * (episode.group in engine.groups), default=None)
+        best, most, group, saved = None, -math.inf, episode.group, episode.length
+        for engine in self._open.values() if episode is self._refused else self.engines:
+            free = engine.free + saved if group in engine.groups else engine.free
+            if free > most and engine.is_up and engine.running < engine.most_running:
+                best, most = engine, free
         if best is not None and (not best.ledger.episodes or self.fits(episode, best, now)):
             return best
         self._refused = episode
@@ -379,10 +381,13 @@ class Scheduler:
         if self.policy != "kv" or len(self._engines) == 1:
             return home
         self.settle(now)
-        best = max(self.engines(), key=_FREE)
+        best = max(self.engines, key=_FREE)
         there = best.promised + self.lengths.beyond(episode.length)
         is_lighter = there / best.capacity < LIGHTER * home.promised / home.capacity
         return best if is_lighter and best.running < best.most_running else home
+
+    def _count_up(self) -> None:
+        self.engines = [engine for engine in self._engines.values() if engine.is_up]
 
     def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
         if episode.engine is not engine:
@@ -583,21 +588,21 @@ Pick = Callable[[Scheduler, _Episode, float], _Engine | None]
 
 def _least_promised(scheduler: Scheduler, episode: _Episode, _: float) -> _Engine | None:
     """The authors' rule: room for the longest that every episode could become; they poll, this does not."""
-    best = min(scheduler.engines(), key=lambda engine: engine.reserved - engine.capacity)
+    best = min(scheduler.engines, key=lambda engine: engine.reserved - engine.capacity)
     return best if best.reserved + episode.most <= best.capacity or not best.ledger.episodes else None
 
 
 def _fewest(scheduler: Scheduler, _: _Episode, __: float) -> _Engine | None:
-    return min(scheduler.engines(), key=lambda engine: engine.ledger.episodes)
+    return min(scheduler.engines, key=lambda engine: engine.ledger.episodes)
 
 
 def _by_turns(scheduler: Scheduler, episode: _Episode, _: float) -> _Engine | None:
-    engines = list(scheduler.engines())
+    engines = scheduler.engines
     return engines[episode.order % len(engines)]
 
 
 def _by_group(scheduler: Scheduler, episode: _Episode, _: float) -> _Engine | None:
-    engines = list(scheduler.engines())
+    engines = scheduler.engines
     return engines[scheduler.number_of(episode.group) % len(engines)]
 
 
