@@ -44,7 +44,7 @@ from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
 from trainer.progress import Progress, Trained, Training, latest, ranks, steps_of
 from trainer.rollout import Collector
-from trainer.trajectory import Draft, Episode, Problem, StopReason
+from trainer.trajectory import Episode, Problem, StopReason
 
 RATIO_CUT = 2.0
 """TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
@@ -57,7 +57,7 @@ OF_SAMPLER = {
 
 UNDER_WAY = "under_way.json"
 """In a checkpoint: the groups that go on in the next step."""
-DRAFTS = TypeAdapter(list[list[Draft]])
+GROUPS = TypeAdapter(list[list[Episode]])
 
 
 class Outage(Exception):
@@ -103,7 +103,7 @@ def train_stage(
     done = steps_of(start) - before if start else 0
     bridge = _Bridge(stage, training, problems, rollouts, before)
     if start and done and (start / UNDER_WAY).exists():
-        bridge.under_way = DRAFTS.validate_json((start / UNDER_WAY).read_bytes())
+        bridge.under_way = GROUPS.validate_json((start / UNDER_WAY).read_bytes())
     args = GRPOConfig(
         **training.arguments(stage, rows=stage.prompts * stage.keep),
         max_steps=before + stage.steps,
@@ -176,7 +176,7 @@ class _Bridge(Progress):
         before: int,
     ) -> None:
         super().__init__(training, offset=training.first_step - before)
-        self.under_way: list[list[Draft]] = []
+        self.under_way: list[list[Episode]] = []
         """Groups that are not over or not yet trained on, the oldest first."""
         self._stage, self._rollouts, self._seed, self._before = stage, rollouts, training.seed, before
         self._order = in_order(problems, stage.prompts, stage.steps, training.seed)
@@ -228,7 +228,7 @@ class _Bridge(Progress):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.under_way:
             path = Path(args.output_dir, f"checkpoint-{state.global_step}", UNDER_WAY)
-            path.write_bytes(DRAFTS.dump_json(self.under_way))
+            path.write_bytes(GROUPS.dump_json(self.under_way))
         super().on_save(args, state, control, **kwargs)
 
     def _step(self, rollouts: Rollouts) -> list[Row]:
@@ -236,10 +236,10 @@ class _Bridge(Progress):
         stage, done = self._stage, self.trainer.state.global_step - self._before
         step = self.offset + self.trainer.state.global_step + 1
         began = perf_counter()
-        drafts = self.under_way + self._begun(done)
+        asked = self.under_way + self._begun(done)
         over = rollouts.background.run(
             rollouts.collector.advance,
-            drafts,
+            asked,
             how=stage,
             seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
             wanted=stage.prompts,
@@ -249,9 +249,9 @@ class _Bridge(Progress):
         self._sampled["seconds_rollout"] = perf_counter() - began
         self._own_s = rollouts.collector.own_s
         taken = dict(islice(((place, group) for place, group in enumerate(over) if group), stage.prompts))
-        self.under_way = [group for place, group in enumerate(drafts) if place not in taken]
-        for draft in (draft for group in self.under_way for draft in group):
-            draft.age += 1
+        self.under_way = [group for place, group in enumerate(asked) if place not in taken]
+        for episode in (episode for group in self.under_way for episode in group):
+            episode.age += 1
 
         groups = list(taken.values())
         kept = [self._select(group, step) for group in groups]
@@ -271,7 +271,7 @@ class _Bridge(Progress):
             for index in some
         ]
 
-    def _begun(self, done: int) -> list[list[Draft]]:
+    def _begun(self, done: int) -> list[list[Episode]]:
         """The groups that a step begins, after `done` of the stage. The last steps begin no more than they need.
 
         Of a problem's groups in one step the later one counts its samples on, so none samples what another does.
@@ -283,7 +283,7 @@ class _Bridge(Progress):
         for problem in self._order[stage.prompts * done + len(self.under_way) : stage.prompts * done + most]:
             first = samples.get(problem, 0)
             samples[problem] = first + stage.samples
-            begun.append([Draft(problem, sample) for sample in range(first, samples[problem])])
+            begun.append([Episode(problem, sample) for sample in range(first, samples[problem])])
         return begun
 
     def _lateness(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from trainer.trajectory import Draft, StopReason
+from trainer.trajectory import Episode, StopReason
 
 
 class Verdict(StrEnum):
@@ -45,13 +45,13 @@ OURS = (StopReason.UNAVAILABLE, StopReason.CANCELLED)
 """How we, and not the model, end an episode."""
 
 
-async def score(episodes: Sequence[Draft], verifier: Verifier) -> list[float | None]:
+async def score(episodes: Sequence[Episode], verifier: Verifier) -> list[float | None]:
     """The rewards of episodes that are over, in order. Answers that several of them share are checked once."""
     theirs = [one for one in episodes if one.stop not in OURS]
     pairs = list(dict.fromkeys((one.problem.answer, one.answer) for one in theirs if one.answer is not None))
     verdicts = dict(zip(pairs, await verifier.verify(pairs), strict=True)) if pairs else {}
 
-    def reward(one: Draft) -> float | None:
+    def reward(one: Episode) -> float | None:
         if one.stop in OURS:
             return None
         return 0.0 if one.answer is None else REWARDS[verdicts[one.problem.answer, one.answer]]

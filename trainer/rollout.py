@@ -29,17 +29,17 @@ from trainer.engine import EngineFailed, Generation, Sampling
 from trainer.pool import Pool, Seat
 from trainer.reward import score
 from trainer.tools import PythonTool, Tools
-from trainer.trajectory import CallStatus, Draft, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
 Clock = Callable[[], float]
 IsEnough = Callable[[Sequence[float | None], int], bool]
 """Of the rewards of a problem's episodes so far, and how many more are to come: whether those can do without these."""
 Run = Callable[..., Awaitable[None]]
-"""`run_episode` but for its draft and seat."""
+"""`run_episode` but for its episode and seat."""
 
 
 async def run_episode(
-    draft: Draft,
+    episode: Episode,
     *,
     chat: Chat,
     seat: Seat,
@@ -54,55 +54,55 @@ async def run_episode(
     """
     began = clock()
     is_interrupted = False
-    while draft.stop is None and not is_interrupted:
+    while episode.stop is None and not is_interrupted:
         asked_at = clock()
-        left = how.max_tokens - len(draft.ids)
-        its_seed = turn_seed(seed, draft.problem.id, draft.sample, len(draft.steps))
+        left = how.max_tokens - len(episode.ids)
+        its_seed = turn_seed(seed, episode.problem.id, episode.sample, len(episode.steps))
         wanted = Sampling(left, how.temperature, how.top_p, chat.stop_ids, its_seed)
         try:
-            made = await seat.generate([*draft.prompt_ids, *draft.ids], wanted)
+            made = await seat.generate([*episode.prompt_ids, *episode.ids], wanted)
         except EngineFailed as why:
-            draft.stop, draft.error = StopReason.UNAVAILABLE, f"engine: {why}"
+            episode.stop, episode.error = StopReason.UNAVAILABLE, f"engine: {why}"
             break
-        draft.sampled(made.ids, made.logprobs, made.version)
-        draft.generate_s += clock() - asked_at
+        episode.sampled(made.ids, made.logprobs, made.version)
+        episode.generate_s += clock() - asked_at
         if is_interrupted := made.is_interrupted:
             break
-        await _end_turn(draft, made, chat=chat, tools=tools, how=how, clock=clock)
-    draft.seconds += clock() - began
+        await _end_turn(episode, made, chat=chat, tools=tools, how=how, clock=clock)
+    episode.seconds += clock() - began
 
 
 async def _end_turn(
-    draft: Draft, made: Generation, *, chat: Chat, tools: Tools, how: SamplingConfig, clock: Clock
+    episode: Episode, made: Generation, *, chat: Chat, tools: Tools, how: SamplingConfig, clock: Clock
 ) -> None:
     """Read what the model said, run its calls and show it what came of them, or end the episode."""
     generated_at = clock()
-    start, end = draft.turn_start, len(draft.ids)
-    text = chat.decode(draft.ids[start : end - made.is_stopped])
+    start, end = episode.turn_start, len(episode.ids)
+    text = chat.decode(episode.ids[start : end - made.is_stopped])
     said = parse(text)
-    draft.answer_tags, draft.answer = draft.answer_tags + said.answer_tags, said.answer
+    episode.answer_tags, episode.answer = episode.answer_tags + said.answer_tags, said.answer
     calls: list[ToolCall] = []
     if not made.is_stopped:
-        draft.stop = StopReason.TOKEN_LIMIT
+        episode.stop = StopReason.TOKEN_LIMIT
     elif not said.calls:
-        draft.stop = StopReason.FINISHED
-    elif len(draft.steps) + 1 >= how.max_turns:
-        draft.stop = StopReason.TURN_LIMIT
+        episode.stop = StopReason.FINISHED
+    elif len(episode.steps) + 1 >= how.max_turns:
+        episode.stop = StopReason.TURN_LIMIT
     else:
         replies = await _run(said.calls, tools.python, how.tool_chars)
         calls = [call for call, _ in replies]
         error = next((why for _, why in replies if why), "")
         if any(call.status is CallStatus.UNAVAILABLE for call in calls):
-            draft.stop, draft.error = StopReason.UNAVAILABLE, f"tool: {error}"
+            episode.stop, episode.error = StopReason.UNAVAILABLE, f"tool: {error}"
     tools_s = clock() - generated_at if calls else 0.0
-    draft.steps.append(Turn(start, end, text, tuple(calls), made.engine, made.version, draft.generate_s, tools_s))
-    if draft.stop is None:
+    episode.steps.append(Turn(start, end, text, tuple(calls), made.engine, made.version, episode.generate_s, tools_s))
+    if episode.stop is None:
         shown = chat.responses([call.response for call in calls])
         if end + len(shown) < how.max_tokens:
-            draft.shown(shown)
-            draft.turn_start, draft.generate_s = len(draft.ids), 0.0
+            episode.shown(shown)
+            episode.turn_start, episode.generate_s = len(episode.ids), 0.0
         else:
-            draft.stop = StopReason.TOKEN_LIMIT
+            episode.stop = StopReason.TOKEN_LIMIT
 
 
 class Collector:
@@ -110,19 +110,19 @@ class Collector:
 
     def __init__(self, pool: Pool, chat: Chat, tools: Tools, *, clock: Clock = time.perf_counter) -> None:
         self._pool, self._chat, self._tools, self._clock = pool, chat, tools, clock
-        self._seats: dict[Draft, Seat] = {}
-        self._halted: set[Draft] = set()
+        self._seats: dict[Episode, Seat] = {}
+        self._halted: set[Episode] = set()
         self.own_s = 0.0
         """CPU seconds that the event loop's thread took in the last call: waiting for others is not in it."""
 
     async def collect(self, problems: Sequence[Problem], samples: int, **asked: Any) -> list[list[Episode]]:
         """`samples` scored episodes of each problem, in order; `asked` is what `advance` takes."""
-        groups = [[Draft(problem, sample) for sample in range(samples)] for problem in problems]
+        groups = [[Episode(problem, sample) for sample in range(samples)] for problem in problems]
         return [episodes for episodes in await self.advance(groups, **asked) if episodes]
 
     async def advance(
         self,
-        groups: Sequence[Sequence[Draft]],
+        groups: Sequence[Sequence[Episode]],
         *,
         how: SamplingConfig,
         seed: int,
@@ -132,7 +132,7 @@ class Collector:
     ) -> list[list[Episode] | None]:
         """Carry on with the episodes of each problem until `wanted` groups are complete, the first `due` among them.
 
-        The others are interrupted, and None in what comes back: their drafts say how far they came. `wanted` None is
+        The others are interrupted, and None in what comes back: their episodes say how far they came. `wanted` None is
         all. A group is scored as soon as it is complete. `is_enough` is asked whenever an episode is over, and may
         complete its group: what still runs of that is `cancelled`.
 
@@ -148,7 +148,7 @@ class Collector:
         async def group(number: int) -> None:
             over[number] = await self._group(groups[number], run, how.max_tokens, is_enough)
             if sum(map(bool, over)) >= wanted and all(over[:due]):
-                await self._halt([draft for drafts in groups for draft in drafts])
+                await self._halt([episode for episodes in groups for episode in episodes])
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -160,50 +160,52 @@ class Collector:
         return over
 
     async def _group(
-        self, drafts: Sequence[Draft], run: Run, max_tokens: int, is_enough: IsEnough | None
+        self, episodes: Sequence[Episode], run: Run, max_tokens: int, is_enough: IsEnough | None
     ) -> list[Episode] | None:
         """The episodes of a problem once they are over; None if they were interrupted."""
-        prompt = tuple(self._chat.prompt(drafts[0].problem.text))
-        rewards: dict[Draft, float | None] = {}
+        prompt = tuple(self._chat.prompt(episodes[0].problem.text))
+        rewards: list[float | None] = []
         has_enough = False
 
-        async def episode(draft: Draft) -> None:
+        async def carry_on(episode: Episode) -> None:
             nonlocal has_enough
-            draft.prompt_ids = prompt
-            if not draft.stop:
-                await self._episode(draft, run, len(prompt) + max_tokens)
-            if draft.stop and is_enough:
-                (rewards[draft],) = await score([draft], self._tools.verifier)
-                if not has_enough and is_enough(list(rewards.values()), len(drafts) - len(rewards)):
+            episode.prompt_ids = prompt
+            if not episode.stop:
+                await self._episode(episode, run, len(prompt) + max_tokens)
+            if episode.stop and is_enough:
+                (episode.reward,) = await score([episode], self._tools.verifier)
+                rewards.append(episode.reward)
+                if not has_enough and is_enough(rewards, len(episodes) - len(rewards)):
                     has_enough = True
-                    await self._halt(drafts)
+                    await self._halt(episodes)
 
         async with asyncio.TaskGroup() as tasks:
-            for draft in drafts:
-                tasks.create_task(episode(draft))
-        for draft in drafts:
-            if not draft.stop and has_enough:
-                draft.stop = StopReason.CANCELLED
-        if not all(draft.stop for draft in drafts):
+            for episode in episodes:
+                tasks.create_task(carry_on(episode))
+        left = [episode for episode in episodes if not episode.stop]
+        if left and not has_enough:
             return None
+        for episode in left:
+            episode.stop = StopReason.CANCELLED
         if not is_enough:
-            rewards = dict(zip(drafts, await score(drafts, self._tools.verifier), strict=True))
-        return [draft.episode(rewards.get(draft)) for draft in drafts]
+            for episode, reward in zip(episodes, await score(episodes, self._tools.verifier), strict=True):
+                episode.reward = reward
+        return list(episodes)
 
-    async def _episode(self, draft: Draft, run: Run, most_tokens: int) -> None:
-        async with self._pool.seat(group=draft.problem.id, most_tokens=most_tokens) as seat:
-            self._seats[draft] = seat
+    async def _episode(self, episode: Episode, run: Run, most_tokens: int) -> None:
+        async with self._pool.seat(group=episode.problem.id, most_tokens=most_tokens) as seat:
+            self._seats[episode] = seat
             try:
-                if draft not in self._halted:
-                    await run(draft, seat=seat)
+                if episode not in self._halted:
+                    await run(episode, seat=seat)
             finally:
-                del self._seats[draft]
+                del self._seats[episode]
 
-    async def _halt(self, drafts: Iterable[Draft]) -> None:
+    async def _halt(self, episodes: Iterable[Episode]) -> None:
         """Interrupt those that are not over. Tools that run for them are awaited."""
-        left = [draft for draft in drafts if not draft.stop and draft not in self._halted]
+        left = [episode for episode in episodes if not episode.stop and episode not in self._halted]
         self._halted.update(left)
-        if seats := [self._seats[draft] for draft in left if draft in self._seats]:
+        if seats := [self._seats[episode] for episode in left if episode in self._seats]:
             await self._pool.interrupt(seats)
 
 

@@ -1,4 +1,4 @@
-"""What an episode is: a problem, the tokens that were made for it, and how it went. Pure data, frozen once it is over.
+"""What an episode is: a problem, the tokens that were made for it, and how it went. Pure data.
 
 Invariants:
 - Ids, log-probabilities and mask are append-only and of one length. They are recorded as they were sampled; nothing is
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 
 class CallStatus(StrEnum):
@@ -92,8 +91,11 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
-    """An episode under way: it grows, and may be carried on later from where it was interrupted."""
+class Episode:
+    """A rollout: it grows until it has a `stop`, and may be carried on later from where it was interrupted.
+
+    Once it is over it answers what `trainer.roc` asks of a rollout.
+    """
 
     problem: Problem
     sample: int
@@ -110,9 +112,13 @@ class Draft:
     generate_s: float = 0.0
     stop: StopReason | None = None
     answer: str | None = None
+    """The last boxed answer of the last turn, as text."""
     answer_tags: int = 0
+    """`<answer>` blocks that were opened and closed, in all turns."""
+    reward: float | None = None
     seconds: float = 0.0
     error: str = ""
+    """What of ours failed, for `StopReason.UNAVAILABLE`."""
     age: int = 0
     """How often it was interrupted: the steps of training that it has outlived."""
 
@@ -131,40 +137,6 @@ class Draft:
         self.ids += ids
         self.logprobs += logprobs
         self.mask += [mask] * len(ids)
-
-    def episode(self, reward: float | None = None) -> Episode:
-        """What it came to."""
-        assert self.stop, "only an episode that is over has a reward"
-        parts: dict[str, Any] = {"reward": reward}
-        for name in Episode.__dataclass_fields__.keys() - parts:
-            part = getattr(self, name)
-            parts[name] = tuple(part) if isinstance(part, list) else part
-        return Episode(**parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """A rollout that is over. It answers what `trainer.roc` asks of a rollout."""
-
-    problem: Problem
-    sample: int
-    """Which of the problem's rollouts."""
-    prompt_ids: tuple[int, ...]
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    mask: tuple[int, ...]
-    steps: tuple[Turn, ...]
-    stop: StopReason
-    answer: str | None = None
-    """The last boxed answer of the last turn, as text."""
-    answer_tags: int = 0
-    """`<answer>` blocks that were opened and closed, in all turns."""
-    reward: float | None = None
-    seconds: float = 0.0
-    error: str = ""
-    """What of ours failed, for `StopReason.UNAVAILABLE`."""
-    versions: tuple[tuple[int, int], ...] = ()
-    """`(start, version)`: from this token on the weights that sampled, until the next entry."""
 
     @property
     def length(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer import metrics, roc
 from trainer.record import RunFolder
-from trainer.trajectory import CallStatus, Draft, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
 KEEP = 4
 STAGES = {"sft": 6, "rl1": 8, "rl2": 4}
@@ -68,7 +68,7 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
     """A rollout: some reasoning, a call or two, perhaps a broken one, an answer."""
     a, b = (random.Random(f"{problem} {factor}").randrange(10, 99) for factor in "ab")
     task = Problem(problem, f"What is {a} × {b}? Give an integer < 10000.", str(a * b), "generated")
-    draft, calls_left = Draft(task, sample, tuple(range(40)), seconds=1.25), rng.randrange(1, 3)
+    draft, calls_left = Episode(task, sample, tuple(range(40)), seconds=1.25), rng.randrange(1, 3)
     while True:
         calls = (_call(rng, a, b, skill),) if calls_left else ()
         text = f"<reason>Multiply {a} by {b}.</reason>\n"
@@ -93,7 +93,8 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
         answer,
         1 if rng.random() < 0.5 + skill / 2 else 2,
     )
-    whole = draft.episode(float(right))
+    draft.reward = float(right)
+    whole = draft
     chance = rng.random()
     if chance < 0.06:
         stop = StopReason.TOKEN_LIMIT if chance < 0.03 else StopReason.TURN_LIMIT

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer import tiny
-from trainer.trajectory import Draft, Episode, Problem, StopReason, Turn
+from trainer.trajectory import Episode, Problem, StopReason, Turn
 
 Score = Callable[[Problem, int, Sequence[int]], float | None]
 
@@ -60,7 +60,7 @@ class Sampler:
         return version
 
     async def advance(
-        self, groups: Sequence[Sequence[Draft]], *, wanted: int, due: int, **asked: Any
+        self, groups: Sequence[Sequence[Episode]], *, wanted: int, due: int, **asked: Any
     ) -> list[list[Episode] | None]:
         """Those are complete that are `due`, and of the others the last ones."""
         self.before(sum(entry != "sync" for entry in self.log))
@@ -82,11 +82,11 @@ class Sampler:
             over.append(episodes or None)
         return over
 
-    def episode(self, problem: Problem, sample: int, seed: int, draft: Draft | None = None) -> Episode:
+    def episode(self, problem: Problem, sample: int, seed: int, draft: Episode | None = None) -> Episode:
         """A few sampled tokens, two that are shown, and as many sampled ones again; `draft` has the first of them."""
         prompt = [20 + ord(letter) for letter in problem.id]
         draw = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
-        begun = draft or Draft(problem, sample)
+        begun = draft or Episode(problem, sample)
         ids, logprobs, mask, versions = list(begun.ids), list(begun.logprobs), list(begun.mask), list(begun.versions)
         if not versions or versions[-1][1] != self.version:
             versions.append((len(ids), self.version))
@@ -102,15 +102,15 @@ class Sampler:
             problem=problem,
             sample=sample,
             prompt_ids=tuple(prompt),
-            ids=tuple(ids),
-            logprobs=tuple(logprobs),
-            mask=tuple(mask),
-            steps=(Turn(0, len(ids), "text", generate_s=0.01),),
+            ids=ids,
+            logprobs=logprobs,
+            mask=mask,
+            steps=[Turn(0, len(ids), "text", generate_s=0.01)],
             stop=StopReason.FINISHED,
             answer_tags=1,
             reward=self.score(problem, sample, ids),
             error=self.error,
-            versions=tuple(versions),
+            versions=versions,
         )
 
 

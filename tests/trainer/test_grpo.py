@@ -143,7 +143,7 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
         def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:
             episode = super().episode(problem, sample, *rest)
             if problem.id == "p2" and sample == 0:  # failed before its first token
-                return replace(episode, ids=(), logprobs=(), mask=(), steps=(), stop=StopReason.UNAVAILABLE)
+                return replace(episode, ids=[], logprobs=[], mask=[], steps=[], stop=StopReason.UNAVAILABLE)
             return episode
 
     sampler = Failing(model, score=score)
@@ -161,7 +161,7 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
             if episode.reward is None:
                 continue
             advantage = (episode.reward - rewards.mean()) / (rewards.std() + 1e-4)
-            policy_T = policy(torch.tensor([episode.prompt_ids + episode.ids])).logits[0].log_softmax(-1)
+            policy_T = policy(torch.tensor([[*episode.prompt_ids, *episode.ids]])).logits[0].log_softmax(-1)
             start = len(episode.prompt_ids)
             for t, (token, is_sampled) in enumerate(zip(episode.ids, episode.mask, strict=True)):
                 loss = loss - advantage * policy_T[start + t - 1, token] * is_sampled

@@ -63,15 +63,15 @@ def test_an_episode_is_written_so_that_it_could_be_replayed(folder: RunFolder) -
 
 
 def assert_holds(row: dict, one: Episode) -> None:
-    assert tuple(row["ids"]) == one.ids and tuple(row["prompt_ids"]) == one.prompt_ids
+    assert row["ids"] == one.ids and tuple(row["prompt_ids"]) == one.prompt_ids
     assert row["logprobs"] == pytest.approx(one.logprobs, abs=1e-6)
-    assert tuple(value for start, end, value in row["mask"] for _ in range(start, end)) == one.mask
+    assert [value for start, end, value in row["mask"] for _ in range(start, end)] == one.mask
     assert row["problem"] == asdict(one.problem)
     turns = [
         own(Turn, turn) | {"calls": tuple(ToolCall(**own(ToolCall, call)) for call in turn["calls"])}
         for turn in row["turns"]
     ]
-    assert tuple(Turn(**turn) for turn in turns) == one.steps
+    assert [Turn(**turn) for turn in turns] == one.steps
     for name in ("sample", "reward", "answer", "answer_tags", "calls", "failed_calls", "error"):
         assert row[name] == getattr(one, name), name
     assert (row["p_err"], row["p_format"]) == (p_err(one), p_format(one))
@@ -91,7 +91,7 @@ def test_ids_are_always_kept_and_log_probabilities_on_demand(folder: RunFolder) 
 
 @given(st.lists(st.integers(0, 1), min_size=1))
 def test_spans_are_the_mask(mask: list[int]) -> None:
-    one = replace(episode(random.Random(1), "p", 0, skill=1.0), ids=(7,) * len(mask), mask=tuple(mask))
+    one = replace(episode(random.Random(1), "p", 0, skill=1.0), ids=[7] * len(mask), mask=mask)
     with TemporaryDirectory() as path:
         RunFolder(Path(path)).write_episodes(1, "rl1", [[one]], [[0]])
         (row,) = RunFolder(Path(path)).episodes(1)

@@ -6,14 +6,14 @@ import pytest
 
 from tests.trainer.fakes import FakeVerifier
 from trainer.reward import score
-from trainer.trajectory import Draft, Problem, StopReason
+from trainer.trajectory import Episode, Problem, StopReason
 
 
-def episode(answer: str | None, *, gold: str = "7", stop: StopReason = StopReason.FINISHED) -> Draft:
-    return Draft(Problem("p", "What is it?", gold), 0, stop=stop, answer=answer)
+def episode(answer: str | None, *, gold: str = "7", stop: StopReason = StopReason.FINISHED) -> Episode:
+    return Episode(Problem("p", "What is it?", gold), 0, stop=stop, answer=answer)
 
 
-def rewards(*episodes: Draft, verifier: FakeVerifier | None = None) -> list[float | None]:
+def rewards(*episodes: Episode, verifier: FakeVerifier | None = None) -> list[float | None]:
     return asyncio.run(score(episodes, verifier or FakeVerifier()))
 
 

@@ -58,10 +58,9 @@ def test_penalties_are_the_papers(roll, err, form):
 
 def test_an_episode_is_a_rollout():
     calls = tuple(ToolCall("python", "", "", status, "") for status in (CallStatus.OK, CallStatus.TIMEOUT))
-    turns = (Turn(0, 1, "", (*calls, ToolCall("?", "", "", CallStatus.MALFORMED, ""))), Turn(1, 2, ""))
-    episode = Episode(
-        Problem("p", "?", "1"), 0, (1,), (2, 3), (0.0, 0.0), (1, 1), turns, StopReason.FINISHED, "1", 2, 1.0
-    )
+    turns = [Turn(0, 1, "", (*calls, ToolCall("?", "", "", CallStatus.MALFORMED, ""))), Turn(1, 2, "")]
+    stop = StopReason.FINISHED
+    episode = Episode(Problem("p", "?", "1"), 0, (1,), steps=turns, stop=stop, answer_tags=2, reward=1.0)
     assert p_err(episode) == pytest.approx(2 / 3)
     assert p_format(episode) == 0.5
     assert resample_on_correct([episode], 1, mode="paper", rng=random.Random(0)) == [0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
@@ -18,7 +18,7 @@ from trainer.config import SamplingConfig
 from trainer.engine import EngineFailed, Generation
 from trainer.rollout import Collector, run_episode, turn_seed
 from trainer.tools import ToolReply
-from trainer.trajectory import CallStatus, Draft, Problem, StopReason
+from trainer.trajectory import CallStatus, Episode, Problem, StopReason
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
 LIMITS = SamplingConfig(max_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
@@ -37,9 +37,9 @@ def turns_of(*said):
 
 async def run(chat, pool, tools=None, *, how=LIMITS, problem=PROBLEM, sample=0, seed=7):
     tools = tools or ScriptedTools()
-    draft = Draft(problem, sample, tuple(chat.prompt(problem.text)))
+    draft = Episode(problem, sample, tuple(chat.prompt(problem.text)))
     await run_episode(draft, chat=chat, seat=pool, tools=tools, how=how, seed=seed)
-    return draft.episode()
+    return draft
 
 
 def collect(pool, chat, tools, problems, samples, how=LIMITS, seed=7, **asked):
@@ -287,7 +287,7 @@ async def test_order_of_arrival_changes_nothing(chat):
 
     def outcome(groups):
         return [
-            [(e.problem.id, e.sample, e.ids, e.logprobs, e.mask, e.stop, e.answer, e.reward) for e in group]
+            [(e.problem.id, e.sample, tuple(e.ids), e.logprobs, e.mask, e.stop, e.answer, e.reward) for e in group]
             for group in groups
         ]
 
@@ -371,7 +371,7 @@ async def test_a_pool_without_engines_gives_episodes_without_a_reward(chat):
 
     ((episode,),) = await collect(ScriptedPool(script), chat, ScriptedTools(), [PROBLEM], 1)
     assert (episode.stop, episode.reward, episode.error) == (StopReason.UNAVAILABLE, None, "engine: no engine is left")
-    assert episode.ids == ()
+    assert episode.ids == []
 
 
 @pytest.mark.asyncio
@@ -446,7 +446,7 @@ async def test_stragglers_are_stopped_once_the_others_are_enough(chat):
     assert [episode.stop for episode in group] == [StopReason.FINISHED] * 2 + [StopReason.CANCELLED] * 2
     assert [episode.reward for episode in group] == [1.0, 1.0, None, None]
     _, whole, sampling, calling = group
-    assert sampling.ids == whole.ids[: len(whole.ids) // 2] and sampling.steps == ()
+    assert sampling.ids == whole.ids[: len(whole.ids) // 2] and sampling.steps == []
     assert (calling.turns, calling.calls, calling.mask[-1]) == (1, 1, 0)  # its call was awaited
     assert len(pool.asked) == 4 and pool.seated == []
 
@@ -468,8 +468,8 @@ async def test_early_stop_is_told_of_what_there_is_and_what_is_to_come(chat):
 
     (group,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5, is_enough=never)
     (expected,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5)
-    assert [replace(one, seconds=0, steps=()) for one in group] == [
-        replace(one, seconds=0, steps=()) for one in expected
+    assert [asdict(replace(one, seconds=0, generate_s=0, steps=[])) for one in group] == [
+        asdict(replace(one, seconds=0, generate_s=0, steps=[])) for one in expected
     ]
     assert [(len(rewards), left) for rewards, left in asked] == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
     assert asked[-1][0] == sorted(episode.reward for episode in group)
@@ -486,7 +486,7 @@ def story(draws):
 def test_what_is_interrupted_is_neither_lost_nor_doubled(chat, data, wanted, pace):
     """Five groups, some of them interrupted in the middle of whatever they do, until all have been complete."""
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    groups = [[Draft(Problem(f"p{i}", f"ask {i}", "42"), sample) for sample in range(2)] for i in range(5)]
+    groups = [[Episode(Problem(f"p{i}", f"ask {i}", "42"), sample) for sample in range(2)] for i in range(5)]
     ran, trained, version = [], [], 0
 
     def script(context, sampling):
@@ -571,4 +571,4 @@ async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(ch
             trained_T, episode.ids, episode.logprobs, episode.mask, strict=True
         ):
             assert logprob == (pytest.approx(trained_V[number].item(), abs=1e-3) if mask else 0.0)
-    assert len({episode.ids for group in groups for episode in group}) > 1
+    assert len({tuple(episode.ids) for group in groups for episode in group}) > 1
