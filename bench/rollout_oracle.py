@@ -59,7 +59,7 @@ class Oracle(Scheduler):
 
     def _longest_that_fits(self, now: float) -> int | None:
         self.settle(now)
-        for engine in sorted(self.engines(), key=lambda engine: -engine.free):
+        for engine in sorted(self.engines, key=lambda engine: -engine.free):
             books = engine.ledger.episodes, engine.ledger.held
             if engine.running >= engine.most_running or self._full.get(engine.name) == books:
                 continue
