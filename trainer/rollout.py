@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -89,11 +90,9 @@ async def _end_turn(
     elif len(episode.steps) + 1 >= how.max_turns:
         episode.stop = StopReason.TURN_LIMIT
     else:
-        replies = await _run(said.calls, tools.python, how.tool_chars)
-        calls = [call for call, _ in replies]
-        error = next((why for _, why in replies if why), "")
-        if any(call.status is CallStatus.UNAVAILABLE for call in calls):
-            episode.stop, episode.error = StopReason.UNAVAILABLE, f"tool: {error}"
+        calls = await _run(said.calls, tools.python, how.tool_chars)
+        if lost := [call.error for call in calls if call.status is CallStatus.UNAVAILABLE]:
+            episode.stop, episode.error = StopReason.UNAVAILABLE, f"tool: {lost[0]}"
     tools_s = clock() - generated_at if calls else 0.0
     episode.steps.append(Turn(start, end, text, tuple(calls), made.engine, made.version, episode.generate_s, tools_s))
     if episode.stop is None:
@@ -220,8 +219,8 @@ def _first(several: ExceptionGroup[Exception]) -> Exception:
     return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
-async def _run(calls: Sequence[Asked | Malformed], tool: PythonTool, chars: int) -> list[tuple[ToolCall, str]]:
-    """The calls of a turn, all at once, in order; with each what of ours failed."""
+async def _run(calls: Sequence[Asked | Malformed], tool: PythonTool, chars: int) -> list[ToolCall]:
+    """The calls of a turn, all at once, in order."""
     if len(calls) == 1:  # as nearly always, and a task costs as much as parsing the call
         return [await _call(calls[0], tool, chars)]
     async with asyncio.TaskGroup() as tasks:
@@ -229,20 +228,16 @@ async def _run(calls: Sequence[Asked | Malformed], tool: PythonTool, chars: int)
     return [task.result() for task in running]
 
 
-async def _call(call: Asked | Malformed, tool: PythonTool, chars: int) -> tuple[ToolCall, str]:
+async def _call(call: Asked | Malformed, tool: PythonTool, chars: int) -> ToolCall:
     if isinstance(call, Malformed):
-        response, is_cut = _cut(call.response, chars)
-        return ToolCall("", call.text, "", CallStatus.MALFORMED, response, is_cut=is_cut), ""
-    reply = await tool.run(call.name, call.arguments)
-    response, is_cut = _cut(reply.response, chars)
-    is_cut = is_cut or reply.is_cut
-    return ToolCall(call.name, reply.code, reply.stdin, reply.status, response, reply.seconds, is_cut), reply.error
+        return _cut(ToolCall("", call.text, "", CallStatus.MALFORMED, call.response), chars)
+    return _cut(await tool.run(call.name, call.arguments), chars)
 
 
-def _cut(text: str, chars: int) -> tuple[str, bool]:
-    """At most `chars` of `text` from both ends, since a traceback says what happened in its last line; and whether."""
+def _cut(call: ToolCall, chars: int) -> ToolCall:
+    """With at most `chars` of its response from both ends, since a traceback says what happened in its last line."""
+    text, tail = call.response, chars // 2
     if len(text) <= chars:
-        return text, False
-    tail = chars // 2
-    head = chars - tail
-    return f"{text[:head]}\n... {len(text) - chars} characters cut ...\n{text[len(text) - tail :]}", True
+        return call
+    ends = f"{text[: chars - tail]}\n... {len(text) - chars} characters cut ...\n{text[len(text) - tail :]}"
+    return replace(call, response=ends, is_cut=True)

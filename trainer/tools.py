@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from sandbox.client import AsyncClient
@@ -25,7 +26,7 @@ from sandbox.local import local_service
 from sandbox.tool import TOOL_NAMES, parse_arguments, render
 from sandbox.types import Limits
 from trainer.reward import Verdict
-from trainer.trajectory import CallStatus
+from trainer.trajectory import CallStatus, ToolCall
 
 log = logging.getLogger(__name__)
 
@@ -40,46 +41,30 @@ class ServiceFailed(Exception):
     """There is no sandbox to work with. The message says which, why, and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolReply:
-    """What came of one tool call; `response` is what the model reads, nothing for `UNAVAILABLE`."""
-
-    status: CallStatus
-    response: str
-    code: str = ""
-    stdin: str = ""
-    is_cut: bool = False
-    """Whether `response` is shorter than what the tool said."""
-    seconds: float = 0.0
-    error: str = ""
-    """What of ours failed, for `UNAVAILABLE`."""
-
-
 class PythonTool:
     """Runs what a model asks for, each call afresh."""
 
     def __init__(self, client: AsyncClient, *, limits: Limits) -> None:
         self._client, self._limits = client, limits
 
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
-        """The reply to a call by tool name and arguments, JSON or parsed. Raises nothing but cancellation."""
+    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+        """What came of a call by tool name and arguments, JSON or parsed. Raises nothing but cancellation."""
         if name not in TOOL_NAMES:
             text = f"NameError: there is no tool {name!r:.80}; there is {TOOL_NAMES[0]}"
-            return ToolReply(CallStatus.MALFORMED, text)
+            return ToolCall(name, "", "", CallStatus.MALFORMED, text)
         try:
             call = parse_arguments(arguments)
         except InvalidCall as why:
-            return ToolReply(CallStatus.MALFORMED, str(why))
+            return ToolCall(name, "", "", CallStatus.MALFORMED, str(why))
+        asked = partial(ToolCall, name, call.code, call.stdin)
         start = time.monotonic()
         try:
             result = await self._client.execute(replace(call, limits=self._limits))
             response = render(result, max_chars=sys.maxsize)
         except ServiceError as why:
-            seconds = time.monotonic() - start
-            return ToolReply(CallStatus.UNAVAILABLE, "", call.code, call.stdin, seconds=seconds, error=str(why))
-        seconds = time.monotonic() - start
+            return asked(CallStatus.UNAVAILABLE, "", seconds=time.monotonic() - start, error=str(why))
         is_cut = not {"stdout", "value"}.isdisjoint(result.truncated)
-        return ToolReply(CallStatus(result.status), response, call.code, call.stdin, is_cut, seconds)
+        return asked(CallStatus(result.status), response, time.monotonic() - start, is_cut)
 
 
 class Verifier:

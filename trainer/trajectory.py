@@ -58,7 +58,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model asked for it, and what it read in return."""
+    """One call as the model asked for it, and what it read in return: nothing for `UNAVAILABLE`."""
 
     name: str
     code: str
@@ -68,6 +68,8 @@ class ToolCall:
     seconds: float = 0.0
     is_cut: bool = False
     """Whether `response` is shorter than what the tool said."""
+    error: str = ""
+    """What of ours failed, for `UNAVAILABLE`."""
 
     @property
     def has_failed(self) -> bool:

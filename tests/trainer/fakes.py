@@ -14,8 +14,7 @@ import pytest
 
 from trainer.engine import Generation, Sampling
 from trainer.reward import Verdict
-from trainer.tools import ToolReply
-from trainer.trajectory import CallStatus
+from trainer.trajectory import CallStatus, ToolCall
 
 TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response") for slash in ("", "/")]
 TEXTS = [
@@ -55,18 +54,18 @@ class FakePythonTool:
         self.replies = dict(replies or {})
         self.asked: list[tuple[str, str | Mapping[str, Any]]] = []
 
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
+    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         self.asked.append((name, arguments))
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
             code, stdin = given["code"], given.get("input", "")
         except (ValueError, KeyError, TypeError, AttributeError) as why:
-            return ToolReply(CallStatus.MALFORMED, f"{type(why).__name__}: {why}")
+            return replied(CallStatus.MALFORMED, f"{type(why).__name__}: {why}", name=name)
         if code == CallStatus.UNAVAILABLE:
-            return ToolReply(CallStatus.UNAVAILABLE, "", code, stdin, error="the fake is out of order")
+            return replied(CallStatus.UNAVAILABLE, "", code, stdin, name=name, error="the fake is out of order")
         if code in set(CallStatus):
-            return ToolReply(CallStatus(code), f"it ended with {code}", code, stdin)
-        return ToolReply(CallStatus.OK, self.replies.get(code, code), code, stdin)
+            return replied(CallStatus(code), f"it ended with {code}", code, stdin, name=name)
+        return replied(CallStatus.OK, self.replies.get(code, code), code, stdin, name=name)
 
 
 class FakeVerifier:
@@ -151,7 +150,7 @@ class ScriptedSeat:
 class ScriptedTools:
     """A tool that replies what `replies` makes of the code, after a pause, and `FakeVerifier`."""
 
-    replies: Callable[[str], ToolReply | str] = lambda code: code
+    replies: Callable[[str], ToolCall | str] = lambda code: code
     pause: Pause = lambda: asyncio.sleep(0)
     verifier: FakeVerifier = field(default_factory=FakeVerifier)
     running: list[str] = field(default_factory=list)
@@ -161,7 +160,7 @@ class ScriptedTools:
     def python(self) -> ScriptedTools:
         return self
 
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolReply:
+    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         assert name == "python" and isinstance(arguments, Mapping)
         code = arguments["code"]
         self.running.append(code)
@@ -169,9 +168,16 @@ class ScriptedTools:
         try:
             await self.pause()
             reply = self.replies(code)
-            return reply if isinstance(reply, ToolReply) else ToolReply(CallStatus.OK, reply, code)
+            return reply if isinstance(reply, ToolCall) else replied(CallStatus.OK, reply, code)
         finally:
             self.running.remove(code)
+
+
+def replied(
+    status: CallStatus, response: str, code: str = "", stdin: str = "", *, name: str = "python", **more: Any
+) -> ToolCall:
+    """What came of a call."""
+    return ToolCall(name, code, stdin, status, response, **more)
 
 
 def call(code: str = "print(1)", **more: str) -> str:

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, answer, call, qwen_tokenizer
+from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, answer, call, qwen_tokenizer, replied
 from trainer.chat import parse, rstar2
 from trainer.config import SamplingConfig
 from trainer.engine import EngineFailed, Generation
 from trainer.rollout import Collector, run_episode, turn_seed
-from trainer.tools import ToolReply
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
@@ -116,7 +115,7 @@ async def test_a_malformed_call_is_answered_without_the_sandbox(chat):
 @pytest.mark.parametrize("status", [status for status in CallStatus if status is not CallStatus.UNAVAILABLE])
 @pytest.mark.asyncio
 async def test_what_the_code_did_is_read_by_the_model(chat, status):
-    reply = ToolReply(status, f"it was {status}", "1", "stdin", seconds=0.5)
+    reply = replied(status, f"it was {status}", "1", "stdin", seconds=0.5)
     pool = ScriptedPool(turns_of(call("1") + END, "done" + END))
     episode = await run(chat, pool, ScriptedTools(lambda code: reply))
     (made,) = episode.steps[0].calls
@@ -187,7 +186,7 @@ async def test_tool_output_cannot_end_the_turn_of_the_user(chat):
 
 @pytest.mark.asyncio
 async def test_no_verdict_of_the_sandbox_ends_the_episode_unread(chat):
-    lost = ToolReply(CallStatus.UNAVAILABLE, "", "2", error="no executor answers")
+    lost = replied(CallStatus.UNAVAILABLE, "", "2", error="no executor answers")
     tools = ScriptedTools(lambda code: lost if code == "2" else "fine")
     pool = ScriptedPool(turns_of(call("1") + call("2") + END))
     episode = await run(chat, pool, tools)
@@ -237,7 +236,7 @@ def test_whatever_happens_an_episode_holds_together(chat, said, max_tokens, max_
             raise EngineFailed("gone")
         return said[len(pool.asked) % len(said)] + END
 
-    lost = ToolReply(CallStatus.UNAVAILABLE, "", "lost", error="down")
+    lost = replied(CallStatus.UNAVAILABLE, "", "lost", error="down")
     pool, tools = ScriptedPool(script), ScriptedTools(lambda code: lost if code == "lost" else code * 200)
     episode = asyncio.run(run(chat, pool, tools, how=SamplingConfig(max_tokens, max_turns, tool_chars)))
     assert len(episode.ids) == len(episode.logprobs) == len(episode.mask) <= max_tokens
@@ -353,7 +352,7 @@ async def test_our_failures_are_never_a_reward_of_zero(chat):
             return call("1") + END
         return answer("unavailable" if "check" in context else "7") + END
 
-    tools = ScriptedTools(lambda code: ToolReply(CallStatus.UNAVAILABLE, "", code, error="down"))
+    tools = ScriptedTools(lambda code: replied(CallStatus.UNAVAILABLE, "", code, error="down"))
     problems = [Problem(text, text, "42") for text in ("engine", "tool", "check", "wrong")]
     groups = await collect(ScriptedPool(script), chat, tools, problems, 2)
     assert [[episode.reward for episode in group] for group in groups] == [

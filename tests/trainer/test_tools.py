@@ -20,8 +20,8 @@ from sandbox.types import CallError, Limits, Outcome, Result, Status
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer import tools
 from trainer.reward import Verdict
-from trainer.tools import PythonTool, ServiceFailed, ToolReply, Verifier, service
-from trainer.trajectory import CallStatus
+from trainer.tools import PythonTool, ServiceFailed, Verifier, service
+from trainer.trajectory import CallStatus, ToolCall
 
 LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
 NAME = TOOL_NAMES[0]
@@ -44,8 +44,8 @@ def address(guest_python: Path) -> Iterator[str]:
         runner.run(local.__aexit__(None, None, None))
 
 
-def run(address: str, *asked: tuple[str, Any], **settings: Any) -> list[ToolReply]:
-    async def main() -> list[ToolReply]:
+def run(address: str, *asked: tuple[str, Any], **settings: Any) -> list[ToolCall]:
+    async def main() -> list[ToolCall]:
         async with service(address, **settings) as found:
             return await asyncio.gather(*(found.python.run(name, arguments) for name, arguments in asked))
 
@@ -183,7 +183,7 @@ def test_the_fakes_do_as_the_real_ones(kind: str, address: str) -> None:
     async def main() -> None:
         async with tools_of(kind, address) as found:
             reply = await found.python.run(*code("6 * 7"))
-            assert replace(reply, seconds=0) == ToolReply(CallStatus.OK, "42", "6 * 7")
+            assert replace(reply, seconds=0) == ToolCall(NAME, "6 * 7", "", CallStatus.OK, "42")
             reply = await found.python.run(NAME, "{")
             assert (reply.status, reply.code) == (CallStatus.MALFORMED, "")
             assert reply.response
