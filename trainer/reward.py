@@ -10,9 +10,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from typing import Protocol
 
 from trainer.trajectory import Episode, StopReason
 
@@ -27,14 +26,9 @@ class Verdict(StrEnum):
     """No verdict: ours."""
 
 
-class Verifier(Protocol):
-    """Who compares answers (`trainer.tools.Verifier`)."""
-
-    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """For each pair of the right answer and the model's, in order. Does not raise for a service that is down."""
-        ...
-
-
+Verify = Callable[[Sequence[tuple[str, str]]], Awaitable[list[Verdict]]]
+"""Compares pairs of the right answer and the model's, in order, and does not raise for a service that is down
+(`trainer.tools.Tools.verify`)."""
 REWARDS: dict[Verdict, float | None] = {
     Verdict.EQUIVALENT: 1.0,
     Verdict.NOT_EQUIVALENT: 0.0,
@@ -45,11 +39,11 @@ OURS = (StopReason.UNAVAILABLE, StopReason.CANCELLED)
 """How we, and not the model, end an episode."""
 
 
-async def score(episodes: Sequence[Episode], verifier: Verifier) -> list[float | None]:
+async def score(episodes: Sequence[Episode], verify: Verify) -> list[float | None]:
     """The rewards of episodes that are over, in order. Answers that several of them share are checked once."""
     theirs = [one for one in episodes if one.stop not in OURS]
     pairs = list(dict.fromkeys((one.problem.answer, one.answer) for one in theirs if one.answer is not None))
-    verdicts = dict(zip(pairs, await verifier.verify(pairs), strict=True)) if pairs else {}
+    verdicts = dict(zip(pairs, await verify(pairs), strict=True)) if pairs else {}
 
     def reward(one: Episode) -> float | None:
         if one.stop in OURS:

@@ -29,7 +29,7 @@ from trainer.config import SamplingConfig
 from trainer.engine import EngineFailed, Generation, Sampling
 from trainer.pool import Pool, Seat
 from trainer.reward import score
-from trainer.tools import PythonTool, Tools
+from trainer.tools import Tools
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
 Clock = Callable[[], float]
@@ -90,7 +90,7 @@ async def _end_turn(
     elif len(episode.steps) + 1 >= how.max_turns:
         episode.stop = StopReason.TURN_LIMIT
     else:
-        calls = await _run(said.calls, tools.python, how.tool_chars)
+        calls = await _run(said.calls, tools, how.tool_chars)
         if lost := [call.error for call in calls if call.status is CallStatus.UNAVAILABLE]:
             episode.stop, episode.error = StopReason.UNAVAILABLE, f"tool: {lost[0]}"
     tools_s = clock() - generated_at if calls else 0.0
@@ -172,7 +172,7 @@ class Collector:
             if not episode.stop:
                 await self._episode(episode, run, len(prompt) + max_tokens)
             if episode.stop and is_enough:
-                (episode.reward,) = await score([episode], self._tools.verifier)
+                (episode.reward,) = await score([episode], self._tools.verify)
                 rewards.append(episode.reward)
                 if not has_enough and is_enough(rewards, len(episodes) - len(rewards)):
                     has_enough = True
@@ -187,7 +187,7 @@ class Collector:
         for episode in left:
             episode.stop = StopReason.CANCELLED
         if not is_enough:
-            for episode, reward in zip(episodes, await score(episodes, self._tools.verifier), strict=True):
+            for episode, reward in zip(episodes, await score(episodes, self._tools.verify), strict=True):
                 episode.reward = reward
         return list(episodes)
 
@@ -219,19 +219,19 @@ def _first(several: ExceptionGroup[Exception]) -> Exception:
     return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
-async def _run(calls: Sequence[Asked | Malformed], tool: PythonTool, chars: int) -> list[ToolCall]:
+async def _run(calls: Sequence[Asked | Malformed], tools: Tools, chars: int) -> list[ToolCall]:
     """The calls of a turn, all at once, in order."""
     if len(calls) == 1:  # as nearly always, and a task costs as much as parsing the call
-        return [await _call(calls[0], tool, chars)]
+        return [await _call(calls[0], tools, chars)]
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(_call(call, tool, chars)) for call in calls]
+        running = [tasks.create_task(_call(call, tools, chars)) for call in calls]
     return [task.result() for task in running]
 
 
-async def _call(call: Asked | Malformed, tool: PythonTool, chars: int) -> ToolCall:
+async def _call(call: Asked | Malformed, tools: Tools, chars: int) -> ToolCall:
     if isinstance(call, Malformed):
         return _cut(ToolCall("", call.text, "", CallStatus.MALFORMED, call.response), chars)
-    return _cut(await tool.run(call.name, call.arguments), chars)
+    return _cut(await tools.run(call.name, call.arguments), chars)
 
 
 def _cut(call: ToolCall, chars: int) -> ToolCall:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,11 @@ class ServiceFailed(Exception):
     """There is no sandbox to work with. The message says which, why, and what to do."""
 
 
-class PythonTool:
-    """Runs what a model asks for, each call afresh."""
+class Tools:
+    """What episodes and rewards need of the sandbox at `endpoints`: Python, and answers compared by math-verify."""
 
-    def __init__(self, client: AsyncClient, *, limits: Limits) -> None:
-        self._client, self._limits = client, limits
+    def __init__(self, client: AsyncClient, *, limits: Limits, endpoints: tuple[str, ...] = ()) -> None:
+        self._client, self._limits, self.endpoints = client, limits, endpoints
 
     async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         """What came of a call by tool name and arguments, JSON or parsed. Raises nothing but cancellation."""
@@ -66,30 +66,14 @@ class PythonTool:
         is_cut = not {"stdout", "value"}.isdisjoint(result.truncated)
         return asked(CallStatus(result.status), response, time.monotonic() - start, is_cut)
 
-
-class Verifier:
-    """Compares answers by math-verify, inside the sandbox."""
-
-    def __init__(self, client: AsyncClient, *, limits: Limits) -> None:
-        self._client, self._limits = client, limits
-
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """For each pair of the right answer and the model's, in order. Raises nothing but cancellation."""
+        """Compare pairs of the right answer and the model's, in order. Raises nothing but cancellation."""
         try:
             verdicts = await self._client.verify(pairs, limits=self._limits)
         except ServiceError as why:
             log.warning("%d answers could not be checked: %s", len(pairs), why)
             return [Verdict.UNAVAILABLE] * len(pairs)
         return [Verdict(verdict.outcome.value) for verdict in verdicts]
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What episodes and rewards need of the sandbox. `endpoints` are where it is."""
-
-    python: PythonTool
-    verifier: Verifier
-    endpoints: tuple[str, ...]
 
 
 @asynccontextmanager
@@ -117,7 +101,7 @@ async def service(
             AsyncClient(endpoints, token=os.environ.get("RSTAR_SANDBOX_TOKEN"), retries=RETRIES, gather_s=GATHER_S)
         )
         await _check(client, endpoints, limits)
-        yield Tools(PythonTool(client, limits=limits), Verifier(client, limits=limits), endpoints)
+        yield Tools(client, limits=limits, endpoints=endpoints)
 
 
 async def _check(client: AsyncClient, endpoints: Sequence[str], limits: Limits) -> None:

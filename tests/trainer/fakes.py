@@ -156,9 +156,8 @@ class ScriptedTools:
     running: list[str] = field(default_factory=list)
     most_running: int = 0
 
-    @property
-    def python(self) -> ScriptedTools:
-        return self
+    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        return await self.verifier.verify(pairs)
 
     async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         assert name == "python" and isinstance(arguments, Mapping)

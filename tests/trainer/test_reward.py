@@ -14,7 +14,7 @@ def episode(answer: str | None, *, gold: str = "7", stop: StopReason = StopReaso
 
 
 def rewards(*episodes: Episode, verifier: FakeVerifier | None = None) -> list[float | None]:
-    return asyncio.run(score(episodes, verifier or FakeVerifier()))
+    return asyncio.run(score(episodes, (verifier or FakeVerifier()).verify))
 
 
 def test_an_answer_earns_what_its_check_says() -> None:

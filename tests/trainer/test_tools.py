@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from sandbox.jail import choose
 from sandbox.tool import TOOL_NAMES
 from sandbox.types import CallError, Limits, Outcome, Result, Status
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
-from trainer import tools
 from trainer.reward import Verdict
-from trainer.tools import PythonTool, ServiceFailed, Verifier, service
+from trainer.tools import ServiceFailed, Tools, service
 from trainer.trajectory import CallStatus, ToolCall
 
 LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
@@ -47,7 +47,7 @@ def address(guest_python: Path) -> Iterator[str]:
 def run(address: str, *asked: tuple[str, Any], **settings: Any) -> list[ToolCall]:
     async def main() -> list[ToolCall]:
         async with service(address, **settings) as found:
-            return await asyncio.gather(*(found.python.run(name, arguments) for name, arguments in asked))
+            return await asyncio.gather(*(found.run(name, arguments) for name, arguments in asked))
 
     return asyncio.run(main())
 
@@ -87,7 +87,7 @@ def test_a_reply_is_what_the_model_reads_and_how_the_call_ended(address: str) ->
     ],
 )
 def test_what_is_no_call_is_answered_without_the_service(name: str, arguments: str, says: str) -> None:
-    tool = PythonTool(AsyncClient("http://127.0.0.1:1"), limits=Limits())
+    tool = Tools(AsyncClient("http://127.0.0.1:1"), limits=Limits())
     reply = asyncio.run(tool.run(name, arguments))
     assert reply.status is CallStatus.MALFORMED
     assert reply.response.startswith(says)
@@ -123,17 +123,17 @@ NO_VERDICT = Result("", Status.UNAVAILABLE, error=CallError("NodeError", "tried 
 @pytest.mark.parametrize("gives", [NO_VERDICT, Overloaded("the service is full")])
 def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception) -> None:
     client = Refusing(gives)
-    reply = asyncio.run(PythonTool(client, limits=Limits()).run(*code("1")))
+    reply = asyncio.run(Tools(client, limits=Limits()).run(*code("1")))
     assert (reply.status, reply.response, reply.code) == (CallStatus.UNAVAILABLE, "", "1")
     assert "tried 3 times" in reply.error or "is full" in reply.error
-    verdicts = asyncio.run(Verifier(client, limits=Limits()).verify([("1", "1"), ("1", "2")]))
+    verdicts = asyncio.run(Tools(client, limits=Limits()).verify([("1", "1"), ("1", "2")]))
     assert verdicts == [Verdict.UNAVAILABLE] * 2
 
 
 def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
     async def main() -> list[Verdict]:
         async with service(address) as found:
-            return await found.verifier.verify([(r"\frac{1}{2}", "0.5"), ("7", "8"), ("7", "")])
+            return await found.verify([(r"\frac{1}{2}", "0.5"), ("7", "8"), ("7", "")])
 
     assert asyncio.run(main()) == [Verdict.EQUIVALENT, Verdict.NOT_EQUIVALENT, Verdict.UNPARSABLE]
 
@@ -153,7 +153,7 @@ def test_every_outcome_of_the_sandbox_is_a_verdict_and_every_status_one_of_a_cal
 def test_a_service_that_is_not_there_is_told_at_once(
     endpoint: Any, settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "RETRIES", 0)
+    monkeypatch.setattr("trainer.tools.RETRIES", 0)
 
     async def main() -> None:
         async with service(endpoint, **settings):
@@ -172,7 +172,7 @@ def test_limits_that_mean_nothing_are_told_at_once(address: str) -> None:
 @asynccontextmanager
 async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
     if kind == "fake":
-        yield tools.Tools(FakePythonTool({"6 * 7": "42"}), FakeVerifier(), ())  # type: ignore[arg-type]
+        yield SimpleNamespace(run=FakePythonTool({"6 * 7": "42"}).run, verify=FakeVerifier().verify)
     else:
         async with service(address) as found:
             yield found
@@ -182,13 +182,13 @@ async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
 def test_the_fakes_do_as_the_real_ones(kind: str, address: str) -> None:
     async def main() -> None:
         async with tools_of(kind, address) as found:
-            reply = await found.python.run(*code("6 * 7"))
+            reply = await found.run(*code("6 * 7"))
             assert replace(reply, seconds=0) == ToolCall(NAME, "6 * 7", "", CallStatus.OK, "42")
-            reply = await found.python.run(NAME, "{")
+            reply = await found.run(NAME, "{")
             assert (reply.status, reply.code) == (CallStatus.MALFORMED, "")
             assert reply.response
             pairs = [("7", "7"), ("7", "8")]
-            assert await found.verifier.verify(pairs) == [Verdict.EQUIVALENT, Verdict.NOT_EQUIVALENT]
-            assert await found.verifier.verify([]) == []
+            assert await found.verify(pairs) == [Verdict.EQUIVALENT, Verdict.NOT_EQUIVALENT]
+            assert await found.verify([]) == []
 
     asyncio.run(main())
