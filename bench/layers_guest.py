@@ -22,13 +22,25 @@ import sys
 import time
 from typing import Any, NoReturn
 
+import burst
 import capture
 import confine
 import runner
 import zygote
 
 STEPS = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
-GROUPS = STEPS.index("groups")
+LAYERS: dict[str, set[int]] = {
+    "namespaces": {confine._SYS_UNSHARE},
+    "tmpfs": {confine._SYS_MOUNT},
+    "identity": {
+        *(confine._SYS_SETGROUPS, confine._SYS_SETRESGID, confine._SYS_SETRESUID, confine._SYS_CAPSET),
+        *(confine._SYS_CHDIR, confine._SYS_SETRLIMIT, confine._SYS_PRCTL, confine._SYS_SETPGID),
+    },
+    "seccomp": {confine._SYS_SECCOMP},
+    "groups": {confine._SYS_WRITE},
+    "runner": {confine._SYS_OPEN, confine._SYS_CLOSE},
+}
+"""Which system calls are a layer's, for all but the first and the fork."""
 
 
 class MeasuringZygote(zygote.Zygote):
@@ -64,28 +76,37 @@ class MeasuringZygote(zygote.Zygote):
 
     def _bare(self, step: str, call: dict[str, Any], source: bytes) -> None:
         """Fork, confine as far as `step`, compile and run, leave; output goes to a memory file as in the real thing."""
-        depth = max(STEPS.index(step), 1)
-        layers = self.layers
-        layers._clone_flags, kept = (
-            layers._clone_flags & (-1 if depth > 1 else ~confine._CLONE_NEWPID),
-            layers._clone_flags,
-        )
         out = capture.bounded_file(call["output"])
-        pid = os.fork() if step == "os.fork" else layers.fork()
+        pid = self._fork_plainly(step) if step in ("floor", "os.fork") else self._fork_confined(step, call, out)
         if pid == 0:
-            self._bare_child(depth, call, source, out)
-        layers._clone_flags = kept
+            self._bare_child(source, out)
         _, status = os.waitpid(pid, 0)
         if status:
             self.failed += 1
         os.close(out)
 
-    def _bare_child(self, depth: int, call: dict[str, Any], source: bytes, out: int) -> NoReturn:
+    def _fork_plainly(self, step: str) -> int:
+        layers, flags = self.layers, self.layers._clone_flags
+        layers._clone_flags = flags & ~confine._CLONE_NEWPID
+        pid = os.fork() if step == "os.fork" else layers.fork()
+        layers._clone_flags = flags
+        return pid
+
+    def _fork_confined(self, step: str, call: dict[str, Any], out: int) -> int:
+        """By the zygote's own means, of whose steps those that belong to later layers are left out."""
+        steps, room = self.layers.steps(call["slot"], call, [(out, 1)], self.burst.rooms[0])
+        later = set().union(*(LAYERS[name] for name in STEPS[STEPS.index(step) + 1 :]))
+        size = burst.STEP
+        kept = [word for at in range(0, len(steps), size) if steps[at] not in later for word in steps[at : at + size]]
+        self.burst.put(0, (0, 0, 0, 0), kept, room)
+        if self.burst.run(1) is None:
+            return self.burst.result(0)
+        self.burst.check()
+        return 0
+
+    def _bare_child(self, source: bytes, out: int) -> NoReturn:
         try:
-            if depth == GROUPS:
-                self.layers.join(call["slot"])
             os.dup2(out, 1)
-            _confine(self.layers, call["plan"], depth, call)
             exec(compile(source, runner.SCRIPT, "exec"), {"__name__": "__main__"})
             os._exit(0)
         finally:
@@ -94,6 +115,7 @@ class MeasuringZygote(zygote.Zygote):
     def _whole(self, call: dict[str, Any], body: memoryview) -> None:
         """The zygote's own fork, runner and answer, all but the frame that would carry it."""
         self._do_call(call, body)
+        self._launch()
         (running,) = self.running.values()
         pid, status, usage = os.wait4(running.pid, 0)
         del self.running[pid]
@@ -101,22 +123,6 @@ class MeasuringZygote(zygote.Zygote):
         self.deadlines.clear()
         if status:
             self.failed += 1
-
-
-def _confine(layers: Any, plan: dict[str, Any], depth: int, call: dict[str, Any]) -> None:
-    """The first layers of `confine.Confinement.enter`: 2 namespaces, 3 the scratch folder, 4 identity, then all."""
-    uid = plan["uid_base"]
-    if depth in (2, 3):
-        confine._check(confine._libc.unshare(plan["unshare"]), "unshare")
-    if depth == 3:
-        owner = None if uid is None else uid + call["slot"]
-        confine._mount_scratch(plan["tmpfs"], call["disk"], plan["inodes"], owner)
-    if depth == 4:
-        kept, layers._filter = layers._filter, None
-        layers.enter(call["slot"], call)
-        layers._filter = kept
-    if depth >= 5:
-        layers.enter(call["slot"], call)
 
 
 if __name__ == "__main__":

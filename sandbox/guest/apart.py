@@ -7,6 +7,7 @@ output must never lie in what a fork copies. These pages do not: the kernel give
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 _WIPE_ON_FORK = 18
@@ -24,6 +25,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._usual = _private(ROOM, apart=False)
+        self._address = _address(self._usual)
         self._dirty = 0
         self.body = memoryview(b"")
 
@@ -38,10 +40,30 @@ class Inbox:
             self._usual[kept : self._dirty] = bytes(self._dirty - kept)
         self._dirty = kept
 
+    def order(self, body: memoryview) -> tuple[int, int, int, int]:
+        """The same, for `burst` to do between two forks: from where, to where, how many bytes, and zeros behind them.
+        What is larger than is usual has to go alone."""
+        size = len(body)
+        source = _address(body) if size else 0
+        if size > ROOM:
+            self.body = memoryview(_private(size, apart=False))[:size]
+            return source, _address(self.body), size, 0
+        zeros, self._dirty = max(0, self._dirty - size), size
+        return source, self._address, size, zeros
+
+    def take(self, size: int) -> None:
+        """In the call that was sent so many bytes: they are the body."""
+        if size <= ROOM:
+            self.body = memoryview(self._usual)[:size]
+
     def shrink(self) -> None:
         """After the fork: let go of room that was for one call alone."""
         if len(self.body) > ROOM:
             self.body = memoryview(b"")
+
+
+def _address(pages: mmap.mmap | memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
 def _private(size: int, *, apart: bool) -> mmap.mmap:

@@ -1,7 +1,8 @@
 """The layers around one call, applied between the fork and the first line of its code.
 
-The zygote holds privileges inside its own user namespace only, and just long enough: each layer here is one function,
-in an order that matters. The plan (which layers, which numbers) is data made by the executor's side.
+The zygote holds privileges inside its own user namespace only, and just long enough: each layer is a few system calls,
+in an order that matters. With namespaces they are a list, which `burst` goes through (`steps`); else Python makes them
+(`fork`, `join`, `enter`). The plan (which layers, which numbers) is data made by the executor's side.
 
 A layer that fails raises, and the call does not run: closed, never open.
 """
@@ -15,6 +16,7 @@ import os
 import resource
 import struct
 
+import burst
 import landlock
 
 # Without the interpreter lock let go and without ctypes' own copy of errno, each of which would write to more pages
@@ -22,15 +24,17 @@ import landlock
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
 # Looked up here: looking a symbol up in the call would have it read the C library's tables anew.
-_unshare, _mount, _capset = _libc.unshare, _libc.mount, _libc.capset
-_prctl, _syscall, _fork = _libc.prctl, _libc.syscall, _libc.fork
+_prctl, _capset, _syscall, _fork = _libc.prctl, _libc.capset, _libc.syscall, _libc.fork
 
-_SYS_CLONE, _SYS_CLONE3 = 56, 435
+_SYS_WRITE, _SYS_OPEN, _SYS_CLOSE, _SYS_SIGPROCMASK, _SYS_DUP2, _SYS_CLONE = 1, 2, 3, 14, 33, 56
+_SYS_CHDIR, _SYS_SETPGID, _SYS_SETGROUPS, _SYS_SETRESUID, _SYS_SETRESGID, _SYS_CAPSET = 80, 109, 116, 117, 119, 126
+_SYS_PRCTL, _SYS_SETRLIMIT, _SYS_MOUNT, _SYS_CLOCK_GETTIME, _SYS_UNSHARE, _SYS_CLONE3 = 157, 160, 165, 228, 272, 435
 _CLONE_CHILD_SETTID, _CLONE_NEWPID, _CLONE_INTO_CGROUP = 0x01000000, 0x20000000, 0x200000000
 _CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 2, 4, 10
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_GET_TID_ADDRESS = 1, 24, 38, 40
 _SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER = 317, 1
+_CLOCK_MONOTONIC, _SIG_SETMASK, _SIGSET_BYTES = 1, 2, 8
 _SIGKILL, _SIGCHLD = 9, 17
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 _NO_CAPS = bytes(24)
@@ -40,6 +44,8 @@ _BOUNDED = {
     "processes": resource.RLIMIT_NPROC,
     "open_files": resource.RLIMIT_NOFILE,
 }
+# Where things lie in a job's room, in words: the time, limits, arguments of clone3, options of the mount.
+_TIME, _LIMITS, _CLONE_ARGS, _OPTIONS = 0, 2, 10, 21
 
 
 class Confinement:
@@ -69,6 +75,21 @@ class Confinement:
         self._clone3[0] = self._clone_flags | _CLONE_INTO_CGROUP
         self._clone3[_CLONE_ARG_CHILD_TID] = self._tid.value or 0
         self._clone3[_CLONE_ARG_EXIT_SIGNAL] = _SIGCHLD
+        self.has_steps: bool = plan["unshare_pid"]
+        """Whether `steps` says it all."""
+        self._texts = {
+            name: ctypes.create_string_buffer(text)
+            for name, text in {
+                "null": b"/dev/null",
+                "no signals": bytes(_SIGSET_BYTES),
+                "one": b"0",
+                "scratch": b"scratch",
+                "tmpfs": b"tmpfs",
+                "home": (self.tmpfs or "").encode(),
+                "cap header": _CAP_HEADER,
+                "no caps": _NO_CAPS,
+            }.items()
+        }
         self.settle()
 
     def settle(self) -> None:
@@ -103,25 +124,63 @@ class Confinement:
             for door in self.doors.get(slot, ()):
                 os.write(door, b"0")
 
-    def enter(self, slot: int, limits: dict) -> None:
-        """Confine this process for good. Mounts come first (they need privilege), then the identity that had the
-        privilege goes, then what it may use, and the filter last, since it forbids most of what came before."""
-        if self._unshare:
-            _check(_unshare(self._unshare), "unshare(mount)")
+    def steps(self, slot: int, call: dict, fds: list[tuple[int, int]], room: int) -> tuple[list[int], list[int]]:
+        """What a job of `burst` does, and what its room, at that address, holds: the time, the fork, and then in the
+        child, which is confined for good, and has `fds` under the names that come with them. Its group comes first, so
+        that every page that it copies counts as its own; then mounts, which need privilege; then the identity that had
+        the privilege goes, then what it may use, and the filter last, since it forbids most of what came before."""
+        at = {name: ctypes.addressof(text) for name, text in self._texts.items()}
         uid = self._uid_base + slot if self._uid_base is not None else None
-        if self.tmpfs:
-            _mount_scratch(self.tmpfs, limits["disk"], self._inodes, uid)
+        limits = self._limits(call)
+        options = _scratch_options(call["disk"], self._inodes, uid)
+        clone3 = [*self._clone3]
+        steps = [_SYS_CLOCK_GETTIME, _CLOCK_MONOTONIC, room + 8 * _TIME, 0, 0, 0, 0]
+        if slot in self.floors:
+            clone3[_CLONE_ARG_CGROUP] = self.floors[slot]
+            steps += _step(_SYS_CLONE3, room + 8 * _CLONE_ARGS, ctypes.sizeof(self._clone3))
+        else:
+            steps += _step(_SYS_CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid.value or 0)
+            for door in self.doors.get(slot, ()):
+                steps += _step(_SYS_WRITE, door, at["one"], 1)
+        for fd, name in fds:
+            steps += _step(_SYS_DUP2, fd, name)
+        if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
+            steps += _step(_SYS_CLOSE, 0)
+            steps += _step(_SYS_OPEN, at["null"], os.O_RDONLY)
+        steps += _step(_SYS_SIGPROCMASK, _SIG_SETMASK, at["no signals"], 0, _SIGSET_BYTES)
+        steps += _step(_SYS_SETPGID, 0, 0)  # else it could signal the zygote's group
+        steps += _step(_SYS_UNSHARE, self._unshare)
+        flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+        steps += _step(_SYS_MOUNT, at["scratch"], at["home"], at["tmpfs"], flags, room + 8 * _OPTIONS)
+        if uid is not None:
+            steps += _step(_SYS_SETGROUPS, 0, 0)
+            steps += _step(_SYS_SETRESGID, uid, uid, uid)
+            steps += _step(_SYS_SETRESUID, uid, uid, uid)  # away from 0: no capability is left (capabilities(7))
+        else:
+            steps += _step(_SYS_CAPSET, at["cap header"], at["no caps"])
+        steps += _step(_SYS_CHDIR, at["home"])  # as the owner: whoever mounted it may not even look inside
+        for number, (what, _most) in enumerate(limits):
+            steps += _step(_SYS_SETRLIMIT, what, room + 8 * (_LIMITS + 2 * number))
+        # After setresuid, which clears it. A zygote that dies takes its calls along.
+        steps += _step(_SYS_PRCTL, _PR_SET_PDEATHSIG, _SIGKILL)
+        steps += _step(_SYS_PRCTL, _PR_SET_NO_NEW_PRIVS, 1)
+        if self._filter:
+            steps += _step(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._filter.address)
+        return steps, [0, 0, *(most for _, most in limits for _ in range(2)), *clone3, *options]
+
+    def enter(self, slot: int, limits: dict) -> None:
+        """Without namespaces: confine this process for good, the identity first."""
+        uid = self._uid_base + slot if self._uid_base is not None else None
         if uid is not None:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)  # away from 0: the kernel clears every capability set (capabilities(7))
         elif self._drop_caps:
             _check(_capset(_CAP_HEADER, _NO_CAPS), "capset(none)")
-        if self.tmpfs:
-            os.chdir(self.tmpfs)  # as the owner: whoever mounted it may not even look inside
         if self.ground:
             self.ground.enter(slot)
-        self._bound(limits)
+        for what, most in self._limits(limits):
+            resource.setrlimit(what, (most, most))
         # After setresuid, which clears it. A zygote that dies takes its calls along.
         _check(_prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
         if self.ground:
@@ -131,13 +190,12 @@ class Confinement:
         if self._filter:
             self._filter.load()
 
-    def _bound(self, limits: dict) -> None:
-        _setrlimit = resource.setrlimit
-        for name, what in _BOUNDED.items():
-            if name == "processes" and self.ground is not None and self._uid_base is None:
-                continue  # the kernel counts all that a uid has, and this one is the server's
-            most = limits[name] + self.address_space if name == "memory" else limits[name]
-            _setrlimit(what, (most, most))
+    def _limits(self, call: dict) -> list[tuple[int, int]]:
+        limits = [(_BOUNDED[name], call[name]) for name in ("disk", "open_files")]
+        limits.append((_BOUNDED["memory"], call["memory"] + self.address_space))
+        if self.ground is None or self._uid_base is not None:  # else the kernel counts all that the server's uid has
+            limits.append((_BOUNDED["processes"], call["processes"]))
+        return limits
 
 
 def lower_for_good(plan: dict) -> None:
@@ -149,11 +207,15 @@ def lower_for_good(plan: dict) -> None:
         _Filter(base64.b64decode(plan["zygote_seccomp"]), []).load()
 
 
-def _mount_scratch(where: str, size: int, inodes: int, uid: int | None) -> None:
+def _step(number: int, *arguments: int) -> tuple[int, ...]:
+    return (number, *arguments, *(0,) * (burst.STEP - 1 - len(arguments)))
+
+
+def _scratch_options(size: int, inodes: int, uid: int | None) -> memoryview:
+    """Of the mount of a scratch folder, in words."""
     owner = f",uid={uid},gid={uid}" if uid is not None else ""
-    options = f"size={size},nr_inodes={inodes},mode=0700{owner}".encode()
-    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    _check(_mount(b"scratch", where.encode(), b"tmpfs", flags, options), f"mount(tmpfs, {where})")
+    text = f"size={size},nr_inodes={inodes},mode=0700{owner}".encode()
+    return memoryview(text + bytes(8 - len(text) % 8)).cast("q")
 
 
 def _drop_bounding_set() -> None:
@@ -172,7 +234,8 @@ class _Filter:
         self._program = ctypes.create_string_buffer(program, len(program))
         self._own_pid_at = own_pid_at
         address = ctypes.addressof(self._program)
-        self._header = struct.pack("HxxxxxxQ", len(program) // 8, address)
+        self._header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, address))
+        self.address = ctypes.addressof(self._header)
 
     def load(self) -> None:
         for place in self._own_pid_at:

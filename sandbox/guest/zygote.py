@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import contextlib
 import ctypes
+import errno
 import heapq
 import mmap
 import os
@@ -40,6 +41,7 @@ import traceback
 from collections.abc import Iterator
 
 import apart
+import burst
 import capture
 import checker
 import confine
@@ -105,6 +107,8 @@ class Zygote:
         self.layers = layers
         self.inbox = apart.Inbox()
         self.outbox = frames.Outbox(incoming.sock)
+        self.burst = burst.Burst() if layers.has_steps else None
+        self.ready: list[tuple[Running, dict, list[tuple[int, int]], memoryview]] = []  # to be forked
         self.running: dict[int, Running] = {}  # by process id
         self.ending: list[tuple[Running, int, resource.struct_rusage]] = []  # its first process is dead
         self.lasting_s = 0.0
@@ -125,7 +129,10 @@ class Zygote:
                 self._reap()
             if sock_fd in ready:
                 for header, body in self.frames.receive():
+                    if header["op"] != "call":
+                        self._launch()
                     getattr(self, "_do_" + header["op"])(header, body)
+                self._launch()
             if self.deadlines:
                 self._tell_lasting()
             self.outbox.flush()  # all that one turn of the loop has to say, together
@@ -146,16 +153,18 @@ class Zygote:
 
     def _do_call(self, call: dict, body: memoryview) -> None:
         running = Running(call)
+        is_large = len(body) > apart.ROOM
+        if is_large or len(self.ready) == burst.MOST:
+            self._launch()
         try:
-            self._fork(running, call, body)
-        except OSError as why:  # out of processes, memory or descriptors: not the code's doing
-            running.close()
-            self.send({"op": "failed", "id": running.id, "why": str(why)})
-            return
-        self.running[running.pid] = running
-        self._await_deadline(running, running.started + min(call["timeout_s"], self.lasting_s))
+            self.ready.append((running, call, self._open(running, call, body), body))
+        except OSError as why:  # out of descriptors, say: not the code's doing
+            self._fail(running, str(why))
+        if is_large:
+            self._launch()
 
-    def _fork(self, running: Running, call: dict, body: memoryview) -> None:
+    def _open(self, running: Running, call: dict, body: memoryview) -> list[tuple[int, int]]:
+        """The files of a call, and the descriptors that it has them by."""
         out = capture.bounded_file(running.output_limit)
         running.fds.append(out)
         err = capture.bounded_file(running.output_limit)
@@ -176,32 +185,71 @@ class Zygote:
             self.layers.ground.prepare(running.slot)
         elif self.layers.tmpfs is None:
             running.folder = _make_folder()
-        self.inbox.put(body)
         self.marks[running.slot] = 0
-        running.started = time.monotonic()
-        running.pid = self.layers.fork(running.slot)
-        if running.pid == 0:
-            self._child(running, call, fds)
+        return fds
+
+    def _fail(self, running: Running, why: str) -> None:
+        running.close()
+        self.send({"op": "failed", "id": running.id, "why": why})
+
+    def _launch(self) -> None:
+        """Fork what is ready."""
+        ready, self.ready = self.ready, []
+        if self.burst is not None:
+            self._fork_all(ready, self.burst)
+            return
+        for running, call, fds, body in ready:
+            self.inbox.put(body)
+            running.started = time.monotonic()
+            try:
+                running.pid = self.layers.fork(running.slot)
+            except OSError as why:  # out of processes or memory
+                self._fail(running, str(why))
+                continue
+            if running.pid == 0:
+                self._child(running, call, fds)
+            self._note(running, call)
         self.inbox.shrink()
 
-    def _child(self, running: Running, call: dict, fds: list) -> None:
-        """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return."""
+    def _fork_all(self, ready: list, jobs: burst.Burst) -> None:
+        for number, (running, call, fds, body) in enumerate(ready):
+            steps, room = self.layers.steps(running.slot, call, fds, jobs.rooms[number])
+            jobs.put(number, self.inbox.order(body), steps, room)
+        own = jobs.run(len(ready))
+        if own is not None:
+            running, call, _fds, body = ready[own]
+            self.inbox.take(len(body))
+            self._child(running, call, None)
+        again = []
+        for number, one in enumerate(ready):
+            running, call = one[:2]
+            running.pid = jobs.result(number)
+            if running.pid >= 0:
+                running.started = jobs.time(number)
+                self._note(running, call)
+            elif running.slot in self.layers.floors and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
+                again.append(one)  # clone3 is refused here
+            else:
+                self._fail(running, f"fork: {os.strerror(-running.pid)}")
+        self.inbox.shrink()
+        if again:
+            self.layers.floors.clear()
+            self._fork_all(again, jobs)
+
+    def _note(self, running: Running, call: dict) -> None:
+        self.running[running.pid] = running
+        self._await_deadline(running, running.started + min(call["timeout_s"], self.lasting_s))
+
+    def _child(self, running: Running, call: dict, fds: list | None) -> None:
+        """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return. Without
+        `fds`, all but the end of that is done."""
         try:
-            self.layers.join(running.slot)  # first, so that every page the call copies counts as its own
-            _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
-            for fd, name in fds:
-                os.dup2(fd, name)
-            if self.layers.ground is not None:
-                self.layers.ground.restrict(running.slot)  # while its ruleset is open
+            if fds is None:
+                assert self.burst is not None
+                self.burst.check()
+            else:
+                self._make_ready(running, call, fds)
             os.closerange(5 if call["returns"] else 4, 1 << 20)
-            if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
-                os.close(0)
-                os.open(os.devnull, os.O_RDONLY)
-            if self.layers.ground is None:  # which has its own time for it
-                os.setpgid(0, 0)  # else it could signal the zygote's group
-            if running.folder is not None:
-                os.chdir(running.folder)
-            self.layers.enter(running.slot, call)
         except BaseException as why:
             os.write(runner.REPORT_FD, f"{type(why).__name__}: {why}".encode())
             os._exit(1)
@@ -209,6 +257,22 @@ class Zygote:
         self.marks[running.slot] = _CONFINED
         self.marks.close()
         runner.run(call, frames.cut(self.inbox.body, call["blobs"]))
+
+    def _make_ready(self, running: Running, call: dict, fds: list) -> None:
+        self.layers.join(running.slot)  # first, so that every page the call copies counts as its own
+        _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
+        for fd, name in fds:
+            os.dup2(fd, name)
+        if self.layers.ground is not None:
+            self.layers.ground.restrict(running.slot)  # while its ruleset is open
+        if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
+            os.close(0)
+            os.open(os.devnull, os.O_RDONLY)
+        if self.layers.ground is None:  # which has its own time for it
+            os.setpgid(0, 0)  # else it could signal the zygote's group
+        if running.folder is not None:
+            os.chdir(running.folder)
+        self.layers.enter(running.slot, call)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):

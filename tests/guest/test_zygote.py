@@ -12,9 +12,9 @@ GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 def test_deadlines_of_ended_calls_do_not_pile_up() -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import frames, socket, zygote
+import frames, socket, types, zygote
 ours, theirs = socket.socketpair()
-one = zygote.Zygote(frames.Frames(theirs), None)
+one = zygote.Zygote(frames.Frames(theirs), types.SimpleNamespace(has_steps=False))
 def call(pid, deadline):
     running = zygote.Running(dict(id=pid, slot=0, output=1, return_bytes=1))
     running.pid = pid
