@@ -31,14 +31,10 @@ class Inbox:
 
     def put(self, body: memoryview) -> None:
         """Hold a copy of `body`, until the next `put` or `shrink`."""
-        size = len(body)
-        is_usual = size <= ROOM
-        self.body = memoryview(self._usual if is_usual else _private(size, apart=False))[:size]
-        self.body[:] = body
-        kept = size if is_usual else 0
-        if self._dirty > kept:
-            self._usual[kept : self._dirty] = bytes(self._dirty - kept)
-        self._dirty = kept
+        source, target, size, zeros = self.order(body)
+        ctypes.memmove(target, source, size)
+        ctypes.memset(target + size, 0, zeros)
+        self.take(size)
 
     def order(self, body: memoryview) -> tuple[int, int, int, int]:
         """The same, for `burst` to do between two forks: from where, to where, how many bytes, and zeros behind them.
@@ -46,6 +42,8 @@ class Inbox:
         size = len(body)
         source = _address(body) if size else 0
         if size > ROOM:
+            self._usual[: self._dirty] = bytes(self._dirty)
+            self._dirty = 0
             self.body = memoryview(_private(size, apart=False))[:size]
             return source, _address(self.body), size, 0
         zeros, self._dirty = max(0, self._dirty - size), size

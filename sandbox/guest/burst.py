@@ -50,30 +50,34 @@ _CODE = bytes.fromhex(
 )
 
 
+_libc = ctypes.PyDLL(None, use_errno=True)  # with the interpreter lock held: a zygote and a call have one thread
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
 class Burst:
-    """Room for jobs. `put` each, then `run` them."""
+    """Room for jobs. `put` each, then `run` them. Raises `OSError` where memory cannot be made executable."""
 
     def __init__(self) -> None:
-        size = -(-(len(_CODE) + 8 * MOST * (_WORDS + 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
         # Private above all: what a call writes here is its own affair.
-        flags, rights = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
-        self._pages = mmap.mmap(-1, size, flags, rights)
-        self._pages[: len(_CODE)] = _CODE
-        self._start = start = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-        self._first = -(-len(_CODE) // 8) + MOST  # word of the first job
-        self._list = start + 8 * (self._first - MOST)
-        self.words = memoryview(self._pages).cast("q")
-        self.rooms = [start + 8 * (self._first + number * _WORDS + ROOM) for number in range(MOST)]
+        flags, rights = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
+        self._code, self._jobs = (
+            mmap.mmap(-1, size, flags, rights) for size in (mmap.PAGESIZE, 8 * MOST * (_WORDS + 1))
+        )
+        self._code[: len(_CODE)] = _CODE
+        code, self._list = (ctypes.addressof(ctypes.c_char.from_buffer(pages)) for pages in (self._code, self._jobs))
+        if _libc.mprotect(code, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect(PROT_EXEC)")
+        self.words = memoryview(self._jobs).cast("q")
+        self.rooms = [self._list + 8 * (MOST + number * _WORDS + ROOM) for number in range(MOST)]
         """The address of each job's room."""
         for number, room in enumerate(self.rooms):
-            self.words[self._first - MOST + number] = room - 8 * ROOM
-        # With the interpreter lock held: a zygote and a call have one thread.
+            self.words[number] = room - 8 * ROOM
         self._own = 0
-        self._run = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(start)
+        self._run = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(code)
 
     def put(self, number: int, copy: tuple[int, int, int, int], steps: list[int], room: list[int]) -> None:
         """A job: what to copy (from, to, how much, zeros behind), its steps, the first one and the fork included."""
-        at = self._first + number * _WORDS
+        at = MOST + number * _WORDS
         job = array.array("q", (0, *copy, *steps, _LAST))
         assert len(job) <= ROOM and len(room) <= _WORDS - ROOM
         self.words[at : at + len(job)] = job
@@ -84,21 +88,21 @@ class Burst:
         number = (int(self._run(self._list, count)) - self._list) // 8
         if number == count:
             return None
-        self._own = self._first + number * _WORDS
+        self._own = MOST + number * _WORDS
         return number
 
     def check(self) -> None:
         """In a child. Raises `OSError` if one of its steps was refused."""
         error, place = self.words[self._own : self._own + 2]
         if error:
-            number = self.words[(place - self._start) // 8]
+            number = self.words[(place - self._list) // 8]
             raise OSError(-error, f"system call {number}: {os.strerror(-error)}")
 
     def result(self, number: int) -> int:
         """In the parent: the child's process id, or an error's number below 0."""
-        return int(self.words[self._first + number * _WORDS])
+        return int(self.words[MOST + number * _WORDS])
 
     def time(self, number: int) -> float:
         """In the parent: when it was forked, in the seconds of time.monotonic."""
-        at = self._first + number * _WORDS + ROOM
+        at = MOST + number * _WORDS + ROOM
         return self.words[at] + self.words[at + 1] / 1e9

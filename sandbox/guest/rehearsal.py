@@ -111,7 +111,7 @@ def _apart(zygote: Any) -> Iterator[None]:
 
 def _pretend(jobs: Any, listed: int, _count: int) -> int:
     """In the place of the machine code: as in the child of the first job, of whose steps only files are of interest."""
-    _result, source, target, size, zeros, *steps = jobs.words[jobs._first : jobs._first + burst.ROOM]
+    _result, source, target, size, zeros, *steps = jobs.words[burst.MOST : burst.MOST + burst.ROOM]
     ctypes.memmove(target, source, size)
     ctypes.memset(target + size, 0, zeros)
     for at in range(0, steps.index(burst._LAST), burst.STEP):

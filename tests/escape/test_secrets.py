@@ -218,6 +218,21 @@ def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
     assert not stolen, said
 
 
+def test_descriptors_of_calls_that_came_together(target: Target) -> None:
+    """They are forked in a row, from a zygote that holds the files of all of them."""
+    attack = target.call(READING["an inherited descriptor"], stdin="of this call alone")
+    caller = target.caller
+    caller.stats.clear()
+    caller.until(lambda: caller.stats.get("running") == 0)  # those that the test before has cancelled are gone
+    with target.stopped():
+        attacks = [caller.submit(attack) for _ in range(3)]
+        caller.stats.clear()
+        caller.until(lambda: caller.stats.get("running") == len(attacks))
+    said = [caller.answer(one).stdout for one in attacks]
+    assert all(text.endswith("END\n") for text in said), said
+    assert not any("BREACH" in text for text in said), said
+
+
 ZYGOTE = """
 import gc, os, sys
 secret = sys.argv[1].encode() * 2

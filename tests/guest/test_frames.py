@@ -116,13 +116,13 @@ def test_a_fork_finds_zeros_but_for_its_own_input(guest: Any) -> None:
 
 def test_large_input_is_held_for_one_call_alone(guest: Any) -> None:
     inbox = guest.apart.Inbox()
-    inbox.put(memoryview(b"of the call before"))
-    big = b"x" * (guest.apart.ROOM + 1)
+    inbox.put(memoryview(bytearray(b"of the call before")))
+    big = bytearray(b"x" * (guest.apart.ROOM + 1))
     inbox.put(memoryview(big))
     assert bytes(inbox.body) == big
     assert not any(inbox._usual[:])
     inbox.shrink()
     assert len(inbox.body) == 0
-    inbox.put(memoryview(b"small"))
+    inbox.put(memoryview(bytearray(b"small")))
     inbox.shrink()
     assert bytes(inbox.body) == b"small"
