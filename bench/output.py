@@ -150,6 +150,15 @@ def median(values: Iterable[float], digits: int = 3) -> float:
     return round(statistics.median(values), digits)
 
 
+def spread(figure: Mapping[str, float] | None) -> str:
+    """A mean and its deviation over seeds; what there is none of is a dash."""
+    if figure is None:
+        return "-"
+    mean, sd = figure["mean"], figure["sd"]
+    digits = 0 if abs(mean) >= 100 or mean == sd == 0 else 3
+    return f"{mean:,.{digits}f} ± {sd:,.{digits}f}"
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -283,9 +283,9 @@ def _roc(figures: Figures) -> list[str]:
         "in_loss": "in the loss",
     }
     names = figures["names"]
-    rows = [(names[arm], *(_spread(its[name]) for name in measures)) for arm, its in figures["arms"].items()]
+    rows = [(names[arm], *(output.spread(its[name]) for name in measures)) for arm, its in figures["arms"].items()]
     rows += [
-        (f"RoC less {names[arm]}", *(_spread(its.get(name)) for name in measures))
+        (f"RoC less {names[arm]}", *(output.spread(its.get(name)) for name in measures))
         for arm, its in figures["differences"].items()
     ]
     said = f"{figures['seeds']} seeds, {figures['steps']} steps, G = {figures['group']}; mean ± deviation over seeds."
@@ -396,13 +396,6 @@ def _where(command: str, machine: Figures) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _spread(figure: Figures | None) -> str:
-    if figure is None:
-        return "-"
-    digits = 0 if abs(figure["mean"]) >= 100 else 3
-    return f"{figure['mean']:,.{digits}f} ± {figure['sd']:,.{digits}f}"
 
 
 def _pair(latency_ms: Figures, high: str = "p99") -> str:

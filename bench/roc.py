@@ -192,16 +192,8 @@ def _show(figures: Figures) -> None:
 
 
 def _show_arms(title: str, names: Mapping[str, str], arms: Mapping[str, Figures]) -> None:
-    rows = ((shown, *(cell(its[name]) for its in arms.values())) for name, shown in names.items())
+    rows = ((shown, *(output.spread(its[name]) for its in arms.values())) for name, shown in names.items())
     output.show(title, ("", *arms), rows)
-
-
-def cell(spread: Figures | None) -> str | None:
-    """A number and its deviation over seeds."""
-    if spread is None:
-        return None
-    digits = 0 if abs(spread["mean"]) >= 100 else 3
-    return f"{spread['mean']:.{digits}f} ± {spread['sd']:.{digits}f}"
 
 
 def _of(seeds: Sequence[Mapping[str, Figures]], arm: str, name: str) -> list[float | None]:
