@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
     @property
     def eos_token_id(self) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
     def get_added_vocab(self) -> dict[str, int]: ...
 
 
@@ -166,9 +166,7 @@ class Chat:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, every token shown."""
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """A conversation's ids and its mask: 1 on what the assistant says and the end token of each of its turns.
@@ -268,11 +266,9 @@ def own_template(tokenizer: Any, *, preamble: str = "") -> Chat:
     def render(messages: list[dict[str, str]], has_tool: bool) -> str:
         tools = [TOOL_SCHEMA] if has_tool else None
         try:
-            text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            return str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         except Exception as why:  # a template is a program of the model's authors, and raises what it likes
             raise ValueError(f"the tokenizer's chat template cannot be used: {type(why).__name__}: {why}") from why
-        assert isinstance(text, str)
-        return text
 
     chat = Chat(tokenizer, render, system=preamble, ask="" if preamble else ASK)
     if not preamble and CALL not in chat.before:

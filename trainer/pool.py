@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
@@ -61,10 +61,8 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class Carry(Protocol):
-    async def __call__(self, engines: Sequence[Any], weights: Weights, version: int) -> Sequence[BaseException | None]:
-        """Bring weights to engines; for each, what went wrong."""
-        ...
+Carry = Callable[[Sequence[Any], Weights, int], Awaitable[Sequence[BaseException | None]]]
+"""Brings weights of a version to engines; for each, what went wrong."""
 
 
 class Reference(Protocol):

@@ -118,13 +118,10 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         # A step has the rate that is due at its middle: at its beginning the first step's is 0, which teaches nothing.
         schedule = kwargs["lr_scheduler"]
         schedule.lr_lambdas = [lambda step, factor=factor: factor(step + 0.5) for factor in schedule.lr_lambdas]
-        rates = [
-            base * factor(schedule.last_epoch)
-            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        ]
-        for group, base, rate in zip(kwargs["optimizer"].param_groups, schedule.base_lrs, rates, strict=True):
-            group["initial_lr"], group["lr"] = base, rate
-        schedule._last_lr = rates  # which is what is logged
+        groups = kwargs["optimizer"].param_groups
+        for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["initial_lr"], group["lr"] = base, base * factor(schedule.last_epoch)
+        schedule._last_lr = [group["lr"] for group in groups]  # which is what is logged
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
