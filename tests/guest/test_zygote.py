@@ -1,4 +1,4 @@
-"""What a zygote keeps is bounded by what it runs, since every fork pays for it."""
+"""What a zygote keeps is bounded by what it runs, since every fork pays for it; and what becomes of forks that fail."""
 
 from __future__ import annotations
 
@@ -30,3 +30,36 @@ print(most < 100, one.deadlines[0] == (500.0, 1, 1))
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "True True\n"
+
+
+def test_of_calls_that_came_together_those_that_cannot_be_forked_fail_and_the_others_run() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import errno, frames, os, socket, types, zygote
+class Jobs:
+    rooms, results = [0] * 32, [[1001, -errno.EPERM, -errno.EAGAIN, 1004, -errno.EPERM], [1002]]
+    def put(self, *job): pass
+    def run(self, count): self.last = self.results.pop(0); assert len(self.last) == count
+    def result(self, number): return self.last[number]
+    def time(self, number): return 1.0 + number
+ours, theirs = socket.socketpair()
+layers = types.SimpleNamespace(has_steps=False, ground=None, tmpfs="/tmp", floors={{1: 99}})
+layers.steps = lambda *call: ([], [])
+one, said, before = zygote.Zygote(frames.Frames(theirs), layers), [], len(os.listdir("/proc/self/fd"))
+one.burst, one.send = Jobs(), lambda header, files=(): said.append((header["op"], header["id"], header["why"]))
+for number in range(5):
+    call = dict(op="call", id=number, slot=number, output=1, return_bytes=0, returns=0, timeout_s=1.0, blobs=[1, 0, 0])
+    one._do_call(call, memoryview(bytearray(b"x")))
+one._launch()
+print(sorted((pid, running.id, running.started) for pid, running in one.running.items()))
+print(said, layers.floors)
+print(len(os.listdir("/proc/self/fd")) - before == 3 * len(one.running))
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    running, said, closed = done.stdout.splitlines()
+    assert (
+        running == "[(1001, 0, 1.0), (1002, 1, 1.0), (1004, 3, 4.0)]"
+    )  # 1: clone3 was refused, and it was tried again
+    why = "fork: Resource temporarily unavailable", "fork: Operation not permitted"
+    assert said == f"[('failed', 2, {why[0]!r}), ('failed', 4, {why[1]!r})] {{}}"
+    assert closed == "True"
