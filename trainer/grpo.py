@@ -182,7 +182,7 @@ class _Bridge(Progress):
         self._order = in_order(problems, stage.prompts, stage.steps, training.seed)
         self._version = 0
         self._sampled: dict[str, float] = {}
-        self._own_s = 0.0
+        self._own_s = self._idle_s = 0.0
         self._since = self._rolled_out = perf_counter()
 
     def sync_weights(self) -> None:
@@ -214,6 +214,7 @@ class _Bridge(Progress):
             "seconds_step": took,
             "seconds_optimise": optimise,
             "seconds_own": took - waited + self._own_s,
+            "seconds_alone": took - waited + self._idle_s,
         }
 
     def on_train_begin(
@@ -247,7 +248,7 @@ class _Bridge(Progress):
             is_enough=partial(roc.is_enough, keep=stage.keep, mode=self._mode) if stage.early_stop else None,
         )
         self._sampled["seconds_rollout"] = perf_counter() - began
-        self._own_s = rollouts.collector.own_s
+        self._own_s, self._idle_s = rollouts.collector.own_s, rollouts.collector.idle_s
         taken = dict(islice(((place, group) for place, group in enumerate(over) if group), stage.prompts))
         self.under_way = [group for place, group in enumerate(asked) if place not in taken]
         for episode in (episode for group in self.under_way for episode in group):

@@ -103,6 +103,7 @@ METRICS = {
     "seconds_optimise": Metric("forward, backward and the optimiser", _SECONDS, "optimise"),
     "seconds_sync": Metric("giving the engines new weights", _SECONDS, "sync"),
     "seconds_own": Metric("the trainer's own: not waiting for engines or tools, not optimising", _SECONDS, "own work"),
+    "seconds_alone": Metric("in which no engine generated, no tool ran, and nothing was optimised or synchronised"),
     "seconds_generate": Metric(
         "waiting for engines, summed over episodes", part=lambda it: sum(turn.generate_s for turn in it.steps)
     ),

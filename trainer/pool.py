@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -117,6 +118,24 @@ class Desk:
                 bound.reschedule(now)
 
 
+class Busy:
+    """A context manager for many at once, which counts the seconds in which anyone is inside."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = 0.0
+        self._clock, self._inside, self._since = clock, 0, 0.0
+
+    def __enter__(self) -> None:
+        if not self._inside:
+            self._since = self._clock()
+        self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self.seconds += self._clock() - self._since
+
+
 class Pool:
     """A context manager that owns its engines. `carry` and `reference` are needed only for `sync`.
 
@@ -145,6 +164,8 @@ class Pool:
         self.desks = {engine.name: Desk(engine) for engine in engines}
         self.version = 0
         self.log = log
+        self.busy = Busy()
+        """While an engine works at a turn, and while whoever uses the pool says that something else is done for one."""
         self._carry, self._reference = carry, reference
         self._scrape_s, self._turn_s, self._rest_s, self._patience_s = scrape_s, turn_s, rest_s, patience_s
         self._expected: Any = None  # what the reference said of the last sync's weights
@@ -446,8 +467,9 @@ class Seat:
             desk = pool.desks[placement.engine]
             limit = pool.limit_s(desk, sampling.max_tokens)
             try:
-                async with pool.asking(desk, self, limit):
-                    made = await desk.engine.generate(ids, sampling)
+                with pool.busy:
+                    async with pool.asking(desk, self, limit):
+                        made = await desk.engine.generate(ids, sampling)
                 if self.placement is placement:  # else the engine was lost in the moment in which it answered
                     return made, placement, began
             except (EngineFailed, TimeoutError) as error:

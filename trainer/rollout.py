@@ -27,7 +27,7 @@ from typing import Any
 from trainer.chat import Asked, Chat, Malformed, parse
 from trainer.config import SamplingConfig
 from trainer.engine import EngineFailed, Generation, Sampling
-from trainer.pool import Pool, Seat
+from trainer.pool import Busy, Pool, Seat
 from trainer.reward import score
 from trainer.tools import Tools
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
@@ -47,6 +47,7 @@ async def run_episode(
     tools: Tools,
     how: SamplingConfig,
     seed: int,
+    busy: Busy,
     clock: Clock = time.perf_counter,
 ) -> None:
     """Carry on with an episode until it is over or interrupted: then its `stop` is still None.
@@ -69,12 +70,19 @@ async def run_episode(
         episode.generate_s += clock() - asked_at
         if is_interrupted := made.is_interrupted:
             break
-        await _end_turn(episode, made, chat=chat, tools=tools, how=how, clock=clock)
+        await _end_turn(episode, made, chat=chat, tools=tools, how=how, clock=clock, busy=busy)
     episode.seconds += clock() - began
 
 
 async def _end_turn(
-    episode: Episode, made: Generation, *, chat: Chat, tools: Tools, how: SamplingConfig, clock: Clock
+    episode: Episode,
+    made: Generation,
+    *,
+    chat: Chat,
+    tools: Tools,
+    how: SamplingConfig,
+    clock: Clock,
+    busy: Busy,
 ) -> None:
     """Read what the model said, run its calls and show it what came of them, or end the episode."""
     generated_at = clock()
@@ -90,7 +98,8 @@ async def _end_turn(
     elif len(episode.steps) + 1 >= how.max_turns:
         episode.stop = StopReason.TURN_LIMIT
     else:
-        calls = await _run(said.calls, tools, how.tool_chars)
+        with busy:
+            calls = await _run(said.calls, tools, how.tool_chars)
         if lost := [call.error for call in calls if call.status is CallStatus.UNAVAILABLE]:
             episode.stop, episode.error = StopReason.UNAVAILABLE, f"tool: {lost[0]}"
     tools_s = clock() - generated_at if calls else 0.0
@@ -113,6 +122,8 @@ class Collector:
         self._halted: set[Episode] = set()
         self.own_s = 0.0
         """CPU seconds that the event loop's thread took in the last call: waiting for others is not in it."""
+        self.idle_s = 0.0
+        """Seconds of the last call in which no engine worked at a turn, no tool ran and no answer was checked."""
 
     async def collect(self, problems: Sequence[Problem], samples: int, **asked: Any) -> list[list[Episode]]:
         """`samples` scored episodes of each problem, in order; `asked` is what `advance` takes."""
@@ -138,8 +149,9 @@ class Collector:
         Engines and tools that are down make episodes `unavailable`. Anything else that one of them raises ends all the
         episodes and is raised here, such as `ValueError` for a prompt that leaves no engine room for `max_tokens`.
         """
-        began = time.thread_time()
-        run = partial(run_episode, chat=self._chat, tools=self._tools, how=how, seed=seed, clock=self._clock)
+        busy = self._pool.busy
+        cpu_s, wall_s, busy_s = time.thread_time(), time.perf_counter(), busy.seconds
+        run = partial(run_episode, chat=self._chat, tools=self._tools, how=how, seed=seed, clock=self._clock, busy=busy)
         wanted = len(groups) if wanted is None else wanted
         over: list[list[Episode] | None] = [None] * len(groups)
         self._halted.clear()
@@ -155,7 +167,8 @@ class Collector:
                     tasks.create_task(group(number))
         except ExceptionGroup as several:
             raise _first(several) from None
-        self.own_s = time.thread_time() - began
+        self.own_s = time.thread_time() - cpu_s
+        self.idle_s = time.perf_counter() - wall_s - (busy.seconds - busy_s)
         return over
 
     async def _group(
@@ -172,7 +185,8 @@ class Collector:
             if not episode.stop:
                 await self._episode(episode, run, len(prompt) + max_tokens)
             if episode.stop and is_enough:
-                (episode.reward,) = await score([episode], self._tools.verify)
+                with self._pool.busy:
+                    (episode.reward,) = await score([episode], self._tools.verify)
                 rewards.append(episode.reward)
                 if not has_enough and is_enough(rewards, len(episodes) - len(rewards)):
                     has_enough = True
@@ -187,7 +201,9 @@ class Collector:
         for episode in left:
             episode.stop = StopReason.CANCELLED
         if not is_enough:
-            for episode, reward in zip(episodes, await score(episodes, self._tools.verify), strict=True):
+            with self._pool.busy:
+                rewards = await score(episodes, self._tools.verify)
+            for episode, reward in zip(episodes, rewards, strict=True):
                 episode.reward = reward
         return list(episodes)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from trainer.engine import Generation, Sampling
+from trainer.pool import Busy
 from trainer.reward import Verdict
 from trainer.trajectory import CallStatus, ToolCall
 
@@ -102,6 +103,7 @@ class ScriptedPool:
     """Of the tokens of a turn, those that there are when it is interrupted."""
     asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
     seated: list[str] = field(default_factory=list)
+    busy: Busy = field(default_factory=Busy)
     halted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first `interrupt`."""
 

@@ -331,7 +331,7 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
 
     assert resumed.log == straight.log[2 * 2 :]  # the third step again, from the second's checkpoint
     assert same(weights(actual.model), weights(expected.model))
-    timed = ("seconds_step", "seconds_rollout", "seconds_sync", "seconds_optimise", "seconds_own")
+    timed = ("seconds_step", "seconds_rollout", "seconds_sync", "seconds_optimise", "seconds_own", "seconds_alone")
     lasting = [
         [{name: value for name, value in row.items() if name not in timed} for row in stage.record.metrics()]
         for stage in (whole, broken)

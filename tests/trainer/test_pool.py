@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
 from trainer.engine import Capacity, EngineFailed, Sampling
-from trainer.pool import MISSES, STALL_S, Pool
+from trainer.pool import MISSES, STALL_S, Busy, Pool
 from trainer.scheduler import POLICIES
 
 MOST = 200
@@ -55,6 +55,20 @@ def working(engine):
         engine.computed += 1
 
     return work
+
+
+def test_what_is_done_at_the_same_time_counts_once():
+    now = iter([1.0, 5.0, 6.0, 9.0])
+    busy = Busy(lambda: next(now))
+    with busy:
+        with busy:
+            pass
+        with busy:
+            pass
+    assert busy.seconds == 4.0
+    with busy:
+        pass
+    assert busy.seconds == 7.0
 
 
 @dataclass
@@ -129,6 +143,7 @@ async def test_an_episode_keeps_its_engine_and_engines_share_episodes():
 async def test_a_turn_is_told_with_its_times_and_tokens():
     made, log = engines(1, before=lambda: asyncio.sleep(3)), []
     async with pool_of(made, log=log.append) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        pool.busy = Busy(pool.now)
         first = await seat.generate([1, 2], Sampling(4, seed=0))
         await asyncio.sleep(2)
         await seat.generate([1, 2, *first.ids, 7], Sampling(5, seed=0))
@@ -137,6 +152,7 @@ async def test_a_turn_is_told_with_its_times_and_tokens():
         ("a", "e0", 7, 5, False),
     ]
     assert [(each.wanted, each.began, each.ended) for each in log] == [(0, 0, 3), (5, 5, 8)]
+    assert pool.busy.seconds == 6
 
 
 @pytest.mark.parametrize("policy", POLICIES)

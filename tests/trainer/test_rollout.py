@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import time
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -37,7 +38,7 @@ def turns_of(*said):
 async def run(chat, pool, tools=None, *, how=LIMITS, problem=PROBLEM, sample=0, seed=7):
     tools = tools or ScriptedTools()
     draft = Episode(problem, sample, tuple(chat.prompt(problem.text)))
-    await run_episode(draft, chat=chat, seat=pool, tools=tools, how=how, seed=seed)
+    await run_episode(draft, chat=chat, seat=pool, tools=tools, how=how, seed=seed, busy=pool.busy)
     return draft
 
 
@@ -414,6 +415,22 @@ async def test_times_are_those_of_the_clock(chat):
     assert [(turn.generate_s, turn.tools_s) for turn in episode.steps] == [(1.0, 1.0), (1.0, 0.0)]
     assert episode.seconds > sum(turn.generate_s + turn.tools_s for turn in episode.steps)
     assert collector.own_s > 0
+
+
+@pytest.mark.asyncio
+async def test_what_is_idle_is_what_neither_a_turn_nor_a_tool_filled(chat):
+    """The scripted engine takes its time without saying so, the tool does not."""
+
+    async def pause():
+        await asyncio.sleep(0.03)
+
+    pool = ScriptedPool(turns_of(*[call("1") + END, answer("42") + END] * 2), pause)
+    collector = Collector(pool, chat, ScriptedTools(pause=pause))
+    for _ in range(2):  # each call speaks for itself
+        before, began = pool.busy.seconds, time.perf_counter()
+        await collector.collect([PROBLEM], 1, how=LIMITS, seed=0)
+        busy_s, passed = pool.busy.seconds - before, time.perf_counter() - began
+        assert busy_s > 0.02 and 0.05 < collector.idle_s <= passed - busy_s
 
 
 def first(number):
