@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.errors import ConfigError
+from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp
 from sandbox.jail.uids import HIGH_UIDS, LOWEST, place
 
@@ -71,6 +72,16 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
         "own_pid_at": [],
         "landlock": None,
     }
+
+
+@pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
+def test_no_machine_but_x86_64_gets_machine_code_for_it(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only with namespaces do zygotes have any (`guest/burst.py`), and the filter is refused before one starts."""
+    assert call_plan(spec(level))["unshare_pid"] and not call_plan(spec(Level.NONE))["unshare_pid"]
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
+    seccomp.program.cache_clear()
+    with pytest.raises(IsolationError, match="expected an x86_64 machine"):
+        call_plan(spec(level))
 
 
 def test_plan_of_one_uid_leaves_calls_at_it() -> None:
