@@ -6,13 +6,13 @@ that begin together few will ever be long together, and a hundred reservations o
 empty. `peak` is the most that the cache is expected to hold at any tick from now on, and some for chance.
 
 Each part is in the bucket of the tick at which it ends, as (count, sum of context - tick): their sum at tick t is
-`sum + count * t`.
+`sum + count * t`. Ticks never go back, so buckets that are over are given up.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,10 +39,9 @@ class Ledger:
         self._variance = 0.0
         self.margin = 0.0
         """Tokens of room that each takes beyond its context, as an engine keeps whole blocks."""
-        self._sums: dict[int, list[float]] = {}
-        """Of each bucket, the parts in it, and their sum of context - tick."""
-        self._order: list[int] = []
-        """The buckets, ascending."""
+        self._first = 0
+        self._parts, self._sums = array("d"), array("d")
+        """Of each bucket from `first` on, the parts in it, and their sum of context - tick. Those before are over."""
         self._base = 0.0
         self.episodes = 0
         self.held = 0
@@ -50,47 +49,45 @@ class Ledger:
 
     def enter(self, context: int, tick: float, growths: Sequence[float]) -> Entry:
         """An episode with `context` tokens is to grow by one of `growths`, each as likely."""
-        width, sums, share = self._width, self._sums, 1 / len(growths)
+        width, share, parts, sums = self._width, 1 / len(growths), self._parts, self._sums
+        if not self.episodes:
+            self._first = int(tick / width)
         buckets = [int((tick + growth) / width) for growth in growths]
-        base = (context - tick) * share
+        first, base = self._first, (context - tick) * share
+        if (more := max(buckets) + 1 - first - len(parts)) > 0:
+            parts.extend([0.0] * more)
+            sums.extend([0.0] * more)
         for bucket in buckets:
-            there = sums.get(bucket)
-            if there:
-                there[0] += share
-                there[1] += base
-            else:
-                sums[bucket] = [share, base]
-                insort(self._order, bucket)
+            parts[bucket - first] += share
+            sums[bucket - first] += base
         middle = sum(buckets) * share
         entry = Entry(context, tick, buckets, sum([bucket * bucket for bucket in buckets]) * share - middle * middle)
         self._count(entry, 1)
         return entry
 
     def leave(self, entry: Entry) -> None:
-        sums, share = self._sums, 1 / len(entry.buckets)
+        first, parts, sums, share = self._first, self._parts, self._sums, 1 / len(entry.buckets)
         base = (entry.context - entry.tick) * share
         for bucket in entry.buckets:
-            there = sums[bucket]
-            there[0] -= share
-            there[1] -= base
-            if there[0] < 1e-9:
-                del sums[bucket], self._order[bisect_left(self._order, bucket)]
+            if (at := bucket - first) >= 0:
+                parts[at] -= share
+                sums[at] = sums[at] - base if parts[at] else 0.0
         self._count(entry, -1)
         if not self.episodes:  # rounding ends with the last
             self._base = 0.0
-            self._sums.clear()
-            self._order.clear()
+            del self._parts[:], self._sums[:]
             self._variance = 0.0
 
     def peak(self, tick: float) -> float:
         """The most tokens that are expected at any time from `tick` on; parts that are overdue end at once."""
-        width, sums = self._width, self._sums
-        now, middle = int(tick / width), 0.5 * width + self.margin
+        width, now = self._width, int(tick / self._width)
+        if (gone := now - self._first) > 0:
+            del self._parts[:gone], self._sums[:gone]
+            self._first = now
+        bucket, middle = self._first + len(self._parts), 0.5 * width + self.margin
         count = base = peak = 0.0
-        for bucket in reversed(self._order):
-            if bucket <= now:
-                break
-            parts, contexts = sums[bucket]
+        for parts, contexts in zip(self._parts[:0:-1], self._sums[:0:-1], strict=True):
+            bucket -= 1
             count += parts
             base += contexts
             held = base + count * (bucket * width + middle)

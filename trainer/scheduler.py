@@ -246,8 +246,8 @@ class Scheduler:
         episode = self._episodes[key]
         if length is not None:
             self._check(episode, length)
-        elif episode.is_running:
-            self._guess_progress(episode, now)
+        elif episode.is_running and episode.engine is not None:
+            self._guess_progress(episode, episode.engine.tick(now))
         if episode.is_running:
             self._stop(episode, length, now)
         if episode.engine is not None:
@@ -418,15 +418,14 @@ class Scheduler:
         engine.here[episode.key] = episode
         engine.reserved += episode.most
         engine.groups[episode.group] += 1
-        self._reckon(episode, engine, now)
+        self._reckon(episode, engine, engine.tick(now))
 
-    def _reckon(self, episode: _Episode, engine: _Engine, now: float) -> None:
+    def _reckon(self, episode: _Episode, engine: _Engine, tick: float) -> None:
         """What is to be expected of it from here on."""
         if episode.entry is not None:
             engine.ledger.leave(episode.entry)
         length = max(episode.length, episode.told)
         growths = self.lengths.growths(episode.group, length, episode.most)
-        tick = engine.tick(now)
         episode.entry = engine.ledger.enter(length, tick, growths)
         soon = tick + max(growths[0], self._width / 2)
         heapq.heappush(engine.due, (soon, next(self._orders), episode, episode.entry))
@@ -450,7 +449,7 @@ class Scheduler:
         episode.length = length
         engine = episode.engine
         if engine is not None:
-            self._reckon(episode, engine, now)
+            self._reckon(episode, engine, engine.tick(now))
         guess = self.lengths.beyond(length)
         self.lengths.tell(episode.group, episode.guess, guess)
         episode.guess = guess
@@ -472,14 +471,13 @@ class Scheduler:
                 break
             episode = heapq.heappop(due)[2]
             if episode.is_running:
-                self._guess_progress(episode, now)
-                self._reckon(episode, engine, now)
+                self._guess_progress(episode, tick)
+                self._reckon(episode, engine, tick)
 
-    def _guess_progress(self, episode: _Episode, now: float) -> None:
-        engine, entry = episode.engine, episode.entry
-        assert engine is not None
+    def _guess_progress(self, episode: _Episode, tick: float) -> None:
+        entry = episode.entry
         assert entry is not None
-        self._reached(episode, min(episode.most, entry.context + int(engine.tick(now) - entry.tick)))
+        self._reached(episode, min(episode.most, entry.context + int(tick - entry.tick)))
 
     def _reached(self, episode: _Episode, length: int) -> None:
         if length > episode.told:
