@@ -43,7 +43,7 @@ class Hardware:
     per_context_s: float
     prefill_s: float
     turn_s: float = 0.0
-    """Its door takes to let a turn in, one after the other, while steps go on."""
+    """That a turn takes of it besides its tokens, as it comes in and goes out."""
     block: int = 1
     """Tokens that are kept together: half of one is empty in each context, and what a turn left in one is forgotten."""
     weights_s: float = 0.0
@@ -88,7 +88,7 @@ class Engine:
     def __init__(self, name: str, hardware: Hardware) -> None:
         self.name = name
         self.hardware = hardware
-        self.clock = self.steps = self.debt = self.door = 0.0
+        self.clock = self.steps = self.debt = 0.0
         self.waiting: deque[_Request] = deque()
         self.running: OrderedDict[int, _Request] = OrderedDict()
         self.cached: OrderedDict[tuple[str, int], float] = OrderedDict()
@@ -108,6 +108,7 @@ class Engine:
         return self._own + self._shared_tokens + self.hardware.block // 2 * len(self.running)
 
     def take(self, request: _Request) -> None:
+        self.debt += self.hardware.turn_s
         self.waiting.append(request)
         self._admit()
 
@@ -347,9 +348,6 @@ class _Simulation:
                 self._wake(what)
             elif kind == "observe":
                 self._observe()
-            elif kind == "door":
-                assert isinstance(what, tuple)
-                self._let_in(*what)
             else:
                 assert isinstance(what, Engine)
                 if self._dues.get(what.name) == self.now:
@@ -358,11 +356,6 @@ class _Simulation:
 
     def _at(self, time: float, kind: str, what: object) -> None:
         heapq.heappush(self._events, (time, next(self._order), kind, what))
-
-    def _let_in(self, engine: Engine, request: _Request) -> None:
-        ended = engine.advance(self.now)
-        engine.take(request)
-        self._go_on(engine, ended)
 
     def _go_on(self, engine: Engine, ended: Sequence[_Request]) -> None:
         for request in ended:
@@ -412,10 +405,6 @@ class _Simulation:
             plan = self.plans[key]
             sampled = plan.turns[self.turn[key]][0]
             request = _Request(key, plan.group, plan.prompt, self.context[key], sampled, self.fresh[key])
-            if engine.hardware.turn_s:
-                engine.door = max(engine.door, self.now) + engine.hardware.turn_s
-                self._at(engine.door, "door", (engine, request))
-                continue
             if engine.name not in touched:
                 for one in engine.advance(self.now):
                     self._over(one)

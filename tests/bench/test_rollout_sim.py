@@ -71,11 +71,11 @@ def test_blocks_take_room_and_are_forgotten_half_full(policy: str) -> None:
     assert hits < sum(engine.hits for engine in whole.engines)
 
 
-def test_turns_come_in_one_after_the_other_while_steps_go_on() -> None:
+def test_a_turn_takes_of_its_engine_besides_its_tokens() -> None:
     plans = [Plan(number, 100, ((50, 0, 0.0),)) for number in range(3)]
     run = simulate(plans, replace(ROOMY, turn_s=0.1), 1, "kv", 200)
-    assert [turn.ended for turn in run.turns] == [pytest.approx(0.1 * (number + 1) + 0.5) for number in range(3)]
-    assert run.engines[0].busy_s == pytest.approx(0.7)
+    assert [turn.ended for turn in run.turns] == [pytest.approx(3 * 0.1 + 0.5)] * 3
+    assert run.engines[0].busy_s == pytest.approx(0.8)
 
 
 @settings(max_examples=25, deadline=None)
