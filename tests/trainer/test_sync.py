@@ -153,11 +153,11 @@ async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path)
             for seed in (1, 2, 1):
                 trained = model(seed)
                 await pool.sync(trained.state_dict())
-                async with pool.seat(group="a", most_tokens=256) as seat:
-                    for temperature in (1.0, 0.6):
+                for temperature in (1.0, 0.6):
+                    async with pool.seat(group="a", most_tokens=256) as seat:
                         made = await seat.generate([1, 2, 3], Sampling(40, temperature=temperature, seed=seed))
-                        expected = training_logprobs(trained, [1, 2, 3, *made.ids], temperature)[2:]
-                        assert made.logprobs == pytest.approx(expected, abs=1e-3)
+                    expected = training_logprobs(trained, [1, 2, 3, *made.ids], temperature)[2:]
+                    assert made.logprobs == pytest.approx(expected, abs=1e-3)
             wrong = {name: tensor * 1.05 for name, tensor in model(1).state_dict().items()}
             with pytest.raises(SyncFailed):
                 await reference.check(engine, reference.logprobs(wrong))
