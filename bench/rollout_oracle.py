@@ -73,8 +73,6 @@ class Oracle(Scheduler):
 
     def _fits(self, engine: Any, now: float, episode: tuple[int, Any, int, int]) -> bool:
         total, _, length, _ = episode
-        tick, ledger = engine.tick(now), engine.ledger
-        entry = ledger.enter(length, tick, [float(total - length)])
-        peak = ledger.peak(tick)
-        ledger.leave(entry)
+        ledger = engine.ledger
+        peak = ledger.peak_with(length, engine.tick(now), [float(total - length)])
         return bool(peak <= engine.capacity * engine.appetite or not ledger.episodes)

@@ -359,9 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.simulate or args.engines):
         parser.error("expected --simulate, or --engines N")
     if ORACLE in args.policies and not args.simulate:
-        parser.error(
-            f"{ORACLE} is expected with --simulate alone: how long what an engine samples will be, nobody knows"
-        )
+        parser.error(f"expected --simulate with {ORACLE}: of real engines nobody knows all lengths")
     if args.cost and not args.simulate:
         parser.error("--cost goes with --simulate")
     if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):

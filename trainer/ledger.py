@@ -96,6 +96,13 @@ class Ledger:
         peak = max(peak, self._base + self.episodes * (tick + self.margin))
         return peak + SPREAD * width * math.sqrt(max(0.0, self._variance))
 
+    def peak_with(self, context: int, tick: float, growths: Sequence[float]) -> float:
+        """The same if such an episode were entered."""
+        entry = self.enter(context, tick, growths)
+        peak = self.peak(tick)
+        self.leave(entry)
+        return peak
+
     def _count(self, entry: Entry, sign: int) -> None:
         self._variance += sign * entry.variance
         self._base += sign * (entry.context - entry.tick)

@@ -370,11 +370,7 @@ class Scheduler:
         if engine.free < 0:
             return False  # even without it
         growths = self.lengths.growths(episode.group, episode.length, episode.most)
-        tick = engine.tick(now)
-        entry = ledger.enter(episode.length, tick, growths)
-        peak = ledger.peak(tick)
-        ledger.leave(entry)
-        return peak <= room
+        return ledger.peak_with(episode.length, engine.tick(now), growths) <= room
 
     def _again(self, episode: _Episode, home: _Engine, now: float) -> _Engine:
         """Where an episode goes on. A boundary between turns is a free chance to leave a full engine, but for the
