@@ -3,6 +3,7 @@
 Invariants:
 - Each listens on loopback and has GPUs or cores of its own, which none of its processes leaves.
 - None outlives the block, nor this process, whatever ends it.
+- One that ends within the block is started anew, at the same address, with the weights that it had at first.
 - They run in an environment of their own (`python`), of which nothing is assumed but vLLM.
 """
 
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
 import socket
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +27,14 @@ import aiohttp
 from trainer import __path__ as here
 from trainer.engine import EngineFailed
 
+logger = logging.getLogger(__name__)
+
 WORKER = "vllm_worker"
 START_S = 900.0
 """A large model's weights are read, and its graphs captured, in minutes."""
 END_S = 20.0
+AGAIN_S = 5.0
+"""Before one that has ended is started anew."""
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 """A CPU's generator cannot be set back: a request with a seed whose prompt comes in two parts would end the engine."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -106,22 +112,50 @@ class Servers:
         """
         base = {**os.environ, "PYTHONPATH": str(_extension(logs))}
         cores = sorted(os.sched_getaffinity(0))
-        async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            waits = []
+        async with aiohttp.ClientSession() as session:
+            answers: list[asyncio.Future[str]] = []
+            keepers = []
             for number in range(count):
-                log = logs / f"engine{number}.log"
                 environment = self.environment(number, count, cores, base)
-                port = free_port()
-                process = await stack.enter_async_context(_child(self.command(port), environment, log))
-                waits.append(_answering(session, f"http://127.0.0.1:{port}", process, log))
-            yield list(await asyncio.gather(*waits))
+                answers.append(asyncio.get_running_loop().create_future())
+                keeper = _keep(self.command, environment, logs / f"engine{number}.log", session, answers[-1])
+                keepers.append(asyncio.create_task(keeper))
+            try:
+                yield list(await asyncio.gather(*answers))
+            finally:
+                for task in keepers:
+                    task.cancel()
+                await asyncio.gather(*keepers, return_exceptions=True)
+
+
+async def _keep(
+    command: Callable[[int], list[str]],
+    environment: Mapping[str, str],
+    log: Path,
+    session: aiohttp.ClientSession,
+    answers: asyncio.Future[str],
+) -> None:
+    """Have a server run until cancelled. Its URL goes to `answers` as soon as it is there, or `EngineFailed`."""
+    port = free_port()
+    while True:
+        try:
+            async with _child(command(port), environment, log) as process:
+                if not answers.done():
+                    answers.set_result(await _answering(session, f"http://127.0.0.1:{port}", process, log))
+                why = f"it ended with exit code {await process.wait()}"
+        except Exception as error:  # whatever it is, the first time it is the block's, and later it may pass
+            if not answers.done():
+                answers.set_exception(error)
+                return
+            why = repr(error)
+        logger.warning("the vLLM server of %s is started anew: %s", log, why)
+        await asyncio.sleep(AGAIN_S)
 
 
 @asynccontextmanager
 async def _child(command: Sequence[str], environment: Mapping[str, str], log: Path) -> AsyncIterator[Process]:
     """A process with all that it starts: a group, which gets a signal, some time, and is killed."""
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 import trainer
+from trainer import vllm_server
 from trainer.engine import EngineFailed
 from trainer.vllm_server import CORES, Servers
 
@@ -64,6 +67,17 @@ def started(folder):
     return [int(pid) for pids in said for pid in pids[:2]], [cores for _, _, *cores in said]
 
 
+def started_at(folder, url):
+    said = Path(f"{folder}/model.{url.rpartition(':')[2]}").read_text().split()
+    return [int(pid) for pid in said[:2]]
+
+
+async def answers(session, url):
+    with contextlib.suppress(aiohttp.ClientError):
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+
+
 @pytest.mark.asyncio
 async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_path):
     async with servers.serve(2, tmp_path / "logs") as urls:
@@ -75,6 +89,30 @@ async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_pa
         if len(os.sched_getaffinity(0)) > 1:
             assert len({told for told, _ in cores}) == 2
     await gone(pids)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_ends_is_started_anew_at_its_address(servers, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(vllm_server, "AGAIN_S", 0.0)
+    async with servers.serve(2, tmp_path / "logs") as urls:
+        first = started_at(tmp_path, urls[0])
+        os.kill(first[0], signal.SIGKILL)
+        await gone(first)  # with all that it had started, whose memory the next one needs
+        async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+            while not await answers(session, urls[0]):  # noqa: ASYNC110 (the server sends no event)
+                await asyncio.sleep(0.02)
+        second = started_at(tmp_path, urls[0])
+        assert not set(first) & set(second)
+        assert all(map(is_alive, started(tmp_path)[0]))
+    await gone(second)
+    assert "engine0.log is started anew: it ended with exit code -9" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_python_that_is_not_there_is_said(servers, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        async with replace(servers, python=str(tmp_path / "nowhere")).serve(1, tmp_path / "logs"):
+            pass
 
 
 @pytest.mark.asyncio
