@@ -236,10 +236,10 @@ class Executor:
     def _start(self, work: Work, family: Family, zygote: Zygote) -> None:
         slot = family.slots.free.pop()
         try:
-            family.slots.begin(slot, work.most_memory(family.inherited), work.most_processes)
+            family.take(slot, work, zygote)
         except OSError as why:
             family.park(slot)
-            self._refused(work, f"its control group cannot be set: {why}")
+            self._refused(work, f"its control group cannot be used: {why}")
             return
         zygote.start(work, next(self._tickets), slot, time.monotonic())
         if not work.modules <= zygote.modules:

@@ -59,6 +59,8 @@ class Zygote:
         self.modules: frozenset[str] = frozenset()
         self.python = ""
         self.was_warm = False
+        self._may_enter: set[int] = set()
+        """Slots to whose groups it has the ways."""
         self._unpacker = frames.Unpacker()
 
     def start(self, work: Work, ticket: int, slot: int, now: float) -> None:
@@ -66,6 +68,15 @@ class Zygote:
         work.whereabouts = self, ticket
         self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, work.most_bytes)
         self.link.write(work.order(ticket, slot, now))
+
+    def let_in(self, slot: int, tree: jail.Tree) -> None:
+        """Hand it the ways into the groups of a slot, once. Not of all slots: a call closes each way that there is."""
+        if slot not in self._may_enter:
+            for op, fds in (("door", tree.doors(slot)), ("floor", tree.floors(slot))):
+                for fd in fds:
+                    self.link.write(frames.pack({"op": op, "slot": slot}), fd)
+                    os.close(fd)
+            self._may_enter.add(slot)
 
     def send(self, header: dict[str, Any]) -> None:
         self.link.write(frames.pack(header))
@@ -218,17 +229,8 @@ class Family:
         mapped, private = _memory_of(zygote.link.peer_pid)
         self.inherited = max(self.inherited, private)
         if zygote.profile is Profile.BARE and self._tree is not None:
-            self._let_in(zygote.link, self._tree)
+            self._tree.admit(zygote.link.peer_pid, zygote.link.peer_uid)
         zygote.send({"op": "serve", "address_space": mapped, "lasting_s": self._lasting_s})
-
-    def _let_in(self, link: Link, tree: jail.Tree) -> None:
-        """Hand the ways into the groups to the zygote from which all others are forked."""
-        forks_into = tree.admit(link.peer_pid, link.peer_uid)
-        for slot in range(self.slots.count):
-            for op, fds in (("door", tree.doors(slot)), ("floor", [tree.floor(slot)] if forks_into else [])):
-                for fd in fds:
-                    link.write(frames.pack({"op": op, "slot": slot}), fd)
-                    os.close(fd)
 
     def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
         ticket: Any = header.get("id")
@@ -258,6 +260,12 @@ class Family:
         work.whereabouts = None
         work.spent = self.slots.end(work.slot)
         self.give_back(work.slot)
+
+    def take(self, slot: int, work: Work, zygote: Zygote) -> None:
+        """Make a slot ready for a call. Raises `OSError`; then it is not to be used now."""
+        self.slots.begin(slot, work.most_memory(self.inherited), work.most_processes)
+        if self._tree is not None:
+            zygote.let_in(slot, self._tree)
 
     def give_back(self, slot: int) -> None:
         """A call has left its slot; it is free at once, or as soon as the kernel agrees."""

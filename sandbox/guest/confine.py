@@ -124,6 +124,13 @@ class Confinement:
             for door in self.doors.get(slot, ()):
                 os.write(door, b"0")
 
+    def leave_groups(self) -> None:
+        """Let go of the ways into all groups."""
+        for fd in (*self.floors.values(), *(door for doors in self.doors.values() for door in doors)):
+            os.close(fd)
+        self.floors.clear()
+        self.doors.clear()
+
     def steps(self, slot: int, call: dict, fds: list[tuple[int, int]], room: int) -> tuple[list[int], list[int]]:
         """What a job of `burst` does, and what its room, at that address, holds: the time, the fork, and then in the
         child, which is confined for good, and has `fds` under the names that come with them. Its group comes first, so

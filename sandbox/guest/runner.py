@@ -50,6 +50,7 @@ _STATEMENT = re.compile(
     r"|@|\w+[ \t]*=[^=]"
 )
 """How a line starts that cannot be an expression. What it misses costs a second compilation, nothing else."""
+_NOTHING = compile("", SCRIPT, "exec")
 _HERE = __file__
 _LIBRARY = tuple({os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))})
 _TRACEBACK_FRAMES = 200
@@ -90,6 +91,20 @@ def prepare(folder: str) -> None:
         sys.modules.pop(file.partition(".")[0], None)  # the code may bring files of these names
     sys.argv = [SCRIPT]
     sys.path[0] = folder or os.devnull
+
+
+_logging: Any = None
+_handlers: list = []
+
+
+def settle() -> None:
+    """Once in a zygote, with all imported: `logging` has nothing to shut down for a call that gave it no handler. As a
+    function that runs at exit it would see to that at length."""
+    global _logging, _handlers
+    logging: Any = sys.modules.get("logging")
+    if hasattr(logging, "_handlerList"):
+        atexit.unregister(logging.shutdown)
+        _logging, _handlers = logging, list(logging._handlerList)
 
 
 def run(call: dict, blobs: list) -> None:
@@ -197,7 +212,7 @@ def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | No
         if _STATEMENT.match(text, start):
             return _compile_all(text), None
         try:
-            body = compile(text[:start], SCRIPT, "exec", dont_inherit=True)
+            body = compile(text[:start], SCRIPT, "exec", dont_inherit=True) if start else _NOTHING
             blank = "\n" * text.count("\n", 0, start)
             flags = body.co_flags & _FUTURE
             return body, compile(blank + text[start:], SCRIPT, "eval", flags, dont_inherit=True)
@@ -331,6 +346,8 @@ def _finish(code: int) -> int:
         if _thread._count():  # how many threads were started and have not ended
             threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        if _logging is not None and _logging._handlerList != _handlers:
+            _logging.shutdown()  # the last, as it was the first to be registered
     except Exception as error:
         _say(_traceback_text(error))
     scope = _main.__dict__

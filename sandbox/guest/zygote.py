@@ -364,6 +364,7 @@ class Zygote:
             self.frames.sock.close()
             os.close(self.deaths)
             layers = self.layers
+            layers.leave_groups()
             layers.settle()
             self.__dict__.clear()
             live(_settle(sock), layers, header["profile"])
@@ -373,6 +374,7 @@ def live(sock: socket.socket, layers: confine.Confinement, profile: str) -> None
     """Import, work, settle, and serve: what is in memory by then is shared by every call and touched by none."""
     pages.gather()
     missing = profiles.load(profile)
+    runner.settle()
     warming = Zygote(frames.Frames(sock), layers)
     rehearsal.play(warming, 20)
     if threading.active_count() != 1:

@@ -57,6 +57,7 @@ class Tree:
         self.groups: list[Group] = []
         """One for each slot."""
         self.idle: Idle | None = None
+        self._has_floors = False
         try:
             _want_files(slots)
             self._dialect, homes = _find()
@@ -73,33 +74,37 @@ class Tree:
     def __str__(self) -> str:
         return f"{self._dialect.name}, {', '.join(self._locks)}"
 
-    def admit(self, pid: int, uid: int) -> bool:
-        """Let a zygote (as processes and users are numbered out here) fork straight into the groups; whether it may.
+    def admit(self, pid: int, uid: int) -> None:
+        """Let a zygote (as processes and users are numbered out here), and those forked from it, fork straight into the
+        groups, where that is possible.
 
         The kernel has it write to the files of the target and of what that has in common with its own group.
         """
+        self._has_floors = False
         if self._dialect is not V2 or not kernel.has_clone3():
-            return False
+            return
         (folder,) = self._locks
         try:
             for place in (folder, *(f"{folder}/{number}" for number in range(len(self.groups)))):
                 os.chown(f"{place}/{V2.door}", uid, -1)
             os.makedirs(f"{folder}/{ZYGOTES}", exist_ok=True)
             _write(f"{folder}/{ZYGOTES}/{V2.door}", str(pid))
-            os.close(self.floor(0))
+            os.close(kernel.detached(f"{folder}/0"))
         except OSError as why:
             log.info("no clone3 into groups, which costs calls time: %s", why)
-            return False
-        return True
+        else:
+            self._has_floors = True
 
-    def floor(self, number: int) -> int:
-        """A descriptor of the group of a slot for clone3(2). The caller closes it."""
-        (folder,) = self._locks
-        return kernel.detached(f"{folder}/{number}")
+    def floors(self, number: int) -> Iterator[int]:
+        """A descriptor of the group of a slot for clone3(2), if zygotes may fork into it. The caller closes it."""
+        if self._has_floors:
+            (folder,) = self._locks
+            yield kernel.detached(f"{folder}/{number}")
 
-    def doors(self, number: int) -> list[int]:
+    def doors(self, number: int) -> Iterator[int]:
         """Descriptors to which a process writes "0" to enter the group of a slot. The caller closes them."""
-        return [_open(f"{folder}/{number}/{self._dialect.door}", os.O_WRONLY) for folder in self._locks]
+        for folder in self._locks:
+            yield _open(f"{folder}/{number}/{self._dialect.door}", os.O_WRONLY)
 
     def close(self) -> None:
         """Kill what is left in the groups, and remove them. Idempotent; what cannot be removed now, the next tree

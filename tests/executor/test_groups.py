@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import Tree
-from sandbox.jail.cgroups import PREFIX, own_folders
+from sandbox.jail.cgroups import MOST_DOORS, PREFIX, own_folders
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 
@@ -151,6 +153,29 @@ def test_a_call_sees_nothing_of_its_groups(grouped: Caller) -> None:
         "import os\n[path for path in ('/proc', '/sys', '/sys/fs/cgroup') if os.path.isdir(path) and os.listdir(path)]"
     )
     assert grouped.run(looked).value == "[]"
+
+
+def test_a_zygote_has_the_ways_into_the_groups_that_its_calls_were_in(grouped: Caller) -> None:
+    with executor(slots=64) as caller:
+        before = doors_of(caller)
+        for _ in range(3):
+            assert caller.run("1").value == "1"
+        one = doors_of(caller) - before
+        assert 0 < one <= MOST_DOORS, "the slot that was given back last is the next one taken"
+        assert all(result.value == "1" for result in caller.run_all([call("import time; time.sleep(0.3)\n1")] * 8))
+        assert one < doors_of(caller) - before <= 8 * one
+
+
+def doors_of(caller: Caller) -> int:
+    """Of all zygotes."""
+    found = 0
+    for pid in caller.processes():
+        for fd in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                found += bool(
+                    re.search(rf"/{PREFIX}{caller.process.pid}-[^/]*/\d+(/tasks|/cgroup.procs)?$", str(fd.readlink()))
+                )
+    return found
 
 
 def test_nothing_is_left_when_an_executor_ends(grouped: Caller) -> None:
