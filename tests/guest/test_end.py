@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from sandbox.types import Status
-from tests.executor.calling import Caller
+from tests.executor.calling import Caller, executor
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,24 @@ def test_exit_handlers_run_after_an_error_too(guest: Caller) -> None:
     assert (result.status, result.stdout) == (Status.ERROR, "handler\n")
     assert result.error is not None
     assert result.error.type == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize("profile", ["bare", "scientific"])
+def test_what_logging_holds_is_written_last(guest_python: Path, profile: str) -> None:
+    """Where the zygote has imported logging, too."""
+    code = """
+import atexit, logging.handlers, sys
+held = logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stdout))
+logging.getLogger().addHandler(held)
+atexit.register(logging.warning, "at exit")
+logging.warning("held")
+print("end")
+"""
+    with executor(guest_python, profiles=(profile,)) as caller:
+        is_there = caller.run("import sys\n'logging' in sys.modules", profile=profile).value
+        assert is_there == str(profile == "scientific")
+        assert caller.run(code, profile=profile).stdout == "end\nheld\nat exit\n"
+        assert caller.run("print('quiet')", profile=profile).stderr == ""
 
 
 def test_an_exit_handler_that_raises_changes_nothing(guest: Caller) -> None:
