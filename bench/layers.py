@@ -18,7 +18,7 @@ Every step is the one before and one thing more, on the same warm interpreter an
 CPU is everything that the service's side spends: the calls' own processes, as the kernel accounts them, and zygote,
 executor and gateway by `sum_exec_runtime`; the client is left out. The first steps run on every core at once as the
 last two do, since cores share caches and often more (`--at-once 1` runs them alone). Steps take turns within a round,
-and medians over the rounds are compared, so that what else the machine does hits all alike.
+rounds are short and many, and medians over them are compared, so that what else the machine does hits all alike.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("layers", __doc__ or "")
-    parser.add_argument("--calls", type=output.count, default=256, help="calls per step and round (default: 256)")
-    parser.add_argument("--rounds", type=output.count, default=5, help="rounds (default: 5)")
+    parser.add_argument("--calls", type=output.count, default=64, help="calls per step and round (default: 64)")
+    parser.add_argument("--rounds", type=output.count, default=25, help="rounds (default: 25)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--at-once", type=output.count, default=cores, help="zygotes that fork at once (default: cores)"
@@ -166,7 +166,12 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
             for extra in ("ticks_cpu_ms", "faults"):
                 if values := [value for cost in taken if (value := getattr(cost, extra)) is not None]:
                     steps[step][extra] = output.median(values)
-        profiles[name] = {"steps": steps, "ratio": steps["http"]["floors"]}
+        os_fork = zip(costs[name, "http"], costs[name, "os.fork"], strict=True)
+        profiles[name] = {
+            "steps": steps,
+            "ratio": steps["http"]["floors"],
+            "ratio_os_fork": output.median(whole.cpu_ms / least.cpu_ms for whole, least in os_fork),
+        }
     return {
         "bench": "layers",
         "calls": args.calls,
@@ -411,6 +416,7 @@ def _show(figures: Mapping[str, Any]) -> None:
             rows.append((step, f"{cost['cpu_ms']:.2f}", added, *numbers, faults))
         verdict = "holds" if profile["ratio"] <= figures["at_most"] else "is over"
         title = f"{name}: {profile['ratio']:.2f} floors, {verdict} {figures['at_most']:g}"
+        title += f" ({profile['ratio_os_fork']:.2f} times with os.fork)"
         output.show(title, ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
 
 

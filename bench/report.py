@@ -149,13 +149,19 @@ def _throughput(figures: Figures) -> list[str]:
 
 
 def _layers(figures: Figures) -> list[str]:
-    columns = ("warm interpreter", "fork, run, exit: CPU ms", "all of a call, over HTTP", "ratio")
+    columns = (
+        "warm interpreter",
+        "fork, run, exit: CPU ms",
+        "by os.fork",
+        "all of a call, over HTTP",
+        "ratio",
+        "to os.fork",
+    )
     rows = []
     for name, profile in figures["profiles"].items():
         steps = profile["steps"]
-        rows.append(
-            (name, f"{steps['floor']['cpu_ms']:.2f}", f"{steps['http']['cpu_ms']:.2f}", f"{profile['ratio']:.2f}×")
-        )
+        times = (f"{steps[step]['cpu_ms']:.2f}" for step in ("floor", "os.fork", "http"))
+        rows.append((name, *times, f"{profile['ratio']:.2f}×", f"{profile['ratio_os_fork']:.2f}×"))
     return _table(columns, rows)
 
 
