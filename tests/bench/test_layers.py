@@ -19,8 +19,9 @@ def _costs(values: dict[str, float]) -> dict[tuple[str, str], list[layers.Cost]]
 @pytest.mark.parametrize(("whole", "holds"), [(2.4, True), (2.6, False)])
 def test_the_promise_is_about_the_whole_call_over_the_floor(whole: float, holds: bool) -> None:
     args = argparse.Namespace(profiles=("bare",), calls=1, rounds=3, at_once=1, at_most=2.5)
-    figures = layers.summarise(_costs({"http": whole}), args)
+    figures = layers.summarise(_costs({"http": whole, "os.fork": 2.0}), args)
     assert figures["profiles"]["bare"]["ratio"] == whole
+    assert figures["profiles"]["bare"]["ratio_os_fork"] == whole / 2
     assert figures["holds"] is holds
 
 
