@@ -220,7 +220,8 @@ async def _answers(got: aiohttp.ClientResponse, kind: str, one: bool) -> AsyncIt
         async for chunk in got.content.iter_any():
             stream.feed(chunk)
             for line in stream:
-                yield line["index"], line
+                if line is not None:
+                    yield line["index"], line
         return
     whole = BODIES[kind](await got.read())
     for index, result in enumerate([whole] if one else whole["results"]):
@@ -238,7 +239,7 @@ class _Lines:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         *whole, self._rest = self._rest.split(b"\n")
-        return map(json.loads, whole)
+        return map(json.loads, filter(None, whole))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

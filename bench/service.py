@@ -22,6 +22,7 @@ from typing import BinaryIO
 from bench import procs
 from bench.output import BenchFailed
 from sandbox import runtime
+from sandbox.gateway.node import EXECUTOR
 
 START_S = 120.0
 """Warming the interpreters takes seconds; on a loaded machine, more of them."""
@@ -38,6 +39,10 @@ class Service:
     def processes(self) -> list[int]:
         """The gateway, its executors, their jails and zygotes, and calls that run now."""
         return procs.tree(self.pid)
+
+    def executors(self) -> list[int]:
+        """The executors themselves, without what they start."""
+        return [pid for pid in self.processes() if EXECUTOR in procs.command(pid)]
 
     def metrics(self) -> str:
         """What `/metrics` says."""

@@ -20,6 +20,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,8 +33,8 @@ from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.types import Call, Limits, Result, Verdict
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
-TIMEOUT_S = 900.0
-"""Longer than the service's default queue time and its longest time limit together."""
+TIMEOUT_S = 120.0
+"""Eight of the service's signs of life: one may be late on a machine that is swamped."""
 RETRIES = 8
 """About 15 s of back-off: a service that is restarted is back by then."""
 BATCH_CALLS = 64
@@ -51,7 +52,9 @@ class AsyncClient:
     """For use inside one event loop, as `async with AsyncClient(...) as client`.
 
     `endpoints`: one URL or several; calls go to the one with fewest in flight, and one that fails is left alone for a
-    while. `timeout_s`: how long a request may go without a result. `retries`: failures in a row, without a result in
+    while. `timeout_s`: how long a request may go without a sign of life, which the service gives every 15 s; calls may
+    take longer. `queue_timeout_s`: how long a call may wait for a slot before it gets `unavailable`; at most, and by
+    default, as long as the service allows (`--queue-timeout-s`). `retries`: failures in a row, without a result in
     between, that a call outlives. `batch_size`: how many waiting calls fill a request; more go into one only when
     there are more than `max_connections` such requests. `gather_s`: how long a call waits for others to go with it
     while a request is under way; a request costs as much as some calls, and nobody who is alone waits.
@@ -63,6 +66,7 @@ class AsyncClient:
         *,
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
+        queue_timeout_s: float | None = None,
         retries: int = RETRIES,
         batch_size: int = BATCH_CALLS,
         max_connections: int = MAX_CONNECTIONS,
@@ -76,6 +80,7 @@ class AsyncClient:
         self._endpoints = [_Endpoint(url.rstrip("/")) for url in urls]
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
+        self._fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
         self._retries = retries
         self._batch_size = batch_size
         self._free = max_connections
@@ -263,7 +268,7 @@ class AsyncClient:
         """Send what is unanswered and take results as they come. Raises `ServiceError` if any is missing at the end."""
         numbered = post.unanswered()
         calls = [asked.call.encode(binary=True) for asked in numbered]
-        body = msgpack.packb({"calls": calls}, unicode_errors="surrogatepass")
+        body = msgpack.packb({"calls": calls, **self._fields}, unicode_errors="surrogatepass")
         headers = {"Content-Type": "application/msgpack", "Accept": STREAM}
         endpoint.load += len(numbered)
         endpoint.requests += 1
@@ -277,7 +282,8 @@ class AsyncClient:
                 async for chunk in response.content.iter_any():
                     unpacker.feed(chunk)
                     for line in unpacker:
-                        numbered[line["index"]].succeed(line)
+                        if line is not None:
+                            numbered[line["index"]].succeed(line)
                     if post.is_abandoned:
                         return
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
@@ -302,6 +308,7 @@ class Client:
         *,
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
+        queue_timeout_s: float | None = None,
         retries: int = RETRIES,
         batch_size: int = BATCH_CALLS,
         max_connections: int = MAX_CONNECTIONS,
@@ -311,6 +318,7 @@ class Client:
             endpoints,
             token=token,
             timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
             retries=retries,
             batch_size=batch_size,
             max_connections=max_connections,
@@ -321,12 +329,10 @@ class Client:
         self._stop: asyncio.Event
 
     def __enter__(self) -> Client:
-        opened = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._live(opened)), name="sandbox-client", daemon=True
-        )
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=[opened], name="sandbox-client", daemon=True)
         self._thread.start()
-        opened.wait()
+        opened.result()
         return self
 
     def __exit__(
@@ -364,11 +370,20 @@ class Client:
         """Whether an endpoint takes calls now. Asks each once."""
         return self._wait(self._inner.ready)
 
-    async def _live(self, opened: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
+    def _run(self, opened: Future[None]) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._live(opened))
+        except BaseException as why:
+            if opened.done():
+                raise
+            opened.set_exception(why)
+
+    async def _live(self, opened: Future[None]) -> None:
         self._stop = asyncio.Event()
         async with self._inner:
-            opened.set()
+            self._loop = asyncio.get_running_loop()
+            opened.set_result(None)
             await self._stop.wait()
         self._loop = None
 

@@ -28,8 +28,9 @@ SLOTS_PER_CORE = 16
 calls travel together (8 take a tenth more CPU for each); few enough to keep memory small."""
 CORES_PER_FAMILY = 2
 """A zygote forks one call at a time, in a third of what a small call costs; more of them share less memory."""
-LONG_PER_CORE = 32
-"""Long calls beside those, per core. They take what short ones leave of the cores, so memory is what bounds them."""
+LONG_PER_CORE, LEAST_LONG = 32, 512
+"""Long calls beside those, per core, and at the least: one in a hundred of a burst of 50,000. They take what short ones
+leave of the cores, so memory is what bounds them, and descriptors: see `jail.most_slots`."""
 CORES_PER_EXECUTOR = 8
 """An executor is one thread, which spends a fraction of a millisecond on a call that costs a core several."""
 CORES_PER_GATEWAY = 16
@@ -121,7 +122,9 @@ _ZYGOTES = _setting(
 )
 _SLOTS = _setting(0, Range(0, 100_000), f"calls running at once, of all executors; 0 is {SLOTS_PER_CORE} per core")
 _LONG_SLOTS = _setting(
-    0, Range(0, 100_000), f"long calls running beside those in slots, of all executors; 0 is {LONG_PER_CORE} per core"
+    0,
+    Range(0, 100_000),
+    f"long calls running beside those in slots, of all executors; 0 is {LONG_PER_CORE} per core, at least {LEAST_LONG}",
 )
 _DEMOTE_AFTER_MS = _setting(100.0, Range(1, 1e9, whole=False), "own milliseconds after which a call is a long one")
 _PROFILES = _setting(ZYGOTE_PROFILES, Names(ZYGOTE_PROFILES), "which warm interpreters to keep")
@@ -174,7 +177,9 @@ class ServeConfig:
     tenant_share: float = _setting(
         0.9, Range(0.01, 1, whole=False), "part of queue_calls and of queue_mb that one tenant may hold"
     )
-    queue_timeout_s: float = _setting(600.0, Range(0.01, 1e6, whole=False), "seconds a call may wait for a slot")
+    queue_timeout_s: float = _setting(
+        7200.0, Range(0.01, 1e6, whole=False), "seconds a call may wait for a slot before it gets no verdict"
+    )
     batch_calls: int = _setting(65_536, Range(1, 10_000_000), "calls in one batch")
     results_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of results held for clients that are slow to read")
     body_mb: int = _setting(256, Range(1, 100_000), "MiB of one request body")
@@ -242,7 +247,7 @@ def in_numbers(config: ExecutorConfig | ServeConfig, cores: int) -> dict[str, in
     return {
         "cores": cores,
         "slots": config.slots or SLOTS_PER_CORE * cores,
-        "long_slots": config.long_slots or LONG_PER_CORE * cores,
+        "long_slots": config.long_slots or max(LONG_PER_CORE * cores, LEAST_LONG),
         "zygotes": config.zygotes or -(-cores // CORES_PER_FAMILY),
     }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
+import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,8 +18,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from sandbox import verify
-from sandbox.client import AsyncClient, Client, backoff_s
+from sandbox.client import TIMEOUT_S, AsyncClient, Client, backoff_s
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
+from sandbox.gateway import codec
 from sandbox.types import Call, Limits, Result, Status
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until
@@ -208,6 +211,34 @@ async def test_malformed_calls_are_refused_before_they_are_sent() -> None:
 
 
 @pytest.mark.asyncio
+async def test_signs_of_life_are_no_results() -> None:
+    async def quiet(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+        sign = codec.QUIET[codec.MSGPACK_STREAM]
+        return web.Response(body=sign + lines(calls, range(1)) + sign * 2 + lines(calls, range(1, 2)))
+
+    async with scripted(quiet) as server, AsyncClient(server.url) as client:
+        assert [result.stdout for result in await client.run_batch(["1", "2"])] == ["1", "2"]
+    assert len(server.seen) == 1
+    assert TIMEOUT_S >= 4 * codec.QUIET_S
+
+
+@pytest.mark.asyncio
+async def test_a_call_waits_for_a_slot_no_longer_than_its_client_asks() -> None:
+    async with (
+        serving(FakeFleet(slots=1)) as served,
+        AsyncClient(served.url, queue_timeout_s=0.01) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        both = tasks.create_task(client.run_batch(["hang"] * 2))
+        await until(lambda: len(served.fleet.last.calls) == 2)
+        result = await client.execute("late")
+        served.fleet.last.finish(1, 2)
+        assert [one.status for one in await both] == [Status.OK] * 2
+    assert result.status is Status.UNAVAILABLE and result.error is not None and result.error.type == "QueueTimeout"
+    assert re.match(r"waited \S+ s for a slot, at most 0\.01 s; .*--queue-timeout-s", result.error.message)
+
+
+@pytest.mark.asyncio
 async def test_a_torn_stream_resends_only_what_is_unanswered() -> None:
     async with scripted(torn, well) as server, AsyncClient(server.url) as client:
         results = await client.run_batch(["a", "b", "c"])
@@ -394,6 +425,29 @@ def test_the_synchronous_client_works_from_many_threads() -> None:
         for thread in threads:
             thread.join()
     assert sorted(answers, key=int) == [f"{n}" for n in range(20)]
+
+
+@pytest.mark.parametrize("lacking", ["asyncio.events.new_event_loop", "aiohttp.TCPConnector"])
+def test_a_synchronous_client_that_cannot_open_says_why(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    client, came = Client(), list[OSError]()
+
+    def open_it() -> None:
+        try:
+            client.__enter__()
+        except OSError as why:
+            came.append(why)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lacking, fail)
+        opening = threading.Thread(target=open_it, daemon=True)
+        opening.start()
+        opening.join(30)
+    assert [why.errno for why in came] == [errno.EMFILE]
+    with pytest.raises(RuntimeError, match="is not open"):
+        client.ready()
 
 
 def test_the_surface_is_parallel() -> None:

@@ -73,7 +73,10 @@ class Executor:
         self.all_cores = machine.cores()
         shared = in_numbers(config, self.all_cores)
         self.level = jail.choose(config.isolation)
-        self.slots, self.long_slots = shared["slots"], shared["long_slots"]
+        self.slots = shared["slots"]
+        self.long_slots = min(shared["long_slots"], max(0, jail.most_slots() - self.slots))
+        if self.long_slots < shared["long_slots"]:
+            log.info("long_slots: %d of %d, for want of descriptors (ulimit -n)", self.long_slots, shared["long_slots"])
         self.demote_after_s = config.demote_after_ms / 1e3
         self.eagerness = Eagerness()
         self.on_window: Callable[[int], None] = lambda _window: None
@@ -136,7 +139,8 @@ class Executor:
         if self.level is jail.Level.NONE:
             return
         try:
-            trees = [stack.enter_context(closing(jail.Tree(family.slots.count))) for family in self.families]
+            jail.want_files(sum(family.slots.count for family in self.families))
+            trees = [stack.enter_context(closing(jail.Tree())) for _ in self.families]
         except IsolationError as why:
             stack.close()
             log.warning("no control groups, so limits hold for each process of a call: %s", why)
@@ -354,7 +358,7 @@ class Executor:
             return
         self.counts["retried"] += 1
         work.attempts += not is_free
-        work.out_of_time = work.starved = work.is_long = work.has_share = False
+        work.out_of_time = work.starved = work.is_long = work.has_long_place = work.has_share = False
         self._queue.appendleft(work)
 
     def _settle(self, work: Work, result: WireResult) -> None:

@@ -127,7 +127,7 @@ class Family:
     def equip(self, tree: jail.Tree) -> None:
         """With a control group for each slot."""
         self._tree = tree
-        self.slots.equip(tree.groups, tree.idle)
+        self.slots.equip(tree)
 
     @property
     def is_complete(self) -> bool:
@@ -174,20 +174,33 @@ class Family:
         failures = 0
         while True:
             await trio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
-            ours, theirs = socket.socketpair()
-            link = Link(ours)
-            try:
-                with theirs:
-                    zygote = await self._birth(profile, link, theirs)
-                why = await self._live(zygote)
-            finally:
-                link.close()
-            failures = 0 if zygote.was_warm else failures + 1
+            zygote, why = await self._life(profile)
+            failures = 0 if zygote is not None and zygote.was_warm else failures + 1
             if profile is Profile.VERIFY:
                 self._has_no_verifier = failures >= START_TRIES
-            self._bury(zygote, why)
+            if zygote is not None:
+                self._bury(zygote, why)
+            else:
+                log.warning("zygote %s: %s; it is tried again", profile, why)
+                self._owner.on_lost([], why)
             if failures >= START_TRIES and not self.has_served:
                 raise NodeError(f"the {profile} zygote does not start: {why}")
+
+    async def _life(self, profile: Profile) -> tuple[Zygote | None, str]:
+        """One zygote, and what has ended it; None if the machine lacked what it takes to begin with one."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as why:
+            return None, f"no sockets: {why}"
+        link = Link(ours)
+        try:
+            with theirs:
+                zygote = await self._birth(profile, link, theirs)
+            return zygote, await self._live(zygote)
+        except NodeError as why:
+            return None, str(why)
+        finally:
+            link.close()
 
     async def _live(self, zygote: Zygote) -> str:
         """Warm it, serve it, and say what ended it."""

@@ -2,9 +2,9 @@
 
 Invariants:
 - A call is looked at only once it has run for a while; most never are.
-- Long, a call takes the cores that nobody else wants, and no short place. But it has a quarter of its fair share at the
-  least: where it falls behind that, it takes cores like any other until it has caught up. So no storm keeps it from its
-  verdict, to which that brings it before the hard cap.
+- Long, a call takes the cores that nobody else wants, and no short place as soon as there is a long one. But it has a
+  quarter of its fair share at the least: where it falls behind that, it takes cores like any other until it has caught
+  up. So no storm keeps it from its verdict, to which that brings it before the hard cap.
 - What a call is told to be, its processes are at the latest after the next look, those that it starts included.
 """
 
@@ -24,6 +24,9 @@ from sandbox.executor.work import Work
 LOOK_S, LOOK_AT_MANY_S = (0.05, 0.25), (0.02, 0.1)
 """How often, if the call has one thread, and if it has more: at moments that the code cannot foresee, to have its
 children gone."""
+CROWDED = 48
+"""Calls on each core, from which on looks are rarer in proportion: so is what any of them can do between two, and all
+that looking costs stays what it is."""
 LEAST_PAUSE_S = 0.002
 SLOWEST = 4
 """A long call has this part of its fair share of the cores whatever others want. Against the hard cap: `clock.pace`."""
@@ -85,13 +88,16 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
         work.out_of_time = left_s <= 0 or (cap_left_s <= 0 and not own.was_alone)
         work.starved = cap_left_s <= 0 and not work.out_of_time
         if work.out_of_time or work.starved:
+            if work.is_long:  # to end takes a core, too, and locks that others wait for
+                host.eagerness.set(tree, slots.idle, is_idle=False)
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             return
         host.allow(work, cap_left_s / pace)
         if own.own_s >= host.demote_after_s:
-            if not work.is_long and host.lengthen(slots, work):
+            if not work.is_long:
                 work.is_long = True
                 long_since = wall_s, own.own_s
+            work.has_long_place = work.has_long_place or host.lengthen(slots, work)
         else:
             left_s = min(left_s, host.demote_after_s - own.own_s)
         if work.is_long:
@@ -102,4 +108,5 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
                 host.count("promoted")
             host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)
         pause = random.uniform(*(LOOK_S if own.was_alone else LOOK_AT_MANY_S))
+        pause *= max(1.0, host.calls_per_core / CROWDED)
         await trio.sleep(max(LEAST_PAUSE_S, min(left_s, pause)))

@@ -14,7 +14,7 @@ import logging
 
 import trio
 
-from sandbox.jail import Group, Idle, Spent
+from sandbox.jail import Group, Idle, Spent, Tree
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,16 @@ class Slots:
         self.long: set[int] = set()
         """Those of calls in long places."""
         self._most_long = long
-        self.idle: Idle | None = None
-        self._groups: list[Group] = []
+        self._tree: Tree | None = None
 
-    def equip(self, groups: list[Group], idle: Idle | None = None) -> None:
-        """With a group for each, and one for what shall give way."""
-        self._groups = groups
-        self.idle = idle
+    def equip(self, tree: Tree) -> None:
+        """With a group for each."""
+        self._tree = tree
+
+    @property
+    def idle(self) -> Idle | None:
+        """The group for what shall give way."""
+        return self._tree.idle if self._tree else None
 
     @property
     def room(self) -> int:
@@ -57,33 +60,39 @@ class Slots:
 
     def group(self, number: int) -> Group | None:
         """What counts the call in a slot, if anything does."""
-        return self._groups[number] if self._groups else None
+        return self._tree.group(number) if self._tree else None
 
     def begin(self, number: int, memory: int, processes: int) -> None:
         """Bound the next call in a slot. Raises `OSError`; then the slot is not to be used now."""
-        if self._groups:
-            self._groups[number].begin(memory, processes)
+        if self._tree:
+            self._tree.group(number).begin(memory, processes)
 
     def end(self, number: int) -> Spent | None:
         """What the call used, if its slot has a group. Before `give_back`."""
-        return self._groups[number].end() if self._groups else None
+        return self._tree.group(number).end() if self._tree else None
 
     def give_back(self, number: int) -> bool:
         """Whether the slot is free now; if not, `settle` it."""
-        if self._groups and not self._groups[number].is_empty:
+        if self._tree and not self._tree.group(number).is_empty:
             return False
         self._free(number)
         return True
 
     async def settle(self, number: int) -> None:
         """Wait until the group is empty, and the slot free."""
-        group, pause, waited = self._groups[number], FIRST_LOOK_S, 0.0
+        assert self._tree
+        pause, waited = FIRST_LOOK_S, 0.0
         while True:
             await trio.sleep(pause)
-            if group.is_empty:
-                break
             waited += pause
             pause = min(2 * pause, LONGEST_LOOK_S)
+            try:
+                group = self._tree.group(number)
+            except OSError as why:
+                log.warning("slot %d has no group yet: %s", number, why)
+                continue
+            if group.is_empty:
+                break
             if waited > KILL_AFTER_S:
                 log.warning("slot %d still has processes %.1f s after its call; they are killed", number, waited)
                 group.kill()

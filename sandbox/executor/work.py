@@ -46,7 +46,8 @@ class Work:
     """The zygote that has it, and its number there."""
     clock: trio.CancelScope | None = None
     is_long: bool = False
-    """Has no short place, and takes only cores that nobody else wants."""
+    """Takes only cores that nobody else wants."""
+    has_long_place: bool = False
     has_share: bool = False
     """Takes its share of the cores all the same."""
     out_of_time: bool = False

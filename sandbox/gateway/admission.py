@@ -263,7 +263,11 @@ class Ledger:
         timeout_s, late = batch.queue_timeout_s, list[Ticket]()
         while len(late) < EXPIRE_CALLS and (oldest := _oldest(batch)) and now - oldest.since >= timeout_s:
             self._stop_waiting(oldest)
-            self._refuse(oldest, "QueueTimeout", f"waited {timeout_s:g} s for a slot; send fewer calls, or wait longer")
+            why = (
+                f"waited {round(now - oldest.since, 3):g} s for a slot, at most {timeout_s:g} s; send fewer calls at "
+                "once, ask for a longer queue_timeout_s, or start the service with a larger --queue-timeout-s"
+            )
+            self._refuse(oldest, "QueueTimeout", why)
             late.append(oldest)
         return late
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - No body, however made, costs more memory than about 20 times `body_mb` (lists of short texts; most cost a small
-  multiple), and large ones are decoded one at a time. Those being read cost no more than `Bodies.most` together.
+  multiple), and large ones are decoded one at a time, whoever hangs up meanwhile. All that are not admitted yet have no
+  more than `Bodies.most` bytes together.
 - What cannot be decoded is a `Refusal` that says where it broke; nothing a client sends ends in a 500.
 - Answers always encode: lone surrogates, which code can print into a value, become "?".
 """
@@ -28,6 +29,10 @@ MSGPACK_STREAM = "application/x-msgpack-stream"
 
 THREAD_BYTES = 1 << 20
 """Bodies from here on are decoded in a thread; their hooks run Python, so the loop gets its turns."""
+QUIET_S = 15.0
+"""A stream that has nothing to say for so long says so, by an empty line, or nil in msgpack: whoever waits at the other
+end, or in between, can tell that from a service that is gone."""
+QUIET = {NDJSON: b"\n", MSGPACK_STREAM: b"\xc0"}
 CHUNK = 64
 """Answers encoded between two turns of the loop."""
 PIECE = 256 << 10
@@ -49,16 +54,18 @@ class Bodies:
         self.max_calls = max_calls
         self.stall_s = stall_s
         self.held = 0
+        """Bytes being read, and of bodies that were read and not given back."""
         self._large = asyncio.Semaphore(1)
         """Large ones are decoded one at a time: hostile ones take many times their size."""
 
     async def read(self, request: web.Request) -> bytes:
-        """The body. Raises `Refusal`: 413 for one that is too long, 429 when there are too many at once, 408 for one
-        that does not come on: each `PIECE` of it, and the rest, has `stall_s`."""
+        """The body, to be given back once its calls are admitted, or are not. Raises `Refusal`: 413 for one that is too
+        long, 429 when there are too many at once, 408 for one that does not come on: each `PIECE` of it, and the rest,
+        has `stall_s`."""
         if (length := request.content_length or 0) > self.most_each:
             raise self._too_long(length)
         chunks: list[bytes] = []
-        size = 0
+        size, is_whole = 0, False
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.stall_s) as limit:
@@ -71,8 +78,11 @@ class Bodies:
                     if size > self.most_each:
                         raise self._too_long(size)
                     if self.held > self.most:
-                        message = f"bodies of {self.held} bytes are being read, at most {self.most}; try again in 1 s"
+                        message = (
+                            f"bodies of {self.held} bytes are on their way in, at most {self.most}; try again in 1 s"
+                        )
                         raise Refusal(429, message, {"Retry-After": "1"})
+            is_whole = True
         except TimeoutError:
             raise Refusal(
                 408,
@@ -80,8 +90,13 @@ class Bodies:
                 f"{self.stall_s:g} s; send it faster, or start the service with a larger --stall-s",
             ) from None
         finally:
-            self.held -= size
+            if not is_whole:
+                self.give_back(size)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def give_back(self, size: int) -> None:
+        """Of a body that was read, so many bytes are here no longer, or the queue counts them."""
+        self.held -= size
 
     async def decode(self, body: bytes, kind: str) -> Any:
         """What `body` holds. Raises `Refusal`: 400 for what is malformed, 413 for what only means to be large."""
@@ -89,7 +104,11 @@ class Bodies:
         if len(body) < THREAD_BYTES:
             return decoder(body, self.max_calls)
         async with self._large:
-            return await asyncio.to_thread(decoder, body, self.max_calls)
+            decoding = asyncio.get_running_loop().run_in_executor(None, decoder, body, self.max_calls)
+            try:
+                return await asyncio.shield(decoding)
+            finally:  # no thread ends early: whoever hangs up waits for it, and the next one with him
+                await asyncio.gather(decoding, return_exceptions=True)
 
     def _too_long(self, size: int) -> Refusal:
         return Refusal(

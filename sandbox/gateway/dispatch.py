@@ -192,15 +192,17 @@ class Dispatcher:
     def _pump(self) -> None:
         """Hand out as many calls as the executors have room for, to the one with most room first."""
         self._pump_is_due = False
-        while self.ledger.waiting:
-            room, node = max(((self._room(node), node) for node in self.nodes), key=lambda pair: pair[0])
-            if room <= 0:
-                return
-            now = monotonic()
-            tickets = self.ledger.take(node.number, min(room, FRAME_CALLS), FRAME_BYTES, now)
-            if not tickets:
-                return
+        while self.ledger.waiting and any(map(self._fill, sorted(self.nodes, key=self._room, reverse=True))):
+            pass
+
+    def _fill(self, node: Node) -> bool:
+        """Send `node` a frame of calls; whether there were any for it. A last attempt waits for a node without one."""
+        if (room := self._room(node)) <= 0:
+            return False
+        tickets = self.ledger.take(node.number, min(room, FRAME_CALLS), FRAME_BYTES, monotonic())
+        if tickets:
             node.send(["calls", [[ticket.seq, _wire(ticket)] for ticket in tickets]])
+        return bool(tickets)
 
     def _room(self, node: Node) -> int:
         return node.window - self.ledger.running(node.number) if node.takes_calls else 0

@@ -34,15 +34,15 @@ CHUNK = 256
 """Calls validated between two turns of the loop, about 1 ms."""
 
 
-def read_call(raw: Any, config: ServeConfig) -> Batch:
-    """The body of /v1/execute as a batch of one. Raises `InvalidCall`."""
+async def read_call(raw: Any, config: ServeConfig) -> tuple[Batch, int]:
+    """The body of /v1/execute as a batch of one, none malformed. Raises `InvalidCall`."""
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = _timeout_s(raw.pop("queue_timeout_s"), "call", timeout_s)
     call = Call.decode(raw)
     batch = Batch(1, timeout_s)
     _add(batch, 0, call, call.id, config.max_limits)
-    return batch
+    return batch, 0
 
 
 async def read_batch(raw: Any, config: ServeConfig) -> tuple[Batch, int]:

@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
+from sandbox.gateway.codec import QUIET_S
 from sandbox.gateway.guard import OPEN_PATHS
 from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.intake import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
@@ -114,6 +115,8 @@ def schemas() -> dict[str, Schema]:
         },
         "Line": {
             **result,
+            "description": "A result. Empty lines between them, in msgpack nil, are to be skipped: signs of life, one "
+            f"for each {QUIET_S:g} s in which there is no result.",
             "properties": {"index": index, **result["properties"]},
             "required": ["index", *result["required"]],
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -63,33 +63,25 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher, siblings: Siblings | 
 
 
 async def run_call(request: web.Request) -> web.StreamResponse:
-    raw, sent = await _read(request)
-    batch = intake.read_call(raw, request.app[CONFIG])
-    del raw
-    kind = codec.answer_type(request, sent, BODY_TYPES)
-    async with _answered(request.app[DISPATCHER], batch):
+    async with _admitted(request, intake.read_call) as (batch, sent):
+        kind = codec.answer_type(request, sent, BODY_TYPES)
+        await _all_answered(batch)
         return await _respond(request, codec.encode_answer(_all(batch)[0], kind), kind)
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
-    raw, sent = await _read(request)
-    batch, invalid = await intake.read_batch(raw, request.app[CONFIG])
-    del raw
-    request.app[DISPATCHER].counters.invalid += invalid
-    kind = codec.answer_type(request, sent, BATCH_TYPES)
-    if kind in (NDJSON, MSGPACK_STREAM):
-        return await _stream(request, batch, kind)
-    async with _answered(request.app[DISPATCHER], batch):
+    async with _admitted(request, intake.read_batch) as (batch, sent):
+        kind = codec.answer_type(request, sent, BATCH_TYPES)
+        if kind in (NDJSON, MSGPACK_STREAM):
+            return await _stream(request, batch, kind)
+        await _all_answered(batch)
         return await _respond(request, await codec.encode_answers(_all(batch), kind), kind)
 
 
 async def run_checks(request: web.Request) -> web.StreamResponse:
-    raw, sent = await _read(request)
-    batch, invalid = await intake.read_pairs(raw, request.app[CONFIG])
-    del raw
-    request.app[DISPATCHER].counters.invalid += invalid
-    kind = codec.answer_type(request, sent, BODY_TYPES)
-    async with _answered(request.app[DISPATCHER], batch):
+    async with _admitted(request, intake.read_pairs) as (batch, sent):
+        kind = codec.answer_type(request, sent, BODY_TYPES)
+        await _all_answered(batch)
         verdicts = []
         for index, answer in enumerate(_all(batch)):
             if index % codec.CHUNK == codec.CHUNK - 1:
@@ -169,28 +161,39 @@ async def _stop_stats(app: web.Application) -> None:
     await app[STATS].stop()
 
 
-async def _read(request: web.Request) -> tuple[Any, str]:
-    """The decoded body and its type."""
+@asynccontextmanager
+async def _admitted(
+    request: web.Request, read: Callable[[Any, ServeConfig], Awaitable[tuple[Batch, int]]]
+) -> AsyncIterator[tuple[Batch, str]]:
+    """The batch that `read` makes of the body, admitted, and the body's type. A client that goes away before the end
+    takes its calls along. What is read counts until the queue does the counting."""
     dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
     dispatcher.check_is_open()
     kind = codec.body_type(request)
     body = await bodies.read(request)
-    dispatcher.counters.bytes_in += len(body)
-    return await bodies.decode(body, kind), kind
-
-
-@asynccontextmanager
-async def _answered(dispatcher: Dispatcher, batch: Batch) -> AsyncIterator[None]:
-    """Once all of `batch` is answered. A client that goes away before takes its calls along."""
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    batch.on_done = lambda: None if done.done() else done.set_result(None)
-    dispatcher.submit(batch)
+    size = len(body)
+    dispatcher.counters.bytes_in += size
     try:
-        if batch.left:
-            await done
-        yield
+        raw = await bodies.decode(body, kind)
+        del body
+        batch, invalid = await read(raw, request.app[CONFIG])
+        del raw
+        dispatcher.counters.invalid += invalid
+        dispatcher.submit(batch)
+    finally:
+        bodies.give_back(size)
+    try:
+        yield batch, kind
     finally:
         dispatcher.cancel(batch)
+
+
+async def _all_answered(batch: Batch) -> None:
+    """Wait for the last answer."""
+    if batch.left:
+        done = asyncio.Event()
+        batch.on_done = done.set
+        await done.wait()
 
 
 async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamResponse:
@@ -204,30 +207,36 @@ async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamRe
         wake.set()
 
     batch.on_answer = note
-    dispatcher.submit(batch)
+    response = web.StreamResponse(headers={"Content-Type": kind, "X-Accel-Buffering": "no"})
+    await response.prepare(request)
+    left = len(batch.answers)
+    while left:
+        wake.clear()
+        if not finished and not await _within(codec.QUIET_S, wake):
+            await _send(request, response, codec.QUIET[kind])
+            continue
+        lines: list[bytes] = []
+        size = length = 0
+        while finished and len(lines) < codec.CHUNK and length < codec.PIECE:
+            index = finished.popleft()
+            answer = batch.take(index)
+            size += size_of(answer)
+            lines.append(codec.encode_line(index, answer, kind))
+            length += len(lines[-1])
+        left -= len(lines)
+        await _send(request, response, b"".join(lines))
+        dispatcher.ledger.release(batch, size)
+    await response.write_eof()
+    return response
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    """Whether `event` comes in time."""
     try:
-        response = web.StreamResponse(headers={"Content-Type": kind, "X-Accel-Buffering": "no"})
-        await response.prepare(request)
-        left = len(batch.answers)
-        while left:
-            if not finished:
-                wake.clear()
-                await wake.wait()
-            lines: list[bytes] = []
-            size = length = 0
-            while finished and len(lines) < codec.CHUNK and length < codec.PIECE:
-                index = finished.popleft()
-                answer = batch.take(index)
-                size += size_of(answer)
-                lines.append(codec.encode_line(index, answer, kind))
-                length += len(lines[-1])
-            left -= len(lines)
-            await _send(request, response, b"".join(lines))
-            dispatcher.ledger.release(batch, size)
-        await response.write_eof()
-        return response
-    finally:
-        dispatcher.cancel(batch)
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 def _all(batch: Batch) -> list[dict[str, Any]]:

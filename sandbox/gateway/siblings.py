@@ -62,7 +62,10 @@ class Siblings:
             async with asyncio.timeout(ASK_S):
                 reader, writer = await asyncio.open_unix_connection(self._path(number))
                 with contextlib.closing(writer):
-                    state: State = msgpack.unpackb(await reader.read(MAX_BYTES))
+                    said = bytearray()
+                    while chunk := await reader.read(MAX_BYTES - len(said)):
+                        said += chunk
+                    state: State = msgpack.unpackb(said)
                     return state
         except (OSError, TimeoutError, ValueError, msgpack.UnpackException):
             return None

@@ -133,9 +133,10 @@ class Confinement:
 
     def steps(self, slot: int, call: dict, fds: list[tuple[int, int]], room: int) -> tuple[list[int], list[int]]:
         """What a job of `burst` does, and what its room, at that address, holds: the time, the fork, and then in the
-        child, which is confined for good, and has `fds` under the names that come with them. Its group comes first, so
-        that every page that it copies counts as its own; then mounts, which need privilege; then the identity that had
-        the privilege goes, then what it may use, and the filter last, since it forbids most of what came before."""
+        child, which is confined for good, and has `fds` under the names that come with them. These come first, so that
+        it can say what failed; then its group, so that every page that it copies counts as its own; then mounts, which
+        need privilege; then the identity that had the privilege goes, then what it may use, and the filter last, since
+        it forbids most of what came before."""
         at = {name: ctypes.addressof(text) for name, text in self._texts.items()}
         uid = self._uid_base + slot if self._uid_base is not None else None
         limits = self._limits(call)
@@ -147,10 +148,11 @@ class Confinement:
             steps += _step(_SYS_CLONE3, room + 8 * _CLONE_ARGS, ctypes.sizeof(self._clone3))
         else:
             steps += _step(_SYS_CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid.value or 0)
-            for door in self.doors.get(slot, ()):
-                steps += _step(_SYS_WRITE, door, at["one"], 1)
         for fd, name in fds:
             steps += _step(_SYS_DUP2, fd, name)
+        if slot not in self.floors:
+            for door in self.doors.get(slot, ()):
+                steps += _step(_SYS_WRITE, door, at["one"], 1)
         if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
             steps += _step(_SYS_CLOSE, 0)
             steps += _step(_SYS_OPEN, at["null"], os.O_RDONLY)

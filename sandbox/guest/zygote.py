@@ -55,6 +55,7 @@ _FIRST_FREE_FD = 10
 """Descriptors below this are spoken for in a call (0 to 4), so what the zygote holds stays above."""
 _MAX_SLOTS = 4096
 _STALE_DEADLINES = 64
+_AGAIN_S = 0.02
 _CONFINED = 1
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
@@ -259,10 +260,10 @@ class Zygote:
         runner.run(call, frames.cut(self.inbox.body, call["blobs"]))
 
     def _make_ready(self, running: Running, call: dict, fds: list) -> None:
-        self.layers.join(running.slot)  # first, so that every page the call copies counts as its own
-        _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
-        for fd, name in fds:
+        for fd, name in fds:  # what it says of the rest goes there
             os.dup2(fd, name)
+        self.layers.join(running.slot)  # now, so that the pages that the call copies count as its own
+        _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
         if self.layers.ground is not None:
             self.layers.ground.restrict(running.slot)  # while its ruleset is open
         if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
@@ -339,7 +340,11 @@ class Zygote:
             heapq.heapify(self.deadlines)
 
     def _tell_lasting(self) -> None:
-        """The executor takes over: what the call's own time is, and when it ends. It gets the process by pidfd."""
+        """The executor takes over: what the call's own time is, and when it ends. It gets the process by pidfd.
+
+        Not before the call is confined. Until then its time is ours; and whoever has it give way while it waits for, or
+        holds, the lock of all control groups has everybody wait for a core that it is not to have.
+        """
         now = time.monotonic()
         while self.deadlines and self.deadlines[0][0] <= now:
             _when, pid, call_id = heapq.heappop(self.deadlines)
@@ -347,14 +352,26 @@ class Zygote:
             if running is None or running.id != call_id:
                 continue
             running.deadline = None
-            fd = os.pidfd_open(pid)
+            if self.marks[running.slot] != _CONFINED:
+                running.started = now
+                self._await_deadline(running, now + _AGAIN_S)
+                continue
+            try:
+                fd = os.pidfd_open(pid)
+            except OSError:  # out of descriptors, say
+                self._await_deadline(running, now + _AGAIN_S)
+                continue
             late = {"op": "lasting", "id": call_id, "wall_ms": (now - running.started) * 1e3}
             self.outbox.add_with(late, fd)
             os.close(fd)
 
     def _do_spawn(self, header: dict, _body: memoryview) -> None:
         sock = socket.socket(fileno=self.frames.fds.pop(0))
-        if os.fork():
+        try:
+            is_here = os.fork() != 0
+        except OSError:  # out of processes or memory; whoever waits for it sees the end of its socket, and asks again
+            is_here = True
+        if is_here:
             sock.close()
             return
         with _to_the_end():

@@ -25,13 +25,14 @@ import logging
 import os
 import resource
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
-from sandbox.jail.group import OPEN_FILES, V1, V2, Dialect, Group, kill_members
+from sandbox.jail.group import V1, V2, Dialect, Group, kill_members
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ ZYGOTES = "zygotes"
 LONGEST_END_S = 5.0
 """For killed processes to be gone from a group; they need milliseconds, and more only on a swamped machine."""
 MOST_DOORS = 3
+FILES_OF_A_SLOT = 8
+"""Descriptors that a slot takes, but for rare calls: of an executor those of its group, of a zygote its doors and the
+files of the call in it."""
 OTHER_FILES = 256
 """Descriptors that a process needs for all else."""
 _TRIES = 5
@@ -48,23 +52,40 @@ _NEEDED = {"memory", "pids"}
 """Of version 2. It counts CPU time in every group."""
 
 
+def most_slots() -> int:
+    """For how many slots, of all families, an executor has descriptors."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - OTHER_FILES) // FILES_OF_A_SLOT
+
+
+def want_files(slots: int) -> None:
+    """Raise this process's limit, which its zygotes inherit, to what so many slots take. Raises `IsolationError` where
+    that is more than it may be."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_OF_A_SLOT * slots
+    if most != resource.RLIM_INFINITY and wanted > most:
+        raise IsolationError(f"cgroups: {slots} slots need {wanted} descriptors, got {most}; raise ulimit -n")
+    wanted += OTHER_FILES
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
 class Tree:
     """The groups of one family. Raises `IsolationError` where this process may not make any."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self) -> None:
         self._folders: dict[str, str] = {}  # by the name of the hierarchy
         self._locks: dict[str, int] = {}  # by folder: hierarchies may be mounted together
-        self.groups: list[Group] = []
-        """One for each slot."""
+        self._groups: dict[int, Group] = {}
         self.idle: Idle | None = None
+        self._zygote_uid = -1
         self._has_floors = False
         try:
-            _want_files(slots)
             self._dialect, homes = _find()
             for name, home in homes.items():
                 self._folders[name] = self._planted(home)
-            for number in range(slots):
-                self.groups.append(self._made(number))
+            self.group(0)  # if one can be had, others can
             if self._dialect is V1:
                 self.idle = Idle.planted(homes)
         except OSError as why:
@@ -73,6 +94,12 @@ class Tree:
 
     def __str__(self) -> str:
         return f"{self._dialect.name}, {', '.join(self._locks)}"
+
+    def group(self, number: int) -> Group:
+        """That of a slot, made when it is first asked for: most slots are there for storms. Raises `OSError`."""
+        if number not in self._groups:
+            self._groups[number] = self._made(number)
+        return self._groups[number]
 
     def admit(self, pid: int, uid: int) -> None:
         """Let a zygote (as processes and users are numbered out here), and those forked from it, fork straight into the
@@ -85,8 +112,9 @@ class Tree:
             return
         (folder,) = self._locks
         try:
-            for place in (folder, *(f"{folder}/{number}" for number in range(len(self.groups)))):
-                os.chown(f"{place}/{V2.door}", uid, -1)
+            self._zygote_uid = uid
+            for place in (folder, *(f"{folder}/{number}" for number in self._groups)):
+                self._let_in(place)
             os.makedirs(f"{folder}/{ZYGOTES}", exist_ok=True)
             _write(f"{folder}/{ZYGOTES}/{V2.door}", str(pid))
             os.close(kernel.detached(f"{folder}/0"))
@@ -97,19 +125,21 @@ class Tree:
 
     def floors(self, number: int) -> Iterator[int]:
         """A descriptor of the group of a slot for clone3(2), if zygotes may fork into it. The caller closes it."""
+        self.group(number)
         if self._has_floors:
             (folder,) = self._locks
             yield kernel.detached(f"{folder}/{number}")
 
     def doors(self, number: int) -> Iterator[int]:
         """Descriptors to which a process writes "0" to enter the group of a slot. The caller closes them."""
+        self.group(number)
         for folder in self._locks:
             yield _open(f"{folder}/{number}/{self._dialect.door}", os.O_WRONLY)
 
     def close(self) -> None:
         """Kill what is left in the groups, and remove them. Idempotent; what cannot be removed now, the next tree
         sweeps up."""
-        for group in self.groups:
+        for group in self._groups.values():
             group.close()
         if self.idle is not None:
             self.idle.close()
@@ -117,7 +147,7 @@ class Tree:
         for folder, lock in self._locks.items():
             _remove(folder)
             os.close(lock)
-        self.groups = []
+        self._groups = {}
         self._locks = {}
 
     def _planted(self, home: str) -> str:
@@ -133,8 +163,13 @@ class Tree:
 
     def _made(self, number: int) -> Group:
         for folder in self._locks:
-            os.mkdir(f"{folder}/{number}")
+            os.makedirs(f"{folder}/{number}", exist_ok=True)  # should this fail half-way, it is tried again
+            if self._zygote_uid >= 0:
+                self._let_in(f"{folder}/{number}")
         return Group(self._dialect, {name: f"{folder}/{number}" for name, folder in self._folders.items()})
+
+    def _let_in(self, place: str) -> None:
+        os.chown(f"{place}/{V2.door}", self._zygote_uid, -1)
 
 
 class Idle:
@@ -312,17 +347,6 @@ def _remove(folder: str) -> None:
                     return  # another user's, or somebody in it will not die
                 kill_members(place)
                 time.sleep(0.005)
-
-
-def _want_files(slots: int) -> None:
-    """Files of the groups stay open here, and a zygote, which has its limit from us, holds the doors."""
-    held = len(os.listdir("/proc/self/fd"))
-    wanted = max(held + OPEN_FILES * slots, MOST_DOORS * slots) + OTHER_FILES
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and wanted > most:
-        raise IsolationError(f"cgroups: {slots} slots need {wanted} descriptors, got {most}; raise ulimit -n")
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _read(path: str) -> str:

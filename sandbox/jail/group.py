@@ -73,8 +73,6 @@ V2 = Dialect(
     cpu_per_ms=1e3,
     door="cgroup.procs",
 )
-OPEN_FILES = 5
-"""Descriptors that a `Group` holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,9 +234,9 @@ def _landlock() -> str:
 
 def _control_groups() -> str:
     """A group is made, a process goes in, uses 4 MiB under a limit of one process, and is counted."""
-    tree = cgroups.Tree(1)
+    tree = cgroups.Tree()
     try:
-        group, doors = tree.groups[0], list(tree.doors(0))
+        group, doors = tree.group(0), list(tree.doors(0))
         group.begin(64 * MIB, 1)
         child = os.fork()
         if child == 0:

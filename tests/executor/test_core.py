@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from trio.testing import MockClock
 
 from sandbox.config import ExecutorConfig
 from sandbox.errors import NodeError
-from sandbox.executor import core, imports
+from sandbox.executor import core, family, imports
 from sandbox.executor.core import Executor
 from sandbox.executor.slot import Slots
 from sandbox.jail import Spent
@@ -232,6 +233,30 @@ def test_zygotes_that_never_start_end_the_executor(monkeypatch: pytest.MonkeyPat
         with pytest.raises(BaseExceptionGroup) as raised:
             trio.run(main, clock=MockClock(autojump_threshold=0))
         assert raised.group_contains(NodeError)
+
+
+@pytest.mark.parametrize("what", ["a jail", "sockets"])
+@pytest.mark.trio
+async def test_a_machine_that_lacks_what_a_zygote_takes_for_a_while_costs_no_executor(
+    what: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven(monkeypatch, zygotes=1, attempts=2) as driver:
+        start, pair = family.Family._start_jail, socket.socketpair
+        lacking = iter(range(5))
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            if next(lacking, None) is not None:
+                raise NodeError("no processes") if what == "a jail" else OSError(24, "Too many open files")
+            return start(*args, **kwargs) if what == "a jail" else pair(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            if what == "a jail":
+                patch.setattr(family.Family, "_start_jail", missing)
+            else:
+                patch.setattr("sandbox.executor.family.socket.socketpair", missing)
+            results = await driver.run("kill_jail 1", "ok")
+            assert next(lacking, None) is None
+        assert {result.status for result in results} == {Status.OK}
 
 
 @pytest.mark.trio

@@ -23,7 +23,7 @@ LONG_S = 60
 @pytest.fixture(scope="module")
 def grouped() -> Iterator[Caller]:
     try:
-        Tree(1).close()
+        Tree().close()
     except IsolationError as why:
         pytest.skip(str(why))
     with executor() as caller:
@@ -33,8 +33,8 @@ def grouped() -> Iterator[Caller]:
 @pytest.fixture
 def resettable(grouped: Caller) -> None:
     """Version 1, or version 2 from Linux 6.12 on: the peak is each call's own."""
-    tree = Tree(1)
-    can_reset = tree.groups[0]._can_reset and tree.groups[0]._peak >= 0
+    tree = Tree()
+    can_reset = tree.group(0)._can_reset and tree.group(0)._peak >= 0
     tree.close()
     if not can_reset:
         pytest.skip("this kernel's peak of a group cannot be reset")

@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 from sandbox.executor import clock, lasting
 from sandbox.executor.clock import Look, Process, Thread
+from sandbox.executor.core import Executor
 from sandbox.executor.lasting import is_behind
 from sandbox.executor.tree import CallTree, Eagerness
 from sandbox.jail import Tree
@@ -175,9 +176,12 @@ async def test_long_calls_leave_the_short_places_until_the_long_ones_are_taken(
         await trio.sleep(10)
         assert counts(driver) == (0, 3)
         assert windows == [5, 6, 7]
+        gave_way: set[CallTree] = set()
+        monkeypatch.setattr(Eagerness, "set", lambda _self, tree, _group, is_idle: is_idle and gave_way.add(tree))
         endless += driver.submit("outlast", limits=Limits(timeout_s=1000.0))
         await trio.sleep(10)
         assert counts(driver) == (1, 3), "a fourth one keeps its short place"
+        assert len(gave_way) == 4, "and gives way all the same"
         endless += driver.submit("outlast", limits=Limits(timeout_s=1000.0))
         (waiting,) = driver.submit("ok")
         await trio.sleep(10)
@@ -216,6 +220,30 @@ async def test_without_memory_to_spare_long_calls_keep_their_places(
         assert counts(driver) == (0, 1)
         driver.executor.cancel(seqs[0])
         await driver.run("ok")
+
+
+@pytest.mark.trio
+async def test_looks_cost_no_more_however_many_calls_last(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    looks: list[float] = []
+    for running in (1, 20 * lasting.CROWDED):
+        machine = Machine(monkeypatch, 0.0)
+        before = len(looks)
+
+        def look(_tree: CallTree, machine: Machine = machine) -> Look:
+            looks.append(trio.current_time())
+            return machine._look()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CallTree, "look", look)
+            patch.setattr(Executor, "calls_per_core", running)
+            result = await machine.run(100.0)
+        assert result.status is Status.TIMEOUT
+        assert machine.killed_after == pytest.approx(100.0, rel=0.01)
+        least_s, most_s = lasting.LOOK_S
+        expected = 100 / ((least_s + most_s) / 2) / max(1, running / lasting.CROWDED)
+        assert len(looks) - before == pytest.approx(expected, rel=0.3)
 
 
 standing: dict[Caller, set[int]] = {}
@@ -303,7 +331,7 @@ def test_a_long_call_is_judged_as_ever() -> None:
 
 def test_what_lasts_gives_way_to_everything_and_not_only_in_its_session(narrow: Caller) -> None:
     """Where the kernel divides cores between sessions, a policy says nothing to those of another one."""
-    tree = Tree(1)
+    tree = Tree()
     has_group = tree.idle is not None
     tree.close()
     if not has_group or not Eagerness().can_change:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import trio
@@ -10,7 +12,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from sandbox.executor.slot import KILL_AFTER_S, Slots
-from sandbox.jail import Spent
+from sandbox.jail import Spent, Tree
 from sandbox.jail.group import V1, Group
 
 FILES = {
@@ -44,6 +46,17 @@ class Folder:
     def group(self) -> Group:
         return Group(V1, {name: str(self.path) for name in ("memory", "pids", "cpuacct")})
 
+    def tree(self) -> Tree:
+        """With this group alone, whatever the slot."""
+        groups: list[Group] = []
+
+        def group(_number: int) -> Group:
+            if not groups:
+                groups.append(self.group())
+            return groups[0]
+
+        return cast(Tree, SimpleNamespace(group=group, idle=None))
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
@@ -52,7 +65,7 @@ def folder(tmp_path: Path) -> Folder:
 
 def equipped(folder: Folder) -> Slots:
     slots = Slots(1)
-    slots.equip([folder.group()])
+    slots.equip(folder.tree())
     slots.free.pop()
     return slots
 
@@ -159,3 +172,28 @@ async def test_who_stays_in_a_slot_is_killed(
     await slots.settle(0)
     assert slots.free == [0]
     assert KILL_AFTER_S < trio.current_time() - before < 10 * KILL_AFTER_S
+
+
+@pytest.mark.trio
+async def test_a_slot_whose_group_cannot_be_had_comes_back_when_it_can(
+    folder: Folder, autojump_clock: MockClock
+) -> None:
+    slots = Slots(1)
+    tree, calls = folder.tree(), 0
+    group_of = tree.group
+
+    def group(number: int) -> Group:
+        nonlocal calls
+        calls += 1
+        if calls < 4:
+            raise OSError(24, "Too many open files")
+        return group_of(number)
+
+    tree.group = group  # type: ignore[method-assign]
+    slots.equip(tree)
+    slots.free.pop()
+    with pytest.raises(OSError, match="Too many"):
+        slots.begin(0, 1, 1)
+    await slots.settle(0)
+    assert slots.free == [0]
+    slots.begin(0, 1, 1)

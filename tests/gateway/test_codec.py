@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import msgpack
@@ -17,6 +18,7 @@ from sandbox.gateway import codec, intake
 from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.refusal import Refusal
 from sandbox.types import CALL_FIELDS, Result, Status
+from tests.gateway.serving import until
 
 TEXT = st.text(st.characters(), max_size=20)
 """With lone surrogates."""
@@ -34,6 +36,30 @@ BATCHES = st.fixed_dictionaries(
 
 def decode(body: bytes, kind: str) -> Any:
     return asyncio.run(codec.Bodies(1 << 30, 1 << 30, max_calls=8).decode(body, kind))
+
+
+@pytest.mark.asyncio
+async def test_whoever_hangs_up_lets_no_second_large_body_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = [], threading.Event()
+
+    def slow(body: bytes, max_calls: int) -> int:
+        begun.append(body[0])
+        go_on.wait(60)
+        return body[0]
+
+    monkeypatch.setattr(codec, "_decode_json", slow)
+    bodies = codec.Bodies(1 << 30, 1 << 30, max_calls=8)
+    first, second = (asyncio.create_task(bodies.decode(bytes([n]) * codec.THREAD_BYTES, JSON)) for n in (1, 2))
+    try:
+        await until(lambda: begun == [1])
+        first.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not first.done()
+    finally:
+        go_on.set()
+    assert await second == 2
+    assert first.cancelled() and begun == [1, 2]
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK]))
@@ -65,7 +91,7 @@ def test_any_decoded_body_is_a_batch_or_a_refusal(raw: Any) -> None:
 @given(VALUES)
 def test_any_decoded_body_is_a_call_or_a_refusal(raw: Any) -> None:
     try:
-        assert len(intake.read_call(raw, ServeConfig()).tickets) == 1
+        assert len(asyncio.run(intake.read_call(raw, ServeConfig()))[0].tickets) == 1
     except InvalidCall as why:
         assert str(why)
 

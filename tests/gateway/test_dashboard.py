@@ -146,6 +146,21 @@ async def test_the_page_says_when_some_of_the_executors_are_down(browser: Browse
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
+async def test_the_page_says_when_long_calls_have_no_room(browser: Browser) -> None:
+    async with serving() as served, browser.page(served.url) as page:
+        served.fleet.last.send("stats", {"running": 9, "running_long": 7, "long_slots": 8})
+        await page.until("document.querySelector('#tiles').textContent.includes('7 of them long, of at most 8;')")
+        assert await page.text("h1") == "● Ready"
+        served.fleet.last.send("stats", {"running": 10, "running_long": 8, "long_slots": 8})
+        await page.until("document.querySelector('h1').textContent === '● Ready, all long places taken'")
+        assert await page.run("document.querySelector('h1').dataset.mood") == "warn"
+        _, scraped = await served.get("/metrics")
+        for name in ("running_long", "long_slots"):
+            assert f'rstar_sandbox_executor_{name}{{executor="0"}} 8' in scraped
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("width", [320, 420, 800, 1280, 1920])
 async def test_nothing_sticks_out_at_any_width(browser: Browser, width: int) -> None:
     async with serving() as served, browser.page(served.url, width) as page:

@@ -83,6 +83,21 @@ async def test_a_killed_executor_gives_its_calls_to_the_next() -> None:
         assert "rstar_sandbox_calls_retried_total 2" in scraped
 
 
+async def test_a_last_attempt_waits_for_no_node_that_has_one_already() -> None:
+    async with serving(executors=2, attempts=2) as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch("hang", "hang")))
+        await until(lambda: any(len(executor.calls) == 2 for executor in served.fleet.executors))
+        first, other = sorted(served.fleet.executors, key=lambda executor: -len(executor.calls))
+        other.send("window", 50)
+        await until(lambda: any(node.window == 50 for node in served.dispatcher.nodes))
+        first.exit()
+        await until(lambda: len(served.fleet.executors) == 3 and len(served.fleet.last.calls) == 1)
+        for executor in (other, served.fleet.last):
+            executor.finish(*executor.calls)
+        _, body = await asking
+        assert [(r["status"], r["attempts"]) for r in body["results"]] == [("ok", 2)] * 2
+
+
 async def test_a_start_that_fails_later_is_tried_again() -> None:
     fleet = FakeFleet(starts=("ready", "exit", "failed"))
     async with serving(fleet) as served:

@@ -161,6 +161,18 @@ async def test_a_sibling_that_says_nothing_is_left_out(tmp_path: Path, monkeypat
 
 
 @pytest.mark.asyncio
+async def test_a_sibling_that_has_more_to_say_than_a_socket_holds_is_heard_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sandbox.gateway.siblings.ASK_S", 60.0)
+    state = {"executors": ["x" * 1000] * 4000}
+    sibling = Siblings(1, 2, str(tmp_path))
+    await sibling.open(lambda: state)
+    assert await Siblings(0, 2, str(tmp_path)).ask() == {1: state}
+    sibling.close()
+
+
+@pytest.mark.asyncio
 async def test_a_sibling_that_babbles_is_left_out_and_one_that_is_new_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

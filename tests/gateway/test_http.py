@@ -7,11 +7,14 @@ import base64
 import gzip
 import json
 import struct
+import threading
 from typing import Any
 
 import msgpack
 import pytest
 
+from sandbox.gateway import codec
+from sandbox.gateway.routes import BODIES
 from sandbox.types import Limits
 from tests.gateway.serving import serving, until
 
@@ -198,6 +201,28 @@ async def test_a_body_over_the_bound_is_refused() -> None:
             assert r.status == 413
 
 
+async def test_bodies_count_until_their_calls_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, go_on = codec._decode_json, threading.Event()
+
+    def slow(body: bytes, max_calls: int) -> Any:
+        go_on.wait(60)
+        return decode(body, max_calls)
+
+    monkeypatch.setattr(codec, "_decode_json", slow)
+    body = json.dumps({"calls": [{"code": "#" * (3 << 19)}]}).encode()
+    async with serving(queue_mb=2) as served:
+        bodies = served.app[BODIES]
+        try:
+            first = asyncio.create_task(served.post("/v1/batch", body, Content_Type="application/json"))
+            await until(lambda: served.dispatcher.counters.bytes_in == len(body))
+            assert bodies.held == len(body)
+            status, answer = await served.post("/v1/batch", body, Content_Type="application/json")
+            assert status == 429 and "on their way in, at most 2097152" in answer["error"]["message"]
+        finally:
+            go_on.set()
+        assert (await first)[0] == 200 and bodies.held == 0
+
+
 async def test_too_many_calls_are_refused() -> None:
     async with serving(batch_calls=3) as served:
         status, answer = await served.post("/v1/batch", {"calls": [{"code": "1"}] * 4})
@@ -251,6 +276,28 @@ async def test_results_stream_as_they_finish(kind: str) -> None:
         lines = list(unpacker)
     assert [line["index"] for line in lines] == [2, 1, 0]
     assert [line["status"] for line in lines] == ["unavailable", "ok", "ok"]
+
+
+@pytest.mark.parametrize("kind", ["application/x-ndjson", "application/x-msgpack-stream"])
+async def test_a_quiet_stream_gives_signs_of_life(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "QUIET_S", 0.01)
+    async with (
+        serving() as served,
+        served.http.post(served.url + "/v1/batch", json={"calls": [{"code": "hang"}]}, headers={"Accept": kind}) as got,
+    ):
+        data = b""
+        while len(data) < 3:
+            data += await got.content.readany()
+        assert set(data) == {codec.QUIET[kind][0]}
+        served.fleet.last.finish(1)
+        data += await got.read()
+    if kind == "application/x-ndjson":
+        lines = [json.loads(line) for line in data.split(b"\n") if line]
+    else:
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(data)
+        lines = [line for line in unpacker if line is not None]
+    assert [(line["index"], line["status"]) for line in lines] == [(0, "ok")]
 
 
 async def test_lone_surrogates_go_in_and_results_stay_valid() -> None:

@@ -63,3 +63,62 @@ print(len(os.listdir("/proc/self/fd")) - before == 3 * len(one.running))
     why = "fork: Resource temporarily unavailable", "fork: Operation not permitted"
     assert said == f"[('failed', 2, {why[0]!r}), ('failed', 4, {why[1]!r})] {{}}"
     assert closed == "True"
+
+
+def test_a_zygote_that_cannot_fork_another_or_open_a_call_goes_on() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import frames, os, socket, time, types, zygote
+ours, theirs = socket.socketpair()
+one = zygote.Zygote(frames.Frames(theirs), types.SimpleNamespace(has_steps=False))
+def lacking(*_): raise OSError(11, "Resource temporarily unavailable")
+wanted, given = socket.socketpair()
+one.frames.fds.append(given.detach())
+fork, os.fork = os.fork, lacking
+one._do_spawn(dict(profile="numeric"), b"")
+os.fork = fork
+print(wanted.recv(1) == b"")
+running = zygote.Running(dict(id=7, slot=0, output=1, return_bytes=1))
+running.pid, running.started = os.getpid(), time.monotonic()
+one.marks[0] = zygote._CONFINED
+one.running[running.pid] = running
+one._await_deadline(running, running.started)
+pidfd_open, os.pidfd_open = os.pidfd_open, lacking
+one._tell_lasting()
+one.outbox.flush()
+os.pidfd_open = pidfd_open
+time.sleep(one._patience_ms() / 1e3)
+one._tell_lasting()
+one.outbox.flush()
+data, fds, _, _ = socket.recv_fds(ours, 4096, 4)
+print(data.count(b"lasting"), len(fds), one.deadlines)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n1 1 []\n"
+
+
+def test_a_call_that_is_not_confined_yet_is_not_told_of_and_its_time_has_not_begun() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import frames, json, os, socket, time, types, zygote
+ours, theirs = socket.socketpair()
+one = zygote.Zygote(frames.Frames(theirs), types.SimpleNamespace(has_steps=False))
+running = zygote.Running(dict(id=7, slot=3, output=1, return_bytes=1))
+running.pid, running.started = os.getpid(), time.monotonic() - 100.0
+one.running[running.pid] = running
+one._await_deadline(running, running.started)
+one._tell_lasting()
+one.outbox.flush()
+ours.setblocking(False)
+try: print(ours.recv(100))
+except BlockingIOError: print("nothing")
+one.marks[3] = zygote._CONFINED
+time.sleep(one._patience_ms() / 1e3)
+one._tell_lasting()
+one.outbox.flush()
+data, fds, _, _ = socket.recv_fds(ours, 4096, 4)
+said = json.loads(data[8:])
+print(said["op"], len(fds), said["wall_ms"] < 50_000)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "nothing\nlasting 1 True\n"

@@ -23,7 +23,7 @@ DEADLINE_S = 60
 @pytest.fixture
 def tree() -> Iterator[Tree]:
     try:
-        made = Tree(2)
+        made = Tree()
     except IsolationError as why:
         pytest.skip(str(why))
     yield made
@@ -64,7 +64,7 @@ def fork_and_fill(mib: int) -> None:
 
 
 def test_memory_of_all_processes_is_counted_call_by_call(tree: Tree) -> None:
-    group = tree.groups[0]
+    group = tree.group(0)
     for mib in (40, 80, 5):
         group.begin(512 * MIB, 64)
         assert inside(tree, 0, lambda mib=mib: fork_and_fill(mib)) == 0
@@ -86,7 +86,7 @@ def test_cpu_time_of_children_that_nobody_waited_for_is_counted(tree: Tree) -> N
             os._exit(0)
         os.read(readable, 1)
 
-    group = tree.groups[0]
+    group = tree.group(0)
     group.begin(512 * MIB, 64)
     assert inside(tree, 0, work) == 0
     spent = group.end()
@@ -97,7 +97,7 @@ def test_cpu_time_of_children_that_nobody_waited_for_is_counted(tree: Tree) -> N
 
 
 def test_too_much_memory_kills_and_is_told_from_any_other_kill(tree: Tree) -> None:
-    group = tree.groups[0]
+    group = tree.group(0)
     group.begin(32 * MIB, 64)
     assert inside(tree, 0, lambda: fill(64)) == -signal.SIGKILL
     assert group.end().was_oom
@@ -111,7 +111,7 @@ def test_too_much_memory_kills_and_is_told_from_any_other_kill(tree: Tree) -> No
 def test_memory_that_lacks_elsewhere_is_not_the_calls_doing(tree: Tree) -> None:
     limit = folders(tree)[0] / tree._dialect.limit
     limit.write_text(str(32 * MIB))
-    group = tree.groups[0]
+    group = tree.group(0)
     group.begin(512 * MIB, 64)
     assert inside(tree, 0, lambda: fill(64)) == -signal.SIGKILL
     spent = group.end()
@@ -120,7 +120,7 @@ def test_memory_that_lacks_elsewhere_is_not_the_calls_doing(tree: Tree) -> None:
 
 
 def test_limits_follow_the_call(tree: Tree) -> None:
-    group = tree.groups[0]
+    group = tree.group(0)
     for limit, ends in ((32, -signal.SIGKILL), (256, 0), (32, -signal.SIGKILL), (1 << 40, 0)):
         group.begin(limit * MIB, 10**9)
         assert inside(tree, 0, lambda: fill(64)) == ends
@@ -158,11 +158,11 @@ def test_processes_are_bounded_whoever_they_belong_to(tree: Tree) -> None:
             pass
         return born == 4
 
-    group = tree.groups[0]
+    group = tree.group(0)
     group.begin(512 * MIB, 5)
     assert inside(tree, 0, bomb) == 0
     assert not group.is_empty, "they wait for what never comes"
-    assert tree.groups[1].is_empty
+    assert tree.group(1).is_empty
     group.kill()
     wait_empty(tree, 0)
 
@@ -170,12 +170,13 @@ def test_processes_are_bounded_whoever_they_belong_to(tree: Tree) -> None:
 def wait_empty(made: Tree, slot: int) -> None:
     """They are nobody's children here, so the kernel's count is all there is to watch."""
     deadline = time.monotonic() + DEADLINE_S
-    while not made.groups[slot].is_empty:
+    while not made.group(slot).is_empty:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def test_a_tree_leaves_nothing_even_with_somebody_inside(tree: Tree) -> None:
+    tree.group(1)
     places = folders(tree)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as sleeper:
         for folder in places:
@@ -189,16 +190,16 @@ def test_a_tree_leaves_nothing_even_with_somebody_inside(tree: Tree) -> None:
 
 
 def test_the_tree_of_a_killed_owner_is_removed_by_the_next_and_that_of_a_living_one_is_not(tree: Tree) -> None:
-    code = "from sandbox.jail import Tree\nt = Tree(1)\nprint(*t._locks, flush=True)\ninput()"
+    code = "from sandbox.jail import Tree\nt = Tree()\nprint(*t._locks, flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         left = [Path(folder) for folder in owner.stdout.readline().decode().split()]
         assert left
-        Tree(1).close()
+        Tree().close()
         assert all(folder.exists() for folder in left)
         owner.kill()
         owner.wait(DEADLINE_S)
-        Tree(1).close()
+        Tree().close()
         assert not any(folder.exists() for folder in left)
     assert all(folder.exists() for folder in folders(tree))
 
@@ -206,13 +207,14 @@ def test_the_tree_of_a_killed_owner_is_removed_by_the_next_and_that_of_a_living_
 def test_too_few_descriptors_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups.resource, "getrlimit", lambda _what: (1024, 1024))
     with pytest.raises(IsolationError, match=r"1000 slots need \d+ descriptors, got 1024; raise ulimit -n"):
-        Tree(1000)
+        cgroups.want_files(1000)
+    cgroups.want_files(cgroups.most_slots())
 
 
 def test_no_hierarchies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "_mounts", lambda: iter([("/", "/", "ext4", "rw")]))
     with pytest.raises(IsolationError, match="2: it is not mounted; version 1: no hierarchy of memory or pids is"):
-        Tree(1)
+        Tree()
 
 
 @pytest.mark.parametrize(
