@@ -1,12 +1,14 @@
 """Tens of thousands of calls in flight at once: each must get its own answer, about as fast as under a steady load.
 
-    python -m bench.burst [--calls 45000] [--kind print] [--batch 5000] [--answers both] [--json]
+    python -m bench.burst [--calls 45000] [--kind print] [--loops 0.01] [--batch 5000] [--answers both] [--json]
 
 Every call prints a number that no other call prints: an answer that is missing, doubled, or somebody else's is seen,
 whether responses come whole and in order or as a stream with indices. Latency counts from when a call's request is
 made, for all of the burst at once. In the same run, half before the burst and half after it, as many calls go through
 in the steady way, 256 in flight; the burst's calls/s are held against theirs. `--batch 4` makes the burst one of many
-small requests, each with a connection of its own, as far as descriptors allow on both sides.
+small requests, each with a connection of its own, as far as descriptors allow on both sides. `--loops 0.01` has one
+call in a hundred never return: it must end as a timeout, and the latency of the others is shown apart (`--answers
+stream`, or they wait for the loops of their request).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import msgpack
 
 from bench import output, procs, service
 from bench.calls import labelled_calls
+from bench.mixed import LOOPS
 from bench.throughput import KINDS
 from bench.watch import Watch
 
@@ -44,6 +47,7 @@ SPARE_DESCRIPTORS = 500
 RATIO_AT_LEAST = 0.9
 MEMORY_MB_AT_MOST = 1430
 """1.5 GB."""
+LOOP_S = 1.0
 POINTS = (50, 90, 99)
 UNCOMPILED = ("SyntaxError", "IndentationError")
 SHOWN = 5
@@ -60,6 +64,10 @@ class Question:
     line: str
     status: str
 
+    @property
+    def is_short(self) -> bool:
+        return self.status != "timeout"
+
     def is_answered_by(self, result: Mapping[str, Any]) -> bool:
         said = (result["id"], result["status"], result["stdout"].partition("\n")[0])
         return said == (self.call["id"], self.status, self.line)
@@ -75,9 +83,14 @@ class Run:
     wrong: int = 0
     seconds: float = 0.0
     server_cpu_s: float = 0.0
+    """All of it, with calls and zygotes."""
+    gateway_cpu_s: float = 0.0
+    executor_cpu_s: float = 0.0
     client_cpu_s: float = 0.0
     statuses: Counter[str] = field(default_factory=Counter)
     latencies_ms: list[float] = field(default_factory=list)
+    short_ms: list[float] = field(default_factory=list)
+    """The same of those that end by themselves."""
     queue_ms: list[float] = field(default_factory=list)
     run_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
@@ -93,6 +106,8 @@ class Run:
         """The first answer to a question."""
         self.statuses[result["status"]] += 1
         self.latencies_ms.append(waited_s * 1e3)
+        if question.is_short:
+            self.short_ms.append(waited_s * 1e3)
         self.queue_ms.append(result["usage"]["queue_ms"])
         self.run_ms.append(result["usage"]["run_ms"])
         self.cpu_ms.append(result["usage"]["cpu_ms"])
@@ -108,8 +123,15 @@ class Held:
     """What the server held at one moment."""
 
     memory_mb: float
+    gateway_mb: float
+    """Its part of that: calls that wait are its own to hold."""
     descriptors: int
     """Of the gateway."""
+
+    @classmethod
+    def by(cls, server: service.Service) -> Held:
+        gateway = [server.pid]
+        return cls(procs.pss_mb(server.processes()), procs.pss_mb(gateway), procs.descriptors(server.pid))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,6 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = output.parser("burst", __doc__ or "")
     parser.add_argument("--calls", type=output.count, default=CALLS, help=f"in the burst (default: {CALLS})")
     parser.add_argument("--kind", choices=[*CODES, "mix"], default="print", help="which calls (default: print)")
+    parser.add_argument("--loops", type=_share, default=0.0, help="share of calls that never end (default: 0)")
+    parser.add_argument("--loop-s", type=output.seconds, default=LOOP_S, help="their time-out (default: 1)")
     parser.add_argument("--batch", type=output.count, default=BATCH, help=f"calls in one request (default: {BATCH})")
     parser.add_argument("--in-flight", type=output.count, help="calls at once (default: all)")
     parser.add_argument("--answers", choices=[*FORMS], default="both", help="how they come (default: in turn, both)")
@@ -135,9 +159,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
+    return share
+
+
 def _burst(args: argparse.Namespace) -> int:
     half = math.ceil((args.steady or args.calls) / 2)
-    questions = make(args.kind, args.calls + 2 * half, args.seed)
+    questions = make(args.kind, args.calls + 2 * half, args.seed, args.loops, args.loop_s)
     before, burst, after = (list(itertools.islice(questions, n)) for n in (half, args.calls, half))
     at_once = math.ceil((args.in_flight or args.calls) / args.batch)
     flags = ["--isolation", args.isolation, "--queue-timeout-s", "86400"]  # a burst may take longer than a queue should
@@ -149,39 +180,54 @@ def _burst(args: argparse.Namespace) -> int:
         stack.enter_context(_descriptors())
         server = stack.enter_context(service.running(args.python, flags))
         bar = stack.enter_context(output.progress())
-        idle_mb = procs.pss_mb(server.processes())
+        idle = Held.by(server)
 
         def run(name: str, asked: Sequence[Question], batch: int, at_once: int) -> Run:
             task = bar.add_task(name, total=len(asked))
             return asyncio.run(_run(server, asked, batch, at_once, FORMS[args.answers], lambda: bar.advance(task)))
 
         steady = [run("steady load", before, STEADY_BATCH, STEADY_AT_ONCE)]
-        with Watch(lambda: Held(procs.pss_mb(server.processes()), procs.descriptors(server.pid))) as watch:
+        with Watch(lambda: Held.by(server)) as watch:
             whole = run("burst", burst, args.batch, at_once)
         steady.append(run("steady load", after, STEADY_BATCH, STEADY_AT_ONCE))
     figures = {
         "bench": "burst",
+        "command": _command(args),
         "kind": args.kind,
+        "loops": args.loops,
+        "loop_s": args.loop_s,
         "calls": args.calls,
         "in_flight": min(args.calls, at_once * args.batch),
         "requests": math.ceil(args.calls / args.batch),
         "answers": args.answers,
-        **summarise(whole, steady, idle_mb, watch),
+        **summarise(whole, steady, idle, watch),
     }
     _show(figures, [*whole.examples, *(example for run in steady for example in run.examples)])
-    output.plot(args.plot, lambda axes: _draw(axes, whole, steady))
+    output.plot(args.plot, lambda axes: draw(axes, figures))
     output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
 
-def make(kind: str, count: int, seed: int) -> Iterator[Question]:
-    """`count` calls of a kind, each of which first prints its own number, unless it does not compile."""
+def _command(args: argparse.Namespace) -> str:
+    """What makes it another measurement than the usual one."""
+    usual = vars(_parser().parse_args([]))
+    flags = [f"--{name} {vars(args)[name]}" for name in ("kind", "loops", "answers") if vars(args)[name] != usual[name]]
+    return " ".join(["python -m bench.burst", *flags])
+
+
+def make(kind: str, count: int, seed: int, loops: float = 0.0, loop_s: float = LOOP_S) -> Iterator[Question]:
+    """`count` calls of a kind, each of which first prints its own number, unless it does not compile. A share of them
+    never end, evenly spread among the others."""
     mix = labelled_calls(count, seed) if kind == "mix" else None
     for n in range(count):
         template, call = next(mix) if mix else (None, {"code": CODES[kind]})
+        line, status = str(n * n + seed), template.status if template else "ok"
+        if math.floor((n + 1) * loops) > math.floor(n * loops):
+            call, status = {"code": LOOPS["plain"], "limits": {"timeout_s": loop_s}}, "timeout"
+        elif template and template.ends in UNCOMPILED:
+            line = ""
         code = f"print({n} * {n} + {seed}, flush=True)\n{call['code']}"
-        line = "" if template and template.ends in UNCOMPILED else str(n * n + seed)
-        yield Question({**call, "code": code, "id": f"burst-{n}"}, line, template.status if template else "ok")
+        yield Question({**call, "code": code, "id": f"burst-{n}"}, line, status)
 
 
 def too_many(calls: int, batch: int, most: int) -> str:
@@ -214,12 +260,15 @@ async def _run(
                 except (aiohttp.ClientError, OSError) as why:  # what it has not answered is lost
                     run.examples.append(f"a request of {len(part)} calls broke off: {why!r}")
 
-        meter, begun, cpu_s = procs.Meter(server.pid), time.perf_counter(), time.thread_time()
+        own = ([server.pid], server.executors())
+        meter, own_s = procs.Meter(server.pid), [procs.cpu_s(pids) for pids in own]
+        begun, cpu_s = time.perf_counter(), time.thread_time()
         async with asyncio.TaskGroup() as group:
             for _ in range(min(at_once, len(parts))):
                 group.create_task(work())
         run.seconds = time.perf_counter() - begun
         run.server_cpu_s, run.client_cpu_s = meter.whole_s(), time.thread_time() - cpu_s
+        run.gateway_cpu_s, run.executor_cpu_s = (procs.cpu_s(pids) - s for pids, s in zip(own, own_s, strict=True))
     return run
 
 
@@ -253,10 +302,11 @@ async def _answers(got: aiohttp.ClientResponse, form: str) -> AsyncIterator[tupl
     async for chunk in got.content.iter_any():
         unpacker.feed(chunk)
         for line in unpacker:
-            yield line["index"], line
+            if line is not None:
+                yield line["index"], line
 
 
-def summarise(burst: Run, steady: Sequence[Run], idle_mb: float, watch: Watch[Held]) -> dict[str, Any]:
+def summarise(burst: Run, steady: Sequence[Run], idle: Held, watch: Watch[Held]) -> dict[str, Any]:
     """The figures of a burst beside a steady load, and which promises they miss."""
     runs = (burst, *steady)
     calm = _joined(steady)
@@ -277,7 +327,8 @@ def summarise(burst: Run, steady: Sequence[Run], idle_mb: float, watch: Watch[He
         "call_cpu_ms": output.quantiles(burst.cpu_ms),
         "ratio": round(ratio, 3),
         "ratio_at_least": RATIO_AT_LEAST,
-        "memory_mb": {"idle": round(idle_mb), "peak": round(peak_mb), "at_most": MEMORY_MB_AT_MOST},
+        "memory_mb": {"idle": round(idle.memory_mb), "peak": round(peak_mb), "at_most": MEMORY_MB_AT_MOST},
+        "gateway_mb": {"idle": round(idle.gateway_mb, 1), "peak": round(max(h.gateway_mb for h in watch.seen), 1)},
         "memory_looks": len(watch.seen),
         "memory_looks_share": round(watch.took_s / burst.seconds, 4),
         "gateway_descriptors": max(held.descriptors for held in watch.seen),
@@ -292,8 +343,11 @@ def _pace(run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 2),
         "calls_per_s": round(run.calls / run.seconds, 1),
         "cpu_ms": round(run.server_cpu_s * 1e3 / run.calls, 3),
+        "gateway_cpu_ms": round(run.gateway_cpu_s * 1e3 / run.calls, 4),
+        "executor_cpu_ms": round(run.executor_cpu_s * 1e3 / run.calls, 4),
         "client_cpu_ms": round(run.client_cpu_s * 1e3 / run.calls, 3),
         "latency_ms": output.percentiles(run.latencies_ms, POINTS),
+        "short_ms": output.percentiles(run.short_ms, POINTS),
         "queue_ms": output.percentiles(run.queue_ms, POINTS),
         "run_ms": output.percentiles(run.run_ms, POINTS),
     }
@@ -324,13 +378,16 @@ def _descriptors() -> Iterator[None]:
 
 
 def _show(figures: Mapping[str, Any], examples: Sequence[str]) -> None:
-    columns = ("", "calls", "calls/s", "p50 ms", "p90 ms", "p99 ms", "CPU ms", "client's")
+    columns = ("", "calls", "calls/s", "p50 ms", "p90 ms", "p99 ms", "CPU ms", "gateway's", "executor's", "client's")
     rows = []
     for name in ("burst", "steady"):
         pace = figures[name]
         cells = [f"{pace['calls']:,}", f"{pace['calls_per_s']:,.0f}"]
         cells += [f"{pace['latency_ms'].get(f'p{point}', 0):,.0f}" for point in POINTS]
-        rows.append((name, *cells, f"{pace['cpu_ms']:.2f}", f"{pace['client_cpu_ms']:.2f}"))
+        parts = (f"{pace[f'{part}_cpu_ms']:.3f}" for part in ("gateway", "executor", "client"))
+        rows.append((name, *cells, f"{pace['cpu_ms']:.2f}", *parts))
+        if figures["loops"]:
+            rows.append(("  short ones", "", "", *(f"{ms:,.0f}" for ms in pace["short_ms"].values())))
     output.show(f"{figures['in_flight']:,} calls in flight, in {figures['requests']:,} requests", columns, rows)
     names = ("right", "lost", "doubled", "wrong", "ratio", "gateway_descriptors")
     memory = figures["memory_mb"]
@@ -340,13 +397,15 @@ def _show(figures: Mapping[str, Any], examples: Sequence[str]) -> None:
         print(f"burst: {line:.2000}", file=sys.stderr)
 
 
-def _draw(axes: Any, burst: Run, steady: Sequence[Run]) -> None:
-    for label, run in (("burst", burst), ("steady", _joined(steady))):
-        values = sorted(run.latencies_ms)
-        axes.plot(values, [(n + 1) / len(values) for n in range(len(values))], label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel("ms until the answer")
-    axes.set_ylabel("share of calls")
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """What a run printed as JSON, as a picture."""
+    for place, name in enumerate(("burst", "steady")):
+        values = [figures[name]["latency_ms"][f"p{point}"] for point in POINTS]
+        bars = axes.bar([n + (place - 0.5) * 0.4 for n in range(len(POINTS))], values, 0.4, label=name)
+        axes.bar_label(bars, fmt="%.0f")
+    axes.set_xticks(range(len(POINTS)), [f"p{point}" for point in POINTS])
+    axes.set_yscale("log")
+    axes.set_ylabel("ms until the answer")
     axes.legend()
 
 

@@ -1,7 +1,7 @@
 """The baseline: a fresh interpreter for every call, `python3 file`, as many at once as there are cores, no isolation.
 
-It is as generous as it can be made: the guest's own Python and environment, no shell, no polling, output into a file,
-and a thread per core that does nothing but wait.
+It is as generous as it can be made: the guest's own Python and environment (but symbols bound late, as is usual), no
+shell, no polling, output into a file, and a thread per core that does nothing but wait.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sandbox.types import DEFAULT_LIMITS
 
 WRAPPER = Path(__file__).with_name("fresh_script.py")
 READ_BYTES = 16 << 20
+ENVIRON = {name: value for name, value in GUEST_ENV.items() if name != "LD_BIND_NOW"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def interpreters(python: str, *, wrapped: bool = False) -> Iterator[Fresh]:
 
 def _spawn(argv: Sequence[str], place: Path) -> subprocess.Popen[bytes]:
     """Start a process in `place/work`, in a session of its own; its streams are files in `place`."""
-    environ = {**GUEST_ENV, "PATH": os.environ.get("PATH", os.defpath), "HOME": str(place)}
+    environ = {**ENVIRON, "PATH": os.environ.get("PATH", os.defpath), "HOME": str(place)}
     with (
         (place / "stdin").open("rb") as stdin,
         (place / "stdout").open("wb") as stdout,

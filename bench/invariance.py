@@ -24,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from bench import output, service
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loops", type=output.count, default=LOOP_COUNT, help="endless loops (default: 8)")
     parser.add_argument("--load", type=output.count, default=cores, help="busy processes (default: one a core)")
     parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
-    parser.add_argument("--lean", action="store_true", help="only zygotes of the standard library, and no corpus")
+    parser.add_argument("--lean", action="store_true", help="only zygotes of the standard library, no made-up corpus")
     parser.add_argument("--seed", type=int, default=0, help="which made-up corpus (default: 0)")
     return parser
 
@@ -145,6 +146,7 @@ def _compare(args: argparse.Namespace) -> int:
     unstable = compare([case for case, _ in suspects], [result for _, result in suspects], again)
     figures = {
         "bench": "invariance",
+        "corpus": {"from": _source(args), "calls": sum(case.status is None for case in cases)},
         "limit_s": args.limit_s,
         "loops": args.loops,
         "load": args.load,
@@ -155,8 +157,12 @@ def _compare(args: argparse.Namespace) -> int:
     return 0 if figures["holds"] else 1
 
 
+def _source(args: argparse.Namespace) -> str:
+    return Path(args.calls).name if args.calls else f"made up, seed {args.seed}"
+
+
 def _corpus(args: argparse.Namespace) -> list[Case]:
-    if args.lean:
+    if args.lean and not args.calls:
         return []
     calls = load_calls(args.calls)[: args.n] if args.calls else sample_calls(args.n or 300, args.seed)
     return [Case(f"corpus {number}", call) for number, call in enumerate(calls)]

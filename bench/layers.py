@@ -61,8 +61,10 @@ CODES = {
 }
 IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
 STEPS = (*IN_JAIL, "executor", "http")
-AT_MOST = 2.5
-"""CPU of a call over HTTP as a multiple of the floor: what the project promises."""
+AT_MOST = 1.6
+"""CPU of a call over HTTP as a multiple of os.fork, run and exit of the same zygote: what the project promises. Held
+against the floor too, which is lower (fork by machine code), and reported."""
+RATIOS = {"os.fork": "ratio_os_fork", "floor": "ratio"}
 BATCH = 64
 WAIT_S = 120.0
 _LENGTHS = struct.Struct("<II")
@@ -82,7 +84,7 @@ class Cost:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The measurement; 1 if a profile's whole cost is over `AT_MOST` floors."""
+    """The measurement; 1 if a profile's whole cost is over `AT_MOST` times that with os.fork."""
     args = _parser().parse_args(argv)
     return output.run_as_command("layers", lambda: _measure(args))
 
@@ -96,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         "--at-once", type=output.count, default=cores, help="zygotes that fork at once (default: cores)"
     )
     parser.add_argument("--profiles", type=_profiles, default=tuple(CODES), help="of " + ",".join(CODES))
-    parser.add_argument("--at-most", type=float, default=AT_MOST, help="exit 1 over so many floors (default: 2.5)")
+    help = f"exit 1 if a call costs more times os.fork, run and exit (default: {AT_MOST:g})"
+    parser.add_argument("--at-most", type=float, default=AT_MOST, help=help)
     return parser
 
 
@@ -151,7 +154,7 @@ def _round(
 
 
 def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Namespace) -> dict[str, Any]:
-    """Medians per step, what each adds, and the ratios to the floor (medians of each round's own ratio)."""
+    """Medians per step, what each adds, and the ratios to both floors (medians of each round's own ratio)."""
     profiles: dict[str, Any] = {}
     for name in args.profiles:
         floor = [cost.cpu_ms for cost in costs[name, "floor"]]
@@ -172,13 +175,18 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
             "ratio": steps["http"]["floors"],
             "ratio_os_fork": output.median(whole.cpu_ms / least.cpu_ms for whole, least in os_fork),
         }
+    over = {
+        floor: [name for name, profile in profiles.items() if profile[ratio] > args.at_most]
+        for floor, ratio in RATIOS.items()
+    }
     return {
         "bench": "layers",
         "calls": args.calls,
         "rounds": args.rounds,
         "at_once": args.at_once,
         "at_most": args.at_most,
-        "holds": all(profile["ratio"] <= args.at_most for profile in profiles.values()),
+        "over": over,
+        "holds": not over["os.fork"],
         "profiles": profiles,
     }
 
@@ -223,7 +231,7 @@ class _Jail:
             raise output.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
         cpu_ms = (took["cpu_ms"] + took["own_cpu_ms"]) / calls
         if step == "groups" and self._groups:
-            cpu_ms += _set_and_read(self._groups.groups[0], calls)
+            cpu_ms += _set_and_read(self._groups.group(0), calls)
         return Cost(cpu_ms, took["wall_ms"] / calls, faults=took["faults"] / calls)
 
     def _receive(self) -> dict[str, Any]:
@@ -251,7 +259,7 @@ def _set_and_read(group: jail.Group, calls: int) -> float:
 @contextmanager
 def _groups() -> Iterator[jail.Tree | None]:
     try:
-        tree = jail.Tree(1)
+        tree = jail.Tree()
     except IsolationError:
         yield None
         return
@@ -414,24 +422,25 @@ def _show(figures: Mapping[str, Any]) -> None:
             faults = f"{cost['faults']:.0f}" if "faults" in cost else None
             numbers = (f"{cost[unit]:.2f}" for unit in ("wall_ms", "floors"))
             rows.append((step, f"{cost['cpu_ms']:.2f}", added, *numbers, faults))
-        verdict = "holds" if profile["ratio"] <= figures["at_most"] else "is over"
-        title = f"{name}: {profile['ratio']:.2f} floors, {verdict} {figures['at_most']:g}"
-        title += f" ({profile['ratio_os_fork']:.2f} times with os.fork)"
-        output.show(title, ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
+        found = (f"{profile[ratio]:.2f} times the {floor}" for floor, ratio in RATIOS.items())
+        output.show(f"{name}: {', '.join(found)}", ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
+    for floor, over in figures["over"].items():
+        verdict = f"missed by {', '.join(over)}" if over else "holds for all"
+        print(f"layers: at most {figures['at_most']:g} times the {floor}: {verdict}", file=sys.stderr)
 
 
 def draw(axes: Any, figures: Mapping[str, Any]) -> None:
     """What a run printed as JSON: one bar per profile, stacked by what each step adds."""
-    profiles = figures["profiles"]
-    names = list(profiles)
+    steps = {name: profile["steps"] for name, profile in figures["profiles"].items()}
+    names = list(steps)
     bottom = [0.0] * len(names)
     for step in (step for step in STEPS if step != "os.fork"):
-        tops = [profiles[name]["steps"][step]["floors"] for name in names]
+        tops = [its[step]["cpu_ms"] / its["os.fork"]["cpu_ms"] for its in steps.values()]
         added = [max(0.0, top - low) for top, low in zip(tops, bottom, strict=True)]
         axes.bar(names, added, bottom=bottom, label=step)
         bottom = [low + more for low, more in zip(bottom, added, strict=True)]
     axes.axhline(AT_MOST, linestyle="--", color="gray")
-    axes.set_ylabel("CPU per call, in floors")
+    axes.set_ylabel("CPU per call, os.fork, run and exit = 1")
     axes.legend()
 
 

@@ -63,7 +63,8 @@ PATIENCE_S = 20.0
 """How long a short call of the storm is waited for."""
 HOPELESS = 3
 """So many that waited in vain, and the storm is over."""
-SETTLE_S = 10.0
+SETTLE_S, SETTLE_LOOP_S = 10.0, 0.5
+"""How long all loops may take until they run: each has to be demoted before another can have its place."""
 STORM_P90_MS_AT_MOST = 100.0
 RATIO_AT_MOST = 1.5
 """How much longer nine of ten short calls may take since there are endless ones among them."""
@@ -359,12 +360,12 @@ async def _run_loops(http: aiohttp.ClientSession, url: str, codes: Sequence[str]
         unpacker = msgpack.Unpacker()
         async for chunk in got.content.iter_any():
             unpacker.feed(chunk)
-            storm.ended += sum(1 for _ in unpacker)
+            storm.ended += sum(line is not None for line in unpacker)
 
 
 async def _settled(server: service.Service, loops: int) -> int:
-    """How many calls the executors run, once that is all of the loops, or after `SETTLE_S`."""
-    give_up = time.monotonic() + SETTLE_S
+    """How many calls the executors run, once that is all of the loops, or after a time that is enough."""
+    give_up = time.monotonic() + SETTLE_S + SETTLE_LOOP_S * loops
     while True:
         running = await asyncio.to_thread(_running, server.metrics)
         if running >= loops or time.monotonic() > give_up:
@@ -410,9 +411,13 @@ def summarise_storm(storm: Storm) -> dict[str, Any]:
         )
     if storm.running < storm.loops:
         missed.append(f"{storm.running} of {storm.loops} endless loops were running, expected all")
-    for name in ("wrong", "ended"):
-        if count := getattr(storm, name):
-            missed.append(f"{count} {'loops' if name == 'ended' else 'short calls'} {name}, expected none")
+    for count, what in (
+        (storm.wrong, "short calls wrong"),
+        (storm.in_vain, f"short calls without an answer after {PATIENCE_S:g} s"),
+        (storm.ended, "loops ended"),
+    ):
+        if count:
+            missed.append(f"{count} {what}, expected none")
     return {
         "loops": storm.loops,
         "running": storm.running,

@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import output
+from bench.layers import AT_MOST
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_name("results")
-DRAWN = ("throughput", "peers", "layers", "leaks", "mixed", "roc", "rollouts")
-"""Benchmarks whose module has a `draw(axes, figures)`."""
+DRAWN = ("throughput", "peers", "layers", "leaks", "burst", "mixed", "soak", "scaling", "recipe", "roc", "rollouts")
+"""Benchmarks whose module has a `draw(axes, figures)`. What others found is a sentence, and says more in words."""
 BLOCK = re.compile(r"(<!-- numbers: ([\w-]+) -->\n)(.*?)(<!-- /numbers -->)", re.DOTALL)
 
+PEERS = ("code-judge", "SandboxFusion")
 KINDS = {
     "print": "`print(1 + 1)`",
     "numpy": "numpy determinant",
@@ -162,7 +164,11 @@ def _layers(figures: Figures) -> list[str]:
         steps = profile["steps"]
         times = (f"{steps[step]['cpu_ms']:.2f}" for step in ("floor", "os.fork", "http"))
         rows.append((name, *times, f"{profile['ratio']:.2f}×", f"{profile['ratio_os_fork']:.2f}×"))
-    return _table(columns, rows)
+    verdicts = []
+    for floor, ratio in (("by os.fork", "ratio_os_fork"), ("by the cheapest fork", "ratio")):
+        over = [name for name, profile in figures["profiles"].items() if profile[ratio] > AT_MOST]
+        verdicts.append(f"{floor}: {'all but ' + ', '.join(over) if over else 'all'}")
+    return [*_table(columns, rows), "", f"At most {AT_MOST:g} times fork, run and exit {'; '.join(verdicts)}."]
 
 
 def _chaos(figures: Figures) -> list[str]:
@@ -194,9 +200,18 @@ def _burst(figures: Figures) -> list[str]:
         for name, pace in (("all at once", figures["burst"]), ("a steady load", figures["steady"]))
     ]
     memory = figures["memory_mb"]
+    loops = []
+    if share := figures.get("loops"):
+        ms = [" / ".join(map(_number, figures[name]["short_ms"].values())) for name in ("burst", "steady")]
+        loops = [
+            f"{100 * share:g} % of them never return, and get `timeout` after {figures['loop_s']:g} s of their own; "
+            f"p50 / p90 / p99 of the others: {ms[0]} ms at once, {ms[1]} in the steady load.",
+            "",
+        ]
     return [
         *_table(("", "calls", "calls/s", "p50 / p99 ms", "CPU ms a call"), rows),
         "",
+        *loops,
         f"{figures['lost']:,} lost, {figures['doubled']:,} doubled, {figures['wrong']:,} wrong; "
         f"{figures['ratio']:.2f} of the steady load's calls/s; "
         f"{memory['idle']:,} MiB idle, {memory['peak']:,} MiB at the peak.",
@@ -216,10 +231,13 @@ def _mixed(figures: Figures) -> list[str]:
 
 
 def _invariance(figures: Figures) -> list[str]:
+    corpus = f" ({source['from']})" if (source := figures.get("corpus")) else ""
     return [
         f"{figures['calls']:,} calls alone, then all at once beside {figures['loops']} endless loops and "
-        f"{figures['load']} busy processes: {len(figures['changed'])} verdicts or outputs changed. "
-        f"{figures['known']:,} of them need a known share of their limit, from 0.5 to 2 times: "
+        f"{figures['load']} busy processes: {len(figures['changed'])} verdicts or outputs changed, "
+        f"{len(figures.get('unstable', ()))} that differ from themselves left out. "
+        f"{figures['calls'] - figures['known']:,} of them are a corpus{corpus}; "
+        f"{figures['known']:,} need a known share of their limit, from 0.5 to 2 times: "
         f"{len(figures['misjudged'])} misjudged."
     ]
 
@@ -231,7 +249,9 @@ def _soak(figures: Figures) -> list[str]:
         for name, half in figures["last_half"].items()
     ]
     columns = ("of the server, in the last half", "median", "growth", "noise")
-    return [f"{figures['answered']:,} calls: {', '.join(bad)}.", "", *_table(columns, rows)]
+    rates = ", ".join(map(_number, figures["calls_per_s"]))
+    said = f"{figures['answered']:,} calls: {', '.join(bad)}; {rates} calls/s, quarter by quarter."
+    return [said, "", *_table(columns, rows)]
 
 
 def _gateway(figures: Figures) -> list[str]:
@@ -254,13 +274,21 @@ def _scaling(figures: Figures) -> list[str]:
         title = f"{KINDS[name]}: {kind['cpu_ms']:.1f} ms of CPU a call, 99 % of them within {kind['own_p99_s']:.2f} s"
         lines += [f"{figures['calls']:,} calls of {title}, {kind['core_s']:,} core seconds:", ""]
         lines += [*_table(columns, rows), ""]
+    each = " and ".join(
+        f"{of['each_kb']:.1f} KiB for each call of {KINDS[name]} in flight, {of['all_mb']:,} MiB for all"
+        + (f" ({of['running_mb']:,} of it while they run here)" if of.get("running_mb") else "")
+        for name, of in held.items()
+    )
+    sources = ", ".join(f"{name} of {machine['commit']}" for name, machine in figures["measured_on"].items())
     return [
         *lines,
-        f"Memory: {held['idle_mb']:,} MiB without calls, {held['each_kb']:.1f} KiB for each in flight, "
-        f"{held['all_mb']:,} MiB for all. A gateway's core moves {gateway['calls_per_core_s']:,} calls/s, "
-        f"an executor's {figures['executor']['calls_per_core_s']:,}; "
+        f"Memory: {held['print']['idle_mb']:,} MiB without calls, {each}. "
+        f"A gateway's core moves {gateway['calls_per_core_s']:,} calls/s, an executor's "
+        f"{figures['executor']['calls_per_core_s']:,} of {KINDS['print']}; "
         f"a call of the mix is {gateway['bytes']:,} bytes on the wire, in both directions. "
         f"Endless loops, 1 % of them with a time-out of 10 s, take {figures['endless_core_s']:,} core seconds more.",
+        "",
+        f"Reckoned from what was measured at these commits: {sources}.",
     ]
 
 
@@ -269,7 +297,9 @@ def _peers(figures: Figures) -> list[str]:
     rows = []
     for kind, row in figures["kinds"].items():
         rows.append((KINDS[kind], *(_peer(row.get(name)) for name in systems)))
-    return _table(("calls/s (without a right verdict)", *systems), rows)
+    lines = _table(("calls/s (without a right verdict)", *systems), rows)
+    absent = [name for name in PEERS if name not in systems]
+    return [*lines, "", f"Not running there: {', '.join(absent)}."] if absent else lines
 
 
 def _peer(row: Figures | None) -> str:
@@ -286,6 +316,7 @@ def _roc(figures: Figures) -> list[str]:
         "tool_error_ratio": "tool errors",
         "one_answer": "one answer",
         "rollouts": "rollouts",
+        "sampled_tokens": "tokens sampled",
         "in_loss": "in the loss",
     }
     names = figures["names"]
@@ -298,12 +329,35 @@ def _roc(figures: Figures) -> list[str]:
     return [*_table(("", *measures.values()), rows), "", said]
 
 
+def _recipe(figures: Figures) -> list[str]:
+    rows = (
+        (
+            row["name"],
+            *(f"{row[name]:.3f}" for name in ("accuracy", "tool_error_ratio", "one_answer")),
+            f"{row['seconds']:.0f}",
+        )
+        for row in figures["stages"]
+    )
+    said = (
+        f"Accuracy is that of {figures['problems']} fresh problems at temperature 1. A step's own time is what neither "
+        f"generation, tools nor optimisation fill; beside them it had a processor for {figures['own_cpu']:.0%}."
+    )
+    return [
+        *_table(("", "accuracy", "tool errors", "one answer", "seconds"), rows),
+        "",
+        *_asked(figures["verdicts"]),
+        "",
+        said,
+    ]
+
+
 def _rollouts(figures: Figures) -> list[str]:
     rows = [
         (
             f"`{policy}`",
             f"{row['makespan_s']:,.1f}",
             f"{row['over_bound']:.2f}",
+            f"{row['kv_makespan_of_its']:.2f}" if "kv_makespan_of_its" in row else "-",
             f"{row['preemptions']:,.0f}",
             f"{row['recomputed_tokens']:,.0f}",
             f"{row['prefix_hit_rate']:.2f}",
@@ -320,6 +374,7 @@ def _rollouts(figures: Figures) -> list[str]:
         "",
         "makespan s",
         "/ bound",
+        "`kv` / its",
         "preemptions",
         "recomputed",
         "hits",
@@ -340,18 +395,31 @@ def _rollouts(figures: Figures) -> list[str]:
             (
                 f"`{policy}`",
                 f"{row['makespan']:+.1%}",
+                f"{row['worst_round']:+.1%}",
                 f"{row['preemptions']:.2f}×",
                 f"{100 * row['prefix_hit_rate']:+.1f}",
             )
             for policy, row in found.items()
         )
         lines += ["", "The simulator's answer for the same rollouts, against that:", ""]
-        lines += _table(("", "makespan", "preemptions + 1", "hits, points"), off)
+        lines += _table(("", "makespan", "in its worst round", "preemptions + 1", "hits, points"), off)
     if asked := figures.get("verdicts"):
-        rows = [(row["what"], row["needed"], f"{row['got']:.3g}", "yes" if row["holds"] else "**no**") for row in asked]
-        lines += ["", f"What is asked of `kv`, by medians of each {repeat}'s ratios:", ""]
-        lines += _table(("", "needed", "got", "holds"), rows)
+        lines += ["", f"What is asked of `kv`, by medians of each {repeat}'s ratios:", "", *_asked(asked)]
     return lines
+
+
+def _asked(verdicts: Iterable[Figures]) -> list[str]:
+    """What is needed, what came, and whether that holds."""
+    rows = (
+        (
+            row["what"],
+            row["needed"],
+            f"{row['got']:,.0f}" if row["got"] >= 100 else f"{row['got']:.3g}",
+            "yes" if row["holds"] else "**no**",
+        )
+        for row in verdicts
+    )
+    return _table(("", "needed", "got", "holds"), rows)
 
 
 def _cost(figures: Figures) -> list[str]:
@@ -367,6 +435,8 @@ TABLES: dict[str, Render] = {
     "peers": _peers,
     "layers": _layers,
     "burst": _burst,
+    "burst-mix": _burst,
+    "burst-loops": _burst,
     "mixed": _mixed,
     "invariance": _invariance,
     "soak": _soak,
@@ -375,6 +445,7 @@ TABLES: dict[str, Render] = {
     "chaos": _chaos,
     "agreement": _agreement,
     "leaks": _leaks,
+    "recipe": _recipe,
     "roc": _roc,
     "rollouts": _rollouts,
     "rollouts-8k": _rollouts,

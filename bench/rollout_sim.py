@@ -487,7 +487,10 @@ GRID = 200
 def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> float:
     """No schedule is faster, whatever it knows, moves or preempts: the largest of three bounds.
 
-    **The longest episode**: its own steps at batch 1, the prefill of what its tools showed, its tools' time.
+    Of each turn an engine prefills what its tool showed, and of what it holds the block that is not whole and the last
+    token at least; a turn takes `turn_s` besides. Somebody prefills each group's prompt.
+
+    **The longest episode**: its own steps at batch 1, its own prefill and turns, its tools' time.
 
     **Work and haste.** Let T be the makespan and E the engines. A step that runs the set S of n sequences with contexts
     c takes base + max(weights, a n) + sum of b c. For any x in [0, 1] that is at least B + W(S), with
@@ -504,29 +507,38 @@ def lower_bound_s(plans: Sequence[Plan], hardware: Hardware, engines: int) -> fl
         E T  >=  all W and prefill  +  sum over i of  m (own(i) - T) + 2 sqrt(B m) R(i)
 
     for any m; the best is sqrt(m) = sqrt(B) R(i) / (T - own(i)), with which the last sum is that of
-    B R(i)^2 / (T - own(i)): small batches waste steps, and large ones keep the long waiting. Of the B in brackets a
-    part y may be charged to what fills caches or batches instead: B >= B C / capacity and B >= B n / most_running, with
-    C the contexts less their prompts, which siblings share. No T is possible for which the right side is larger, for
-    whatever x and y.
+    B R(i)^2 / (T - own(i)): small batches waste steps, and large ones keep the long waiting. Or, with m = 0, a step's B
+    is charged to what fills caches or batches: B >= B C / capacity and B >= B n / most_running, with C the contexts
+    less their prompts, which siblings share, and with what is empty in their blocks. No T is possible for which the
+    right side is larger, for whatever x.
 
-    **Caches begin empty.** Take all B for what fills caches (y = 1). What else is in a step is waste: B (1 - C / K) and
+    **Caches begin empty.** Take all B for what fills caches. What else is in a step is waste: B (1 - C / K) and
     max(weights, a n) - (1 - x) weights - x a n, with the capacity K. Let an engine get G tokens besides prompts in all,
-    be it that it samples them, that a tool shows them, or that it computes them again. Its C is never more than what it
-    got so far. A token that it samples at C wastes the n-th part of a step's waste, so r(C) at least, with the best n;
-    one that it computes again takes `prefill_s`, all waste, and let r be no more than that. r falls; with R(g), its sum
-    up to C = g, an engine wastes R(min(G, K)) - R(shown): at worst, all that is shown there comes first. And as C <= G,
-    it wastes, or is idle for, the share 1 - (b K + B) g / (B + b K g) with g = G / K of the time in which it neither
-    computes what it must nor reads prompts. So, whatever each engine's g is, and for any g* to compare it with, all
-    waste is at least
+    be it that it samples them, that it must prefill them, or that it computes them again. Its C is never more than what
+    it got so far. A token that it samples at C wastes the n-th part of a step's waste, so r(C) at least, with the best
+    n; one that it computes again takes `prefill_s`, all waste, and let r be no more than that. r falls; with R(g), its
+    sum up to C = g, an engine wastes R(min(G, K)) - R(F): at worst, the F that it must prefill come first.
 
-        sum over engines of  min(R(g* K), (1 - ...) T) (1 - own prefill and prompts / T) - R(shown),
+    Where C <= g K, the same can be told from time. A step without the z = x a n of its sequences takes q = B + b C at
+    least, and of that no more than the share s(g) = (b K + B) g / (B + b K g) is no waste; all z together are x a g K
+    at most, as no more tokens are sampled there. So of an engine whose G is g K, with f of its time for what it must
+    prefill and for reading prompts, the share 1 - s(g) of T - f - x a g K is waste or idle. That falls with g, and R
+    grows: whatever each engine's g is, and for any g* to compare it with, it wastes, or is idle for, at least
 
-    and, since r falls, the sum of R(shown) is largest where all engines show as much.
+        min(R(g* K), (1 - s(g*)) (T - f - x a g* K)) - R(F),
+
+    which with T' = T - x a g* K is no less than
+
+        min(R(g* K), (1 - s(g*)) T') (1 - f / T') - R(F).
+
+    Over all engines the sum of f is known, and that of R(F) is largest where all must prefill as much, since r falls.
     """
-    loads = [_load(plan) for plan in plans]
-    prefill_s = hardware.prefill_s * (
-        sum(load.shown for load in loads) + sum({plan.group: plan.prompt for plan in plans}.values())
+    loads = [_load(plan, hardware.block) for plan in plans]
+    prompts = sum(
+        {plan.group: plan.prompt - _unshared(plan.prompt, plan.prompt, hardware.block) for plan in plans}.values()
     )
+    prefill_s = hardware.prefill_s * (sum(load.prefill for load in loads) + prompts)
+    prefill_s += hardware.turn_s * sum(len(load.spans) for load in loads)
     step_s = hardware.base_s + max(hardware.weights_s, hardware.per_sequence_s)
     alone = max(load.own_s(hardware, step_s) + load.read * hardware.per_context_s for load in loads)
     bounds = (_work_and_haste_s, _empty_caches_s)
@@ -538,30 +550,39 @@ class _Load:
     """What an episode takes, however it is scheduled."""
 
     sampled: int
-    shown: int
+    prefill: int
+    """Tokens, with a prompt that a sibling has left there."""
     tools_s: float
     read: float
     """Tokens of context, summed over the tokens that it samples."""
     held: float
     """The same without the prompt."""
     spans: tuple[tuple[int, int], ...]
-    """The contexts between which it samples."""
+    """The contexts between which it samples, turn by turn."""
 
     def own_s(self, hardware: Hardware, step_s: float) -> float:
-        return self.sampled * step_s + self.shown * hardware.prefill_s + self.tools_s
+        turns_s = len(self.spans) * hardware.turn_s
+        return self.sampled * step_s + self.prefill * hardware.prefill_s + turns_s + self.tools_s
 
 
-def _load(plan: Plan) -> _Load:
+def _load(plan: Plan, block: int = 1) -> _Load:
     spans = []
-    context = plan.prompt
+    known = context = plan.prompt
+    prefill = 0
     for sampled, shown, _ in plan.turns:
-        spans.append((context, context + sampled))
-        context += sampled + shown
+        prefill += _unshared(context, known, block)
+        known = context + sampled
+        spans.append((context, known))
+        context = known + shown
     tokens = sum(end - begin for begin, end in spans)
     read = sum(end * end - begin * begin for begin, end in spans) / 2
     tools_s = sum(tool_s for _, _, tool_s in plan.turns)
-    shown = plan.length - plan.prompt - tokens
-    return _Load(tokens, shown, tools_s, read, read - plan.prompt * tokens, tuple(spans))
+    return _Load(tokens, prefill, tools_s, read, read - plan.prompt * tokens, tuple(spans))
+
+
+def _unshared(context: int, known: int, block: int) -> int:
+    """Tokens to prefill of a context of which an engine has seen the first `known`."""
+    return context - min(known, context - 1) // block * block
 
 
 def _work_and_haste_s(loads: Sequence[_Load], prefill_s: float, hardware: Hardware, engines: int, x: float) -> float:
@@ -569,20 +590,20 @@ def _work_and_haste_s(loads: Sequence[_Load], prefill_s: float, hardware: Hardwa
     a, b = x * hardware.per_sequence_s, hardware.per_context_s
     tokens = sum(load.sampled for load in loads)
     work = prefill_s + a * tokens + b * sum(load.read for load in loads)
-    capacity = max(hardware.capacity, max(load.spans[-1][1] for load in loads))  # one alone may have more
-    full = step_s * max(sum(load.held for load in loads) / capacity, tokens / hardware.most_running)
+    room = sum(load.held for load in loads) + hardware.block // 2 * tokens
+    full = step_s * max(room / _most_held(loads, hardware), tokens / hardware.most_running)
     own = [load.own_s(hardware, step_s) for load in loads]
     haste = [step_s * sum(_roots(a, b, *span) for span in load.spans) ** 2 for load in loads]
-    floor, best = max(own), 0.0
-    for y in (0.0, 0.25, 0.5, 0.75, 1.0):
-        low, high = max(best, floor * 1.001), (work + step_s * tokens) / engines + 2 * floor
-        while high - low > 1e-3 * high:
-            time = (low + high) / 2
-            hasty = sum(part / (time - alone) for part, alone in zip(haste, own, strict=True))
-            if work + y * full + (1 - y) * hasty > engines * time:
-                best = low = time
-            else:
-                high = time
+    low = max(own) * 1.001
+    high = (work + step_s * tokens) / engines + 2 * low
+    best = 0.0
+    while high - low > 1e-3 * high:
+        time = (low + high) / 2
+        hasty = sum(part / (time - alone) for part, alone in zip(haste, own, strict=True))
+        if work + max(full, hasty) > engines * time:
+            best = low = time
+        else:
+            high = time
     return best
 
 
@@ -590,7 +611,7 @@ def _empty_caches_s(loads: Sequence[_Load], prefill_s: float, hardware: Hardware
     base, weights, a, b = hardware.base_s, hardware.weights_s, hardware.per_sequence_s, hardware.per_context_s
     step_s, most = base + (1 - x) * weights, hardware.most_running
     batches = (min(most, max(1.0, weights / a)) if a else most, most)  # one of them wastes least
-    capacity = max(hardware.capacity, max(load.spans[-1][1] for load in loads))  # one alone may have more
+    capacity = _most_held(loads, hardware)
     tokens, held = sum(load.sampled for load in loads), sum(load.held for load in loads)
     fixed = prefill_s + b * (sum(load.read for load in loads) - held)
     least = time = (fixed + x * a * tokens + (b + step_s / capacity) * held) / engines
@@ -599,16 +620,23 @@ def _empty_caches_s(loads: Sequence[_Load], prefill_s: float, hardware: Hardware
         lost = step_s * share
         return min(hardware.prefill_s, *((base + max(weights, a * n) - x * a * n - lost) / n for n in batches))
 
-    shown = wasted(0) * sum(load.shown for load in loads) / engines
+    first = wasted(0) * sum(load.prefill for load in loads) / engines
     for _ in range(3):  # a bound that is higher makes the next one higher
         waste = total = 0.0
         for part in range(1, GRID + 1):
             share = part / GRID
             total += wasted(share) * capacity / GRID
             idle = 1 - (b * capacity + step_s) * share / (step_s + b * capacity * share)
-            waste = max(waste, min(total, idle * time))
-        time = max(time, least + waste * (1 - fixed / engines / time) - shown)
+            rest = time - x * a * share * capacity
+            if rest > fixed / engines:
+                waste = max(waste, min(total, idle * rest) * (1 - fixed / engines / rest))
+        time = max(time, least + waste - first)
     return time
+
+
+def _most_held(loads: Sequence[_Load], hardware: Hardware) -> int:
+    """Tokens in an engine's cache at most: one alone may have more than it holds."""
+    return max(hardware.capacity, max(load.spans[-1][1] for load in loads) + hardware.block // 2)
 
 
 def _roots(a: float, b: float, begin: float, end: float) -> float:

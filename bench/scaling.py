@@ -2,11 +2,11 @@
 
     python -m bench.scaling [--calls 45000] [--p99-s 1] [--results FOLDER] [--json]
 
-It measures nothing itself. From `bench/results/`: burst.json says what a `print` costs, and what memory a call in
-flight takes; mixed.json what a call of the real mix costs, how that varies, and how many bytes it is on the wire;
-gateway.json what a gateway moves, layers.json what a call costs its executor. The calls of a step come in one way or
-another and are served by C like cores, in the order in which they came, each by one core to its end. The smallest C
-that answers 99 of 100 in time is shown.
+It measures nothing itself. From `bench/results/`: burst.json says what a `print` costs, all together and its executor
+alone, and what memory one in flight takes; burst-mix.json, if it is there, what memory a call of the mix takes;
+mixed.json what such a call costs, how that varies, and how many bytes it is on the wire; gateway.json what a gateway
+moves. The calls of a step come in one way or another and are served by C like cores, in the order in which they came,
+each by one core to its end. The smallest C that answers 99 of 100 in time is shown.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ SOURCES = {
     "burst": "python -m bench.burst --json",
     "mixed": "python -m bench.mixed --json",
     "gateway": "python -m bench.gateway --json",
-    "layers": "python -m bench.layers --json",
 }
 """What is needed, and what prints it."""
+BURST_OF_MIX = "burst-mix"
+MEMORY = {"print": "burst", "mix": BURST_OF_MIX}
 CALLS = 45_000
 P99_S = 1.0
 WAVES, WAVES_S = 10, 60.0
@@ -59,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _estimate(args: argparse.Namespace) -> int:
     measured = {name: _read(args.results / f"{name}.json", command) for name, command in SOURCES.items()}
+    if (args.results / f"{BURST_OF_MIX}.json").exists():
+        measured[BURST_OF_MIX] = _read(args.results / f"{BURST_OF_MIX}.json", f"{SOURCES['burst']} --kind mix")
     with output.progress() as bar:
         ways = arrivals(args.calls, args.seed)
         task = bar.add_task("ways of arriving", total=2 * len(ways))
@@ -76,8 +79,8 @@ def _estimate(args: argparse.Namespace) -> int:
         "p99_s": args.p99_s,
         "kinds": kinds,
         "gateway": at_the_gateway(measured["gateway"]["calls_per_core_s"], mix["bytes"], ways),
-        "executor": executor(measured["layers"]["profiles"]["bare"]["steps"]),
-        "memory": memory(burst, args.calls),
+        "executor": executor(burst["steady"]["executor_cpu_ms"]),
+        "memory": {kind: memory(measured[name], args.calls) for kind, name in MEMORY.items() if name in measured},
         "endless_core_s": round(args.calls * ENDLESS_SHARE * ENDLESS_S),
         "measured_on": {name: figures["machine"] for name, figures in measured.items()},
     }
@@ -199,10 +202,9 @@ def at_the_gateway(calls_per_core_s: float, size: float, ways: Mapping[str, Arri
     }
 
 
-def executor(steps: Mapping[str, Any]) -> dict[str, float]:
-    """What a `print` costs the executor: all that a call costs with one, less what it costs without."""
-    cpu_ms = max(0.001, steps["executor"]["cpu_ms"] - steps["runner"]["cpu_ms"])
-    return {"cpu_ms": round(cpu_ms, 3), "calls_per_core_s": round(1e3 / cpu_ms)}
+def executor(cpu_ms: float) -> dict[str, float]:
+    """What an executor moves that has a core of its own, given the CPU of its process for one call."""
+    return {"cpu_ms": cpu_ms, "calls_per_core_s": round(1e3 / cpu_ms)}
 
 
 def most_in_a_second(due: Arrivals) -> int:
@@ -216,13 +218,17 @@ def most_in_a_second(due: Arrivals) -> int:
 
 
 def memory(figures: Mapping[str, Any], calls: int) -> dict[str, Any]:
-    """What the server holds without calls, what one in flight adds, and all of them."""
-    held = figures["memory_mb"]
-    each_kb = (held["peak"] - held["idle"]) * 1024 / figures["in_flight"]
+    """What the server holds without calls, what one in flight adds to the gateway, which has them all, what those that
+    ran added beside, and all of it."""
+    held, gateway = figures["memory_mb"], figures["gateway_mb"]
+    waiting_mb = gateway["peak"] - gateway["idle"]
+    each_kb = waiting_mb * 1024 / figures["in_flight"]
+    running_mb = max(0.0, held["peak"] - held["idle"] - waiting_mb)
     return {
         "idle_mb": held["idle"],
         "each_kb": round(each_kb, 1),
-        "all_mb": round(held["idle"] + each_kb * calls / 1024),
+        "running_mb": round(running_mb),
+        "all_mb": round(held["idle"] + running_mb + each_kb * calls / 1024),
     }
 
 
@@ -237,8 +243,20 @@ def _show(figures: Mapping[str, Any]) -> None:
         under = f"< {figures['p99_s']:g} s"
         columns = ("they come", f"cores: answer {under}", f"wait {under}", "calls/s", "gateways", "MB/s")
         output.show(title, columns, rows)
-    held = figures["memory"]
-    print(f"memory: {held['idle_mb']:,} MiB, and {held['each_kb']} KiB a call in flight", file=sys.stderr)
+    for name, held in figures["memory"].items():
+        print(f"memory, {name}: {held['idle_mb']:,} MiB, and {held['each_kb']} KiB a call in flight", file=sys.stderr)
+
+
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """What a run printed as JSON, as a picture: the cores with which 99 of 100 calls have begun in time."""
+    kinds, ways = figures["kinds"], list(figures["gateway"]["ways"])
+    for number, (name, kind) in enumerate(kinds.items()):
+        places = [place + (number - (len(kinds) - 1) / 2) * 0.4 for place in range(len(ways))]
+        axes.bar_label(axes.barh(places, [kind["ways"][way]["cores_for_wait"] or 0 for way in ways], 0.4, label=name))
+    axes.set_yticks(range(len(ways)), ways)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"cores, so that 99 % have begun in {figures['p99_s']:g} s")
+    axes.legend()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ STALLED_S = 400.0
 CHUNK = 10_000
 TOLERANCE = {"memory_mb": 4.0, "descriptors": 1.0, "processes": 1.0, "zombies": 1.0, "mounts": 1.0, "cgroups": 1.0}
 """What is not worth a word over the last half, noise or not. Memory: the arenas of an allocator."""
+MOST_SHOWN = 200
+"""Looks that the course of memory is drawn from."""
 SHOWN = 5
 
 
@@ -112,7 +114,7 @@ def _soak(args: argparse.Namespace) -> int:
         **summarise(tally, sights, marks, left_behind),
     }
     _show(figures, tally)
-    output.plot(args.plot, lambda axes: _draw(axes, sights))
+    output.plot(args.plot, lambda axes: draw(axes, figures))
     output.finish(figures, as_json=args.json)
     return 0 if figures["holds"] else 1
 
@@ -213,6 +215,7 @@ def summarise(
             }
             for name, rise in rises.items()
         },
+        "at_work": [(sight.calls, sight.memory_mb) for sight in sights[:: -(-len(sights) // MOST_SHOWN) or 1]],
         "at_rest": [asdict(mark) for mark in marks],
         "left_behind": list(left_behind),
         "missed": missed,
@@ -242,11 +245,16 @@ def _show(figures: Mapping[str, Any], tally: Tally) -> None:
         print(f"soak: {line:.2000}", file=sys.stderr)
 
 
-def _draw(axes: Any, sights: Sequence[Sight]) -> None:
-    axes.plot([sight.calls for sight in sights], [sight.memory_mb for sight in sights])
-    axes.set_ylim(bottom=0)
+def draw(axes: Any, figures: Mapping[str, Any]) -> None:
+    """What a run printed as JSON, as a picture."""
+    marks = figures["at_rest"]
+    axes.plot([mark["calls"] for mark in marks], [mark["memory_mb"] for mark in marks], "o--", label="at rest")
+    if course := figures.get("at_work"):
+        axes.plot([calls for calls, _ in course], [memory_mb for _, memory_mb in course], label="at work")
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
     axes.set_xlabel("calls")
-    axes.set_ylabel("memory of the server at work, MiB")
+    axes.set_ylabel("memory of the server, MiB")
+    axes.legend()
 
 
 if __name__ == "__main__":

@@ -94,16 +94,31 @@ def _run(calls_per_s: float, right: int = 100) -> Run:
     return Run(100, right, seconds=100 / calls_per_s, latencies_ms=[1.0], queue_ms=[1.0], run_ms=[1.0])
 
 
+IDLE = Held(100, 50, 9)
+
+
 def _watched(memory_mb: float) -> Watch[Held]:
-    with Watch(lambda: Held(memory_mb, 9)) as watch:
+    with Watch(lambda: Held(memory_mb, 55.5, 9)) as watch:
         pass
     return watch
 
 
+def test_a_share_of_calls_never_ends_and_only_a_timeout_is_right_for_it() -> None:
+    asked = list(burst.make("print", 1000, 3, loops=0.01, loop_s=0.5))
+    endless = [question for question in asked if not question.is_short]
+    assert len(endless) == 10 and all(question.call["limits"] == {"timeout_s": 0.5} for question in endless)
+    run = Run(2)
+    answer = {"id": endless[0].call["id"], "stdout": f"{endless[0].line}\n", "usage": USAGE}
+    run.take(endless[0], {**answer, "status": "ok"}, 9.0)
+    run.take(endless[0], {**answer, "status": "timeout"}, 9.0)
+    assert (run.wrong, run.right, run.short_ms, len(run.latencies_ms)) == (1, 1, [], 2)
+
+
 def test_a_burst_is_held_against_the_steady_load_around_it() -> None:
-    figures = burst.summarise(_run(90), [_run(80), _run(133)], 100, _watched(200))
+    figures = burst.summarise(_run(90), [_run(80), _run(133)], IDLE, _watched(200))
     assert figures["steady"]["calls_per_s"] == pytest.approx(99.9, abs=0.1)
     assert figures["holds"], figures["missed"]
+    assert figures["gateway_mb"] == {"idle": 50, "peak": 55.5}
     assert figures["ratio"] == pytest.approx(0.9, abs=0.01)
 
 
@@ -112,7 +127,7 @@ def test_a_burst_is_held_against_the_steady_load_around_it() -> None:
     [(_run(89), 200, "0.89 of"), (_run(100, 99), 200, "1 lost"), (_run(100), 1431, "1431 MiB")],
 )
 def test_a_promise_that_is_missed_is_named(run: Run, memory_mb: float, missed: str) -> None:
-    figures = burst.summarise(run, [_run(100)], 100, _watched(memory_mb))
+    figures = burst.summarise(run, [_run(100)], IDLE, _watched(memory_mb))
     assert [line.startswith(missed) for line in figures["missed"]] == [True]
     assert not figures["holds"]
 
@@ -135,12 +150,16 @@ def test_a_small_burst_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
         choose("auto")
     except IsolationError as why:
         pytest.skip(str(why))
-    sizes = ["--calls", "120", "--batch", "7", "--steady", "64", "--lean", "--python", OWN_PYTHON]
-    code = burst.main([*sizes, "--json"])
+    sizes = ["--calls", "120", "--batch", "7", "--steady", "64", "--loops", "0.02", "--loop-s", "0.3", "--lean"]
+    code = burst.main([*sizes, "--python", OWN_PYTHON, "--json"])
     captured = capsys.readouterr()
     assert captured.out, captured.err
     figures = json.loads(captured.out.splitlines()[-1])
     assert (figures["right"], figures["lost"], figures["doubled"], figures["wrong"]) == (120, 0, 0, 0), captured.err
     assert figures["requests"] == 18 and figures["gateway_descriptors"] > 0
-    assert figures["memory_mb"]["peak"] > 0 and figures["burst"]["cpu_ms"] > 0
+    assert figures["statuses"] == {"ok": 117, "timeout": 3}
+    assert figures["command"] == "python -m bench.burst --loops 0.02"
+    assert figures["memory_mb"]["peak"] > figures["gateway_mb"]["peak"] > 0
+    cpu_ms = figures["burst"]["cpu_ms"]
+    assert 0 < figures["burst"]["gateway_cpu_ms"] < cpu_ms and 0 < figures["burst"]["executor_cpu_ms"] < cpu_ms
     assert code == (0 if figures["holds"] else 1)

@@ -39,6 +39,11 @@ def test_the_wrapper_reports_value_and_error(code: str, value: str | None, error
     assert (run.report.get("value"), run.report.get("error"), run.exit_code) == (value, error, exit_code)
 
 
+def test_symbols_are_bound_when_they_are_used() -> None:
+    assert _run("import os\nos.environ.get('LD_BIND_NOW')").report["value"] is None
+    assert _run("import os\nos.environ['OMP_NUM_THREADS']").report["value"] == "'1'"
+
+
 def test_an_endless_call_is_ended() -> None:
     run = _run("while True: pass", limits={"timeout_s": 0.2})
     assert run.timed_out

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -93,17 +94,20 @@ def test_nobody_is_busy_any_more_afterwards() -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_small_comparison_has_all_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_comparison_has_all_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         choose("auto")
     except IsolationError as why:
         pytest.skip(str(why))
-    sizes = ["--needs", "CPU,sleep", "--limit-s", "0.3", "--loops", "1", "--load", "1", "--lean"]
-    code = invariance.main([*sizes, "--python", OWN_PYTHON, "--json"])
+    corpus = tmp_path / "snippets.jsonl"
+    corpus.write_text('{"code": "1"}\n')
+    sizes = ["--calls", str(corpus), "--needs", "CPU,sleep", "--limit-s", "0.3", "--loops", "1", "--load", "1"]
+    code = invariance.main([*sizes, "--lean", "--python", OWN_PYTHON, "--json"])
     captured = capsys.readouterr()
     assert captured.out, captured.err
     figures = json.loads(captured.out.splitlines()[-1])
-    assert (figures["calls"], figures["known"]) == (12, 12)
+    assert (figures["calls"], figures["known"]) == (13, 12)
+    assert figures["corpus"] == {"from": "snippets.jsonl", "calls": 1}
     for statuses in figures["statuses"].values():
-        assert sum(statuses.values()) == 12 and "error" not in statuses, captured.err
+        assert sum(statuses.values()) == 13 and "error" not in statuses, captured.err
     assert code == (0 if figures["holds"] else 1)

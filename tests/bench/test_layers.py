@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -16,13 +15,15 @@ def _costs(values: dict[str, float]) -> dict[tuple[str, str], list[layers.Cost]]
     return {("bare", step): [layers.Cost(values.get(step, 1.0), 1.0)] * 3 for step in layers.STEPS}
 
 
-@pytest.mark.parametrize(("whole", "holds"), [(2.4, True), (2.6, False)])
-def test_the_promise_is_about_the_whole_call_over_the_floor(whole: float, holds: bool) -> None:
-    args = argparse.Namespace(profiles=("bare",), calls=1, rounds=3, at_once=1, at_most=2.5)
+@pytest.mark.parametrize(("whole", "over"), [(1.5, []), (2.4, ["floor"]), (3.3, ["os.fork", "floor"])])
+def test_the_promise_is_about_os_fork_and_the_lower_floor_is_told_too(whole: float, over: list[str]) -> None:
+    args = layers._parser().parse_args(["--profiles", "bare"])
     figures = layers.summarise(_costs({"http": whole, "os.fork": 2.0}), args)
     assert figures["profiles"]["bare"]["ratio"] == whole
     assert figures["profiles"]["bare"]["ratio_os_fork"] == whole / 2
-    assert figures["holds"] is holds
+    assert figures["at_most"] == 1.6
+    assert figures["over"] == {floor: ["bare"] if floor in over else [] for floor in layers.RATIOS}
+    assert figures["holds"] is ("os.fork" not in over)
 
 
 def test_an_unknown_profile_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:

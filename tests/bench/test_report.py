@@ -24,7 +24,8 @@ POINTS = {"p50": 5.0, "p90": 60.5, "p99": 200.0}
 
 HALF = {"mean": 0.5, "sd": 0.1}
 ROC = dict.fromkeys(
-    ("accuracy", "tool_error_ratio_correct", "tool_error_ratio", "one_answer", "rollouts", "in_loss"), HALF
+    ("accuracy", "tool_error_ratio_correct", "tool_error_ratio", "one_answer", "rollouts", "sampled_tokens", "in_loss"),
+    HALF,
 )
 
 MADE_UP: dict[str, dict[str, Any]] = {
@@ -32,13 +33,30 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "burst": PACE, "steady": PACE, "lost": 1, "doubled": 2, "wrong": 3, "ratio": 0.95,
         "memory_mb": {"idle": 600, "peak": 1400},
     },
+    "burst-loops": {
+        "command": "python -m bench.burst --loops 0.01", "loops": 0.01, "loop_s": 1.0,
+        "burst": {**PACE, "short_ms": POINTS}, "steady": {**PACE, "short_ms": {"p50": 7.0, "p90": 8.0, "p99": 9.0}},
+        "lost": 0, "doubled": 0, "wrong": 0, "ratio": 1.0, "memory_mb": {"idle": 600, "peak": 1400},
+    },
     "mixed": {
         "traffic": {"rate": 9.5, "without_loops": {"short_ms": POINTS}, "with_loops": {"short_ms": POINTS, "loops": 6}},
         "storm": {"loops": 40, "calm_ms": POINTS, "storm_ms": POINTS},
     },
-    "invariance": {"calls": 100, "known": 40, "loops": 5, "load": 4, "changed": [{}], "misjudged": ["a", "b"]},
+    "invariance": {
+        "calls": 100, "known": 40, "loops": 5, "load": 4, "changed": [{}], "misjudged": ["a", "b"], "unstable": ["c"],
+        "corpus": {"from": "snippets.jsonl", "calls": 60},
+    },
+    "layers": {
+        "profiles": {
+            name: {
+                "steps": {step: {"cpu_ms": ms} for step, ms in (("floor", 1.0), ("os.fork", 1.25), ("http", 1.9))},
+                "ratio": ratio, "ratio_os_fork": 1.52,
+            }
+            for name, ratio in (("bare", 1.9), ("symbolic", 1.2))
+        },
+    },
     "soak": {
-        "answered": 1_000_000, "lost": 0, "doubled": 1, "mixed_up": 2, "unavailable": 3,
+        "answered": 1_000_000, "calls_per_s": [127.6, 99.04], "lost": 0, "doubled": 1, "mixed_up": 2, "unavailable": 3,
         "last_half": {"memory_mb": {"median": 800.0, "growth": 1.25, "noise": 3.0, "tolerance": 1}},
     },
     "scaling": {
@@ -54,7 +72,11 @@ MADE_UP: dict[str, dict[str, Any]] = {
             "ways": {"all at once": {"calls_per_s": 45_000, "gateways": 3, "mb_per_s": 40.5}},
         },
         "executor": {"cpu_ms": 0.4, "calls_per_core_s": 2500},
-        "memory": {"idle_mb": 832, "each_kb": 1.52, "all_mb": 899},
+        "memory": {
+            "print": {"idle_mb": 832, "each_kb": 1.52, "running_mb": 5, "all_mb": 899},
+            "mix": {"idle_mb": 832, "each_kb": 2.52, "running_mb": 250, "all_mb": 1190},
+        },
+        "measured_on": {"burst": {"commit": "abc"}, "mixed": {"commit": "def+"}},
     },
     "gateway": {"batch": 64, "calls_per_s": 9876.5, "cpu_us": 101.2},
     "peers": {
@@ -70,7 +92,8 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "roc": {
         "seeds": 2, "steps": 30, "group": 8, "names": {"roc": "RoC, 2G to G", "grpo-g": "GRPO, all of G"},
         "arms": {
-            "roc": {**ROC, "accuracy": {"mean": 0.85, "sd": 0.01}, "rollouts": {"mean": 7680.0, "sd": 0.0}},
+            "roc": {**ROC, "accuracy": {"mean": 0.85, "sd": 0.01}, "rollouts": {"mean": 7680.0, "sd": 0.0},
+                    "sampled_tokens": {"mean": 231373.4, "sd": 2309.2}},
             "grpo-g": {**ROC, "tool_error_ratio_correct": None},
         },
         "differences": {"grpo-g": {"accuracy": {"mean": -0.0123, "sd": 0.004}}},
@@ -83,16 +106,22 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "episodes": 96, "most_new": 896, "lower_bound_s": 12.345, "repeats": 3,
         "policies": {
             "kv": {
-                "makespan_s": 20.55, "over_bound": 1.6646, "preemptions": 1.0, "recomputed_tokens": 1234.0,
+                "makespan_s": 20.55, "over_bound": 1.6646, "kv_makespan_of_its": 1.0,
+                "preemptions": 1.0, "recomputed_tokens": 1234.0,
                 "prefix_hit_rate": 0.715, "kv_use": 0.6, "idle_share": 0.05,
                 "service_s": {"p50": 1.0, "p95": 8.0}, "since_arrival_s": {"p50": 9.0, "p95": 19.0},
             },
         },
-        "validation": {"kv": {"makespan": -0.05, "preemptions": 1.25, "prefix_hit_rate": 0.031}},
+        "validation": {"kv": {"makespan": -0.05, "worst_round": 0.08, "preemptions": 1.25, "prefix_hit_rate": 0.031}},
         "verdicts": [{"what": "makespan, of static's", "needed": "≤ 1", "got": 1.234, "holds": False}],
     },
 }  # fmt: skip
 EXPECTED = {
+    "burst-loops": [
+        "1 % of them never return, and get `timeout` after 1 s of their own; "
+        "p50 / p90 / p99 of the others: 5.0 / 60.5 / 200 ms at once, 7.0 / 8.0 / 9.0 in the steady load.",
+        "<sub>`python -m bench.burst --loops 0.01` on",
+    ],
     "burst": [
         "| all at once | 45,000 | 321 | 1.5 / 140,000 | 3.21 |",
         "1 lost, 2 doubled, 3 wrong",
@@ -103,20 +132,31 @@ EXPECTED = {
     "invariance": [
         "100 calls alone",
         "beside 5 endless loops and 4 busy",
-        "1 verdicts or outputs changed",
+        "1 verdicts or outputs changed, 1 that differ from themselves left out",
+        "60 of them are a corpus (snippets.jsonl); 40 need",
         "2 misjudged",
     ],
-    "soak": ["1,000,000 calls: 0 lost, 1 doubled, 2 mixed up, 3 unavailable.", "| memory mb | 800.0 | 1.2 | 3.0 |"],
+    "layers": [
+        "| bare | 1.00 | 1.25 | 1.90 | 1.90× | 1.52× |",
+        "At most 1.6 times fork, run and exit by os.fork: all; by the cheapest fork: all but bare.",
+    ],
+    "soak": [
+        "1,000,000 calls: 0 lost, 1 doubled, 2 mixed up, 3 unavailable; 128, 99.0 calls/s, quarter by quarter.",
+        "| memory mb | 800.0 | 1.2 | 3.0 |",
+    ],
     "scaling": [
         "88.3 ms of CPU a call, 99 % of them within 1.28 s",
         "| all at once | 45,000 | 2,977 | - | 3 | 40.5 |",
-        "1.5 KiB for each in flight",
-        "an executor's 2,500;",
+        "832 MiB without calls, 1.5 KiB for each call of `print(1 + 1)` in flight, 899 MiB for all (5 of it",
+        "and 2.5 KiB for each call of the mix of real traffic in flight, 1,190 MiB for all (250 of it",
+        "an executor's 2,500 of `print(1 + 1)`;",
+        "at these commits: burst of abc, mixed of def+.",
         "4,500 core seconds more",
     ],
     "gateway": ["9,876 calls/s, 101 µs"],
     "roc": [
-        "| RoC, 2G to G | 0.850 ± 0.010 | 0.500 ± 0.100 | 0.500 ± 0.100 | 0.500 ± 0.100 | 7,680 ± 0 |",
+        "| RoC, 2G to G | 0.850 ± 0.010 | 0.500 ± 0.100 | 0.500 ± 0.100 | 0.500 ± 0.100 |",
+        "| 7,680 ± 0 | 231,373 ± 2,309 | 0.500 ± 0.100 |",
         "| GRPO, all of G | 0.500 ± 0.100 | - |",
         "| RoC less GRPO, all of G | -0.012 ± 0.004 | - |",
         "2 seeds, 30 steps, G = 8",
@@ -125,12 +165,16 @@ EXPECTED = {
     "rollouts": [
         "vLLM on the CPU: 2 engines of 4,096 tokens, 96 rollouts of at most 896 tokens",
         "less than 12.3 s. Medians of 3 rounds.",
-        "| `kv` | 20.6 | 1.66 | 1 | 1,234 | 0.71 | 0.60 | 0.05 | 1.0 / 8.0 | 9.0 / 19.0 |",
-        "| `kv` | -5.0% | 1.25× | +3.1 |",
+        "| `kv` | 20.6 | 1.66 | 1.00 | 1 | 1,234 | 0.71 | 0.60 | 0.05 | 1.0 / 8.0 | 9.0 / 19.0 |",
+        "| `kv` | -5.0% | +8.0% | 1.25× | +3.1 |",
         "| makespan, of static's | ≤ 1 | 1.23 | **no** |",
         "<sub>`python -m bench.rollouts --engines 2` on",
     ],
-    "peers": ["| `print(1 + 1)` | 500 | 12.5 (25.0 %) |", "| the mix of real traffic | 1.0 | - |"],
+    "peers": [
+        "| `print(1 + 1)` | 500 | 12.5 (25.0 %) |",
+        "| the mix of real traffic | 1.0 | - |",
+        "Not running there: SandboxFusion.",
+    ],
 }
 
 

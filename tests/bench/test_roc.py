@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numpy", reason="evaluation needs numpy")
-
 from bench import roc
 from trainer.config import load
 from trainer.evaluate import write_outcomes

@@ -90,13 +90,38 @@ def test_a_turn_takes_of_its_engine_besides_its_tokens() -> None:
     per_sequence_s=st.sampled_from([0.0, 2e-4, 2e-3]),
     prefill_s=st.sampled_from([0.0, 5e-5, 1e-3]),
     most_running=st.sampled_from([4, 64, 512]),
+    block=st.sampled_from([1, 32]),
+    turn_s=st.sampled_from([0.0, 0.01]),
+    per_context_s=st.sampled_from([0.0, 5e-7]),
 )
 def test_no_policy_is_faster_than_the_lower_bound(
     policy: str, seed: int, groups: int, mean: float, capacity: int, engines: int, **constants: Any
 ) -> None:
     plans = workload(groups, 8, 2000, mean, seed)
     hardware = replace(TIGHT, capacity=capacity, base_s=0.002, **constants)
-    assert simulate(plans, hardware, engines, policy, 2000).makespan_s >= lower_bound_s(plans, hardware, engines)
+    took = simulate(plans, hardware, engines, policy, 2000).makespan_s
+    assert took * (1 + 1e-9) >= lower_bound_s(plans, hardware, engines)
+
+
+def test_the_lower_bound_holds_where_every_sequence_costs_as_much_as_the_step() -> None:
+    """What sequences take is no waste, however empty the cache is."""
+    plans = [Plan(0, 10, ((1000, 0, 0.0),))] * 512
+    costs = {"base_s": 0.01, "per_sequence_s": 1e-3, "per_context_s": 0.0, "prefill_s": 1e-3}
+    hardware = Hardware("vast", capacity=10**9, most_running=512, **costs)
+    took = simulate(plans, hardware, 1, "least_inflight", 1000).makespan_s
+    loads = [_load(plan) for plan in plans]
+    bounds = [_empty_caches_s(loads, 0.01, hardware, 1, x / 4) for x in range(5)]
+    assert 0.9 * took < lower_bound_s(plans, hardware, 1) <= took
+    assert max(bounds) <= took
+
+
+def test_the_lower_bound_counts_turns_and_blocks() -> None:
+    """One episode after the other: what is left of a block is prefilled again, and each turn takes its time."""
+    plans = [Plan(0, 100, ((50, 10, 0.0), (30, 0, 0.0)))] * 20
+    hardware = replace(TIGHT, most_running=1, turn_s=0.05, block=32, prefill_s=1e-3, per_context_s=0.0)
+    took = simulate(plans, hardware, 1, "least_inflight", 200).makespan_s
+    assert lower_bound_s(plans, hardware, 1) == pytest.approx(took, rel=2e-3)
+    assert took == pytest.approx(20 * (80 * 0.01005 + 2 * 0.05 + (4 + 32) * 1e-3) + 96e-3)
 
 
 def test_the_lower_bound_counts_that_caches_begin_empty() -> None:

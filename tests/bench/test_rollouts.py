@@ -86,12 +86,35 @@ def test_what_was_played_is_not_played_again(tmp_path: Path, capsys: pytest.Capt
     said = found["simulated"]["kv"]["makespan_s"]
     assert found["validation"]["kv"]["makespan"] == pytest.approx(said / 30 - 1, abs=1e-3)
     assert found["validation"]["kv"]["preemptions"] == pytest.approx(0.1, abs=0.05)
+    assert [row["makespan_s"] for row in found["simulated_rounds"]["kv"]] == [said]
     verdict = {row["what"]: (row["needed"], row["got"], row["holds"]) for row in found["verdicts"]}
     assert verdict["makespan, of static's"] == ("≤ 1", 1.0, True)
     assert verdict["preemptions, of static's"] == ("≤ 0.05", 1.0, False)
     assert verdict["prefix hits over static's"] == ("≥ 0.2", 0.0, False)
     assert not any("reserve_worst_case" in what for what in verdict)
     assert "--rounds 1 --policies static,kv" in found["command"]
+
+
+def test_errors_of_opposite_sign_are_told() -> None:
+    """Half too long and half too short is right in all, and wrong in each round."""
+    real, said = (
+        [{"makespan_s": span, "preemptions": 0, "prefix_hit_rate": 0.5} for span in spans]
+        for spans in ((10.0, 10.0), (13.0, 7.0))
+    )
+    off = rollouts.validation({"kv": real}, {"kv": said})["kv"]
+    assert off["makespan"] == 0.0
+    assert abs(off["worst_round"]) == pytest.approx(0.3)
+
+
+def test_of_a_recorded_run_no_length_is_known_beforehand(tmp_path: Path) -> None:
+    """What it played is what is played again: to be told of it would be to be told the answer."""
+    row = {"step": 1, "group": 0, "prompt_tokens": 21, "turns": [{"start": 0, "end": 14, "tools_s": 0.0}]}
+    file = tmp_path / "step_000001.jsonl"
+    file.write_text(json.dumps(row))
+    parser = rollouts._parser()
+    recorded, drawn = (parser.parse_args([*SMALL, *more]) for more in (("--episodes", str(file)), ()))
+    assert rollouts.profile_of(recorded).before(0) == []
+    assert len(rollouts.profile_of(drawn).before(0)) == 24
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,10 @@ from bench import scaling
 MACHINE = {"cpu": "Z80"}
 BURST = {
     "in_flight": 1000, "call_cpu_ms": [8.0] * 201, "burst": {"cpu_ms": 10.0}, "machine": MACHINE,
-    "memory_mb": {"idle": 100, "peak": 110},
+    "steady": {"executor_cpu_ms": 0.4}, "memory_mb": {"idle": 100, "peak": 140}, "gateway_mb": {"idle": 50, "peak": 60},
 }  # fmt: skip
 MIXED = {
     "traffic": {"without_loops": {"call_cpu_ms": [50.0] * 190 + [1500.0] * 11, "cpu_ms": 140.0, "bytes": 500}},
-    "machine": MACHINE,
-}
-LAYERS = {
-    "profiles": {"bare": {"steps": {"runner": {"cpu_ms": 3.0}, "executor": {"cpu_ms": 3.4}}}},
     "machine": MACHINE,
 }
 GATEWAY = {"calls_per_core_s": 10_000, "machine": MACHINE}
@@ -65,12 +61,13 @@ def test_the_most_calls_in_a_second() -> None:
     assert scaling.most_in_a_second([0.0, 1.0, 2.0]) == 1
 
 
-def test_memory_is_that_of_those_in_flight() -> None:
-    assert scaling.memory(BURST, 45_000) == {"idle_mb": 100, "each_kb": 10.2, "all_mb": 550}
+def test_memory_is_that_of_those_in_flight_which_the_gateway_has_and_of_those_that_ran() -> None:
+    held = scaling.memory(BURST, 45_000)
+    assert held == {"idle_mb": 100, "each_kb": 10.2, "running_mb": 30, "all_mb": 580}
 
 
 def _results(folder: Path) -> Path:
-    for name, figures in (("burst", BURST), ("mixed", MIXED), ("gateway", GATEWAY), ("layers", LAYERS)):
+    for name, figures in (("burst", BURST), ("mixed", MIXED), ("gateway", GATEWAY)):
         (folder / f"{name}.json").write_text(json.dumps(figures))
     return folder
 
@@ -85,6 +82,16 @@ def test_the_estimate_comes_from_the_results_alone(tmp_path: Path, capsys: pytes
     assert figures["gateway"]["ways"]["all at once"] == {"calls_per_s": 1000, "gateways": 1, "mb_per_s": 0.5}
     assert figures["executor"] == {"cpu_ms": 0.4, "calls_per_core_s": 2500}
     assert figures["endless_core_s"] == 100
+    assert list(figures["memory"]) == ["print"]
+
+
+def test_memory_of_the_mix_is_told_where_a_burst_of_it_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (_results(tmp_path) / "burst-mix.json").write_text(json.dumps({**BURST, "in_flight": 500}))
+    assert scaling.main(["--results", str(tmp_path), "--calls", "1000", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert (held["print"]["each_kb"], held["mix"]["each_kb"]) == (10.2, 20.5)
 
 
 def test_a_result_that_is_missing_is_named_with_what_makes_it(

@@ -43,6 +43,8 @@ def test_steady_traffic_holds() -> None:
     figures = soak.summarise(_tally(), _sights(), _marks(), [])
     assert figures["holds"], figures["missed"]
     assert figures["last_half"]["memory_mb"]["median"] == 150
+    assert figures["at_work"][::39] == [(100, 150.0), (4000, 150.0)]
+    assert len(soak.summarise(_tally(), _sights() * 20, _marks(), [])["at_work"]) == 200
 
 
 @pytest.mark.parametrize("name", soak.TOLERANCE)

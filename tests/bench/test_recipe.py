@@ -1,0 +1,79 @@
+"""bench.recipe: what it says is what the run's folder says, and what is asked of it is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import recipe
+from bench.output import BenchFailed
+from bench.report import table_of
+from trainer.config import load
+from trainer.recipe import Run, Unit
+from trainer.record import write_json
+
+MACHINE = {"cpu": "a", "cores": 2, "kernel": "6", "load": [0.0], "commit": "b", "date": "2026-01-01T00:00:00"}
+
+
+def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], alone_s: float) -> Run:
+    """A run that is over: every unit took as long, and the last evaluations found these accuracies."""
+    run = Run(load(recipe.CONFIG, {}, [f"run_dir={folder}"]))
+    scores = iter(accuracies)
+    for unit in run.units():
+        found: dict[str, Any] = {"seconds": seconds}
+        if unit.command == "eval":
+            found["scores"] = {"accuracy": next(scores), "tool_error_ratio": 0.1, "one_answer": 0.9}
+        run.done_file(unit).parent.mkdir(parents=True, exist_ok=True)
+        write_json(run.done_file(unit), found)
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "evaluate.jsonl").write_text("{}\n" * 7)
+    for step in (1, 2):
+        run.record.append_metrics(
+            {
+                "step": step,
+                "stage": "rl1",
+                "reward": 0.5 * step,
+                "seconds_step": 10.0,
+                "seconds_alone": alone_s,
+                "seconds_own": 1.0,
+            }
+        )
+    return run
+
+
+@pytest.mark.parametrize(
+    ("seconds", "accuracies", "alone_s", "holds"),
+    [
+        (50.0, (0.6, 0.7, 0.75, 0.8), 0.2, [True, True, True]),
+        (500.0, (0.6, 0.7, 0.75, 0.7), 0.6, [False, False, False]),
+    ],
+)
+def test_a_run_is_summed_up_and_judged(
+    seconds: float, accuracies: tuple[float, ...], alone_s: float, holds: list[bool], tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, seconds, accuracies, alone_s)
+    figures = recipe.measured(run)
+    assert figures["seconds"] == seconds * len(run.units())
+    assert figures["gain"] == pytest.approx(accuracies[-1] - accuracies[0])
+    assert figures["alone"] == pytest.approx(alone_s / 10)
+    assert (figures["problems"], figures["steps"], figures["rewards"]) == (7, 2, [0.5, 1.0])
+    assert [row["holds"] for row in figures["verdicts"]] == holds
+    table = table_of("recipe", {**figures, "machine": MACHINE})
+    assert f"| rl3 | {accuracies[-1]:.3f} | 0.100 | 0.900 |" in table
+    assert table.count("**no**") == holds.count(False)
+    assert "7 fresh problems" in table
+
+
+def test_a_run_without_rl_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(BenchFailed, match="expected SFT and a stage of RL"):
+        recipe.measured(run)
+
+
+def test_what_is_not_over_is_not_counted(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
+    run.done_file(Unit("prepare")).unlink()
+    assert recipe.measured(run)["seconds"] == len(run.units()) - 1
