@@ -3,7 +3,7 @@
 #
 # BASE brings ROCm, its PyTorch and vLLM, which are built for each other. The trainer gets an environment of its own on
 # top of them: it shares their torch and brings its transformers, since vLLM's is another version.
-ARG BASE=docker.io/vllm/vllm-openai-rocm:v0.27.1
+ARG BASE=docker.io/vllm/vllm-openai-rocm:v0.32.0
 FROM ${BASE}
 COPY pyproject.toml README.md LICENSE /src/
 COPY sandbox /src/sandbox

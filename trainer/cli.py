@@ -78,7 +78,7 @@ def recipe(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(summary))
     else:
-        _print_columns("after", {row.pop("name"): row for row in summary["stages"]})
+        _print_columns("after", {row.pop("name"): _by_source(row) for row in summary["stages"]})
 
 
 def unit(args: argparse.Namespace) -> None:
@@ -98,15 +98,16 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure a model: accuracy, tool use, format, lengths."""
     from rich.console import Console
 
-    from trainer import stages
-    from trainer.evaluate import summary
+    from trainer.evaluate import ALL, read_reports, summary
     from trainer.recipe import Unit
 
     run = _run(args)
-    if args.stage:
-        reports = stages.evaluate(run, Unit("eval", args.stage))
-    else:
-        reports = stages.evaluate_model(run, args.model, args.out or run.folder / "evaluation" / Path(args.model).name)
+    one = Unit("eval", args.stage) if args.stage else None
+    reports = read_reports((run.done(one) or {}).get("reports", {})) if one else {}
+    if not reports or reports[ALL].unavailable:  # it is not over, or an outage left something to do
+        from trainer import stages
+
+        reports = stages.evaluate(run, one) if one else stages.evaluate_model(run, args.model, args.out)
     if args.json:
         print(json.dumps({source: asdict(report) for source, report in reports.items()}))
     else:
@@ -122,9 +123,12 @@ def rollout(args: argparse.Namespace) -> None:
 
 def data(args: argparse.Namespace) -> None:
     """Bring problems from files and hub names into one format, filtered and decontaminated."""
+    from trainer.bar import bar
     from trainer.data import prepare, write
 
-    problems, report = prepare(args.source, against=args.against, is_integer_only=not args.any_answer, seed=args.seed)
+    how = {"against": args.against, "is_integer_only": not args.any_answer, "seed": args.seed}
+    with bar("rows") as advance:
+        problems, report = prepare(args.source, **how, advance=advance)
     write(problems, args.out)
     print(json.dumps(asdict(report), indent=None if args.json else 2))
 
@@ -248,6 +252,16 @@ def _dry_run(args: argparse.Namespace) -> None:
     print(EXPLAINED)
 
 
+def _by_source(row: dict[str, Any]) -> dict[str, Any]:
+    """A stage's row with the accuracies of its sources, of a single one in place of that of all."""
+    from trainer.evaluate import Estimate
+
+    by_source = row.pop("accuracy_by_source", {})
+    names = {source: f"accuracy, {source}" if len(by_source) > 1 else "accuracy" for source in by_source}
+    shown = {names[source]: str(Estimate(**found)) if found else None for source, found in by_source.items()}
+    return {"accuracy": row.pop("accuracy"), **shown, **row}
+
+
 def _print_columns(about: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
     """A column for each that has numbers, a line for each number."""
     from rich.console import Console
@@ -255,8 +269,10 @@ def _print_columns(about: str, columns: Mapping[str, Mapping[str, Any]]) -> None
 
     from trainer.show import figure, table
 
-    made = table(about, *(f"{name}>" for name in columns))
+    def text(name: str, value: Any) -> str:
+        return value if isinstance(value, str) else decimal(value) if name.endswith("bytes") else figure(value)
+
+    made = table(about, *(f"{name}>…" for name in columns))
     for name in next(iter(columns.values()), {}):
-        text = decimal if name.endswith("bytes") else figure
-        made.add_row(name.replace("_", " "), *(text(column[name]) for column in columns.values()))
+        made.add_row(name.replace("_", " "), *(text(name, column[name]) for column in columns.values()))
     Console().print(made)

@@ -116,7 +116,7 @@ class HardwareConfig:
     """What trains. Engines share its GPUs, or have `engine_gpus` of their own."""
 
     nodes: Count = 1  # machines that train
-    gpus: Whole = 0  # GPUs of each that train; 0 trains on the CPU
+    gpus: Whole = 0  # GPUs of each that train, a process each; 0 trains on the CPU, one process a machine
     gpu_gb: Annotated[float, Field(ge=0)] = 0.0  # GB (10^9 bytes) of memory of one GPU
     engine_gpus: Whole = 0  # GPUs for engines alone, of all machines; 0 is the same ones
     sharding: Literal["none", "full"] = "none"  # of weights, gradients and optimizer states
@@ -224,6 +224,10 @@ class RunConfig:
             not self.sft.data or self.sft.batch % (self.sft.micro_batch * ranks) == 0,
             f"sft: batch={self.sft.batch}: expected a multiple of micro_batch={self.sft.micro_batch} x {ranks} ranks",
         )
+        _expect(
+            self.hardware.sharding == "none" or self.hardware.gpus > 0,
+            f"hardware: sharding={self.hardware.sharding}: expected GPUs, got gpus=0; set sharding to none",
+        )
         stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
         for here, stage in stages.items():
             of = f"keep={stage.keep} of samples={stage.samples}"
@@ -236,6 +240,11 @@ class RunConfig:
                 stage.prompts * stage.keep % (stage.micro_batch * ranks) == 0,
                 f"{here}: prompts={stage.prompts} x keep={stage.keep} rows: expected a multiple of "
                 f"micro_batch={stage.micro_batch} x {ranks} ranks; change one of them",
+            )
+            _expect(
+                stage.top_p == 1,
+                f"{here}: top_p={stage.top_p}: expected 1, as what is trained are probabilities without it; it is for "
+                "[evaluate]",
             )
         for here, sampled in {**stages, "evaluate": self.evaluate}.items():
             _expect(

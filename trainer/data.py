@@ -15,7 +15,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from trainer.trajectory import Problem
 GENERATED = "generated:"
 EXAMPLES = 20
 """So many of what was left out are named in a report; all are counted."""
+TOLD = 1000
+"""Rows between two words on how many are done."""
 NGRAM = 8
 """Words that a training problem may not share with an evaluation problem (the paper's section 4)."""
 Gram = tuple[str, ...]
@@ -57,7 +59,8 @@ class Report:
     """What became of the rows: counts by source, and examples of what was left out, each with the reason."""
 
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    """source -> {"rows", "kept", and "bad" | "duplicate" | "not integer" | "contaminated" | "too long"}."""
+    """source -> {"rows", "kept", and "bad" | "duplicate" | "not integer" | "contaminated" | "too long" | "unreadable",
+    which is an answer that the checker cannot read}."""
     examples: list[dict[str, str]] = field(default_factory=list)
 
     def count(self, source: str, what: str) -> None:
@@ -80,17 +83,22 @@ def prepare(
     fresh: bool = False,
     length: Callable[[str], int] | None = None,
     room: int = 0,
+    unreadable: Callable[[Sequence[str]], Collection[str]] = lambda answers: (),
+    advance: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Problem], Report]:
     """All of `sources`, each text once and each id, and what became of the rows.
 
     Left out is what has no integer as its answer, what shares `NGRAM` words in a row with a problem of `against`, and
-    what is longer than `room` by `length`, such as tokens of the prompt.
+    what is longer than `room` by `length`, such as tokens of the prompt. So is what has one of the answers that are
+    `unreadable`, which is asked once, for all that are no integers. `advance` is told how many rows are done.
     """
     report, kept = Report(), []
     held_out = grams_of(problem for source in against for problem in read(source, seed=seed, fresh=True))
     first: dict[str, Problem] = {}
     ids: Counter[str] = Counter()
-    for problem in (row for source in sources for row in _read(source, seed, fresh, report)):
+    for number, problem in enumerate(row for source in sources for row in _read(source, seed, fresh, report)):
+        if not number % TOLD:
+            advance(number)
         if known := first.get(problem.text):
             answers = "" if known.answer == problem.answer else f": {known.answer!r} there, {problem.answer!r} here"
             report.leave_out(problem.source, problem.id, "duplicate", f"of {known.id} of {known.source}{answers}")
@@ -110,7 +118,13 @@ def prepare(
         else:
             kept.append(replace(problem, answer=answer))
             report.count(problem.source, "kept")
-    return kept, report
+    doubtful = dict.fromkeys(problem.answer for problem in kept if problem.answer != integer(problem.answer))
+    refused = unreadable(list(doubtful)) if doubtful else ()
+    for problem in kept:
+        if problem.answer in refused:
+            report.counts[problem.source]["kept"] -= 1
+            report.leave_out(problem.source, problem.id, "unreadable", problem.answer[:100])
+    return [problem for problem in kept if problem.answer not in refused], report
 
 
 def read(source: str, *, seed: int = 0, fresh: bool = False) -> list[Problem]:

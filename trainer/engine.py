@@ -4,12 +4,13 @@ Invariants:
 - Log-probabilities are of the distribution that was sampled from: after temperature and top-p (vLLM: processed ones).
 - An engine that is lost, hangs or answers nonsense raises `EngineFailed`, and nothing it said is repaired: the ids are
   all there is, so another engine can continue. A request that no engine could serve is a `ValueError`.
-- `version` is that of the weights of the last sync.
+- `version` is that of the weights of the last sync, and 0 of those that an engine was started with.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -39,6 +40,7 @@ METRICS = (
 )
 METRIC = re.compile(rf"^vllm:({'|'.join(METRICS)})(?:_total)?\{{(.*)\}} (\S+)$", re.MULTILINE)
 """Name, labels and value in /metrics. A server that has several engines says each of them."""
+NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ class VllmEngine:
     async def renew(self, version: int) -> None:
         """Forget what was computed with other weights: those that are there now are `version`."""
         answer = await self.post("/reset_prefix_cache", {})
-        if answer is not None and answer.get("success") is not True:
+        if answer is not None and not (isinstance(answer, dict) and answer.get("success") is True):
             raise self._failed("an empty prefix cache", answer)
         self.version = version
 
@@ -235,6 +237,8 @@ class VllmEngine:
         text = await self._ask("GET", "/metrics", None, self._timeout_s)
         made: dict[str, list[tuple[str, float]]] = {name: [] for name in METRICS}
         for name, labels, value in METRIC.findall(text):
+            if not NUMBER.fullmatch(value):
+                raise self._failed(f"vllm:{name} as a number in /metrics", value)
             made[name].append((labels, float(value)))
         return made
 
@@ -260,6 +264,8 @@ class VllmEngine:
             async with self._session.request(method, self.url + route, json=body, timeout=timeout) as response:
                 status, text = response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as why:
+            if isinstance(why, aiohttp.ClientConnectorError) and why.os_error.errno == errno.ECONNREFUSED:
+                self.version = 0  # nobody listens there: what is started anew has the weights that it had at first
             raise self._failed(f"an answer of {route}", f"{type(why).__name__}: {why}") from why
         if status in (400, 422) and route == COMPLETIONS:
             raise ValueError(f"engine {self.name} refused {str(body)[:200]}: {text[:500]}")

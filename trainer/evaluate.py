@@ -3,10 +3,10 @@
 Invariants:
 - An episode without a verdict (ours to answer for) counts in nothing but `unavailable`. It is never a 0.
 - Whatever was measured is on disk once its problem is done, and is not run again by the same command.
-- Intervals say what other problems would have given: 95 %, by a seeded bootstrap over problems. Where all problems
-  agree an interval has no width.
+- Of an episode that was measured there is one row, however often the command was killed.
+- Intervals say what other problems would have given: 95 %, by how far problems differ.
 
-Letters: P problems, R resamples of them.
+Letters: P problems.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
 from math import comb
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.table import Table
 
 from trainer.metrics import METRICS
@@ -30,8 +29,10 @@ from trainer.trajectory import Episode, Problem
 
 ALL = "all"
 """The report over all sources."""
-RESAMPLES = 1000
-CONFIDENCE = 0.95
+Z = NormalDist().inv_cdf(0.975)
+"""Deviations on either side of a number within which 95 % lie."""
+ROUNDING = 1e-12
+"""A variance that is none."""
 OUTCOMES = "outcomes.jsonl"
 """A row an episode, by which an evaluation goes on and reports."""
 AT_ONCE = 1 << 14
@@ -55,12 +56,13 @@ class Outcome(NamedTuple):
     error: str = ""
 
 
-MEASURES = {
+SHARES = {
     "accuracy": METRICS["reward"],
     **{name: METRICS[name] for name in ("tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer")},
-    **{"calls": METRICS["calls"], "turns": METRICS["turns"], "tokens": METRICS["length"]},
 }
-"""What is summed over episodes, and by what sum it is divided. `accuracy` is avg@k; `tokens` has the tools' too."""
+"""Measures between 0 and 1, each by what is summed over episodes and divided. `accuracy` is avg@k."""
+MEASURES = {**SHARES, "calls": METRICS["calls"], "turns": METRICS["turns"], "tokens": METRICS["length"]}
+"""All of them. `tokens` has the tools', too."""
 SCORES = ("accuracy", "tool_error_ratio", "one_answer")
 """The numbers of a recipe's table."""
 
@@ -74,7 +76,9 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.2f}, {self.high:.2f}]"
+        if self.high >= 100:
+            return f"{self.value:,.0f} [{self.low:,.0f}–{self.high:,.0f}]"
+        return f"{self.value:.3f} [{self.low:.2f}–{self.high:.2f}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,53 +95,74 @@ class Report:
     """By the names in `MEASURES`, and pass@j: the chance that one of j samples is right."""
     stops: dict[str, int]
 
-    def scores(self) -> dict[str, float | None]:
-        """The numbers of a recipe's table."""
-        return {name: self.measures[name].value if name in self.measures else None for name in SCORES}
+
+def unfinished(problems: Sequence[Problem], samples: int, folder: Path) -> dict[int, Problem]:
+    """The problems, by their number, of which `folder` lacks an episode with a verdict."""
+    known = {key for key, outcome in outcomes_of(folder).items() if outcome.reward is not None}
+    return {
+        number: problem
+        for number, problem in enumerate(problems)
+        if not known.issuperset((problem.id, sample) for sample in range(samples))
+    }
 
 
-async def evaluate(
-    problems: Sequence[Problem],
+async def sample(
+    problems: Mapping[int, Problem],
     samples: int,
     collect: Collect,
     *,
     record: RunFolder,
-    settings: Mapping[str, Any],
     is_brief: bool = False,
     advance: Callable[[int], None] = lambda done: None,
-) -> dict[str, Report]:
-    """`samples` episodes of each problem, and a report by source and over `ALL`.
+) -> None:
+    """`samples` episodes of each of the problems that `unfinished` names.
 
-    Into `record` go the outcomes, the episodes unless `is_brief`, and what they follow from, `settings`; what is there
-    is not run again, but for problems that an outage left unfinished. `advance` is told how many problems are done.
-    Raises `RecordError` for the folder of an evaluation with other settings.
+    Into `record` go the outcomes, and the episodes unless `is_brief`; those of these problems that a kill or an outage
+    left there give way. `advance` is told how many problems are done.
     """
-    record.claim({"samples": samples, **settings})
-    known = {key for key, outcome in outcomes_of(record.path).items() if outcome.reward is not None}
+    ids = {problem.id for problem in problems.values()}
+    record.keep_episodes(0, lambda row: row["problem"]["id"] not in ids)
     window, done = asyncio.Semaphore(max(1, AT_ONCE // samples)), 0
 
     async def one(number: int, problem: Problem) -> None:
         nonlocal done
-        if not known.issuperset((problem.id, sample) for sample in range(samples)):
-            async with window:
-                groups = await collect([problem], samples)
-            if not is_brief:
-                record.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
-            write_outcomes(record.path, groups[0])
+        async with window:
+            groups = await collect([problem], samples)
+        if not is_brief:
+            record.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
+        write_outcomes(record.path, groups[0])  # by which they count, and so comes last
         done += 1
         advance(done)
 
     async with asyncio.TaskGroup() as group:
-        for number, problem in enumerate(problems):
+        for number, problem in problems.items():
             group.create_task(one(number, problem))
-    found = outcomes_of(record.path)
 
-    def of(some: Iterable[Problem]) -> Report:
-        return report([[found[problem.id, sample] for sample in range(samples)] for problem in some], samples)
 
-    sources = dict.fromkeys(problem.source for problem in problems)
-    by_source = {source: of(problem for problem in problems if problem.source == source) for source in sources}
-    return {**by_source, ALL: of(problems)}
+def reports_of(problems: Iterable[Problem], samples: int, folder: Path) -> dict[str, Report]:
+    """What `folder` holds of the problems, by source and over `ALL`."""
+    found, by_source = outcomes_of(folder), dict[str, list[list[Outcome]]]()
+    for problem in problems:
+        group = [found[problem.id, sample] for sample in range(samples)]
+        by_source.setdefault(problem.source, []).append(group)
+    by_source[ALL] = [group for groups in by_source.values() for group in groups]
+    return {source: report(groups, samples) for source, groups in by_source.items()}
+
+
+def read_reports(written: Mapping[str, Any]) -> dict[str, Report]:
+    """Reports from their fields, as `asdict` has them."""
+    return {
+        source: Report(**{**fields, "measures": {name: Estimate(**of) for name, of in fields["measures"].items()}})
+        for source, fields in written.items()
+    }
+
+
+def scores(reports: Mapping[str, Report]) -> dict[str, Any]:
+    """The numbers of a recipe's table, over all sources, and of each its accuracy with the interval."""
+    measures = reports[ALL].measures
+    of_all = {name: measures[name].value if name in measures else None for name in SCORES}
+    accuracies = {name: one.measures.get("accuracy") for name, one in reports.items() if name != ALL}
+    return {**of_all, "accuracy_by_source": {name: asdict(one) if one else None for name, one in accuracies.items()}}
 
 
 def write_outcomes(folder: Path, episodes: Iterable[Episode]) -> None:
@@ -163,9 +188,12 @@ def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
     scored_P = [[outcome for outcome in some if outcome.reward is not None] for some in outcomes_P]
     counts_P = [(len(some), sum((outcome.reward or 0) > 0 for outcome in some)) for some in scored_P]
     powers = sorted({1 << n for n in range(samples.bit_length())} | {samples})
-    measures = {name: _ratio([metric.sums(some) for some in scored_P]) for name, metric in MEASURES.items()}
+    measures = {
+        name: _ratio([metric.sums(some) for some in scored_P], is_share=name in SHARES)
+        for name, metric in MEASURES.items()
+    }
     for j in powers:
-        measures[f"pass@{j}"] = _ratio([(pass_at(j, n, right), 1) for n, right in counts_P if n >= j])
+        measures[f"pass@{j}"] = _ratio([(pass_at(j, n, right), 1) for n, right in counts_P if n >= j], is_share=True)
     episodes = sum(map(len, scored_P))
     return Report(
         problems=len(outcomes_P),
@@ -186,34 +214,35 @@ def pass_at(j: int, samples: int, right: int) -> float:
 
 
 def summary(reports: Mapping[str, Report]) -> Table:
-    """For people: a row a source. The rest is in the reports."""
+    """For people: a column a source, each number with its interval. The rest is in the reports."""
+    shown = {name: one for name, one in reports.items() if name != ALL or len(reports) > 2}
     k = reports[ALL].samples
-    made = table(
-        "source", "n>", f"avg@{k} [95 %]>", f"pass@{k}>", "tool errors>", "one answer>", "tokens>", "no verdict>"
-    )
-    for name, one in reports.items():
-        if name != ALL or len(reports) > 2:
-            accuracy, *estimates = map(one.measures.get, ("accuracy", f"pass@{k}", *SCORES[1:], "tokens"))
-            cells = [f"{estimate.value:.3g}" if estimate else "-" for estimate in estimates]
-            made.add_row(name, str(one.problems), str(accuracy or "-"), *cells, str(one.unavailable))
+    made = table("[95 %]", *(f"{name}…" for name in shown))
+    made.add_row("problems", *(str(one.problems) for one in shown.values()))
+    for name in dict.fromkeys(("accuracy", f"pass@{k}", *MEASURES)):
+        cells = (str(one.measures.get(name, "-")) for one in shown.values())
+        made.add_row(f"avg@{k}" if name == "accuracy" else name.replace("_", " "), *cells)
+    made.add_row("without verdict", *(str(one.unavailable) for one in shown.values()))
     return made
 
 
-def _ratio(parts_P: Sequence[tuple[float, float]]) -> Estimate | None:
-    """The sum of the first numbers over that of the second, and its interval."""
+def _ratio(parts_P: Sequence[tuple[float, float]], *, is_share: bool) -> Estimate | None:
+    """The sum of the first numbers over that of the second, and its interval.
+
+    The variance is that of a ratio over problems, by its residuals. A share has Wilson's interval (Brown, Cai and
+    DasGupta, Statistical Science 16, 2001) for as many independent trials as have that variance (Korn and Graubard,
+    Survey Methodology 24, 1998). Problems that all agree say nothing of it: each counts as one trial.
+    """
     some = [(part, whole) for part, whole in parts_P if whole]
     if not some:
         return None
-    part_P, whole_P = np.asarray(some, dtype=float).T
-    times_RP = _resamples(len(some))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile((times_RP @ part_P) / (times_RP @ whole_P), [tail, 1 - tail])
-    return Estimate(float(part_P.sum() / whole_P.sum()), float(low), float(high))
-
-
-@cache
-def _resamples(count: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """How often each problem is in each of R draws of P with replacement."""
-    draws_RP = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    times_RP: np.ndarray[tuple[int, int], np.dtype[np.float64]] = draws_RP.astype(float)
-    return times_RP
+    count, total = len(some), sum(whole for _, whole in some)
+    value = sum(part for part, _ in some) / total
+    squares = sum((part - value * whole) ** 2 for part, whole in some)
+    variance = squares / total**2
+    if not is_share:
+        return Estimate(value, max(0.0, value - Z * variance**0.5), value + Z * variance**0.5)
+    trials = value * (1 - value) / variance if variance > ROUNDING else count
+    middle = (value + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
+    half = Z / (1 + Z**2 / trials) * (value * (1 - value) / trials + Z**2 / (4 * trials**2)) ** 0.5
+    return Estimate(value, max(0.0, middle - half), min(1.0, middle + half))

@@ -1,7 +1,8 @@
 """GRPO-RoC on TRL's `GRPOTrainer`: one stage of reinforcement learning, a model's folder in, a model's folder out.
 
 TRL owns the loss, the optimiser and the checkpoints. What it trains on comes from here, through `rollout_func` and
-three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`) and nothing else of its insides.
+three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`): nothing else of TRL's insides, and of those of
+transformers one name in `trainer.progress`.
 
 Invariants:
 - Engines sample a step with the weights that the step starts from: TRL asks for one sync before each rollout.
@@ -42,7 +43,7 @@ from trainer import metrics, roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
-from trainer.progress import Progress, Trained, Training, latest, ranks, steps_of
+from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of
 from trainer.rollout import Collector
 from trainer.trajectory import Episode, Problem, StopReason
 
@@ -104,7 +105,7 @@ def train_stage(
     bridge = _Bridge(stage, training, problems, rollouts, before)
     if start and done and (start / UNDER_WAY).exists():
         bridge.under_way = GROUPS.validate_json((start / UNDER_WAY).read_bytes())
-    args = GRPOConfig(
+    args = _Arguments(
         **training.arguments(stage, rows=stage.prompts * stage.keep),
         max_steps=before + stage.steps,
         # The batch: TRL repeats each prompt `keep` times and splits the step's rows into micro-batches.
@@ -126,7 +127,7 @@ def train_stage(
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
     )
-    if ranks().is_main_process:
+    if ranks(training.hardware).is_main_process:
         training.record.rewind(training.first_step + done)
     trainer = GRPOTrainer(
         model=str(training.model),
@@ -160,6 +161,10 @@ def in_order(problems: Sequence[Problem], per_step: int, steps: int, seed: int) 
         order += some[: len(some) // per_step * per_step]
         epoch += 1
     return order[: per_step * steps]
+
+
+class _Arguments(OneGpu, GRPOConfig):  # type: ignore[misc]
+    """TRL's own, for one GPU."""
 
 
 class _Bridge(Progress):
@@ -223,7 +228,6 @@ class _Bridge(Progress):
         # A checkpoint of the stage before brings that stage's settings, which the trainer takes over.
         state.save_steps = args.save_steps
         kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
-        super().on_train_begin(args, state, control, **kwargs)
         self._since = perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -340,7 +344,7 @@ def _roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
 
 def _scatter(rows: Sequence[Row], count: int) -> Sequence[Row]:
     """`count` rows for each rank, of those that the first rank has."""
-    if ranks().num_processes == 1:
+    if not torch.distributed.is_initialized():
         return rows
     shares = [rows[start : start + count] for start in range(0, len(rows), count)]
     mine: list[Sequence[Row]] = [()]

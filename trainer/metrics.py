@@ -112,6 +112,10 @@ METRICS = {
     ),
     "loss": Metric("the optimised loss", "Loss", "loss", "free"),
     "grad_norm": Metric("norm of the gradient, before it is clipped", "Gradient norm", "norm", "positive"),
+    "entropy": Metric(
+        "mean -log-probability of a sampled token: what the policy's entropy is estimated by, in nats",
+        "Entropy of a token, mean", "nats", "count", lambda it: -sum(it.logprobs), lambda it: it.sampled_tokens,
+    ),
     "kl_sampler": Metric(
         "mean |log-probability when sampled - when trained|", "Log-probability, sampled against trained",
         "mean difference", "log",

@@ -4,9 +4,10 @@ Invariants:
 - Where and when a turn runs is the scheduler's affair. It hears of every event, is asked after each, and nothing polls.
 - Only turns that have a place are requests. All others wait here, as many as there are.
 - An engine that dies or hangs loses its place, not its turns: they go on elsewhere, from the same ids. It takes part
-  again once it has proven its weights; what it missed of a sync it gets with the next one.
+  again once it has proven its weights; what it missed of a sync it gets with the next one, if it computes by then.
 - Only engines with the weights of the last sync sample, and a sync counts only for engines that have proven it. It
   waits for the turns that run; those that come meanwhile wait for it.
+- An engine that hangs keeps at most one sync waiting, for as long as `carry` does, and never an interrupt.
 - However a turn ends, by an exception or cancelled, the books say so before anything else happens.
 - Everything belongs to one event loop, and every task to the pool's block.
 """
@@ -18,7 +19,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, Protocol, Self
@@ -29,13 +30,17 @@ from trainer.scheduler import Gauge, Placement, Scheduler
 logger = logging.getLogger(__name__)
 
 GAUGE_S = 20.0
-"""For one scrape: a server with a thousand requests is late, too."""
+"""For one scrape, or to interrupt: a server with a thousand requests is late, too."""
 MISSES = 3
 """Scrapes in a row without an answer, after which an engine counts as lost."""
 STALL_S = 120.0
 """Without one token computed, though turns run there."""
 PROOF_S = 60.0
 """For an engine that wants to take part again."""
+OLD = -1
+"""The version of any weights but those of the last sync."""
+SIGN_OF_LIFE = (0, 0)
+"""Ids of any vocabulary. A server may answer scrapes though what computes behind it hangs."""
 SLACK = 10.0
 """How many times the time that its tokens take at the engine's usual speed a turn may need."""
 TRIES = 3
@@ -102,6 +107,8 @@ class Desk:
     is_up: bool = False
     why: str = "it has not answered yet"
     """It is not up."""
+    is_silent: bool = False
+    """It failed, and has computed nothing since."""
     rests_until: float = 0.0
     requests: dict[object, asyncio.Timeout] = field(default_factory=dict)
     """What it is asked now, by whom, and what ends it."""
@@ -219,12 +226,15 @@ class Pool:
 
     async def _interrupt(self, desk: Desk, names: Sequence[str]) -> None:
         try:
-            await desk.engine.interrupt(names)
-        except EngineFailed as why:  # what cannot be interrupted ends in its time
-            logger.warning("engine %s could not interrupt %d requests: %s", desk.engine.name, len(names), why)
+            async with self.asking(desk, object(), GAUGE_S):
+                await desk.engine.interrupt(names)
+        except (EngineFailed, TimeoutError) as why:  # what cannot be interrupted ends in its time
+            logger.warning("engine %s could not interrupt %d requests: %r", desk.engine.name, len(names), why)
 
     async def sync(self, weights: Weights, version: int | None = None) -> int:
         """Give all engines `weights`, and prove it. Returns their version: the one given, else one more than the last.
+
+        One that failed and has computed nothing since is left out, unless they all have.
 
         Raises `SyncFailed` when an engine took them and says something else than the trainer, `EngineFailed` when none
         took them.
@@ -233,26 +243,21 @@ class Pool:
             raise ValueError("expected a pool with carry and reference to sync, got one without; see trainer.sync")
         if self.scheduler.is_held:
             raise RuntimeError("expected one sync at a time; await the first")
-        desks = list(self.desks.values())
         self.scheduler.is_held = True
         try:
             await self._drain()
             expected = await asyncio.to_thread(self._reference.logprobs, weights)
-            for desk in desks:  # none has a context left, nor weights to sample from, until it has proven the new ones
-                self._take_down(desk)
-                desk.why = "it has not the weights of the last sync"
             self.version = self.version + 1 if version is None else version
             self._expected = expected
+            desks = self._recall()
             failed = await self._carry([desk.engine for desk in desks], weights, self.version)
             for desk, why in zip(desks, failed, strict=True):
-                desk.why = desk.why if why is None else str(why)
+                if why is not None:
+                    self._rest(desk, str(why) or repr(why))
             took = [desk for desk, why in zip(desks, failed, strict=True) if why is None]
-            ends = await asyncio.gather(*map(self._admit, took), return_exceptions=True)
-            for desk, end in zip(took, ends, strict=True):
-                if isinstance(end, EngineFailed):
-                    self._rest(desk, str(end))
-                elif end is not None:
-                    raise end
+            ends = await asyncio.gather(*map(self._prove, took), return_exceptions=True)
+            for end in filter(None, ends):
+                raise end
         finally:
             self.scheduler.is_held = False
             self.has_changed.set()
@@ -302,7 +307,7 @@ class Pool:
         return any(desk.is_up for desk in self.desks.values())
 
     def _rest(self, desk: Desk, why: str) -> None:
-        desk.why, desk.rests_until = why, self.now() + self._rest_s
+        desk.why, desk.is_silent, desk.rests_until = why, True, self.now() + self._rest_s
 
     def _take_down(self, desk: Desk) -> None:
         now = self.now()
@@ -317,30 +322,59 @@ class Pool:
         self.has_changed.set()
         self.has_ended.set()
 
-    async def _admit(self, desk: Desk) -> None:
+    def _recall(self) -> list[Desk]:
+        """No engine has a context left, nor weights to sample from, until it proves new ones. Those that get them."""
+        every = list(self.desks.values())
+        for desk in every:
+            self._take_down(desk)
+            desk.engine.version = OLD
+        desks = [desk for desk in every if not desk.is_silent] or every
+        for desk in desks:
+            desk.why = "it has not the weights of the last sync"
+        return desks
+
+    async def _prove(self, desk: Desk) -> None:
+        try:
+            await self._admit(desk, self._turn_s)  # patiently: if all are late, all are needed
+        except (EngineFailed, TimeoutError) as why:
+            self._rest(desk, str(why) or f"no proof of its weights in {self._turn_s:g} s")
+
+    async def _admit(self, desk: Desk, limit_s: float) -> None:
         """It takes part (again), if it has the weights that it should have: it may have been started anew."""
         engine = desk.engine
-        if self._reference is not None and self._expected is not None:
-            await self._reference.check(engine, self._expected)
-        room, gauge = await engine.capacity(), await engine.gauge()
+        async with self.asking(desk, desk, limit_s):
+            if self._reference is not None and self._expected is not None:
+                await self._reference.check(engine, self._expected)
+            room, gauge = await engine.capacity(), await engine.gauge()
         now = self.now()
         preemptions = 0 if gauge is None else gauge.preemptions
         self.scheduler.up(engine.name, room.tokens, room.running, block=room.block, preemptions=preemptions)
-        desk.is_up, desk.misses, desk.moved_at = True, 0, now
+        desk.is_up, desk.is_silent, desk.misses, desk.moved_at = True, False, 0, now
         self.has_changed.set()
 
     async def _try(self, desk: Desk) -> None:
         try:
-            async with self.asking(desk, desk, PROOF_S):
-                await self._admit(desk)
+            await self._admit(desk, PROOF_S)
         except Exception as why:  # whatever it is, this engine is not used for now, and why is said where none is left
-            self._rest(desk, str(why) or repr(why))
+            if not self.scheduler.is_held:  # else a sync cut it short
+                self._rest(desk, str(why) or repr(why))
+
+    async def _listen(self, desk: Desk) -> None:
+        """Until it computes again it gets no weights: the others would wait for one that hangs, at each sync."""
+        with suppress(Exception):  # whatever it is, the engine is not used for now
+            async with self.asking(desk, desk, PROOF_S):
+                await desk.engine.logprobs(SIGN_OF_LIFE)
+                desk.is_silent = False
 
     async def _watch(self, desk: Desk) -> None:
         while True:
             if desk.is_up:
                 await self._scrape(desk)
-            elif not self.scheduler.is_held and desk.engine.version == self.version and desk.rests_until <= self.now():
+            elif self.scheduler.is_held:
+                pass  # what it is asked would keep the sync waiting
+            elif desk.is_silent:
+                await self._listen(desk)
+            elif desk.engine.version == self.version and desk.rests_until <= self.now():
                 await self._try(desk)
             if self.is_hopeless():
                 for seat in self.seats.values():

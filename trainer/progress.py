@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from trainer.config import ConfigError, SftConfig, StageConfig
+from trainer.config import ConfigError, HardwareConfig, SftConfig, StageConfig
 from trainer.record import RunFolder
 
 _MARK = "whole"
@@ -51,39 +51,29 @@ class Training:
     """Steps of the run that came before."""
     dtype: str = "float32"
     """What passes compute in; weights are float32 whatever it says."""
-    is_sharded: bool = False
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def arguments(self, settings: SftConfig | StageConfig, rows: int) -> dict[str, Any]:
         """What both of TRL's trainers are told alike, for steps of `rows` rows. Raises `ConfigError`."""
-        has_gpu, world = torch.cuda.is_available(), ranks().num_processes  # a GPU may be ROCm's
-        passes, rest = divmod(rows, settings.micro_batch * world)
-        if rest:
-            raise ConfigError(
-                f"{self.out.name}: {rows} rows of a step on {world} ranks: expected a multiple of ranks x "
-                f"micro_batch={settings.micro_batch}; change one of them"
-            )
-        if self.is_sharded and not has_gpu:
-            raise ConfigError(
-                "hardware.sharding=full: expected GPUs, got none, where nothing is sharded; set it to none"
-            )
+        world = ranks(self.hardware).num_processes
         return {
             "output_dir": str(self.out / "checkpoints"),
             "seed": self.seed,
             "per_device_train_batch_size": settings.micro_batch,
-            "gradient_accumulation_steps": passes,
+            "gradient_accumulation_steps": rows // (settings.micro_batch * world),
             "optim": "adamw_torch",
             "learning_rate": settings.lr,
-            "use_cpu": not has_gpu,
+            "use_cpu": not self.hardware.gpus,
             "model_init_kwargs": {"dtype": "float32"},  # steps of 1e-6 would be lost in bfloat16
             "bf16": self.dtype == "bfloat16",
             "gradient_checkpointing": settings.is_checkpointing,
             "ddp_find_unused_parameters": False,
-            "fsdp": self.is_sharded or None,
+            "fsdp": self.hardware.sharding == "full" or None,
             "save_strategy": "steps",
             "save_steps": settings.save_steps,
             "save_total_limit": CHECKPOINTS_KEPT,
             "logging_steps": 1,
-            "dataloader_pin_memory": has_gpu,
+            "dataloader_pin_memory": self.hardware.gpus > 0,
             "report_to": "none",
             "disable_tqdm": True,
         }
@@ -95,10 +85,18 @@ class Training:
         trainer.model._keys_to_ignore_on_save = set(trainer.model.all_tied_weights_keys)
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         trainer.save_model(str(self.out / "model"))
-        ranks().wait_for_everyone()  # the first one marks checkpoints
+        ranks(self.hardware).wait_for_everyone()  # the first one marks checkpoints
         checkpoint = latest(self.out / "checkpoints")
         assert checkpoint is not None, f"{self.out}: the last step has a checkpoint"
         return Trained(self.out / "model", checkpoint)
+
+
+class OneGpu(TrainingArguments):  # type: ignore[misc]
+    """Arguments of a process that trains on one GPU. Alone, it would share its passes out to all that it sees."""
+
+    @property
+    def n_gpu(self) -> int:
+        return 1 if super().n_gpu else 0
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]
@@ -109,19 +107,15 @@ class Progress(TrainerCallback):  # type: ignore[misc]
 
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
         """A row's metrics, from what the trainer logged of a step."""
-        names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-        return {ours: float(logs[theirs]) for ours, theirs in names.items() if theirs in logs}
+        return {"lr": self._lr, **{name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}}
 
-    def on_train_begin(
+    def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # A step has the rate that is due at its middle: at its beginning the first step's is 0, which teaches nothing.
-        schedule = kwargs["lr_scheduler"]
-        schedule.lr_lambdas = [lambda step, factor=factor: factor(step + 0.5) for factor in schedule.lr_lambdas]
-        groups = kwargs["optimizer"].param_groups
+        schedule, groups = kwargs["lr_scheduler"], kwargs["optimizer"].param_groups
         for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-            group["initial_lr"], group["lr"] = base, base * factor(schedule.last_epoch)
-        schedule._last_lr = [group["lr"] for group in groups]  # which is what is logged
+            self._lr = group["lr"] = base * factor(schedule.last_epoch + 0.5)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
@@ -145,6 +139,19 @@ def steps_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def ranks() -> PartialState:
-    """The processes that train together, as torchrun started them; one alone is rank 0."""
-    return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(seconds=RANKS_WAIT_S))
+def ranks(hardware: HardwareConfig) -> PartialState:
+    """The processes that train together, as torchrun started them; one alone is rank 0.
+
+    Raises `ConfigError` where they are not as `hardware` says.
+    """
+    said = f"hardware: nodes={hardware.nodes}, gpus={hardware.gpus}"
+    if hardware.gpus and not torch.cuda.is_available():  # a GPU may be ROCm's
+        raise ConfigError(f"{said}: expected GPUs, got none that torch can use; gpus=0 trains on the CPU")
+    state = PartialState(cpu=not hardware.gpus, timeout=timedelta(seconds=RANKS_WAIT_S))
+    expected = hardware.nodes * max(1, hardware.gpus)
+    if state.num_processes != expected:
+        raise ConfigError(
+            f"{said}: expected {expected} processes that train, got {state.num_processes}; have hardware.launch start "
+            "so many, for a GPU each, such as by torchrun --nproc-per-node"
+        )
+    return state

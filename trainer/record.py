@@ -110,6 +110,11 @@ class RunFolder:
         )
         append_rows(self._episodes(step), rows)
 
+    def keep_episodes(self, step: int, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Forget those of a step's episodes whose row is not to be kept."""
+        if self._episodes(step).exists():
+            _write(self._episodes(step), map(_line, filter(is_kept, self.episodes(step))))
+
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`: the one of the checkpoint from which the run goes on."""
         if self._metrics.exists():

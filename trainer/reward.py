@@ -6,6 +6,7 @@ or costs anything here, they weigh in the resampling (`trainer.roc`).
 Invariants:
 - Our failure is None, never 0: an episode that we ended, or a check that the sandbox could not make.
 - The model's failure is 0, never None: no answer, or one that the checker cannot read or does not come to an end with.
+  Right answers that it cannot read never come here: they are left out when data is prepared (`trainer.stages`).
 """
 
 from __future__ import annotations

@@ -213,6 +213,8 @@ class Collector:
             try:
                 if episode not in self._halted:
                     await run(episode, seat=seat)
+                if episode.stop is StopReason.UNAVAILABLE:  # cut short is not short
+                    seat.leave(None)
             finally:
                 del self._seats[episode]
 

@@ -12,8 +12,9 @@ Invariants:
   context the engine may still hold and will need again. It is exact at any time, unlike a scraped gauge, and all zeros
   once every episode is complete.
 - The next turn of an episode that has a place is never held up: its tokens are in the ledger already.
-- New episodes wait in one queue. The first of it is never overtaken, and an engine without any episode takes it
-  whatever its length, so that none starves: what a step hands in has an end.
+- New episodes wait in one queue, and none begins before who is first in it then: "kv" may put another first as it
+  learns lengths. It lets no engine stand without any episode while one waits, however long that may be, so that none
+  starves: what a step hands in has an end.
 - The same events give the same decisions.
 
 Lengths are in tokens of a whole context: prompt and response, tool tokens included.
@@ -117,6 +118,11 @@ class _Engine:
         rate = tokens / seconds
         self.rate += (rate - self.rate) * (RATE_SHARE if self.rate else 1.0)
 
+    def forget(self) -> None:
+        """What is due first is still expected."""
+        while self.due and self.due[0][2].entry is not self.due[0][3]:
+            heapq.heappop(self.due)
+
     def reckon(self, now: float) -> None:
         """Its books have changed."""
         self.promised = self.ledger.peak(self.tick(now))
@@ -172,6 +178,8 @@ class Scheduler:
         """Those of them whose engine was lost: before what is new, since they have begun."""
         self._queue: _Queue = queue(self)
         self._orders = itertools.count()
+        self._ties = itertools.count()
+        """Of the heaps of what is due: who is expected to be over at the same tick."""
         self._numbers: dict[Hashable, int] = {}
 
     # --- what happened ---
@@ -270,11 +278,12 @@ class Scheduler:
         episodes wait."""
         engine = self._engines[name]
         fresh, engine.preemptions = gauge.preemptions - engine.preemptions, gauge.preemptions
+        fits = engine.free >= 0
         if fresh > 0:
-            if not engine.is_overfull:  # one burst of preemptions is one mistake
+            if fits or not engine.is_overfull:  # one burst of preemptions is one mistake
                 engine.appetite = max(LEAST, engine.appetite * CUT)
             engine.is_overfull = True
-        elif engine.free >= 0:
+        elif fits:
             engine.is_overfull = False
             if not gauge.waiting and gauge.used < FULL and len(self._queue):
                 engine.appetite = min(MOST, engine.appetite + EASE)
@@ -352,12 +361,16 @@ class Scheduler:
         """The engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
         self.settle(now)
         best, most, group, saved = None, -math.inf, episode.group, episode.length
-        for engine in self._open.values() if episode is self._refused else self.engines:
+        engines = self._open.values() if episode is self._refused else self.engines
+        for engine in engines:
             free = engine.free + saved if group in engine.groups else engine.free
             if free > most and engine.is_up and engine.running < engine.most_running:
                 best, most = engine, free
-        if best is not None and (not best.ledger.episodes or self.fits(episode, best, now)):
+        if best is not None and self.fits(episode, best, now):
             return best
+        idle = [engine for engine in engines if not engine.ledger.episodes and engine.is_up]
+        if idle:
+            return max(idle, key=_FREE)
         self._refused = episode
         self._open.clear()
         return None
@@ -392,7 +405,7 @@ class Scheduler:
                 self._leave(episode)
             self._enter(episode, engine, now)
         if episode.guess is None:
-            episode.guess = self.lengths.beyond(episode.length)
+            episode.guess = self.lengths.beyond(0)  # of who has only begun nothing is known, whatever its prompt
             self.lengths.tell(episode.group, None, episode.guess)
             self.lengths.began(episode.length)
             episode.told = episode.length
@@ -425,7 +438,7 @@ class Scheduler:
         growths = self.lengths.growths(episode.group, length, episode.most)
         episode.entry = engine.ledger.enter(length, tick, growths)
         soon = tick + max(growths[0], self._width / 2)
-        heapq.heappush(engine.due, (soon, next(self._orders), episode, episode.entry))
+        heapq.heappush(engine.due, (soon, next(self._ties), episode, episode.entry))
         self._changed[engine.name] = engine
 
     def _leave(self, episode: _Episode) -> None:
@@ -439,6 +452,7 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
+        engine.forget()  # nobody looks at an engine that has no gauge
         self._changed[engine.name] = engine
 
     def _grow(self, episode: _Episode, length: int, now: float) -> None:
@@ -447,9 +461,6 @@ class Scheduler:
         engine = episode.engine
         if engine is not None:
             self._reckon(episode, engine, engine.tick(now))
-        guess = self.lengths.beyond(length)
-        self.lengths.tell(episode.group, episode.guess, guess)
-        episode.guess = guess
 
     def _check(self, episode: _Episode, length: int) -> None:
         if not episode.length <= length <= episode.most:
@@ -462,8 +473,7 @@ class Scheduler:
         their engine is fast, everything would seem to be short, and they would be promised less than they need."""
         tick, due = engine.tick(now), engine.due
         for _ in range(LOOKS):
-            while due and due[0][2].entry is not due[0][3]:
-                heapq.heappop(due)
+            engine.forget()
             if not due or due[0][0] > tick:
                 break
             episode = heapq.heappop(due)[2]
@@ -477,9 +487,13 @@ class Scheduler:
         self._reached(episode, min(episode.most, entry.context + int(tick - entry.tick)))
 
     def _reached(self, episode: _Episode, length: int) -> None:
+        """Its siblings, too, are expected to be longer the longer it gets."""
         if length > episode.told:
             self.lengths.grew(episode.told, length)
             episode.told = length
+            before, episode.guess = episode.guess, self.lengths.beyond(length)
+            self.lengths.tell(episode.group, before, episode.guess)
+            self._queue.touch(episode.group)
 
     def _running(self, key: Key) -> _Episode:
         episode = self._episodes[key]

@@ -18,7 +18,7 @@ from trl import SFTTrainer
 
 from trainer.chat import Chat
 from trainer.config import ConfigError, SftConfig
-from trainer.progress import Progress, Trained, Training, latest, ranks, steps_of
+from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of
 
 Messages = Sequence[Mapping[str, str]]
 SORTED = 50
@@ -35,7 +35,7 @@ def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Mes
     if not encoded:
         raise ConfigError(f"sft: expected conversations of at most max_length={sft.max_length} tokens, got none")
     order = by_length([len(ids) for ids, _ in encoded], sft.batch, sft.epochs, training.seed)
-    args = TrlSFTConfig(
+    args = _Arguments(
         **training.arguments(sft, rows=sft.batch),
         num_train_epochs=1,  # `order` has them all
         train_sampling_strategy="sequential",
@@ -44,7 +44,7 @@ def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Mes
         warmup_steps=sft.warmup,
     )
     start = latest(training.out / "checkpoints")
-    if ranks().is_main_process:
+    if ranks(training.hardware).is_main_process:
         training.record.rewind(training.first_step + (steps_of(start) if start else 0))
     trainer = SFTTrainer(
         model=str(training.model),
@@ -56,6 +56,10 @@ def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Mes
         callbacks=[Progress(training, offset=training.first_step)],
     )
     return training.run(trainer, start)
+
+
+class _Arguments(OneGpu, TrlSFTConfig):  # type: ignore[misc]
+    """TRL's own, for one GPU."""
 
 
 def by_length(lengths: Sequence[int], batch: int, epochs: float, seed: int) -> list[int]:

@@ -152,11 +152,12 @@ def bars(values: list[float]) -> str:
 
 
 def table(*heads: str) -> Table:
-    """An empty table; a head that ends in > is of numbers, one that ends in … of text that may need several lines."""
+    """An empty table; a head that ends in > is of numbers, one that ends in … of what may need several lines."""
     made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for head in heads:
-        justify: Any = "right" if head.endswith(">") else "left"
-        made.add_column(head.rstrip(">…"), justify=justify, no_wrap=not head.endswith("…"), overflow="fold")
+        name = head.rstrip(">…")
+        justify: Any = "right" if ">" in head[len(name) :] else "left"
+        made.add_column(name, justify=justify, no_wrap="…" not in head[len(name) :], overflow="fold")
     return made
 
 

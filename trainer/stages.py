@@ -11,22 +11,22 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer import data, tiny
 from trainer import evaluate as evaluation
 from trainer.background import Background
+from trainer.bar import bar
 from trainer.chat import Chat, own_template, rstar2
-from trainer.config import ConfigError, RunConfig, SamplingConfig, urls
+from trainer.config import ConfigError, RunConfig, SamplingConfig, SandboxConfig, urls
 from trainer.engine import VllmEngine
 from trainer.grpo import Outage, Rollouts, train_stage
 from trainer.local import LocalEngine
@@ -34,15 +34,18 @@ from trainer.pool import Pool
 from trainer.progress import Training, ranks, steps_of
 from trainer.recipe import SFT, START, Run, Unit
 from trainer.record import RunFolder, write_json
+from trainer.reward import Verdict
 from trainer.rollout import Collector
 from trainer.sft import train_sft
 from trainer.sync import ByFile, ByNccl, Reference, direct
-from trainer.tools import service
+from trainer.tools import Tools, service
 from trainer.track import tracking
 from trainer.trajectory import Problem
 from trainer.vllm_server import Servers
 
 TINY = "tiny"
+FRESH = "evaluate"
+"""The problems that are evaluated on, among those that are prepared."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """How far an engine's log-probabilities may be from the trainer's, by what it computes in."""
 SHOWN = ("reward", "tool_error_ratio", "loss")
@@ -59,9 +62,23 @@ def prepare(run: Run, unit: Unit) -> None:
     chat, stages = _chat(config, _model(run, model)), config.stages.values()
     own = {stage.name: stage.data for stage in stages if stage.data}
     reports = {}
-    for name, sources in {"train": config.data.train, "evaluate": config.evaluate.data, **own}.items():
-        file, is_fresh = folder / f"{name}.jsonl", name == "evaluate"
-        users = [config.evaluate] if is_fresh else [stage for stage in stages if run.source(stage) == file]
+    for name, sources in {"train": config.data.train, FRESH: config.evaluate.data, **own}.items():
+        file = folder / f"{name}.jsonl"
+        users = [config.evaluate] if name == FRESH else [stage for stage in stages if run.source(stage) == file]
+        longest = max((user.max_tokens for user in users), default=0)
+        problems, report = _problems(config, name, sources, chat, longest)
+        data.write(problems, file)
+        reports[name] = asdict(report)
+    write_json(folder / "report.json", reports)
+    run.finish(unit, {"model": model, "step": 0})
+
+
+def _problems(
+    config: RunConfig, name: str, sources: Sequence[str], chat: Chat, max_tokens: int
+) -> tuple[list[Problem], data.Report]:
+    """Those of `sources` that can be solved: in the room that there is, by some answer. What became of all is said."""
+    is_fresh = name == FRESH
+    with bar(name) as advance:
         problems, report = data.prepare(
             sources,
             against=() if is_fresh else (*config.data.against, *config.evaluate.data),
@@ -69,14 +86,23 @@ def prepare(run: Run, unit: Unit) -> None:
             seed=config.seed,
             fresh=is_fresh,
             length=lambda text: len(chat.prompt(text)),
-            room=config.engines.max_length - max((user.max_tokens for user in users), default=0),
+            room=config.engines.max_length - max_tokens,
+            unreadable=partial(_unreadable, config),
+            advance=advance,
         )
-        data.write(problems, file)
-        reports[name] = asdict(report)
-        for source, counts in report.counts.items():
-            print(f"{name}: {source}: {', '.join(f'{n} {what}' for what, n in counts.items())}", file=sys.stderr)
-    write_json(folder / "report.json", reports)
-    run.finish(unit, {"model": model, "step": 0})
+    for source, counts in report.counts.items():
+        print(f"{name}: {source}: {', '.join(f'{n} {what}' for what, n in counts.items())}", file=sys.stderr)
+    return problems, report
+
+
+def _unreadable(config: RunConfig, answers: Sequence[str]) -> Collection[str]:
+    """Those that the checker does not find equivalent to themselves: a model's failure would be ours."""
+    with Background() as background:
+        tools = _tools(background, config.sandbox)
+        verdicts = background.run(tools.verify, [(answer, answer) for answer in answers])
+    if Verdict.UNAVAILABLE in verdicts:
+        raise Outage(f"{verdicts.count(Verdict.UNAVAILABLE)} of {len(answers)} right answers could not be checked")
+    return {answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict is not Verdict.EQUIVALENT}
 
 
 def sft(run: Run, unit: Unit) -> None:
@@ -86,14 +112,14 @@ def sft(run: Run, unit: Unit) -> None:
     with _training(run, unit, round(config.sft.epochs * len(conversations) / config.sft.batch)) as training:
         chat = _chat(config, training.model)
         trained = train_sft(config.sft, training, conversations=conversations, chat=chat)
-    if ranks().is_main_process:
+    if ranks(config.hardware).is_main_process:
         step = training.first_step + steps_of(trained.checkpoint)
         run.finish(unit, {"model": _relative(run, trained.model), "step": step})
 
 
 def grpo(run: Run, unit: Unit) -> None:
     """Train one stage."""
-    stage, is_first = run.config.stage(unit.stage), ranks().is_main_process
+    stage, is_first = run.config.stage(unit.stage), ranks(run.config.hardware).is_main_process
     before = run.trained(unit.stage, before=True).get("checkpoint")
     keep = run.folder / before if before and not stage.reset_optimizer else None
     if stage.drop_solved:
@@ -132,17 +158,27 @@ WORK = {"prepare": prepare, "sft": sft, "filter": drop_solved, "grpo": grpo}
 def evaluate(run: Run, unit: Unit) -> dict[str, evaluation.Report]:
     """Measure the model that SFT or a stage left, on the run's fresh problems."""
     model, how = run.trained(unit.stage)["model"], run.config.evaluate
-    problems = data.read(str(run.folder / "data" / "evaluate.jsonl"))
+    problems = data.read(str(run.folder / "data" / f"{FRESH}.jsonl"))
     reports = measure(run, model, problems, run.stage(unit.stage) / "evaluation", how, how.samples)
-    run.finish(unit, {"scores": reports[evaluation.ALL].scores()})
+    written = {source: asdict(report) for source, report in reports.items()}
+    run.finish(unit, {"scores": evaluation.scores(reports), "reports": written})
     return reports
 
 
-def evaluate_model(run: Run, model: str, out: Path) -> dict[str, evaluation.Report]:
-    """Measure any model, as the run's are."""
-    how = run.config.evaluate
-    problems, _ = data.prepare(how.data, is_integer_only=False, seed=run.config.seed, fresh=True)
-    return measure(run, model, problems, out, how, how.samples)
+def evaluate_model(run: Run, model: str, out: Path | None = None) -> dict[str, evaluation.Report]:
+    """Measure any model, as the run's are; `out` is by default a folder that no other model has."""
+    config, how, place = run.config, run.config.evaluate, _model(run, model)
+    if place.is_dir():  # which has one name, however it was called
+        place, ours = place.resolve(), run.folder.resolve()
+        model = str(place.relative_to(ours) if place.is_relative_to(ours) else place)
+    files = [(file.name, file.stat()) for file in sorted(place.glob("*.safetensors"))]
+    weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    out = out or run.folder / "evaluation" / quote(model, safe="")
+    if not (file := out / "problems.jsonl").exists():
+        problems, _ = _problems(config, FRESH, how.data, _chat(config, place), how.max_tokens)
+        out.mkdir(parents=True, exist_ok=True)
+        data.write(problems, file)
+    return measure(run, model, data.read(str(file)), out, how, how.samples, weights=weights, data=how.data)
 
 
 def measure(
@@ -155,22 +191,29 @@ def measure(
     *,
     seed: str = "eval",
     is_brief: bool = False,
+    **more: Any,
 ) -> dict[str, evaluation.Report]:
-    """Reports by source, and over `ALL`. What is in `out` is not run again."""
-    number = _seed(run.config, seed)
+    """Reports by source, and over `ALL`. What is in `out` is not run again, and of `more` or other settings refused.
+
+    Raises `RecordError` where it is, `Outage` where nothing could be measured.
+    """
+    number, record = _seed(run.config, seed), RunFolder(out)
     limits = {name: getattr(how, name) for name in ("max_tokens", "max_turns", "tool_chars")}
-    settings = {"limits": limits, "temperature": how.temperature, "top_p": how.top_p, "seed": number, "model": model}
-    with sampling(run, _model(run, model)) as rollouts, _progress(out.name, len(problems)) as advance:
-        reports = rollouts.background.run(
-            evaluation.evaluate,
-            problems,
-            samples,
-            partial(rollouts.collector.collect, how=how, seed=number),
-            record=RunFolder(out),
-            settings=settings,
-            is_brief=is_brief,
-            advance=advance,
-        )
+    sampled = {"samples": samples, "temperature": how.temperature, "top_p": how.top_p, "seed": number, "model": model}
+    record.claim({"limits": limits, **sampled, **more})
+    if missing := evaluation.unfinished(problems, samples, out):
+        before = len(problems) - len(missing)
+        with sampling(run, _model(run, model)) as rollouts, bar(out.name, len(problems)) as advance:
+            rollouts.background.run(
+                evaluation.sample,
+                missing,
+                samples,
+                partial(rollouts.collector.collect, how=how, seed=number),
+                record=record,
+                is_brief=is_brief,
+                advance=lambda done: advance(before + done),
+            )
+    reports = evaluation.reports_of(problems, samples, out)
     if not reports[evaluation.ALL].episodes:
         raise Outage(f"none of {len(problems)} problems has an episode with a verdict; {out} says what failed")
     return reports
@@ -186,13 +229,17 @@ def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> N
 @contextmanager
 def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
     """Engines with the weights of `model`, tools, and what runs episodes on them."""
-    config, sandbox = run.config, run.config.sandbox
+    config = run.config
     with Background() as background:
-        where = urls(sandbox.endpoints) or "local"
-        tools = background.enter(service(where, timeout_s=sandbox.timeout_s, memory_mb=sandbox.memory_mb))
+        tools = _tools(background, config.sandbox)
         pool = background.enter(_pool(run, model))
         gc.freeze()  # what libraries are made of: to look for garbage in it takes a fifth of a second each time
         yield Rollouts(background, Collector(pool, _chat(config, model), tools), pool)
+
+
+def _tools(background: Background, config: SandboxConfig) -> Tools:
+    where = urls(config.endpoints) or "local"
+    return background.enter(service(where, timeout_s=config.timeout_s, memory_mb=config.memory_mb))
 
 
 @asynccontextmanager
@@ -201,9 +248,11 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
     engines, hardware, dtype = run.config.engines, run.config.hardware, run.config.model.dtype
     carry: Any = direct
     async with AsyncExitStack() as stack:
-        weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        with _usable(model):
+            weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         if engines.kind == "local":
-            served: list[Any] = [LocalEngine(weights, slots=engines.slots, max_length=engines.max_length)]
+            with _usable(model):
+                served: list[Any] = [LocalEngine(weights, slots=engines.slots, max_length=engines.max_length)]
         else:
             is_nccl = engines.sync == "nccl"
             servers = Servers(
@@ -241,7 +290,17 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
 
 def _chat(config: RunConfig, model: Path) -> Chat:
     make = rstar2 if config.model.chat == "rstar2" else own_template
-    return make(AutoTokenizer.from_pretrained(model), preamble=config.model.preamble)
+    with _usable(model):
+        return make(AutoTokenizer.from_pretrained(model), preamble=config.model.preamble)
+
+
+@contextmanager
+def _usable(model: Path) -> Iterator[None]:
+    """What cannot be loaded, or not be worked with, is a wrong setting."""
+    try:
+        yield
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"model {model}: {' '.join(str(why).split())}") from why
 
 
 @contextmanager
@@ -250,10 +309,10 @@ def _training(run: Run, unit: Unit, steps: int) -> Iterator[Training]:
     config, name, record = run.config, unit.stage, run.record
     before = run.trained(name, before=True)
     with ExitStack() as stack:
-        if ranks().is_main_process:
+        if ranks(config.hardware).is_main_process:
             track = config.track
             tell = stack.enter_context(tracking(track.to, run.folder, asdict(config), project=track.project))
-            advance = stack.enter_context(_progress(name, steps))
+            advance = stack.enter_context(bar(name, steps))
 
             def log(row: Mapping[str, Any]) -> None:
                 tell(row)
@@ -268,26 +327,8 @@ def _training(run: Run, unit: Unit, steps: int) -> Iterator[Training]:
             seed=_seed(config, name),
             first_step=before["step"],
             dtype=config.model.dtype,
-            is_sharded=config.hardware.sharding == "full",
+            hardware=config.hardware,
         )
-
-
-@contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[..., None]]:
-    """A function that shows how much is done: as a bar or, where stderr is no terminal, a line for every tenth."""
-    console, told = Console(stderr=True), 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        task = bars.add_task(name, total=total)
-
-        def advance(done: int, text: str = "") -> None:
-            nonlocal told
-            bars.update(task, completed=done, description=f"{name}  {text}")
-            if not console.is_terminal and 10 * done // total > told:
-                told = 10 * done // total
-                print(f"{name}: {done}/{total}  {text}".rstrip(), file=sys.stderr, flush=True)
-
-        yield advance
 
 
 def _model(run: Run, name: str) -> Path:

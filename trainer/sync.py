@@ -108,7 +108,7 @@ class ByNccl:
     """From this process's GPU to those of vLLM servers, one server after the other, by vLLM's own sender and client.
 
     Servers are started with `--weight-transfer-config '{"backend": "nccl"}'`, and vLLM is needed here too, of their
-    version (0.32 or later). Each has a communicator of its own with this process, which is rank 0: one that is lost
+    version (0.31 or later). Each has a communicator of its own with this process, which is rank 0: one that is lost
     takes part again once it is back, though a transfer that it dies in never ends. Not run on a GPU yet.
     """
 

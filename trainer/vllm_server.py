@@ -1,7 +1,8 @@
 """vLLM servers as children of this process, for as long as a block lasts.
 
 Invariants:
-- Each listens on loopback and has GPUs or cores of its own, which none of its processes leaves.
+- Each listens on loopback and has GPUs or cores of its own, which none of its processes leaves: of the GPUs that this
+  process was given, if it was given some.
 - None outlives the block, nor this process, whatever ends it.
 - One that ends within the block is started anew, at the same address, with the weights that it had at first.
 - They run in an environment of their own (`python`), of which nothing is assumed but vLLM.
@@ -25,6 +26,7 @@ from pathlib import Path
 import aiohttp
 
 from trainer import __path__ as here
+from trainer.config import ConfigError
 from trainer.engine import EngineFailed
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ AGAIN_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 """A CPU's generator cannot be set back: a request with a seed whose prompt comes in two parts would end the engine."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
+GPUS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""What shows GPUs to a process, AMD's own first: vLLM ends where both are set and differ."""
 WITH_PARENT = f"""\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -90,16 +94,27 @@ class Servers:
         return [self.python, "-c", WITH_PARENT, "-m", module, *flat, *flags]
 
     def environment(self, number: int, count: int, cores: Sequence[int], base: Mapping[str, str]) -> dict[str, str]:
-        """Of server `number` of `count`: its own GPUs, or its own share of `cores`."""
+        """Of server `number` of `count`: its own GPUs of those that `base` shows, or its own share of `cores`.
+
+        Raises `ConfigError` where `base` shows too few.
+        """
         made = {**base, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.gpus:
             first = self.first_gpu + number * self.gpus
-            made["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in range(first, first + self.gpus))
+            told = [name for name in GPUS if name in base]
+            shown = base[told[0]].split(",") if told else map(str, range(first + self.gpus))
+            mine = [gpu for gpu in shown if gpu][first : first + self.gpus]
+            if len(mine) < self.gpus:
+                raise ConfigError(
+                    f"engine {number + 1} of {count}: expected {first + self.gpus} GPUs or more, got {told[0]}="
+                    f"{base[told[0]]}; lower engines.count or engines.tensor_parallel, or show this process more"
+                )
+            made |= dict.fromkeys(told or GPUS[1:], ",".join(mine))
             made.pop(CORES, None)
         else:
-            mine = cores[number::count] or [cores[number % len(cores)]]
+            mine = [str(core) for core in cores[number::count] or [cores[number % len(cores)]]]
             made |= {
-                CORES: ",".join(map(str, mine)),
+                CORES: ",".join(mine),
                 "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_gb),
             }
         return made
@@ -108,15 +123,16 @@ class Servers:
     async def serve(self, count: int, logs: Path) -> AsyncIterator[list[str]]:
         """Start `count` servers, wait until they answer, and end them. Yields their URLs.
 
-        `logs` gets a file for each. Raises `EngineFailed` with its last lines when one ends before it answers.
+        `logs` gets a file for each. Raises `ConfigError` where there are too few GPUs, and `EngineFailed` with its last
+        lines when one ends before it answers.
         """
         base = {**os.environ, "PYTHONPATH": str(_extension(logs))}
         cores = sorted(os.sched_getaffinity(0))
+        environments = [self.environment(number, count, cores, base) for number in range(count)]
         async with aiohttp.ClientSession() as session:
             answers: list[asyncio.Future[str]] = []
             keepers = []
-            for number in range(count):
-                environment = self.environment(number, count, cores, base)
+            for number, environment in enumerate(environments):
                 answers.append(asyncio.get_running_loop().create_future())
                 keeper = _keep(self.command, environment, logs / f"engine{number}.log", session, answers[-1])
                 keepers.append(asyncio.create_task(keeper))

@@ -124,6 +124,13 @@ def test_what_is_copied_is_there(name: str) -> None:
             assert [word for word in line.split()[1:-1] if not (REPOSITORY / word).exists()] == []
 
 
+@pytest.mark.parametrize("gpu", ["cuda", "rocm"])
+def test_a_trainer_s_image_has_the_vllm_that_the_tests_run_on(gpu: str) -> None:
+    pinned = re.search(r"^ARG BASE=.*:v(.*)$", (DOCKER / f"trainer.{gpu}.Dockerfile").read_text(), re.MULTILINE)
+    tested = re.search(r"^VLLM .*==(.*)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert pinned and tested and pinned[1] == tested[1]
+
+
 def test_image_runs_as_an_ordinary_user_and_serves() -> None:
     lines = (DOCKER / "sandbox.Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("USER")] == ["USER 10001:10001"]

@@ -130,6 +130,8 @@ class ScriptedSeat:
     pool: ScriptedPool
     is_interrupted: bool = False
 
+    def leave(self, length: int | None) -> None: ...
+
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         pool, tokenizer = self.pool, qwen_tokenizer()
         made: list[int] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.arithmetic import activation_bytes, kv_bytes, logit_bytes, parameters, plan, shape_of
+from trainer.arithmetic import BYTES, GB, activation_bytes, kv_bytes, logit_bytes, parameters, plan, shape_of
 from trainer.config import ConfigError, Shape, load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -68,6 +68,12 @@ def test_the_paper_s_run_fits_its_machines() -> None:
         QWEN3_14B, 8192, "bfloat16", is_checkpointing=True
     ) + logit_bytes(QWEN3_14B, 8192, "bfloat16")
     assert all(stage["gpu_share"] < 1 for stage in run["stages"].values())
+
+
+def test_the_document_says_what_a_sync_writes_gathers_and_holds() -> None:
+    said = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8").partition("## Weights to the engines")[2]
+    written, gathered = (parameters(QWEN3_14B) * BYTES[dtype] for dtype in ("bfloat16", "float32"))
+    assert [f"{size / GB:.1f} GB" in said for size in (written, gathered, written + gathered)] == [True] * 3
 
 
 def shares(file: str, shape: Shape, *sets: str) -> list[float]:

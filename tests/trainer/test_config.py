@@ -102,10 +102,12 @@ def test_what_a_run_writes_down_reads_back_as_the_same_run(file: Path, tmp_path:
             "--set model.shape.layer: unknown setting; expected one of num_hidden_layers, hidden_size",
         ),
         ("seed", "--set seed: expected path.to.key=value"),
+        ("rl.top_p=0.9", "stages.first: top_p=0.9: expected 1, as what is trained are probabilities without it"),
         ("stages.first.keep=99", "stages.first: keep=99 of samples=32: expected no more; lower keep"),
         ("rl.keep=1", "--set rl.keep: expected greater than or equal to 2, got '1'"),
         ("rl.micro_batch=7", "stages.first: prompts=8 x keep=16 rows: expected a multiple of micro_batch=7 x 1 ranks"),
         ("hardware.gpus=3", "stages.first: prompts=8 x keep=16 rows: expected a multiple of micro_batch=8 x 3 ranks"),
+        ("hardware.sharding=full", "hardware: sharding=full: expected GPUs, got gpus=0; set sharding to none"),
         (
             "stages.second.max_tokens=16384",
             "stages.second: max_tokens=16384: expected less than engines.max_length=16384",
@@ -117,6 +119,11 @@ def test_a_mistake_is_refused_with_what_was_expected(file: Path, said: str, mess
     with pytest.raises(ConfigError) as caught:
         load(file, {}, [said])
     assert str(caught.value).startswith(message)
+
+
+def test_a_batch_of_fine_tuning_is_of_whole_passes(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^sft: batch=12: expected a multiple of micro_batch=8 x 1 ranks"):
+        load(file, {}, ["sft.data=talks.jsonl", "sft.batch=12"])
 
 
 def test_a_mistake_says_in_which_source_it_stands(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer import data
+from trainer.config import load
 from trainer.data import DataError, Report, grams_of, integer, prepare, read, read_conversations, shared, write
 from trainer.trajectory import Problem
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 SHARED = Path(__file__).parents[2].parent / "shared/data"
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -130,6 +133,37 @@ def test_hub_names_carry_config_and_split(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [("openai/gsm8k", "main", "test"), ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
     with pytest.raises(DataError, match=r"^no/such: cannot be had from the hub"):
         read("no/such")
+
+
+HUB = {
+    "BytedTsinghua-SIA/DAPO-Math-17k": {"default": {"train"}},
+    "HuggingFaceH4/MATH-500": {"default": {"test"}},
+    "HuggingFaceH4/aime_2024": {"default": {"train"}},
+    "Open-Reasoner-Zero/orz_math_57k_collection": {"default": {"train"}},
+    "math-ai/aime25": {"default": {"test"}},
+    "openai/gsm8k": {"main": {"train", "test"}, "socratic": {"train", "test"}},
+}
+"""Configurations and splits of the data sets that our configs name, as their cards and public code have them."""
+
+
+def of_hub(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+    """As `datasets.load_dataset`, which takes a configuration unsaid only where it is the one that there is."""
+    configs = HUB[name]
+    if config is None and len(configs) > 1:
+        raise ValueError(f"Config name is missing. Please pick one among the available configs: {list(configs)}")
+    splits = configs[config or next(iter(configs))]
+    if split not in splits:
+        raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+    return [{"question": "How many?", "answer": "#### 3"}]
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_what_our_configs_name_is_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=of_hub))
+    config = load(file, {})
+    of_stages = [source for stage in config.stages.values() for source in stage.data]
+    for source in (*config.data.train, *config.data.against, *config.evaluate.data, *of_stages):
+        assert read(source)
 
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "no-such-thing", "a/b/c", "generated:", "generated:-1", ""])
@@ -259,3 +293,20 @@ def test_real_files_are_read_whole() -> None:
     assert counts["rows"] == 5230 == counts["kept"] + counts.get("duplicate", 0) + counts["contaminated"]
     grams = grams_of(read(benchmarks[2]))
     assert not [problem for problem in kept if shared(problem.text, grams)]
+
+
+def test_answers_that_cannot_be_read_are_left_out_and_asked_for_once(tmp_path: Path) -> None:
+    answers = ["12", "?", "x", "?"]
+    file = rows(tmp_path / "some.jsonl", *({"problem": f"Which is {n}?", "answer": a} for n, a in enumerate(answers)))
+    asked: list[Sequence[str]] = []
+
+    def unreadable(answers: Sequence[str]) -> set[str]:
+        asked.append(answers)
+        return {"?"}
+
+    kept, report = prepare([file], is_integer_only=False, unreadable=unreadable)
+    assert asked == [["?", "x"]], "that a plain integer can be read is known"
+    assert [problem.answer for problem in kept] == ["12", "x"]
+    assert report.counts == {"some": {"rows": 4, "kept": 2, "unreadable": 2}}
+    prepare([file], unreadable=unreadable)
+    assert len(asked) == 1, "where all are integers nobody is asked"

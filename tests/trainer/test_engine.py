@@ -9,6 +9,7 @@ import asyncio
 import math
 import os
 import random
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -212,6 +213,29 @@ async def test_a_server_says_its_room_and_how_it_does():
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "many"])
+async def test_metrics_that_are_no_numbers_are_a_failure(value):
+    twist = lambda route, answer: re.sub(r"(?m)^(vllm:num_preemptions_total.*) .*$", rf"\1 {value}", answer)  # noqa: E731
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(EngineFailed, match="vllm:num_preemptions as a number in /metrics, got"):
+            await engine.gauge()
+
+
+@pytest.mark.asyncio
+async def test_what_is_started_anew_where_nobody_listened_has_the_weights_that_it_had_at_first(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    async with FakeVllm(TableEngine()).serve() as url:
+        engine = VllmEngine(url, vocabulary=50, max_length=256)
+        await engine.load(tmp_path, 4)
+        await engine.gauge()
+        assert engine.version == 4
+    with pytest.raises(EngineFailed):
+        await engine.gauge()
+    assert engine.version == 0
+    await engine.close()
+
+
+@pytest.mark.asyncio
 async def test_cancelling_drops_the_request_in_the_server():
     fake = FakeVllm(TableEngine(before=asyncio.Event().wait))
     async with vllm(fake) as engine:
@@ -237,9 +261,10 @@ async def test_a_load_reloads_and_empties_the_prefix_cache(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_prefix_cache_that_stays_is_a_failure(tmp_path):
+@pytest.mark.parametrize("said", [{"success": False}, {}, [True], "yes"])
+async def test_a_prefix_cache_that_stays_is_a_failure(tmp_path, said):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    twist = lambda route, answer: {"success": False} if route == "/reset_prefix_cache" else answer  # noqa: E731
+    twist = lambda route, answer: said if route == "/reset_prefix_cache" else answer  # noqa: E731
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
         with pytest.raises(EngineFailed, match="an empty prefix cache"):
             await engine.load(tmp_path, 4)

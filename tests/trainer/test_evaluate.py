@@ -16,9 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("numpy", reason="intervals need numpy")
-
 from rich.console import Console
 
 from trainer.evaluate import (
@@ -27,12 +24,16 @@ from trainer.evaluate import (
     Estimate,
     Outcome,
     Report,
-    evaluate,
     pass_at,
+    read_reports,
     report,
+    reports_of,
+    sample,
+    scores,
     summary,
+    unfinished,
 )
-from trainer.record import RecordError, RunFolder
+from trainer.record import RunFolder
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
 
 PROBLEMS = [
@@ -82,11 +83,18 @@ class Collector:
         return [[replace(one, reward=None) if (problem.id, one.sample) in self.unavailable else one for one in group]]
 
 
-def run(
-    collector: Collector, folder: Path, advance: Callable[[int], None] = lambda done: None, **some: Any
-) -> dict[str, Report]:
-    settings = {"temperature": 1.0, "model": "a", **some}
-    return asyncio.run(evaluate(PROBLEMS, 2, collector, record=RunFolder(folder), settings=settings, advance=advance))
+def run(collector: Collector, folder: Path, advance: Callable[[int], None] = lambda done: None) -> dict[str, Report]:
+    missing = unfinished(PROBLEMS, 2, folder)
+    asyncio.run(sample(missing, 2, collector, record=RunFolder(folder), advance=advance))
+    return reports_of(PROBLEMS, 2, folder)
+
+
+def rows_of(folder: Path) -> list[tuple[str, int]]:
+    """Whose episodes are written, one by one."""
+    return sorted((row["problem"]["id"], row["sample"]) for row in RunFolder(folder).episodes(0))
+
+
+ALL_ROWS = [(problem.id, sample) for problem in PROBLEMS for sample in range(2)]
 
 
 def value(report: Report, name: str = "accuracy") -> float:
@@ -128,10 +136,11 @@ def test_numbers_by_hand() -> None:
 
 def test_an_outage_is_no_zero() -> None:
     right, lost = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
-    assert report([right, lost], 2).measures["accuracy"] == Estimate(1.0, 1.0, 1.0)
+    assert value(report([right, lost], 2)) == 1
     nothing = report([lost], 2)
     assert (nothing.measures, nothing.episodes, nothing.unavailable) == ({}, 0, 2)
-    assert nothing.scores() == {"accuracy": None, "tool_error_ratio": None, "one_answer": None}
+    of_all = {"accuracy": None, "tool_error_ratio": None, "one_answer": None}
+    assert scores({"some": nothing, ALL: nothing}) == {**of_all, "accuracy_by_source": {"some": None}}
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=4, max_size=4), max_size=8))
@@ -151,6 +160,24 @@ def test_interval_is_what_the_normal_law_says() -> None:
     made = report([[outcome(float(number % 4 == 0))] for number in range(400)], 1).measures["accuracy"]
     half = 1.96 * (0.25 * 0.75 / 400) ** 0.5
     assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(30, 0.886, 1), (0, 0, 0.114), (29, 0.833, 0.994)])
+def test_problems_that_agree_do_not_prove_that_all_would(right: int, low: float, high: float) -> None:
+    """Wilson's interval of 30 trials, by its published formula."""
+    made = report([[outcome(float(number < right))] for number in range(30)], 1)
+    for name in ("accuracy", "pass@1"):
+        found = made.measures[name]
+        assert (found.low, found.high) == (pytest.approx(low, abs=0.001), pytest.approx(high, abs=0.001))
+    one_answer = report([[outcome(), outcome(answer_tags=2)]] * 30, 2).measures["one_answer"]
+    assert one_answer.high - one_answer.low > 0.3
+    assert made.measures["tokens"] == Estimate(10, 10, 10)
+
+
+def test_samples_of_a_problem_are_no_problems() -> None:
+    made = report([[outcome(float(number % 2))] * 50 for number in range(40)], 50).measures["accuracy"]
+    once = report([[outcome(float(number % 2))] for number in range(40)], 1).measures["accuracy"]
+    assert (made.low, made.high) == (pytest.approx(once.low), pytest.approx(once.high))
 
 
 def test_an_interval_of_a_ratio_is_what_drawing_problems_again_gives() -> None:
@@ -174,14 +201,26 @@ def test_reports_are_by_source_and_overall(tmp_path: Path) -> None:
     assert list(reports) == ["even", "odd", ALL]
     assert [value(one) for one in reports.values()] == [0.5, 0.75, 0.625]
     assert seen == [1, 2, 3, 4]
-    assert json.loads(json.dumps(asdict(reports[ALL])))["measures"]["pass@2"]["value"] == 0.75
-    out = io.StringIO()
-    Console(file=out, width=80).print(summary(reports))
-    assert [line.split()[:3] for line in out.getvalue().splitlines()[-3:]] == [
-        ["even", "2", "0.500"],
-        ["odd", "2", "0.750"],
-        ["all", "4", "0.625"],
-    ]
+    assert reports[ALL].measures["pass@2"].value == 0.75
+    assert read_reports(json.loads(json.dumps({name: asdict(one) for name, one in reports.items()}))) == reports
+    by_source = scores(reports)["accuracy_by_source"]
+    assert by_source == {name: asdict(reports[name].measures["accuracy"]) for name in ("even", "odd")}
+
+
+def test_the_table_has_every_measure_with_its_interval(tmp_path: Path) -> None:
+    reports = run(Collector(), tmp_path)
+    lines = {}
+    for width in (80, 66):
+        out = io.StringIO()
+        Console(file=out, width=width).print(summary(reports))
+        assert max(map(len, out.getvalue().splitlines())) <= width
+        lines[width] = out.getvalue()
+    shown = {line[:25].strip(): line[25:].split() for line in lines[80].splitlines()}
+    assert (shown["problems"], shown["avg@2"][::2]) == (["2", "2", "4"], ["0.500", "0.750", "0.625"])
+    for name in ("pass@2", "tool error ratio", "tool use", "calls", "one answer", "tokens"):
+        measure = reports["even"].measures[name.replace(" ", "_")]
+        assert shown[name][:2] == str(measure).split(), name
+        assert str(measure).split()[1] in lines[66], "what does not fit stands below, in one piece"
 
 
 def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
@@ -197,6 +236,18 @@ def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
     assert third.asked == []
     rows = list(RunFolder(tmp_path / "killed").episodes(0))
     assert {row["group"]: row["problem"]["id"] for row in rows} == {n: one.id for n, one in enumerate(PROBLEMS)}
+    assert rows_of(tmp_path / "killed") == ALL_ROWS
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_a_kill_between_episodes_and_outcomes_leaves_one_row_of_each(tmp_path: Path, lines: int) -> None:
+    run(Collector(), tmp_path)
+    outcomes = tmp_path / "outcomes.jsonl"
+    outcomes.write_bytes(b"".join(outcomes.read_bytes().splitlines(keepends=True)[:-lines]))
+    again = Collector()
+    run(again, tmp_path)
+    assert len(again.asked) == 1
+    assert rows_of(tmp_path) == ALL_ROWS
 
 
 def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
@@ -205,9 +256,4 @@ def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
     again = Collector()
     assert run(again, tmp_path) == run(Collector(), tmp_path / "whole")
     assert again.asked == ["p1"]
-
-
-def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
-    run(Collector(), tmp_path)
-    with pytest.raises(RecordError, match=r"with other settings \(model, temperature\); expected the same"):
-        run(Collector(), tmp_path, model="b", temperature=0.6)
+    assert rows_of(tmp_path) == ALL_ROWS

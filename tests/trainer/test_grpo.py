@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -18,12 +19,12 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("trl", reason="needs trl")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments  # noqa: E402
 
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder, problems  # noqa: E402
-from trainer import grpo  # noqa: E402
+from trainer import grpo, progress, sft  # noqa: E402
 from trainer.background import Background  # noqa: E402
-from trainer.config import ConfigError, StageConfig  # noqa: E402
+from trainer.config import ConfigError, HardwareConfig, StageConfig  # noqa: E402
 from trainer.grpo import Outage, Rollouts, in_order, train_stage  # noqa: E402
 from trainer.progress import Trained, Training  # noqa: E402
 from trainer.record import RunFolder  # noqa: E402
@@ -364,12 +365,40 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
 
 
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
-    with pytest.raises(ConfigError, match=r"rl1: 8 rows of a step on 1 ranks: .* micro_batch=3"):
-        Stage(tmp_path, model, background, micro_batch=3).run(Sampler(model))
-    with pytest.raises(ConfigError, match=r"sharding=full: expected GPUs, got none"):
-        Stage(tmp_path, model, background).run(Sampler(model), is_sharded=True)
+    with pytest.raises(ConfigError, match=r"gpus=0: expected 2 processes that train, got 1; have hardware\.launch"):
+        Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(nodes=2))
+    with pytest.raises(ConfigError, match=r"nodes=1, gpus=1: expected GPUs, got none that torch can use"):
+        Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(gpus=1))
     with pytest.raises(ConfigError, match=r"expected at least prompts=2 problems .* got 1"):
         Stage(tmp_path, model, background).run(Sampler(model), count=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"), [(grpo, {"_last_loaded_step"}), (progress, {"_keys_to_ignore_on_save"}), (sft, set())]
+)
+def test_of_the_libraries_no_private_names_are_used_but_those_that_are_said(module: Any, names: set[str]) -> None:
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    used = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    theirs = {node.attr for node in used if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "Row"))}
+    assert {name for name in theirs if name.startswith("_") and not name.endswith("__")} == names
+
+
+def test_gpus_that_are_there_do_not_train_unless_they_are_said(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = Training(model, tmp_path, RunFolder(tmp_path), seed=3).arguments(STAGE, rows=8)
+    assert arguments["use_cpu"] and not arguments["dataloader_pin_memory"]
+
+
+@pytest.mark.parametrize("arguments", [grpo._Arguments, sft._Arguments])
+def test_a_process_alone_trains_on_one_gpu_of_those_it_sees(
+    arguments: type[TrainingArguments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    theirs, ours = (kind(str(tmp_path), bf16=False) for kind in (arguments.__mro__[2], arguments))
+    assert (theirs.n_gpu, ours.n_gpu) == (8, 1), "which TRL refuses, and transformers would share its passes out to"
+    assert ours.train_batch_size == ours.per_device_train_batch_size
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 3))

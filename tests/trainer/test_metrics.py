@@ -17,9 +17,8 @@ from trainer.trajectory import Episode, StopReason
 
 def slowly(episodes: list[Episode]) -> dict[str, float]:
     """Episode by episode, turn by turn."""
-    sums = dict.fromkeys(
-        ("n", "reward", "calls", "failed", "calls_right", "failed_right", "one", "use", "len", "turns"), 0.0
-    )
+    names = "n reward calls failed calls_right failed_right one use len turns said surprise"
+    sums = dict.fromkeys(names.split(), 0.0)
     total = dict.fromkeys(("unavailable", "tokens", "seconds_generate", "seconds_tools"), 0.0)
     for one in episodes:
         total["tokens"] += len([bit for bit in one.mask if bit])
@@ -34,6 +33,8 @@ def slowly(episodes: list[Episode]) -> dict[str, float]:
         adds = {
             "n": 1, "reward": one.reward, "calls": len(calls), "failed": len(failed), "one": one.answer_tags == 1,
             "use": bool(calls), "len": len(one.ids), "turns": len(one.steps),
+            "said": sum(bit == 1 for bit in one.mask),
+            "surprise": sum(-logprob for logprob, bit in zip(one.logprobs, one.mask, strict=True) if bit),
             "calls_right": len(calls) if one.reward else 0, "failed_right": len(failed) if one.reward else 0,
         }  # fmt: skip
         sums = {name: sums[name] + added for name, added in adds.items()}
@@ -44,6 +45,7 @@ def slowly(episodes: list[Episode]) -> dict[str, float]:
     return total | {
         "reward": over("reward", "n"), "calls": over("calls", "n"), "turns": over("turns", "n"),
         "length": over("len", "n"), "one_answer": over("one", "n"), "tool_use": over("use", "n"),
+        "entropy": over("surprise", "said"),
         "tool_error_ratio": over("failed", "calls"), "tool_error_ratio_correct": over("failed_right", "calls_right"),
     }  # fmt: skip
 

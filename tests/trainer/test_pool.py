@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
 from trainer.engine import Capacity, EngineFailed, Sampling
-from trainer.pool import MISSES, STALL_S, Busy, Pool
+from trainer.pool import GAUGE_S, MISSES, PROOF_S, STALL_S, Busy, Pool
 from trainer.scheduler import POLICIES
 
 MOST = 200
+LOAD_S = 600
 EMPTY = {"episodes": 0, "running": 0, "held": 0, "reserved": 0}
 
 
@@ -88,8 +89,9 @@ class TableReference:
 async def carry(engines, weights, version):
     async def load(engine):
         try:
-            await engine.before()
-        except EngineFailed as why:
+            async with asyncio.timeout(LOAD_S):
+                await engine.before()
+        except (EngineFailed, TimeoutError) as why:
             return why
         await engine.load(weights, version)
         return None
@@ -401,6 +403,129 @@ async def test_an_engine_that_misses_a_sync_does_not_sample_until_the_next():
 
 
 @jumping
+async def test_what_missed_a_sync_is_told_apart_though_versions_are_alike_and_the_proof_is_coarse():
+    """As between two stages, and in bfloat16."""
+
+    class Coarse(TableReference):
+        async def check(self, engine, expected):
+            await engine.logprobs(self.ids)
+
+    made = engines(2)
+    async with pool_of(made, reference=Coarse()) as pool:
+        made[0].before = failing()
+        assert await pool.sync({"salt": 5}, 0) == 0
+        made[0].before = steps(1)
+        await asyncio.sleep(1000)
+        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
+        assert await pool.sync({"salt": 5}, 0) == 0
+        assert all(desk.is_up for desk in pool.desks.values())
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["found out by a sync", "known before"])
+@pytest.mark.parametrize("is_scraped", [False, True], ids=["answers nothing", "answers scrapes"])
+@jumping
+async def test_an_engine_that_hangs_keeps_one_sync_waiting_at_most(is_known, is_scraped):
+    class Hanging(TableEngine):
+        async def logprobs(self, ids):
+            await self.before()
+            return await super().logprobs(ids)
+
+    made = [Hanging("e0"), TableEngine("e1")]
+    async with pool_of(made, turn_s=60) as pool:
+        await pool.sync({"salt": 5})
+        made[0].before = forever
+        if not is_scraped:
+            made[0].scraped = forever
+        if is_known:
+            assert await asyncio.gather(*(episode(pool, number) for number in range(4))) is not None
+            assert not pool.desks["e0"].is_up
+        for most_s in (0 if is_known else LOAD_S, 0, 0):
+            asked = pool.now()
+            await pool.sync({"salt": 6})
+            assert pool.now() - asked <= most_s
+            assert {await served_by(pool) for _ in range(3)} == {"e1"}
+            await asyncio.sleep(100)
+        made[0].before = made[0].scraped = steps(1)
+        await asyncio.sleep(PROOF_S + 5)  # what it was asked before is given up by then
+        assert not pool.desks["e0"].is_up
+        await pool.sync({"salt": 7})
+        assert pool.desks["e0"].is_up
+
+
+@jumping
+async def test_an_engine_that_failed_and_works_again_gets_the_next_sync_though_it_rests():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        made[0].before = failing()
+        await episode(pool, 0), await episode(pool, 1)
+        made[0].before = steps(1)
+        await asyncio.sleep(2)
+        assert not pool.desks["e0"].is_up
+        await pool.sync({"salt": 5})
+        assert pool.desks["e0"].is_up
+
+
+@jumping
+async def test_whatever_an_engine_that_failed_says_is_its_own_affair():
+    async def refuse():
+        raise ValueError("this server takes other requests")
+
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        made[0].scraped = failing()
+        await asyncio.sleep(10)
+        made[0].scraped = refuse
+        await asyncio.sleep(100)
+        assert await pool.sync({"salt": 6}) == 2
+        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
+
+
+@jumping
+async def test_a_sync_that_is_cancelled_at_any_step_hinders_no_later_one():
+    for step in itertools.count():
+        made = engines(2, before=steps(3), scraped=steps(3))
+        async with pool_of(made) as pool:
+            running = [asyncio.create_task(episode(pool, number, turns=2)) for number in range(4)]
+            await steps(5)()
+            syncing = asyncio.create_task(pool.sync({"salt": 0}))
+            await steps(step)()
+            is_over = syncing.done()
+            syncing.cancel()
+            await asyncio.wait([syncing])
+            assert await pool.sync({"salt": 0}) in (1, 2)
+            assert await asyncio.gather(*running) == await alone(range(4), turns=2)
+            assert all(desk.is_up and not desk.requests for desk in pool.desks.values())
+            assert is_balanced(pool)
+        if is_over:
+            break
+    assert step > 10
+
+
+@jumping
+async def test_the_only_engine_is_given_weights_though_it_failed():
+    made = engines(1)
+    async with pool_of(made, patience_s=0) as pool:
+        made[0].before = failing()
+        with pytest.raises(EngineFailed, match="no engine is left"):
+            await served_by(pool)
+        made[0].before = steps(1)
+        assert await pool.sync({"salt": 5}) == 1
+
+
+@jumping
+async def test_an_engine_that_cannot_prove_its_weights_in_time_does_not_keep_a_sync_waiting():
+    class Mute(TableEngine):
+        async def logprobs(self, ids):
+            await forever()
+
+    async with pool_of([*engines(1), Mute("mute")], turn_s=60) as pool:
+        assert await pool.sync({"salt": 5}) == 1
+        assert pool.now() == 60
+        assert (pool.desks["e0"].is_up, pool.desks["mute"].is_up) == (True, False)
+
+
+@jumping
 async def test_a_sync_waits_for_turns_that_run_and_others_wait_for_it():
     made = engines(2, before=lambda: asyncio.sleep(1))
     versions = []
@@ -490,9 +615,9 @@ async def disaster(seed, policy):
                 draw.choice(running).cancel()
             engine.preemptions += draw.randint(0, 1)
             if draw.random() < 0.1:
-                for each in made:
-                    each.before, each.scraped = turn, steps(2)
-                await pool.sync({"salt": 0})
+                with suppress(EngineFailed, TimeoutError):  # none took them, or cancelled
+                    async with asyncio.timeout(draw.choice([None, draw.expovariate(0.1)])):
+                        await pool.sync({"salt": 0})
 
     for engine in made:
         engine.before = turn
@@ -574,6 +699,27 @@ async def test_what_cannot_be_interrupted_ends_in_its_time():
             await pool.interrupt([seat])
             assert len((await turn).ids) == 9
             assert (await seat.generate([1] * 20, Sampling(9, seed=0))).is_interrupted
+        assert is_balanced(pool)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@jumping
+async def test_an_engine_that_hangs_does_not_keep_an_interrupt_waiting(dies):
+    class Hanging(TableEngine):
+        async def interrupt(self, requests):
+            await forever()
+
+    async with pool_of([Hanging("hanging", before=forever)]) as pool:
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+            await asyncio.sleep(1)
+            interrupting = asyncio.create_task(pool.interrupt([seat]))
+            await asyncio.sleep(1)
+            if dies:
+                pool.fail(pool.desks["hanging"], "gone")
+            await interrupting
+            assert pool.now() == (2 if dies else 1 + GAUGE_S)
+            assert (await turn).is_interrupted
         assert is_balanced(pool)
 
 

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, answer, call, qwen_tokenizer, replied
 from trainer.chat import parse, rstar2
 from trainer.config import SamplingConfig
 from trainer.engine import EngineFailed, Generation
+from trainer.pool import Pool
 from trainer.rollout import Collector, run_episode, turn_seed
 from trainer.trajectory import CallStatus, Episode, Problem, StopReason
 
@@ -365,6 +367,32 @@ async def test_our_failures_are_never_a_reward_of_zero(chat):
 
 
 @pytest.mark.asyncio
+async def test_an_outage_of_the_sandbox_does_not_teach_that_episodes_are_short(chat):
+    """What a problem's later episodes are expected to need follows from those that came to their own end."""
+    asks, ends = (qwen_tokenizer().encode(text + END, add_special_tokens=False) for text in (call("1"), answer("42")))
+    taught = []
+
+    class Asking(TableEngine):
+        async def generate(self, ids, sampling):
+            made = tuple(ends if "fine" in chat.decode(ids) else asks)
+            return Generation(made, (-1.0,) * len(made), True, self.name, self.version)
+
+    async with Pool([Asking()], most_tokens=2000) as pool:
+        complete = pool.scheduler.complete
+
+        def told(key, now, length=None):
+            taught.append(length)
+            complete(key, now, length)
+
+        pool.scheduler.complete = told
+        lost = replied(CallStatus.UNAVAILABLE, "", "1", error="down")
+        ((cut,),) = await collect(pool, chat, ScriptedTools(lambda code: lost), [PROBLEM], 1)
+        ((whole,),) = await collect(pool, chat, ScriptedTools(lambda code: "fine"), [PROBLEM], 1)
+    assert (cut.stop, whole.stop) == (StopReason.UNAVAILABLE, StopReason.FINISHED)
+    assert taught == [None, len(whole.prompt_ids) + whole.length]
+
+
+@pytest.mark.asyncio
 async def test_a_pool_without_engines_gives_episodes_without_a_reward(chat):
     def script(context, sampling):
         raise EngineFailed("no engine is left")
@@ -556,7 +584,6 @@ def test_what_is_interrupted_is_neither_lost_nor_doubled(chat, data, wanted, pac
 async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(chat):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from trainer.local import LocalEngine
-    from trainer.pool import Pool
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}

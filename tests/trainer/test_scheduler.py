@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.ledger import Ledger
 from trainer.lengths import Lengths
-from trainer.scheduler import APPETITE, POLICIES, Gauge, Placement, Scheduler
+from trainer.scheduler import APPETITE, CUT, LEAST, POLICIES, Gauge, Placement, Scheduler
 
 MOST = 400
 CAPACITY = 1000
@@ -222,6 +222,55 @@ def test_an_empty_engine_takes_an_episode_that_fits_nowhere() -> None:
     assert scheduler.place(0.0) == [Placement("long", "small")]
 
 
+def test_no_engine_stands_empty_while_one_waits() -> None:
+    """Though another, that is full, has more room."""
+    scheduler = Scheduler(MOST, "kv")
+    scheduler.up("large", 10 * MOST)
+    for key in range(9):
+        scheduler.submit(key, key, MOST, MOST)
+    assert len(scheduler.place(0.0)) == 9
+    scheduler.submit("next", 9, MOST, MOST)
+    assert scheduler.place(1.0) == []
+    scheduler.up("small", MOST // 8)
+    scheduler.observe("large", Gauge(0), 2.0)
+    assert scheduler.place(2.0) == [Placement("next", "small")]
+
+
+def test_turns_that_go_on_put_no_episode_out_of_turn() -> None:
+    scheduler = Scheduler(MOST, "round_robin")
+    for name in ("e0", "e1"):
+        scheduler.up(name, CAPACITY)
+    began = []
+    for key in range(6):
+        scheduler.submit(key, 0, 10, MOST)
+        (placed,) = scheduler.place(float(key))
+        began.append(placed.engine)
+        for turn in range(key):
+            scheduler.park(key, 20 + 2 * turn, key + 0.5)
+            scheduler.wake(key, 21 + 2 * turn, key + 0.5)
+            scheduler.place(key + 0.5)
+    assert began == ["e0", "e1"] * 3
+
+
+def test_what_was_expected_of_turns_is_forgotten_without_a_gauge() -> None:
+    """An engine that nobody observes, which is never without an episode."""
+    scheduler = Scheduler(MOST, "kv")
+    scheduler.up("e0", 100 * MOST)
+    most = 0
+    for key in range(200):
+        scheduler.submit(key, key, 10, MOST)
+        scheduler.place(float(key))
+        for turn in range(5):
+            scheduler.park(key, 20 + 2 * turn, key + 0.5)
+            scheduler.wake(key, 21 + 2 * turn, key + 0.5)
+            scheduler.place(key + 0.5)
+        if key:
+            scheduler.complete(key - 1, key + 0.5, 40)
+        most = max(most, len(scheduler.engines[0].due))
+    assert scheduler.books()["e0"]["episodes"] == 1
+    assert most < 100
+
+
 def test_a_cache_is_never_promised_twice() -> None:
     """Contexts that are known to stay as they are: as many are let in as fit."""
     scheduler = Scheduler(MOST, "kv")
@@ -232,15 +281,54 @@ def test_a_cache_is_never_promised_twice() -> None:
     assert scheduler.books()["e0"]["held"] <= CAPACITY
 
 
-def test_the_group_that_proves_long_goes_first() -> None:
+def two_groups_begun() -> Scheduler:
+    """Episodes 0 and 1 of one group, 2 and 3 of another: the first of each runs, and nothing is known of either."""
     scheduler = Scheduler(MOST, "kv")
     scheduler.up("e0", 10 * MOST, 2)
     for key, group in enumerate(["short", "short", "long", "long"]):
         scheduler.submit(key, group, 10, MOST)
     assert [placed.episode for placed in scheduler.place(0.0)] == [0, 2]
+    return scheduler
+
+
+def test_the_group_that_proves_long_goes_first() -> None:
+    scheduler = two_groups_begun()
     scheduler.complete(0, 1.0, 20)
     scheduler.complete(2, 1.0, 350)
     assert [placed.episode for placed in scheduler.place(1.0)] == [3, 1]
+
+
+def test_the_group_whose_episodes_have_come_far_goes_first() -> None:
+    """None of them is over: what its turns and the engine's speed tell of it is enough."""
+    scheduler = two_groups_begun()
+    scheduler.park(2, 300, 1.0)
+    assert [placed.episode for placed in scheduler.place(1.0)] == [3]
+
+
+def test_the_group_whose_turn_goes_on_and_on_goes_first() -> None:
+    """Its engine's speed tells, as nothing else does before the turn is over."""
+    scheduler = Scheduler(MOST, "kv")
+    scheduler.up("e0", 10 * MOST, 2)
+    for key in ("quick", "long"):
+        scheduler.submit(key, key, 10, MOST)
+    assert len(scheduler.place(0.0)) == 2
+    scheduler.complete("quick", 1.0, MOST)
+    scheduler.submit("new", "new", 10, MOST)
+    assert len(scheduler.place(1.25)) == 1
+    for group in ("new", "long"):
+        scheduler.submit(f"another {group}", group, 10, MOST)
+    scheduler.observe("e0", Gauge(0), 1.3)
+    scheduler.up("e0", 10 * MOST, 3)
+    assert [placed.episode for placed in scheduler.place(1.3)] == ["another long"]
+
+
+def test_a_long_prompt_tells_nothing_of_its_group() -> None:
+    """As long as nothing is known of lengths, as many of each group begin."""
+    scheduler = Scheduler(MOST, "kv")
+    scheduler.up("e0", 10 * MOST, 8)
+    for key in range(16):
+        scheduler.submit(key, key // 8, (10, MOST // 2)[key // 8], MOST)
+    assert sorted(placed.episode // 8 for placed in scheduler.place(0.0)) == [0] * 4 + [1] * 4
 
 
 def test_preemptions_make_an_engine_take_less_and_quiet_more() -> None:
@@ -253,6 +341,32 @@ def test_preemptions_make_an_engine_take_less_and_quiet_more() -> None:
     scheduler.submit("a", 0, 10, MOST)
     scheduler.observe("e0", Gauge(preemptions=3), 2.0)
     assert less < scheduler.appetite("e0") <= before
+
+
+def test_each_burst_of_preemptions_counts_once_and_lasting_ones_until_nothing_is_left_to_learn() -> None:
+    scheduler = Scheduler(MOST, "kv")
+    scheduler.up("e0", CAPACITY)
+    seen = [scheduler.appetite("e0")]
+    for scrape in range(1, 40):
+        scheduler.observe("e0", Gauge(preemptions=scrape), float(scrape))
+        seen.append(scheduler.appetite("e0"))
+    assert seen[1] == pytest.approx(seen[0] * CUT)
+    assert seen[2] == pytest.approx(seen[0] * CUT * CUT)
+    assert seen[-1] == LEAST
+
+
+def test_an_engine_that_is_overfull_is_punished_once() -> None:
+    """What it holds cannot be taken from it: until that fits again, preemptions say nothing new."""
+    scheduler = Scheduler(MOST, "kv")
+    scheduler.up("e0", CAPACITY)
+    for key in range(3):
+        scheduler.submit(key, key, CAPACITY // 3, CAPACITY)
+    assert len(scheduler.place(0.0)) == 2
+    for key, more in enumerate((600, 500)):
+        scheduler.park(key, more, 1.0)
+    for scrape in range(1, 9):
+        scheduler.observe("e0", Gauge(preemptions=scrape), float(scrape))
+    assert scheduler.appetite("e0") == pytest.approx(APPETITE * CUT)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,9 @@ pytest.importorskip("trl")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 # These need torch, too.
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
 from sandbox.errors import NodeError  # noqa: E402
 from sandbox.runtime import default_python  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES  # noqa: E402
@@ -151,6 +155,61 @@ def test_prompts_that_leave_no_room_to_answer_are_left_out_and_told(
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
+def test_right_answers_that_the_checker_cannot_read_are_left_out_and_told(
+    taught: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"problem": f"What is {answer}?", "answer": answer} for answer in ("7", "x^2 + 1", "\\text{}", "$$")]
+    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    sets = [f"evaluate.data={tmp_path / 'some.jsonl'}", "data.train=generated:3"]
+    endpoints = json.dumps(list(taught.config.sandbox.endpoints))
+    run = Run(_config(tmp_path, *sets, f"sandbox.endpoints={endpoints}"))
+    stages.prepare(run, Unit("prepare"))
+    kept = data.read(str(run.folder / "data/evaluate.jsonl"))
+    assert [problem.answer for problem in kept] == ["7", "x^2 + 1"]
+    assert "evaluate: some: 4 rows, 2 kept, 2 unreadable" in capsys.readouterr().err
+
+
+def _unchatty(folder: Path) -> Path:
+    """A tokenizer without Qwen's chat tokens, and without a template."""
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("chat", ["rstar2", "own"])
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda folder: folder / "no" / "model", "no/model"),
+        (_unchatty, "<.im_start.>|chat template"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_one_line(
+    model: Any, why: str, chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _config(tmp_path)
+    sets = ["--set", f"model.path={model(tmp_path / 'bad')}", "--set", f"model.chat={chat}"]
+    assert cli.main(["prepare", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run"), *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"rstar-train: model {tmp_path}/bad.*({why})", line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_model_that_the_local_engine_cannot_run_is_one_line(
+    taught: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model = _copy(taught, tmp_path / "run"), tmp_path / "sliding"
+    shutil.copytree(taught.stage("sft") / "model", model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 8}))
+    capsys.readouterr()
+    assert cli.main(["eval", str(run.folder), "--run-dir", str(run.folder), "--model", str(model)]) == 2
+    assert re.match(rf"rstar-train: model {model}: .*use vLLM$", capsys.readouterr().err.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_stage_that_is_killed_ends_as_one_that_is_not(taught: Run, tmp_path: Path) -> None:
     whole, killed = _copy(taught, tmp_path / "whole"), _copy(taught, tmp_path / "killed")
     recipe(whole.config, start=_until("rl1"))
@@ -198,15 +257,24 @@ def test_what_is_always_solved_is_taken_out_once(taught: Run, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_evaluation_and_rollout_write_what_show_reads(
-    taught: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    taught: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _copy(taught, tmp_path / "run")
+    run.done_file(Unit("eval", "sft")).unlink()
     assert cli.main(["eval", str(run.folder), "--run-dir", str(run.folder), "--stage", "sft", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])["all"]
+    reports = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = reports["all"]
     assert (said["problems"], said["unavailable"]) == (2, 0)
     (scores,) = run.summary()["stages"]
     assert (scores["name"], scores["accuracy"]) == ("sft", said["measures"]["accuracy"]["value"])
+    assert scores["accuracy_by_source"] == {"fresh": reports["fresh"]["measures"]["accuracy"]}
     assert len(list(RunFolder(run.stage("sft") / "evaluation").episodes(0))) == 2
+    with monkeypatch.context() as nothing:  # of it starts again for what is over, nor where only its last word is lost
+        nothing.setattr(stages, "sampling", None)
+        for lost in ("nothing", "evaluated.json"):
+            (run.stage("sft") / lost).unlink(missing_ok=True)
+            assert cli.main(["eval", str(run.folder), "--run-dir", str(run.folder), "--stage", "sft", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out.splitlines()[-1]) == reports
 
     out = tmp_path / "out"
     sampled = ["--stage", "sft", "--problems", "2", "--samples", "3", "--out", str(out)]
@@ -219,6 +287,38 @@ def test_evaluation_and_rollout_write_what_show_reads(
     assert {row["reward"] for row in episodes} <= {0.0, 1.0}
     assert cli.main(["show", str(out), "--html", str(tmp_path / "page.html")]) == 0
     assert "6 episodes" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_model_s_evaluation_is_of_these_weights_and_leaves_out_what_has_no_room(
+    taught: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"problem": f"Which one?{' No, which?' * times}", "answer": "1"} for times in (0, 90)]
+    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    run = _copy(taught, tmp_path / "run")
+    models = [tmp_path / name / "model" for name in ("one", "other")]
+    for model in models:
+        shutil.copytree(taught.stage("sft") / "model", model)
+
+    def run_eval(model: Path) -> int:
+        source = f'evaluate.data=["{tmp_path / "some.jsonl"}"]'
+        given = ["--run-dir", str(run.folder), "--set", source, "--model", str(model), "--json"]
+        return cli.main(["eval", str(run.folder), *given])
+
+    for model in models:
+        assert run_eval(model) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out.splitlines()[-1])["all"]["problems"] == 1
+        assert "evaluate: some: 2 rows, 1 kept, 1 too long" in err
+    assert len(list((run.folder / "evaluation").iterdir())) == 2
+    for nothing in ("sampling", "_problems"):
+        monkeypatch.setattr(stages, nothing, None)
+    monkeypatch.chdir(models[0].parent)
+    assert run_eval(Path("model")) == 0, "the same folder, whose outcomes are there"
+    os.utime(models[0] / "model.safetensors", (0, 0))
+    assert run_eval(models[0]) == 2
+    assert "other settings (weights)" in capsys.readouterr().err
 
 
 def _copy(taught: Run, folder: Path) -> Run:

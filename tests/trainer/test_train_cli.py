@@ -7,11 +7,15 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from trainer import cli
+from trainer import bar, cli
+from trainer.config import load
+from trainer.evaluate import ALL, Outcome, report, scores
+from trainer.recipe import Run
 from trainer.record import write_json
 
 HELP_S = 0.5
@@ -98,6 +102,48 @@ def test_a_unit_that_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.Ca
     assert f"grpo rl1 is done; to do it anew, delete {done.parent} first" in capsys.readouterr().err
 
 
+def _evaluated(folder: Path, *sources: str) -> list[str]:
+    """The arguments for a run that is over, and was evaluated on problems of these sources."""
+    (folder / "run.toml").write_text('[sft]\ndata = "generated:8"\n', encoding="utf-8")
+    run = Run(load(folder / "run.toml", {}, [f"run_dir={folder / 'run'}"]))
+    right = Outcome(1.0, calls=1, failed_calls=0, answer_tags=1, stop="finished", turns=1, length=9)
+    groups = {source: [[right]] * 10 + [[right._replace(reward=0.0)]] * 10 for source in sources}
+    groups[ALL] = [group for some in groups.values() for group in some]
+    reports = {source: report(some, 1) for source, some in groups.items()}
+    for unit in run.units():
+        written = {source: asdict(one) for source, one in reports.items()}
+        run.finish(unit, {"scores": scores(reports), "reports": written})
+    return [str(folder / "run.toml"), "--run-dir", str(run.folder)]
+
+
+@pytest.mark.parametrize("sources", [("aime24", "math500"), ("aime24",)])
+def test_the_recipe_shows_each_source_s_accuracy_with_its_interval(
+    sources: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _evaluated(tmp_path, *sources)
+    assert cli.main(["recipe", *run]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[:2] for line in shown.splitlines() if "accuracy" in line]
+    assert rows == (
+        [["accuracy", "0.5"]] + [["accuracy,", one] for one in sources] if sources[1:] else [["accuracy", "0.500"]]
+    )
+    assert shown.count("0.500 [0.30–0.70]") == len(sources), "Wilson's interval of 10 in 20"
+    assert cli.main(["recipe", *run, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["stages"]
+    written = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["stages"]
+    assert written == [row]
+    assert list(row["accuracy_by_source"]) == list(sources)
+    assert row["accuracy_by_source"]["aime24"]["low"] == pytest.approx(0.299, abs=0.001)
+
+
+def test_an_evaluation_that_is_over_is_read(tmp_path: Path) -> None:
+    run = _evaluated(tmp_path, "aime24", "math500")
+    code = "import sys; sys.modules['torch'] = None; from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, "eval", *run, "--stage", "sft"]
+    shown = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    assert [shown.count(text) for text in ("0.500 [0.30–0.70]", "tool use", "pass@1")] == [4, 1, 1]
+
+
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_dry_run_shows_what_is_needed_and_touches_nothing(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -135,3 +181,11 @@ def test_data_writes_problems_and_says_what_became_of_the_rows(
     assert cli.main(["data", "generated:5", "--out", str(tmp_path / "five.jsonl"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"tiny": {"rows": 5, "kept": 5}}
     assert len((tmp_path / "five.jsonl").read_text(encoding="utf-8").splitlines()) == 5
+
+
+def test_data_says_how_many_rows_are_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bar, "A_LINE", 2000)
+    assert cli.main(["data", "generated:5000", "--out", str(tmp_path / "many.jsonl")]) == 0
+    assert capsys.readouterr().err.splitlines() == ["rows: 2000", "rows: 4000"]

@@ -17,6 +17,7 @@ import pytest
 
 import trainer
 from trainer import vllm_server
+from trainer.config import ConfigError
 from trainer.engine import EngineFailed
 from trainer.vllm_server import CORES, Servers
 
@@ -153,6 +154,27 @@ def test_gpus_are_given_out_in_turn_and_cores_are_shared_when_few():
     bound = [cpu.environment(number, 3, [0, 1], {})[CORES] for number in range(3)]
     assert bound == ["0", "1", "0"]
     assert "nccl" in " ".join(replace(gpu, is_nccl=True).command(1))
+
+
+@pytest.mark.parametrize("shown", [["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES"], vllm_server.GPUS])
+def test_a_job_s_engines_keep_to_the_gpus_that_it_was_given(shown):
+    base = dict.fromkeys(shown, "4,5,GPU-6f,7")
+    servers = Servers("python", Path("model"), 64, gpus=1, first_gpu=2)  # two train
+    for number, own in enumerate(("GPU-6f", "7")):
+        made = servers.environment(number, 2, [0], base)
+        assert {name: made[name] for name in vllm_server.GPUS if name in made} == dict.fromkeys(shown, own)
+
+
+@pytest.mark.asyncio
+async def test_engines_for_which_gpus_are_lacking_are_refused_before_any_is_started(servers, tmp_path, monkeypatch):
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    for shown, last in (("4,5,6", 2), ("", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        said = rf"^engine {last} of 2: expected {2 * last} GPUs or more, got CUDA_VISIBLE_DEVICES={shown}; lower"
+        with pytest.raises(ConfigError, match=said):
+            async with replace(servers, gpus=2).serve(2, tmp_path / "logs"):
+                pass
+    assert not started(tmp_path)[0]
 
 
 def test_the_worker_extension_imports_nothing_but_vllm():

@@ -13,14 +13,16 @@ from typing import Any
 from tests.trainer.sampling import Sampler, problems
 from trainer import grpo
 from trainer.background import Background
-from trainer.config import StageConfig
+from trainer.config import HardwareConfig, StageConfig
 from trainer.grpo import Rollouts, train_stage
 from trainer.progress import Training, ranks
 from trainer.record import RunFolder
 
+HARDWARE = HardwareConfig(nodes=2)
+
 
 def main(model: Path, folder: Path) -> None:
-    rank = ranks().process_index
+    rank = ranks(HARDWARE).process_index
     stage = StageConfig(
         name="rl1", steps=2, max_tokens=16, max_turns=2, prompts=2, samples=4, keep=4, micro_batch=2, lr=1e-3
     )  # fmt: skip
@@ -42,7 +44,8 @@ def main(model: Path, folder: Path) -> None:
             sampler = Sampler(model)
             rollouts = Rollouts(stack.enter_context(Background()), sampler, sampler)
         train_stage(
-            replace(stage, warmup_steps=0), Training(model, folder / "stages/rl1", RunFolder(folder), seed=3),
+            replace(stage, warmup_steps=0),
+            Training(model, folder / "stages/rl1", RunFolder(folder), seed=3, hardware=HARDWARE),
             problems=problems(6), rollouts=rollouts,
         )  # fmt: skip
     digest = hashlib.sha256()
