@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,17 @@ def test_descriptors_mounts_and_memory_are_there() -> None:
         assert procs.descriptors(os.getpid()) == before + 1
     assert procs.mounts(os.getpid()) > 0
     assert procs.pss_mb([os.getpid()]) > 1
+
+
+def test_a_file_of_a_control_group_counts_from_the_second_time_on() -> None:
+    group = next((file for file in Path("/sys/fs/cgroup").rglob("cgroup.procs")), None)
+    if group is None:
+        pytest.skip("no control groups are mounted here")
+    before = procs.descriptors(os.getpid())
+    with open(group):
+        assert procs.descriptors(os.getpid()) == before
+        with open(group):
+            assert procs.descriptors(os.getpid()) == before + 1
 
 
 def test_a_process_that_is_gone_has_nothing() -> None:
