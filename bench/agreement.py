@@ -118,7 +118,7 @@ def _compare(args: argparse.Namespace) -> int:
     _show(figures, [d for d in differences if d.index not in unsettled])
     figures["differences"] = [_row(difference) for difference in differences if difference.index not in unsettled]
     output.plot(args.plot, lambda axes: _draw(axes, figures["causes"]))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     if figures["agreement"] < args.at_least:
         print(f"agreement: {figures['agreement']:.4f} is under {args.at_least}", file=sys.stderr)
         return 1

@@ -192,7 +192,6 @@ def _burst(args: argparse.Namespace) -> int:
         steady.append(run("steady load", after, STEADY_BATCH, STEADY_AT_ONCE))
     figures = {
         "bench": "burst",
-        "command": _command(args),
         "kind": args.kind,
         "loops": args.loops,
         "loop_s": args.loop_s,
@@ -204,15 +203,8 @@ def _burst(args: argparse.Namespace) -> int:
     }
     _show(figures, [*whole.examples, *(example for run in steady for example in run.examples)])
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
-
-
-def _command(args: argparse.Namespace) -> str:
-    """What makes it another measurement than the usual one."""
-    usual = vars(_parser().parse_args([]))
-    flags = [f"--{name} {vars(args)[name]}" for name in ("kind", "loops", "answers") if vars(args)[name] != usual[name]]
-    return " ".join(["python -m bench.burst", *flags])
 
 
 def make(kind: str, count: int, seed: int, loops: float = 0.0, loop_s: float = LOOP_S) -> Iterator[Question]:

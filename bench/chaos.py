@@ -290,7 +290,7 @@ def _attack(args: argparse.Namespace) -> int:
         left_behind = target.left_behind + leftovers.found(pids)
     figures = _figures(args, tally, monkey, seconds, left_behind)
     _show(figures, tally)
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

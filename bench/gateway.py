@@ -71,7 +71,7 @@ def _measure(args: argparse.Namespace) -> int:
     columns = ("calls/s", "needed", "CPU µs a call", "calls/s of a core", "bytes in", "bytes out")
     row = [f"{figures['calls_per_s']:,.0f}", f"{AT_LEAST:,}", figures["cpu_us"], f"{figures['calls_per_core_s']:,}"]
     output.show("one gateway over stubbed executors", columns, [(*row, figures["bytes_in"], figures["bytes_out"])])
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

@@ -153,7 +153,7 @@ def _compare(args: argparse.Namespace) -> int:
         **summarise(cases, idle, swamped, {change.name for change in unstable}),
     }
     _show(figures, cases, idle, swamped)
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

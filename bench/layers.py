@@ -133,7 +133,7 @@ def _measure(args: argparse.Namespace) -> int:
     figures = summarise(costs, args)
     _show(figures)
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("leaks", __doc__ or "")
     parser.add_argument("--calls", type=output.count, default=10_000, help="how many calls (default: 10000)")
-    parser.add_argument("--from", dest="source", metavar="FILE", help="JSONL that takes the place of the mix")
+    parser.add_argument("--from", dest="from_", metavar="FILE", help="JSONL that takes the place of the mix")
     parser.add_argument("--mark", type=output.count, default=MARK, help="calls between two counts (default: 1000)")
     parser.add_argument("--settled", type=output.count, default=SETTLED, help="growth counts from here (default: 2000)")
     parser.add_argument("--seed", type=int, default=0, help="which made-up mix (default: 0)")
@@ -125,7 +125,7 @@ def _search(args: argparse.Namespace) -> int:
     }
     _show(figures)
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -137,7 +137,7 @@ class _Load:
         self.unavailable: Counter[str] = Counter()
         """Why calls got no verdict, which none should."""
         self._server = server
-        self._source = args.source
+        self._source = args.from_
         self._rng = random.Random(args.seed)
         self._bar = bar
         self._task = task

@@ -189,7 +189,7 @@ def _mixed(args: argparse.Namespace) -> int:
     figures["holds"] = not figures["missed"]
     _show(figures, examples)
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

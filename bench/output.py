@@ -33,6 +33,10 @@ class BenchFailed(Exception):
     """The measurement could not be made; says why."""
 
 
+ASIDE = ("json", "plot", "python", "url", "folder", "results")
+"""Arguments that leave a measurement what it is."""
+
+
 def parser(name: str, doc: str) -> argparse.ArgumentParser:
     """Arguments that every benchmark has."""
     made = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=doc.strip().splitlines()[0])
@@ -95,10 +99,28 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(figures: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print `figures` with the machine's facts, if that was asked for."""
-    if as_json:
-        print(json.dumps({**figures, "machine": machine()}), flush=True)
+def finish(figures: Mapping[str, Any], parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Print `figures` with the command and the machine's facts, if that was asked for."""
+    if args.json:
+        print(json.dumps({"command": command(parser, args), **figures, "machine": machine()}), flush=True)
+
+
+def command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """What was asked for, but for how it is shown and whose Python it was. Of files, their names."""
+    parts = [parser.prog]
+    for name, value in vars(args).items():
+        if name in ASIDE or value == parser.get_default(name):
+            continue
+        parts.append(f"--{name.rstrip('_').replace('_', '-')}")
+        if value is not True:
+            several = value if isinstance(value, list | tuple) else [value]
+            parts.append((" " if isinstance(value, list) else ",").join(map(_named, several)))
+    return " ".join(parts)
+
+
+def _named(value: object) -> str:
+    is_file = isinstance(value, str | os.PathLike) and os.path.exists(value)
+    return os.path.basename(value) if is_file else str(value)
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -109,6 +131,21 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
     for row in rows:
         table.add_row(*("-" if cell is None else str(cell) for cell in row))
     OUT.print(table)
+
+
+def show_asked(title: str, verdicts: Iterable[Mapping[str, Any]]) -> None:
+    """What is needed, what came, and whether that holds: rows of `what`, `needed`, `got` and `holds`."""
+    show(title, *asked(verdicts))
+
+
+def asked(verdicts: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The columns and the lines of such a table."""
+
+    def line(row: Mapping[str, Any]) -> tuple[str, ...]:
+        got = f"{row['got']:,.0f}" if row["got"] >= 100 else f"{row['got']:.3g}"
+        return row["what"], row["needed"], got, "yes" if row["holds"] else "**no**"
+
+    return ("", "needed", "got", "holds"), [line(row) for row in verdicts]
 
 
 def progress() -> Progress:

@@ -216,7 +216,7 @@ async def _compare(args: argparse.Namespace) -> int:
     figures |= summarise(tallies)
     _show(figures)
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = output.parser("recipe", __doc__ or "")
     parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="of the run (default: runs/recipe)")
     parser.add_argument("--config", type=Path, default=CONFIG, help="(default: configs/tiny.toml)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
     return parser
 
 
@@ -52,9 +52,9 @@ def _measure(args: argparse.Namespace) -> int:
     columns = {name: name.replace("_", " ") for name in ("accuracy", "tool_error_ratio", "one_answer", "seconds")}
     rows = ((row["name"], *(f"{row[name]:.3f}" for name in columns)) for row in figures["stages"])
     output.show(f"{args.config.name}: {figures['seconds']:.0f} s", ("", *columns.values()), rows)
-    output.show("", ("", "needed", "got", "holds"), (row.values() for row in figures["verdicts"]))
+    output.show_asked("What is asked of it", figures["verdicts"])
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if all(row["holds"] for row in figures["verdicts"]) else 1
 
 

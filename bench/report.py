@@ -345,7 +345,7 @@ def _recipe(figures: Figures) -> list[str]:
     return [
         *_table(("", "accuracy", "tool errors", "one answer", "seconds"), rows),
         "",
-        *_asked(figures["verdicts"]),
+        *_table(*output.asked(figures["verdicts"])),
         "",
         said,
     ]
@@ -404,22 +404,13 @@ def _rollouts(figures: Figures) -> list[str]:
         lines += ["", "The simulator's answer for the same rollouts, against that:", ""]
         lines += _table(("", "makespan", "in its worst round", "preemptions + 1", "hits, points"), off)
     if asked := figures.get("verdicts"):
-        lines += ["", f"What is asked of `kv`, by medians of each {repeat}'s ratios:", "", *_asked(asked)]
+        lines += [
+            "",
+            f"What is asked of `kv`, by medians of each {repeat}'s ratios:",
+            "",
+            *_table(*output.asked(asked)),
+        ]
     return lines
-
-
-def _asked(verdicts: Iterable[Figures]) -> list[str]:
-    """What is needed, what came, and whether that holds."""
-    rows = (
-        (
-            row["what"],
-            row["needed"],
-            f"{row['got']:,.0f}" if row["got"] >= 100 else f"{row['got']:.3g}",
-            "yes" if row["holds"] else "**no**",
-        )
-        for row in verdicts
-    )
-    return _table(("", "needed", "got", "holds"), rows)
 
 
 def _cost(figures: Figures) -> list[str]:

@@ -100,7 +100,7 @@ def _compare(args: argparse.Namespace) -> int:
     figures = {"bench": "roc", "steps": args.steps, "group": GROUP, **summary(seeds)}
     _show(figures)
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0
 
 

@@ -460,7 +460,7 @@ def _cost(args: argparse.Namespace) -> int:
     rows = ((kind, f"{row['calls']:,}", row["p50"], row["p99"]) for kind, row in about.items())
     output.show(title, ("", "calls", "median", "p99"), rows)
     figures = {"bench": "rollouts", "command": f"{profile.command} --cost", "microseconds": about}
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0
 
 
@@ -518,7 +518,7 @@ def _finish(
         from bench.rollout_plot import gantt
 
         gantt(args.gantt, title, lines, {policy: found[0]["makespan_s"] for policy, found in rows.items()})
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0
 
 
@@ -658,8 +658,7 @@ def show(title: str, figures: Mapping[str, Any]) -> None:
         title = "The simulator against that"
         output.show(title, ("", "makespan", "in its worst round", "preemptions", "hits, points"), rows)
     if asked := figures["verdicts"]:
-        rows = ((row["what"], row["needed"], f"{row['got']:.3g}", ("no", "yes")[row["holds"]]) for row in asked)
-        output.show("What is asked of kv", ("", "needed", "got", "holds"), rows)
+        output.show_asked("What is asked of kv", asked)
 
 
 def draw(axes: Any, figures: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ def _estimate(args: argparse.Namespace) -> int:
         "measured_on": {name: figures["machine"] for name, figures in measured.items()},
     }
     _show(figures)
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0
 
 

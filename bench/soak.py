@@ -115,7 +115,7 @@ def _soak(args: argparse.Namespace) -> int:
     }
     _show(figures, tally)
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

@@ -114,7 +114,7 @@ def _compare(args: argparse.Namespace) -> int:
     figures |= {"batch": BATCH, "in_flight": IN_FLIGHT, "holds": all(r["holds"] for r in rows.values()), "kinds": rows}
     _show(figures)
     output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, as_json=args.json)
+    output.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 

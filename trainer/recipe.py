@@ -208,8 +208,12 @@ def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
 @contextmanager
 def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
     """The descriptor that holds the folder's lock."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as why:
+        raise ConfigError(f"run_dir={folder}: expected a folder that can be written, or made: {why.strerror}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

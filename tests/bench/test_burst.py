@@ -150,7 +150,7 @@ def test_a_small_burst_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
         choose("auto")
     except IsolationError as why:
         pytest.skip(str(why))
-    sizes = ["--calls", "120", "--batch", "7", "--steady", "64", "--loops", "0.02", "--loop-s", "0.3", "--lean"]
+    sizes = ["--calls", "120", "--loops", "0.02", "--loop-s", "0.3", "--batch", "7", "--steady", "64", "--lean"]
     code = burst.main([*sizes, "--python", OWN_PYTHON, "--json"])
     captured = capsys.readouterr()
     assert captured.out, captured.err
@@ -158,7 +158,7 @@ def test_a_small_burst_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert (figures["right"], figures["lost"], figures["doubled"], figures["wrong"]) == (120, 0, 0, 0), captured.err
     assert figures["requests"] == 18 and figures["gateway_descriptors"] > 0
     assert figures["statuses"] == {"ok": 117, "timeout": 3}
-    assert figures["command"] == "python -m bench.burst --loops 0.02"
+    assert figures["command"] == f"python -m bench.burst {' '.join(sizes)}"
     assert figures["memory_mb"]["peak"] > figures["gateway_mb"]["peak"] > 0
     cpu_ms = figures["burst"]["cpu_ms"]
     assert 0 < figures["burst"]["gateway_cpu_ms"] < cpu_ms and 0 < figures["burst"]["executor_cpu_ms"] < cpu_ms

@@ -246,6 +246,29 @@ async def test_looks_cost_no_more_however_many_calls_last(
         assert len(looks) - before == pytest.approx(expected, rel=0.3)
 
 
+@pytest.mark.trio
+async def test_the_end_of_a_call_among_many_takes_no_more_looks_and_comes_when_it_should(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """One that gets a thousandth of a core must not be looked at a thousand times to see its last second end."""
+    looks = 0
+    for running, share in ((lasting.CROWDED, 1 - 1 / lasting.CROWDED), (20 * lasting.CROWDED, 1 - 1 / 960)):
+        machine, before = Machine(monkeypatch, share), looks
+
+        def look(_tree: CallTree, machine: Machine = machine) -> Look:
+            nonlocal looks
+            looks += 1
+            return machine._look()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CallTree, "look", look)
+            patch.setattr(Executor, "calls_per_core", running)
+            result = await machine.run(1.0)
+        assert result.status is Status.TIMEOUT
+        assert machine.killed_after == pytest.approx(1.0 / (1 - share), rel=0.02)
+        assert looks - before < 1000
+
+
 standing: dict[Caller, set[int]] = {}
 """The executor's own processes, jails and zygotes."""
 PATIENT = """

@@ -217,3 +217,9 @@ def test_a_child_does_not_see_settings_in_variables(tmp_path: Path, monkeypatch:
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert "PATH" in seen
     assert "RSTAR_TRAIN_SEED" not in seen
+
+
+def test_a_run_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match=r"run_dir=.*run: expected a folder .* File exists"):
+        recipe(_config(tmp_path))
