@@ -28,6 +28,8 @@ CROWDED = 48
 """Calls on each core, from which on looks are rarer in proportion: so is what any of them can do between two, and all
 that looking costs stays what it is."""
 LEAST_PAUSE_S = 0.002
+BRISKER = 4
+"""A call among so many is taken to get on so many times faster, until the next look, than it did until this one."""
 SLOWEST = 4
 """A long call has this part of its fair share of the cores whatever others want. Against the hard cap: `clock.pace`."""
 SLACK_S = 0.05
@@ -62,6 +64,13 @@ def is_behind(own_s: float, wall_s: float, calls_per_core: float, *, has_share: 
     return due_s - own_s > (0.0 if has_share else SLACK_S)
 
 
+def pause_s(left_s: float, slowness: float, calls_per_core: float, was_alone: bool) -> float:
+    """Until the next look at a call that has `left_s` of its own time, a second of which took `slowness` lately."""
+    stretch = max(1.0, calls_per_core / CROWDED)
+    pause = stretch * random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S))
+    return min(pause, max(LEAST_PAUSE_S, left_s) * min(stretch, max(1.0, slowness / BRISKER)))
+
+
 async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host) -> None:
     """From `wall_s` after its start until it is out of time, or this is cancelled. Raises `OSError` if the pidfd is
     none, or its process is gone."""
@@ -73,7 +82,7 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
     tree = CallTree(pid, group.members if group else None)
     own = clock.OwnClock(host.all_cores)
     cap_left_s, limit = clock.hard_cap_s(work.timeout_s), work.timeout_s
-    before = 0.0
+    before = before_own = 0.0
     long_since = 0.0, 0.0
     while True:
         wall_s = trio.current_time() - started
@@ -81,8 +90,10 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
         if processes is None or processes:
             ran_s = group.ran_s() if group else None
             own.look(wall_s, processes, tree.ran_s if ran_s is None else ran_s)
-        pace = clock.pace(host.calls_per_core)
-        cap_left_s, before = cap_left_s - (wall_s - before) * pace, wall_s
+        pace, span = clock.pace(host.calls_per_core), wall_s - before
+        cap_left_s -= span * pace
+        slowness = span / max(own.own_s - before_own, 1e-9)
+        before, before_own = wall_s, own.own_s
         left_s = limit - own.own_s
         # A fork bomb waits for itself: were that our fault, it would be free of charge.
         work.out_of_time = left_s <= 0 or (cap_left_s <= 0 and not own.was_alone)
@@ -107,6 +118,5 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
             if work.has_share and not had_share:
                 host.count("promoted")
             host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)
-        pause = random.uniform(*(LOOK_S if own.was_alone else LOOK_AT_MANY_S))
-        pause *= max(1.0, host.calls_per_core / CROWDED)
-        await trio.sleep(max(LEAST_PAUSE_S, min(left_s, pause)))
+        # With its share of the cores, a call may get on as fast as it can.
+        await trio.sleep(pause_s(left_s, 1.0 if work.has_share else slowness, host.calls_per_core, own.was_alone))
