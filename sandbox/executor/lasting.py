@@ -24,7 +24,7 @@ from sandbox.executor.work import Work
 LOOK_S, LOOK_AT_MANY_S = (0.05, 0.25), (0.02, 0.1)
 """How often, if the call has one thread, and if it has more: at moments that the code cannot foresee, to have its
 children gone."""
-CROWDED = 48
+CROWDED = 16
 """Calls on each core, from which on looks are rarer in proportion: so is what any of them can do between two, and all
 that looking costs stays what it is."""
 LEAST_PAUSE_S = 0.002
@@ -57,18 +57,19 @@ class Host(Protocol):
     def count(self, what: str) -> None: ...
 
 
-def is_behind(own_s: float, wall_s: float, calls_per_core: float, *, has_share: bool) -> bool:
-    """Whether a call that has had `own_s` of its own time in the `wall_s` since it became a long one needs its share of
-    the cores, or needs it still."""
-    due_s = wall_s / (SLOWEST * max(1.0, calls_per_core))
-    return due_s - own_s > (0.0 if has_share else SLACK_S)
+def behind_s(own_s: float, wall_s: float, calls_per_core: float) -> float:
+    """By how much of its own time a call has fallen behind, of which it had `own_s` in the `wall_s` since it became a
+    long one. Over `SLACK_S`, it needs its share of the cores until it has caught up."""
+    return wall_s / (SLOWEST * max(1.0, calls_per_core)) - own_s
 
 
-def pause_s(left_s: float, slowness: float, calls_per_core: float, was_alone: bool) -> float:
+def pause_s(left_s: float, slowness: float, calls_per_core: float, *, has_share: bool, was_alone: bool) -> float:
     """Until the next look at a call that has `left_s` of its own time, a second of which took `slowness` lately."""
+    pause = random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S))
+    if has_share:  # and is to have no more than that
+        return max(LEAST_PAUSE_S, min(left_s, pause, SLACK_S))
     stretch = max(1.0, calls_per_core / CROWDED)
-    pause = stretch * random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S))
-    return min(pause, max(LEAST_PAUSE_S, left_s) * min(stretch, max(1.0, slowness / BRISKER)))
+    return min(stretch * pause, max(LEAST_PAUSE_S, left_s) * min(stretch, max(1.0, slowness / BRISKER)))
 
 
 async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host) -> None:
@@ -112,11 +113,10 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
         else:
             left_s = min(left_s, host.demote_after_s - own.own_s)
         if work.is_long:
-            since_wall_s, since_own_s = wall_s - long_since[0], own.own_s - long_since[1]
-            had_share = work.has_share
-            work.has_share = is_behind(since_own_s, since_wall_s, host.calls_per_core, has_share=had_share)
+            behind = behind_s(own.own_s - long_since[1], wall_s - long_since[0], host.calls_per_core)
+            had_share, work.has_share = work.has_share, behind > (0.0 if work.has_share else SLACK_S)
             if work.has_share and not had_share:
                 host.count("promoted")
             host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)
-        # With its share of the cores, a call may get on as fast as it can.
-        await trio.sleep(pause_s(left_s, 1.0 if work.has_share else slowness, host.calls_per_core, own.was_alone))
+        crowd, has_share = host.calls_per_core, work.has_share
+        await trio.sleep(pause_s(left_s, slowness, crowd, has_share=has_share, was_alone=own.was_alone))

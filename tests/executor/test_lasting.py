@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from sandbox.executor import clock, lasting
 from sandbox.executor.clock import Look, Process, Thread
 from sandbox.executor.core import Executor
-from sandbox.executor.lasting import is_behind
+from sandbox.executor.lasting import behind_s
 from sandbox.executor.tree import CallTree, Eagerness
 from sandbox.jail import Tree
 from sandbox.types import Limits, Result, Status
@@ -147,13 +147,11 @@ async def test_a_starving_call_is_given_its_share_and_comes_to_its_verdict(
 
 
 def test_a_call_that_gives_way_has_a_quarter_of_its_share() -> None:
-    assert not is_behind(1.0, 1.0, 0.5, has_share=False)
-    assert not is_behind(0.25, 1.0, 1.0, has_share=False)
-    assert not is_behind(0.24, 1.0, 0.1, has_share=False), "nobody gets more than a core, and a little is nothing"
-    assert is_behind(0.24, 1.0, 1.0, has_share=True), "until it has caught up"
-    assert is_behind(0.1, 1.0, 1.0, has_share=False)
-    assert not is_behind(0.1, 1.0, 10.0, has_share=False), "ten calls share a core"
-    assert is_behind(1.0, 100.0, 10.0, has_share=False)
+    assert behind_s(1.0, 1.0, 0.5) < 0
+    assert behind_s(0.25, 1.0, 1.0) == 0
+    assert behind_s(0.24, 1.0, 0.1) == pytest.approx(0.01), "nobody gets more than a core"
+    assert behind_s(0.01, 1.0, 10.0) == pytest.approx(0.015), "ten calls share a core"
+    assert behind_s(1.0, 100.0, 10.0) == 1.5
 
 
 def test_at_the_slowest_a_call_comes_to_its_verdict_before_the_hard_cap() -> None:
