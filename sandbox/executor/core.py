@@ -267,6 +267,7 @@ class Executor:
             self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
             return
         try:
+            is_spent = verdict.cpu_ms(header, work.spent) >= 1e3 * work.most_cpu_s
             result = verdict.judge(
                 header,
                 blobs,
@@ -274,7 +275,7 @@ class Executor:
                 attempts=work.attempts,
                 asked_files=work.call.get("return_files", []),
                 timeout_s=work.timeout_s,
-                late=work.out_of_time and was_killed,
+                late=is_spent or (work.out_of_time and was_killed),
                 spent=work.spent,
             )
         except ProtocolError as why:
@@ -359,6 +360,7 @@ class Executor:
         self.counts["retried"] += 1
         work.attempts += not is_free
         work.out_of_time = work.starved = work.is_long = work.has_long_place = work.has_share = False
+        work.most_cpu_s = math.inf
         self._queue.appendleft(work)
 
     def _settle(self, work: Work, result: WireResult) -> None:

@@ -89,8 +89,9 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
         wall_s = trio.current_time() - started
         processes = tree.look()
         if processes is None or processes:
-            ran_s = group.ran_s() if group else None
-            own.look(wall_s, processes, tree.ran_s if ran_s is None else ran_s)
+            ran_s = tree.ran_s if group is None or (all_s := group.ran_s()) is None else all_s
+            own.look(wall_s, processes, ran_s)
+            work.most_cpu_s = ran_s + (limit - own.own_s) * (1 if own.was_alone else host.all_cores)
         pace, span = clock.pace(host.calls_per_core), wall_s - before
         cap_left_s -= span * pace
         slowness = span / max(own.own_s - before_own, 1e-9)

@@ -59,12 +59,14 @@ def judge(
     late: bool,
     spent: Spent | None = None,
 ) -> WireResult:
-    """The result of a call whose process has ended; `late` if we ended it for its time, `spent` what the kernel counted
-    of all its processes, if it did. Raises `ProtocolError`."""
+    """The result of a call whose process has ended; `late` if it used up its time, `spent` what the kernel counted of
+    all its processes, if it did. Raises `ProtocolError`."""
     stdout, stderr, report_bytes, files = (*blobs, b"", b"", b"", b"")[:4]
     report = Report.parse(report_bytes)
     code = None if done.get("code") is None else int(number(done, "code"))
     ended_by = None if done.get("signal") is None else int(number(done, "signal"))
+    if late:  # also one that ended just before we came to end it
+        code, ended_by = None, int(signal.SIGKILL)
     out_cut, err_cut = done.get("out_cut") is True, done.get("err_cut") is True
     was_oom = ended_by == signal.SIGKILL and spent is not None and spent.was_oom
     status = _status(code, late, out_cut or err_cut, was_oom, report)
@@ -89,7 +91,7 @@ def judge(
         "usage": {
             "queue_ms": 0.0,
             "run_ms": number(done, "wall_ms"),
-            "cpu_ms": _cpu_ms(done, spent),
+            "cpu_ms": cpu_ms(done, spent),
             "peak_memory_mb": round(_peak_bytes(done, spent) / (1 << 20), 1),
         },
         "attempts": attempts,
@@ -97,8 +99,9 @@ def judge(
     }
 
 
-def _cpu_ms(done: dict[str, Any], spent: Spent | None) -> float:
-    """Of all its processes, or where nobody counted those, of the first and what it waited for."""
+def cpu_ms(done: dict[str, Any], spent: Spent | None) -> float:
+    """Of all its processes, or where nobody counted those, of the first and what it waited for. Raises
+    `ProtocolError`."""
     first = number(done, "cpu_ms")
     return first if spent is None or spent.cpu_ms is None else round(spent.cpu_ms, 3)
 

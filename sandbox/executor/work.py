@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ class Work:
     has_long_place: bool = False
     has_share: bool = False
     """Takes its share of the cores all the same."""
+    most_cpu_s: float = math.inf
+    """With more, it was out of time however it ended: its own time is no less than what it computes."""
     out_of_time: bool = False
     starved: bool = False
     spent: Spent | None = None

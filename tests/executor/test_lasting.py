@@ -267,6 +267,33 @@ async def test_the_end_of_a_call_among_many_takes_no_more_looks_and_comes_when_i
         assert looks - before < 1000
 
 
+@pytest.mark.trio
+@pytest.mark.parametrize(("cpu_s", "status"), [(0.9, Status.OK), (1.1, Status.TIMEOUT)])
+async def test_a_call_that_ends_between_two_looks_is_judged_by_what_it_computed(
+    cpu_s: float, status: Status, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Many end at once, and one that had next to nothing of a core has a whole one until the next look at it."""
+    machine = Machine(monkeypatch, 1 - 1 / 960)
+
+    def look(tree: CallTree) -> Look:
+        seen = machine._look()
+        tree.ran_s = seen[77].ran_s
+        return seen
+
+    monkeypatch.setattr(CallTree, "look", look)
+    monkeypatch.setattr(Executor, "calls_per_core", 960)
+    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+        machine._started = trio.current_time()
+        seqs = driver.submit("outlast", limits=Limits(timeout_s=1.0))
+        await trio.sleep(500)
+        peer, ticket = machine._peers.pop(0)
+        peer.say(done(ticket, cpu_ms=1e3 * cpu_s))
+        await driver.all_of(seqs)
+        result = driver.answers[seqs[0]]
+        assert result.status is status
+        assert (result.exit_code, result.signal) == ((0, None) if status is Status.OK else (None, signal.SIGKILL))
+
+
 standing: dict[Caller, set[int]] = {}
 """The executor's own processes, jails and zygotes."""
 PATIENT = """
