@@ -429,6 +429,7 @@ TABLES: dict[str, Render] = {
     "burst-mix": _burst,
     "burst-loops": _burst,
     "mixed": _mixed,
+    "mixed-storm": _mixed,
     "invariance": _invariance,
     "soak": _soak,
     "gateway": _gateway,
