@@ -33,7 +33,8 @@ BRISKER = 4
 SLOWEST = 4
 """A long call has this part of its fair share of the cores whatever others want. Against the hard cap: `clock.pace`."""
 SLACK_S = 0.05
-"""Of its own time, by which it may fall behind."""
+"""Of its own time, by which it may fall behind, and in proportion more in a crowd: to move a thread between groups
+takes a lock for which all that fork or end on the machine wait."""
 
 
 class Host(Protocol):
@@ -59,17 +60,21 @@ class Host(Protocol):
 
 def behind_s(own_s: float, wall_s: float, calls_per_core: float) -> float:
     """By how much of its own time a call has fallen behind, of which it had `own_s` in the `wall_s` since it became a
-    long one. Over `SLACK_S`, it needs its share of the cores until it has caught up."""
+    long one. Over its slack, it needs its share of the cores until it has caught up."""
     return wall_s / (SLOWEST * max(1.0, calls_per_core)) - own_s
 
 
 def pause_s(left_s: float, slowness: float, calls_per_core: float, *, has_share: bool, was_alone: bool) -> float:
     """Until the next look at a call that has `left_s` of its own time, a second of which took `slowness` lately."""
-    pause = random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S))
+    pause, stretch = random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S)), stretched(calls_per_core)
     if has_share:  # and is to have no more than that
-        return max(LEAST_PAUSE_S, min(left_s, pause, SLACK_S))
-    stretch = max(1.0, calls_per_core / CROWDED)
+        return max(LEAST_PAUSE_S, min(left_s, stretch * min(pause, SLACK_S)))
     return min(stretch * pause, max(LEAST_PAUSE_S, left_s) * min(stretch, max(1.0, slowness / BRISKER)))
+
+
+def stretched(calls_per_core: float) -> float:
+    """How much rarer all is that is done for one of so many."""
+    return max(1.0, calls_per_core / CROWDED)
 
 
 async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host) -> None:
@@ -115,7 +120,8 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
             left_s = min(left_s, host.demote_after_s - own.own_s)
         if work.is_long:
             behind = behind_s(own.own_s - long_since[1], wall_s - long_since[0], host.calls_per_core)
-            had_share, work.has_share = work.has_share, behind > (0.0 if work.has_share else SLACK_S)
+            slack_s = 0.0 if work.has_share else SLACK_S * stretched(host.calls_per_core)
+            had_share, work.has_share = work.has_share, behind > slack_s
             if work.has_share and not had_share:
                 host.count("promoted")
             host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)

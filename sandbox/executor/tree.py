@@ -20,8 +20,11 @@ log = logging.getLogger(__name__)
 CROWD = 128
 """So many threads are a crowd: no more are looked at, as each costs about 30 us."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STATE, _PARENT, _CHILDREN_TIME, _THREADS, _STARTED, _POLICY = 0, 1, slice(13, 15), 17, 19, 38
+_STATE, _PARENT, _FLAGS, _CHILDREN_TIME, _THREADS, _STARTED, _POLICY = 0, 1, 6, slice(13, 15), 17, 19, 38
 """Places in /proc/PID/stat (proc_pid_stat(5)), counted from what follows the name."""
+_EXITING = 0x4
+"""Of the flags (PF_EXITING): it runs no code of its own any more. To end it may have to wait for others, for seconds on a
+swamped machine, as when all that leave a mount namespace queue for the same lock."""
 _NORMAL = os.sched_param(0)
 
 
@@ -47,7 +50,7 @@ class CallTree:
         """CPU seconds of all in the last look, and of those they have waited for: all that is known without a group."""
 
     def look(self) -> Look | None:
-        """All of them, the first one first. Empty when that is gone; None if they are a crowd."""
+        """All of them, the first one first. Empty when that has ended; None if they are a crowd."""
         look: dict[int, Process] = {}
         self._policies = {}
         self.ran_s = 0.0
@@ -99,7 +102,8 @@ class CallTree:
 
     def _read(self, pid: int) -> Process | None:
         fields = _stat(f"/proc/{pid}/stat")
-        if fields[_STATE] in (b"Z", b"X") and int(fields[_THREADS]) <= 1:  # else its first thread alone has ended
+        has_ended = fields[_STATE] in (b"Z", b"X") or int(fields[_FLAGS]) & _EXITING
+        if has_ended and int(fields[_THREADS]) <= 1:  # else its first thread alone has ended
             return None
         threads = {}
         if fields[_THREADS] == b"1":

@@ -48,6 +48,22 @@ def running(code: str, *arguments: str) -> Iterator[int]:
         process.communicate(b"\n")
 
 
+def test_what_is_about_to_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs no code any more, and how long the kernel takes to end it is not the call's time."""
+    read = tree._stat
+
+    def ending(path: str) -> list[bytes]:
+        fields = read(path)
+        fields[tree._FLAGS] = b"%d" % (int(fields[tree._FLAGS]) | tree._EXITING)
+        return fields
+
+    with running("print(flush=True); input()") as alone, running(THREADS, "1") as threaded:
+        assert CallTree(alone).look() and CallTree(threaded).look()
+        monkeypatch.setattr(tree, "_stat", ending)
+        assert CallTree(alone).look() == {}
+        assert CallTree(threaded).look(), "a thread is left that may run"
+
+
 def test_a_pidfd_leads_to_its_process_while_there_is_one() -> None:
     with subprocess.Popen(["sleep", "1000"]) as child:
         fd = os.pidfd_open(child.pid)
