@@ -115,6 +115,7 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
             if not work.is_long:
                 work.is_long = True
                 long_since = wall_s, own.own_s
+                slots.outlive(work.slot, pid)
             work.has_long_place = work.has_long_place or host.lengthen(slots, work)
         else:
             left_s = min(left_s, host.demote_after_s - own.own_s)

@@ -6,11 +6,14 @@ Invariants:
   to a long place stays the same, so moving it is counting.
 - It is free only when the kernel counts no process in its group any more. Until then it is parked, and looked at again
   ever less often; a process that is still there after a while is killed.
+- The mount namespace of a long call outlives it, and is ended here. Who ends one holds a lock that all the machine
+  shares (synchronize_rcu_expedited). Did those who give way to all others, whoever ends would wait for them.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 
 import trio
 
@@ -32,6 +35,7 @@ class Slots:
         """Those of calls in long places."""
         self._most_long = long
         self._tree: Tree | None = None
+        self._namespaces: dict[int, int] = {}  # of mounts, by slot
 
     def equip(self, tree: Tree) -> None:
         """With a group for each."""
@@ -58,6 +62,18 @@ class Slots:
         self.long.add(number)
         return True
 
+    def outlive(self, number: int, pid: int) -> None:
+        """Have the mount namespace of a call end with its slot, not with its last process, if it has one of its own."""
+        try:
+            fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+        except OSError as why:  # it is gone, or we have no right to
+            log.debug("slot %d: its namespace ends with its call: %s", number, why)
+            return
+        if number in self._namespaces or os.path.samestat(os.fstat(fd), os.stat("/proc/self/ns/mnt")):
+            os.close(fd)
+        else:
+            self._namespaces[number] = fd
+
     def group(self, number: int) -> Group | None:
         """What counts the call in a slot, if anything does."""
         return self._tree.group(number) if self._tree else None
@@ -73,16 +89,15 @@ class Slots:
 
     def give_back(self, number: int) -> bool:
         """Whether the slot is free now; if not, `settle` it."""
-        if self._tree and not self._tree.group(number).is_empty:
+        if number in self._namespaces or (self._tree and not self._tree.group(number).is_empty):
             return False
         self._free(number)
         return True
 
     async def settle(self, number: int) -> None:
         """Wait until the group is empty, and the slot free."""
-        assert self._tree
         pause, waited = FIRST_LOOK_S, 0.0
-        while True:
+        while self._tree:
             await trio.sleep(pause)
             waited += pause
             pause = min(2 * pause, LONGEST_LOOK_S)
@@ -96,6 +111,8 @@ class Slots:
             if waited > KILL_AFTER_S:
                 log.warning("slot %d still has processes %.1f s after its call; they are killed", number, waited)
                 group.kill()
+        if (namespace := self._namespaces.pop(number, None)) is not None:
+            await trio.to_thread.run_sync(os.close, namespace)
         self._free(number)
 
     def _free(self, number: int) -> None:

@@ -23,8 +23,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STATE, _PARENT, _FLAGS, _CHILDREN_TIME, _THREADS, _STARTED, _POLICY = 0, 1, 6, slice(13, 15), 17, 19, 38
 """Places in /proc/PID/stat (proc_pid_stat(5)), counted from what follows the name."""
 _EXITING = 0x4
-"""Of the flags (PF_EXITING): it runs no code of its own any more. To end it may have to wait for others, for seconds on a
-swamped machine, as when all that leave a mount namespace queue for the same lock."""
+"""Of the flags (PF_EXITING): it runs no code of its own any more. To end it may have to wait for others, for seconds on
+a swamped machine, as when all that leave a mount namespace queue for the same lock."""
 _NORMAL = os.sched_param(0)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -197,3 +201,45 @@ async def test_a_slot_whose_group_cannot_be_had_comes_back_when_it_can(
     await slots.settle(0)
     assert slots.free == [0]
     slots.begin(0, 1, 1)
+
+
+@pytest.mark.trio
+async def test_a_mount_namespace_of_its_own_ends_with_the_slot_and_before_the_next_call() -> None:
+    with apart() as pid:
+        slots = Slots(2)
+        for _ in range(2):
+            slots.outlive(1, pid)
+    slots.outlive(0, pid)
+    slots.outlive(0, os.getpid())
+    assert mount_namespaces() == 1
+    slots.free.clear()
+    assert slots.give_back(0), "its process was gone, or had no namespace of its own"
+    assert not slots.give_back(1)
+    await slots.settle(1)
+    assert slots.free == [0, 1]
+    assert mount_namespaces() == 0
+    assert slots.give_back(1)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[int]:
+    """A process with mounts of its own."""
+    try:
+        child = subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
+    except FileNotFoundError:
+        pytest.skip("needs unshare(1)")
+    with child:
+        assert child.stdout is not None
+        if not child.stdout.readline():
+            pytest.skip("this machine grants no mount namespace")
+        yield child.pid
+        child.kill()
+
+
+def mount_namespaces() -> int:
+    """Descriptors of such that this process holds."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(link.startswith("mnt:") for link in links)
