@@ -110,9 +110,9 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
         work.out_of_time = left_s <= 0 or (cap_left_s <= 0 and not own.was_alone)
         work.starved = cap_left_s <= 0 and not work.out_of_time
         if work.out_of_time or work.starved:
-            if work.is_long:  # to end takes a core, too, and locks that others wait for
-                host.eagerness.set(tree, slots.idle, is_idle=False)
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            if work.is_long:  # to end takes a core, too, and locks that others wait for; but not to move, first
+                host.eagerness.set(tree, slots.idle, is_idle=False)
             return
         host.allow(work, cap_left_s / pace)
         if own.own_s >= host.demote_after_s:
