@@ -24,10 +24,10 @@ from sandbox.executor.work import Work
 LOOK_S, LOOK_AT_MANY_S = (0.05, 0.25), (0.02, 0.1)
 """How often, if the call has one thread, and if it has more: at moments that the code cannot foresee, to have its
 children gone."""
-CROWDED, CROWDED_BY_MANY = 16, 48
+CROWDED = 48
 """Calls on each core, from which on looks are rarer in proportion: so is what any of them can do between two, and all
-that looking costs stays what it is. One with children or threads is looked at three times as often: what those did that
-have ended meanwhile is a guess."""
+that looking costs stays what it is. Were it sooner, children could come and go between two looks, and what those did is
+a guess."""
 LEAST_PAUSE_S = 0.002
 BRISKER = 4
 """A call among so many is taken to get on so many times faster, until the next look, than it did until this one."""
@@ -67,7 +67,7 @@ def behind_s(own_s: float, wall_s: float, calls_per_core: float) -> float:
 
 def pause_s(left_s: float, slowness: float, calls_per_core: float, *, has_share: bool, was_alone: bool) -> float:
     """Until the next look at a call that has `left_s` of its own time, a second of which took `slowness` lately."""
-    stretch = stretched(calls_per_core, was_alone=was_alone)
+    stretch = stretched(calls_per_core)
     pause = stretch * random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S))
     if has_share:  # and is to have no more than that
         pause = min(pause, stretch * SLACK_S)
@@ -76,9 +76,9 @@ def pause_s(left_s: float, slowness: float, calls_per_core: float, *, has_share:
     return max(LEAST_PAUSE_S, min(pause, left_s))
 
 
-def stretched(calls_per_core: float, *, was_alone: bool) -> float:
+def stretched(calls_per_core: float) -> float:
     """How much rarer all is that is done for one of so many."""
-    return max(1.0, calls_per_core / (CROWDED if was_alone else CROWDED_BY_MANY))
+    return max(1.0, calls_per_core / CROWDED)
 
 
 async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host) -> None:
@@ -125,7 +125,7 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
             left_s = min(left_s, host.demote_after_s - own.own_s)
         if work.is_long:
             behind = behind_s(own.own_s - long_since[1], wall_s - long_since[0], host.calls_per_core)
-            slack_s = 0.0 if work.has_share else SLACK_S * stretched(host.calls_per_core, was_alone=own.was_alone)
+            slack_s = 0.0 if work.has_share else SLACK_S * stretched(host.calls_per_core)
             had_share, work.has_share = work.has_share, behind > slack_s
             if work.has_share and not had_share:
                 host.count("promoted")
