@@ -52,7 +52,7 @@ class Thread:
     turns: int
     """How often it was given a core."""
     is_ready: bool
-    """It runs, or waits for a core."""
+    """It runs, or waits for a core, or for others to let it end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STATE, _PARENT, _FLAGS, _CHILDREN_TIME, _THREADS, _STARTED, _POLICY = 0, 1, 6, slice(13, 15), 17, 19, 38
 """Places in /proc/PID/stat (proc_pid_stat(5)), counted from what follows the name."""
 _EXITING = 0x4
-"""Of the flags (PF_EXITING): it runs no code of its own any more. To end it may have to wait for others, for seconds on
-a swamped machine, as when all that leave a mount namespace queue for the same lock."""
+"""Of the flags (PF_EXITING): it runs no code of its own any more. To end it waits for a core and for locks that others
+hold, on a swamped machine for seconds, as when all that leave a mount namespace queue for the same one."""
 _NORMAL = os.sched_param(0)
 
 
@@ -102,7 +102,7 @@ class CallTree:
 
     def _read(self, pid: int) -> Process | None:
         fields = _stat(f"/proc/{pid}/stat")
-        has_ended = fields[_STATE] in (b"Z", b"X") or int(fields[_FLAGS]) & _EXITING
+        has_ended = fields[_STATE] in (b"Z", b"X")
         if has_ended and int(fields[_THREADS]) <= 1:  # else its first thread alone has ended
             return None
         threads = {}
@@ -120,7 +120,8 @@ class CallTree:
     def _thread(self, tid: int, path: str, fields: list[bytes]) -> Thread:
         self._policies[tid] = int(fields[_POLICY])
         ran, waited, turns = map(int, _read(f"{path}/schedstat").split())
-        return Thread(ran / 1e9, waited / 1e9, turns, fields[_STATE] == b"R")
+        is_held = fields[_STATE] == b"D" and int(fields[_FLAGS]) & _EXITING
+        return Thread(ran / 1e9, waited / 1e9, turns, fields[_STATE] == b"R" or bool(is_held))
 
 
 class Eagerness:

@@ -48,20 +48,25 @@ def running(code: str, *arguments: str) -> Iterator[int]:
         process.communicate(b"\n")
 
 
-def test_what_is_about_to_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs no code any more, and how long the kernel takes to end it is not the call's time."""
+@pytest.mark.parametrize(
+    ("state", "flags", "is_ready"), [(b"D", 4, True), (b"R", 4, True), (b"D", 0, False), (b"S", 4, False)]
+)
+def test_what_is_about_to_end_sleeps_no_more(
+    monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_ready: bool
+) -> None:
+    """It runs no code any more, and how long it waits for others to end is not the call's time."""
     read = tree._stat
 
-    def ending(path: str) -> list[bytes]:
+    def changed(path: str) -> list[bytes]:
         fields = read(path)
-        fields[tree._FLAGS] = b"%d" % (int(fields[tree._FLAGS]) | tree._EXITING)
+        fields[tree._STATE], fields[tree._FLAGS] = state, b"%d" % (int(fields[tree._FLAGS]) | flags)
         return fields
 
-    with running("print(flush=True); input()") as alone, running(THREADS, "1") as threaded:
-        assert CallTree(alone).look() and CallTree(threaded).look()
-        monkeypatch.setattr(tree, "_stat", ending)
-        assert CallTree(alone).look() == {}
-        assert CallTree(threaded).look(), "a thread is left that may run"
+    with running("print(flush=True); input()") as pid:
+        monkeypatch.setattr(tree, "_stat", changed)
+        look = CallTree(pid).look()
+        assert look is not None
+        assert look[pid].is_ready == is_ready
 
 
 def test_a_pidfd_leads_to_its_process_while_there_is_one() -> None:
