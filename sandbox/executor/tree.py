@@ -120,8 +120,8 @@ class CallTree:
     def _thread(self, tid: int, path: str, fields: list[bytes]) -> Thread:
         self._policies[tid] = int(fields[_POLICY])
         ran, waited, turns = map(int, _read(f"{path}/schedstat").split())
-        is_held = fields[_STATE] == b"D" and int(fields[_FLAGS]) & _EXITING
-        return Thread(ran / 1e9, waited / 1e9, turns, fields[_STATE] == b"R" or bool(is_held))
+        is_ending = fields[_STATE] in (b"S", b"D") and int(fields[_FLAGS]) & _EXITING != 0
+        return Thread(ran / 1e9, waited / 1e9, turns, fields[_STATE] == b"R" or is_ending)
 
 
 class Eagerness:

@@ -49,7 +49,8 @@ def running(code: str, *arguments: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("state", "flags", "is_ready"), [(b"D", 4, True), (b"R", 4, True), (b"D", 0, False), (b"S", 4, False)]
+    ("state", "flags", "is_ready"),
+    [(b"D", 4, True), (b"R", 4, True), (b"D", 0, False), (b"S", 4, True), (b"S", 0, False)],
 )
 def test_what_is_about_to_end_sleeps_no_more(
     monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_ready: bool
