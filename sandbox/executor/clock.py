@@ -51,6 +51,8 @@ class Thread:
     """Less the wait that it may be in."""
     turns: int
     """How often it was given a core."""
+    sleeps: int
+    """How often it has let go of one by itself; need not be known of a thread that is not ready."""
     is_ready: bool
     """It runs, or waits for a core, or for others to let it end."""
 
@@ -83,7 +85,8 @@ class _Seen:
     held_s: float = 0.0
     guess_s: float = 0.0
     turns: int = 0
-    is_ready: bool = False
+    sleeps: int = 0
+    is_ready: bool = True
 
 
 class OwnClock:
@@ -105,6 +108,16 @@ class OwnClock:
         self._fork = 0.0, 0.0
         """When there was but one process for the last time: the longest way, and the CPU time of all."""
         self._blur = _Blur()
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether all time so far is known for what it is, and the call was ready in the last look."""
+        return self._ready > 0 and not self.guess_s
+
+    @property
+    def guess_s(self) -> float:
+        """Of a call that was always alone: how much further it may be than `own_s`."""
+        return self._guessed_s if self.was_alone else 0.0
 
     def look(self, wall_s: float, processes: Look | None, ran_s: float | None = None) -> None:
         """What there is `wall_s` after the start; `ran_s` is the CPU time of all that ever ran, if it is known. None
@@ -149,7 +162,7 @@ class OwnClock:
                 held = thread.waited_s + wait
                 seen.slept_s += unknown - wait
                 total += held - seen.held_s
-                seen.held_s, seen.turns, seen.is_ready = held, thread.turns, thread.is_ready
+                seen.held_s, seen.turns, seen.sleeps, seen.is_ready = held, thread.turns, thread.sleeps, thread.is_ready
                 self._threads[pid, tid] = seen
         self._held_s += total
         return total, bool(before)
@@ -189,13 +202,14 @@ class OwnClock:
 def _present_wait_s(thread: Thread, seen: _Seen, unknown: float, span: float) -> tuple[float, float]:
     """How long a thread has been waiting, out of the time that is not accounted for, and how much of it is a guess: the
     kernel counts a wait when it is over. Since it was last seen ready, without a turn, it has waited; with a turn since
-    the last look, at most since then. What was sleep of that comes out at the next look."""
+    the last look, at most since then, and if it has not slept since, all that time. What was sleep of a guess comes out
+    at the next look."""
     if not thread.is_ready:
         return 0.0, 0.0
     if not thread.turns or (seen.is_ready and seen.turns == thread.turns):
         return unknown, seen.guess_s
     wait = min(unknown, span)
-    return wait, wait
+    return wait, min(wait, seen.guess_s) if seen.is_ready and seen.sleeps == thread.sleeps else wait
 
 
 class _Blur:

@@ -29,6 +29,8 @@ CROWDED = 48
 that looking costs stays what it is. Were it sooner, children could come and go between two looks, and what those did is
 a guess."""
 LEAST_PAUSE_S = 0.002
+GUESS_S = 0.01
+"""Between two looks at least, where only a guess says that the call may be out of time."""
 BRISKER = 4
 """A call among so many is taken to get on so many times faster, until the next look, than it did until this one."""
 SLOWEST = 4
@@ -65,10 +67,14 @@ def behind_s(own_s: float, wall_s: float, calls_per_core: float) -> float:
     return wall_s / (SLOWEST * max(1.0, calls_per_core)) - own_s
 
 
-def pause_s(left_s: float, slowness: float, calls_per_core: float, *, has_share: bool, was_alone: bool) -> float:
-    """Until the next look at a call that has `left_s` of its own time, a second of which took `slowness` lately."""
+def pause_s(
+    left_s: float, guess_s: float, slowness: float, calls_per_core: float, *, has_share: bool, was_alone: bool
+) -> float:
+    """Until the next look at a call that has `left_s` of its own time, or up to `guess_s` less. A second of it took
+    `slowness` lately, which is 1 if it slept."""
     stretch = stretched(calls_per_core)
     pause = stretch * random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S))
+    left_s = min(left_s, max(left_s - guess_s, stretch * GUESS_S))
     if has_share:  # and is to have no more than that
         pause = min(pause, stretch * SLACK_S)
     elif was_alone:
@@ -103,7 +109,7 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
             work.most_cpu_s = ran_s + (limit - own.own_s) * (1 if own.was_alone else host.all_cores)
         pace, span = clock.pace(host.calls_per_core), wall_s - before
         cap_left_s -= span * pace
-        slowness = span / max(own.own_s - before_own, 1e-9)
+        slowness = span / max(own.own_s - before_own, 1e-9) if own.is_sure else 1.0
         before, before_own = wall_s, own.own_s
         left_s = limit - own.own_s
         # A fork bomb waits for itself: were that our fault, it would be free of charge.
@@ -130,5 +136,5 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
             if work.has_share and not had_share:
                 host.count("promoted")
             host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)
-        crowd, has_share = host.calls_per_core, work.has_share
-        await trio.sleep(pause_s(left_s, slowness, crowd, has_share=has_share, was_alone=own.was_alone))
+        crowd, alone, has_share = host.calls_per_core, own.was_alone, work.has_share
+        await trio.sleep(pause_s(left_s, own.guess_s, slowness, crowd, has_share=has_share, was_alone=alone))

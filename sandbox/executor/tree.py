@@ -25,6 +25,7 @@ _STATE, _PARENT, _FLAGS, _CHILDREN_TIME, _THREADS, _STARTED, _POLICY = 0, 1, 6, 
 _EXITING = 0x4
 """Of the flags (PF_EXITING): it runs no code of its own any more. To end it waits for a core and for locks that others
 hold, on a swamped machine for seconds, as when all that leave a mount namespace queue for the same one."""
+_SLEEPS = b"\nvoluntary_ctxt_switches:"
 _NORMAL = os.sched_param(0)
 
 
@@ -121,7 +122,9 @@ class CallTree:
         self._policies[tid] = int(fields[_POLICY])
         ran, waited, turns = map(int, _read(f"{path}/schedstat").split())
         is_ending = fields[_STATE] in (b"S", b"D") and int(fields[_FLAGS]) & _EXITING != 0
-        return Thread(ran / 1e9, waited / 1e9, turns, fields[_STATE] == b"R" or is_ending)
+        is_ready = fields[_STATE] == b"R" or is_ending
+        sleeps = int(_read(f"{path}/status").partition(_SLEEPS)[2].split(None, 1)[0]) if is_ready else 0
+        return Thread(ran / 1e9, waited / 1e9, turns, sleeps, is_ready)
 
 
 class Eagerness:

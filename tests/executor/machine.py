@@ -74,6 +74,7 @@ class Task:
     wakes_at: int | None = None
     children: int = 0
     turns: int = 0
+    sleeps: int = 0
     joins: bool = False
     has_ended: bool = False
 
@@ -152,7 +153,8 @@ class Machine:
             main = min(tasks, key=lambda task: task.tid)
             ran = sum(task.ran for task in tasks) + self._ended_ran.get(pid, 0)
             threads = {
-                task.tid: Thread(task.ran * TICK_S, task.waited * TICK_S, task.turns, task.is_ready) for task in tasks
+                task.tid: Thread(task.ran * TICK_S, task.waited * TICK_S, task.turns, task.sleeps, task.is_ready)
+                for task in tasks
             }
             parent = main.parent.pid if main.parent is not None else 0
             look[pid] = Process(parent, (self.now - main.born) * TICK_S, ran * TICK_S, threads)
@@ -212,6 +214,7 @@ class Machine:
                     return self._enqueue(task)
                 case Sleep(s):
                     task.wakes_at = self.now + max(1, round(s / TICK_S))
+                    task.sleeps += 1
                     return None
                 case Fork(program):
                     task.children += 1
@@ -222,11 +225,13 @@ class Machine:
                 case Join():
                     if task.children:
                         task.joins = True
+                        task.sleeps += 1
                         return None
                 case Take():
                     lock = self._locks[task.pid]
                     if lock.owner is not None:
                         lock.waiting.append(task)
+                        task.sleeps += 1
                         return None
                     lock.owner = task
                 case Give():

@@ -127,7 +127,7 @@ def test_one_thread_is_timed_exactly_however_uneven_its_waits(waits_s: float, sl
             while due < end:  # a wait is counted when it is over
                 so_far = ran_s + (due - now if what == "work" else 0.0)
                 done = turns + (what == "work")
-                thread = Thread(so_far, waited_s, done, is_ready=what != "sleep")
+                thread = Thread(so_far, waited_s, done, (turns + 1 if sleeps_s else 0), is_ready=what != "sleep")
                 own.look(due, {7: Process(1, due, so_far, {7: thread})}, so_far)
                 assert own.own_s <= true_s + (due - now if what != "wait" else 0.0) + 1e-6
                 due += rng.uniform(0.05, 0.25)
@@ -135,15 +135,29 @@ def test_one_thread_is_timed_exactly_however_uneven_its_waits(waits_s: float, sl
             waited_s += end - now if what == "wait" else 0.0
             true_s += end - now if what != "wait" else 0.0
             now = end
-    own.look(now, {7: Process(1, now, ran_s, {7: Thread(ran_s, waited_s, 200, is_ready=False)})}, ran_s)
+    own.look(now, {7: Process(1, now, ran_s, {7: Thread(ran_s, waited_s, 200, 200, is_ready=False)})}, ran_s)
     assert own.own_s == pytest.approx(true_s, abs=1e-6)
+
+
+def test_nothing_is_a_guess_of_who_has_not_slept() -> None:
+    """Alone it is exact at every look, not only at the end of a wait."""
+    for asleep in (False, True):
+        own = OwnClock(2)
+        for n in range(1, 50):  # half of the time it has a core, or sleeps, and then it waits
+            ran_s = 0.0 if asleep else n / 2
+            thread = Thread(ran_s, n / 2 - 0.2, n, n if asleep else 0, is_ready=True)
+            own.look(float(n), {7: Process(1, float(n), ran_s, {7: thread})})
+            assert own.own_s <= n / 2 + 1e-9
+            assert own.own_s + own.guess_s >= n / 2 - 1e-9
+            assert own.is_sure != asleep
+            assert asleep or own.own_s == pytest.approx(n / 2)
 
 
 def test_a_wait_that_is_not_over_counts() -> None:
     """The kernel counts waits when they end, and one behind others' calls may take very long."""
     own = OwnClock(2)
     for n in range(1, 100):
-        own.look(float(n), {7: Process(1, float(n), 0.2, {7: Thread(0.2, 0.1, 5, is_ready=True)})})
+        own.look(float(n), {7: Process(1, float(n), 0.2, {7: Thread(0.2, 0.1, 5, 5, is_ready=True)})})
     assert own.own_s < 1.0
 
 
@@ -151,14 +165,14 @@ def test_all_cpu_time_counts_whatever_the_call_hides() -> None:
     """Of processes that are never seen, and waits that are pretended: the rest is bounded by the cores."""
     own = OwnClock(4)
     for n in range(1, 100):
-        threads = {tid: Thread(0.0, 0.9 * n, n, is_ready=True) for tid in range(7, 50)}
+        threads = {tid: Thread(0.0, 0.9 * n, n, n, is_ready=True) for tid in range(7, 50)}
         own.look(float(n), {7: Process(1, float(n), 0.0, threads)}, 2.0 * n)
     assert own.own_s >= 99 * 2.0 / 4
 
 
 def test_a_crowd_is_on_the_wall_clock_from_then_on() -> None:
     own = OwnClock(2)
-    alone = {7: Process(1, 1.0, 0.0, {7: Thread(0.0, 0.9, 1, is_ready=True)})}
+    alone = {7: Process(1, 1.0, 0.0, {7: Thread(0.0, 0.9, 1, 1, is_ready=True)})}
     own.look(1.0, alone)
     before = own.own_s
     assert own.was_alone

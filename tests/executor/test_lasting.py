@@ -62,7 +62,7 @@ class Machine:
         wall = trio.current_time() - self._started
         waited = self._share * wall
         threads = {
-            tid: Thread(wall - waited, waited, 9, is_ready=True) for tid in ((77,) if self._alone() else (77, 78))
+            tid: Thread(wall - waited, waited, 9, 9, is_ready=True) for tid in ((77,) if self._alone() else (77, 78))
         }
         return {77: Process(1, wall, wall - waited, threads)}
 
@@ -135,7 +135,7 @@ async def test_a_starving_call_is_given_its_share_and_comes_to_its_verdict(
         wall = trio.current_time() - machine._started
         ran += (wall - before) * (0.0 if machine.idle and machine.idle[-1] else 0.8)
         before = wall
-        return {77: Process(1, wall, ran, {77: Thread(ran, wall - ran, 9, is_ready=True)})}
+        return {77: Process(1, wall, ran, {77: Thread(ran, wall - ran, 9, 9, is_ready=True)})}
 
     monkeypatch.setattr(machine, "_look", look)
     result = await machine.run(10.0)
@@ -152,6 +152,17 @@ def test_a_call_that_gives_way_has_a_quarter_of_its_share() -> None:
     assert behind_s(0.24, 1.0, 0.1) == pytest.approx(0.01), "nobody gets more than a core"
     assert behind_s(0.01, 1.0, 10.0) == pytest.approx(0.015), "ten calls share a core"
     assert behind_s(1.0, 100.0, 10.0) == 1.5
+
+
+@pytest.mark.parametrize("crowd", [0.5, 10.0, 200.0])
+@pytest.mark.parametrize("left_s", [0.01, 0.1, 1.0])
+def test_who_sleeps_or_may_have_slept_is_looked_at_before_its_time_is_over(crowd: float, left_s: float) -> None:
+    rarest_s = lasting.GUESS_S * lasting.stretched(crowd)
+    for has_share in (False, True):
+        for _ in range(20):
+            assert lasting.pause_s(left_s, 0.0, 1.0, crowd, has_share=has_share, was_alone=True) <= left_s
+            guess = lasting.pause_s(left_s, 0.9 * left_s, 1.0, crowd, has_share=has_share, was_alone=True)
+            assert guess <= max(0.1 * left_s + 1e-9, min(rarest_s, left_s), lasting.LEAST_PAUSE_S)
 
 
 def test_at_the_slowest_a_call_comes_to_its_verdict_before_the_hard_cap() -> None:
