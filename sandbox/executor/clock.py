@@ -28,6 +28,8 @@ CALLS_PER_CORE = 2
 """While more calls than that share a core, the cap is further away in proportion: the wait is for each other."""
 UNSEEN_S = 0.001
 """CPU time that no process seen can account for, from which on somebody has run unseen."""
+SURE_S = 0.01
+"""So little may be a guess of what is sure. What has once slept is never quite."""
 MOST_WAIT = 3.0
 """What ran unseen has not waited more than so many times as long, for each second of CPU, as what was seen."""
 
@@ -111,8 +113,8 @@ class OwnClock:
 
     @property
     def is_sure(self) -> bool:
-        """Whether all time so far is known for what it is, and the call was ready in the last look."""
-        return self._ready > 0 and not self.guess_s
+        """Whether time so far is known for what it is, nearly, and the call was ready in the last look."""
+        return self._ready > 0 and self.guess_s < SURE_S
 
     @property
     def guess_s(self) -> float:

@@ -47,6 +47,9 @@ class CallTree:
         self._members = members
         self._policies: dict[int, int] = {}  # by thread
         self._inside: set[int] = set()  # threads that are in the group of those that give way
+        # By thread: its turns, and how often it had slept by then; in the last look, and in the one before.
+        self._sleeps: dict[int, tuple[int, int]] = {}
+        self._sleeps_before: dict[int, tuple[int, int]] = {}
         self.ran_s = 0.0
         """CPU seconds of all in the last look, and of those they have waited for: all that is known without a group."""
 
@@ -54,6 +57,7 @@ class CallTree:
         """All of them, the first one first. Empty when that has ended; None if they are a crowd."""
         look: dict[int, Process] = {}
         self._policies = {}
+        self._sleeps_before, self._sleeps = self._sleeps, {}
         self.ran_s = 0.0
         for pid in self._numbers():
             try:
@@ -123,8 +127,15 @@ class CallTree:
         ran, waited, turns = map(int, _read(f"{path}/schedstat").split())
         is_ending = fields[_STATE] in (b"S", b"D") and int(fields[_FLAGS]) & _EXITING != 0
         is_ready = fields[_STATE] == b"R" or is_ending
-        sleeps = int(_read(f"{path}/status").partition(_SLEEPS)[2].split(None, 1)[0]) if is_ready else 0
-        return Thread(ran / 1e9, waited / 1e9, turns, sleeps, is_ready)
+        return Thread(ran / 1e9, waited / 1e9, turns, self._slept(tid, path, turns) if is_ready else 0, is_ready)
+
+    def _slept(self, tid: int, path: str, turns: int) -> int:
+        """How often, by its last turn: to read that takes as long as all else."""
+        known = self._sleeps_before.get(tid)
+        if known is None or known[0] != turns:
+            known = turns, int(_read(f"{path}/status").partition(_SLEEPS)[2].split(None, 1)[0])
+        self._sleeps[tid] = known
+        return known[1]
 
 
 class Eagerness:

@@ -111,6 +111,35 @@ def test_who_runs_is_ready_and_its_time_grows() -> None:
         process.kill()
 
 
+def test_how_often_a_thread_has_slept_is_read_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel counts it; to read that takes as long as all else."""
+    code = "import time\nfor _ in range(50): time.sleep(0.001)\nprint(flush=True)\nwhile True: pass"
+    turns, reads = [7], []
+    read = tree._read
+
+    def counted(path: str) -> bytes:
+        if path.endswith("/schedstat"):
+            return b"%b %d" % (read(path).rpartition(b" ")[0], turns[0])
+        if path.endswith("/status"):
+            reads.append(path)
+        return read(path)
+
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            monkeypatch.setattr(tree, "_read", counted)
+            calls = CallTree(child.pid)
+            for turn, wanted in ((7, 1), (7, 1), (8, 2), (8, 2)):
+                turns[0] = turn
+                look = calls.look()
+                assert look is not None
+                assert look[child.pid].threads[child.pid].sleeps >= 50
+                assert len(reads) == wanted
+        finally:
+            child.kill()
+
+
 def test_a_group_says_who_is_there_and_the_first_is_first() -> None:
     with running(THREADS, "0") as pid, running(THREADS, "0") as other:
         look = CallTree(pid, lambda: [other, 0, pid, 2**22 + 1]).look()
