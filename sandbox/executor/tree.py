@@ -107,8 +107,7 @@ class CallTree:
 
     def _read(self, pid: int) -> Process | None:
         fields = _stat(f"/proc/{pid}/stat")
-        has_ended = fields[_STATE] in (b"Z", b"X")
-        if has_ended and int(fields[_THREADS]) <= 1:  # else its first thread alone has ended
+        if fields[_STATE] in (b"Z", b"X") and int(fields[_THREADS]) <= 1:  # else its first thread alone has ended
             return None
         threads = {}
         if fields[_THREADS] == b"1":
