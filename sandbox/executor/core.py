@@ -2,7 +2,7 @@
 
 Invariants:
 - A call is in the queue, or with one zygote, or waiting for one or to be retried, or answered.
-- There is no task per call. Only one that lasts gets one, to watch its own clock (`lasting`).
+- There is no task per call. One task looks at all that last (`lasting`).
 - Calls start in the order they came, on the family with most free short places, from the leanest zygote that has what
   they import.
 - Nothing that is done for a call takes longer the more calls wait or run.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import secrets
 import shutil
 import signal
@@ -94,6 +93,7 @@ class Executor:
         """Calls for which no zygote can stand in until theirs has come (`Family.must_wait`)."""
         self._works: dict[int, Work] = {}
         self._tickets = itertools.count(1)
+        self._watches = lasting.Watches(self)
         self._nursery: trio.Nursery | None = None
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
@@ -133,6 +133,7 @@ class Executor:
             for family in self.families:
                 nursery.start_soon(family.run)
             nursery.start_soon(self._end_wedged)
+            nursery.start_soon(self._watches.run)
 
     def _plant(self, stack: ExitStack) -> None:
         """Control groups for all slots, if the machine grants any, and their end put on the stack."""
@@ -261,7 +262,7 @@ class Executor:
         self._look_again()
 
     def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None:
-        self._stop_clock(work)
+        self._stop_watch(work)
         was_killed = header.get("signal") == signal.SIGKILL
         if was_killed and work.spent is not None and work.spent.was_squeezed and not work.out_of_time:
             self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
@@ -289,7 +290,7 @@ class Executor:
 
     def on_failed(self, work: Work, why: str) -> None:
         log.warning("a call did not start: %s", why)
-        self._stop_clock(work)
+        self._stop_watch(work)
         self._refused(work, why)
         self.pump()
 
@@ -303,7 +304,7 @@ class Executor:
         """Others of that jail may be dead too and not yet known to be, so the next attempt waits a moment."""
         assert self._nursery is not None
         for work in works:
-            self._stop_clock(work)
+            self._stop_watch(work)
             self._nursery.start_soon(self._retry_later, work, why)
         self._look_again()
 
@@ -314,19 +315,8 @@ class Executor:
         self.pump()
 
     def on_lasting(self, family: Family, work: Work, wall_s: float, pidfd: int) -> None:
-        assert self._nursery is not None
-        work.clock = trio.CancelScope()
         wall_s = max(0.0, min(wall_s, time.monotonic() - work.ordered_at))
-        self._nursery.start_soon(self._watch, work, family.slots, pidfd, wall_s, work.clock)
-
-    async def _watch(self, work: Work, slots: Slots, pidfd: int, wall_s: float, scope: trio.CancelScope) -> None:
-        try:
-            with scope:
-                await lasting.watch(work, slots, pidfd, wall_s, self)
-        except OSError as why:  # gone by itself just now; or what came is no pidfd, and `_end_wedged` has the last word
-            log.debug("a lasting call was not watched to its end: %s", why)
-        finally:
-            os.close(pidfd)
+        work.watch = self._watches.begin(work, family.slots, pidfd, wall_s)
 
     def lengthen(self, slots: Slots, work: Work) -> bool:
         now = time.monotonic()
@@ -369,10 +359,10 @@ class Executor:
             self._answer(work.seq, result)
 
     @staticmethod
-    def _stop_clock(work: Work) -> None:
-        if work.clock is not None:
-            work.clock.cancel()
-            work.clock = None
+    def _stop_watch(work: Work) -> None:
+        if work.watch is not None:
+            work.watch.end()
+            work.watch = None
 
     async def _end_wedged(self) -> None:
         """The last resort: a zygote that does not even report its dead loses its jail."""

@@ -10,8 +10,14 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
+import math
+import os
 import random
 import signal
+from collections.abc import Iterator
 from typing import Protocol
 
 import trio
@@ -21,6 +27,8 @@ from sandbox.executor.slot import Slots
 from sandbox.executor.tree import CallTree, Eagerness, host_pid
 from sandbox.executor.work import Work
 
+log = logging.getLogger(__name__)
+
 LOOK_S, LOOK_AT_MANY_S = (0.05, 0.25), (0.02, 0.1)
 """How often, if the call has one thread, and if it has more: at moments that the code cannot foresee, to have its
 children gone."""
@@ -29,6 +37,8 @@ CROWDED = 48
 that looking costs stays what it is. Were it sooner, children could come and go between two looks, and what those did is
 a guess."""
 LEAST_PAUSE_S = 0.002
+AT_ONCE = 16
+"""Looks, after which it is others' turn: a millisecond or two."""
 GUESS_S = 0.01
 """Between two looks at least, where only a guess says that the call may be out of time."""
 BRISKER = 4
@@ -87,27 +97,89 @@ def stretched(calls_per_core: float) -> float:
     return max(1.0, calls_per_core / CROWDED)
 
 
-async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host) -> None:
-    """From `wall_s` after its start until it is out of time, or this is cancelled. Raises `OSError` if the pidfd is
-    none, or its process is gone."""
+class Watch:
+    """A call that lasts, and the pidfd of its first process, which belongs to this."""
+
+    def __init__(self, looks: Iterator[float], pidfd: int) -> None:
+        self.is_over = False
+        self._looks, self._pidfd = looks, pidfd
+
+    def look(self) -> float | None:
+        """Seconds until the next look; None if there is to be none."""
+        pause = None
+        try:
+            pause = next(self._looks, None)
+        except OSError as why:  # gone by itself just now; or it is no pidfd, and then `_end_wedged` has the last word
+            log.debug("a lasting call was not watched to its end: %s", why)
+        if pause is None:
+            self.end()
+        return pause
+
+    def end(self) -> None:
+        """Idempotent."""
+        if not self.is_over:
+            self.is_over = True
+            os.close(self._pidfd)
+
+
+class Watches:
+    """All calls that last, in one task: to have one for each woken takes as long as to look."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._due: list[tuple[float, int, Watch]] = []
+        self._numbers = itertools.count()
+        self._is_more = trio.Event()
+
+    def begin(self, work: Work, slots: Slots, pidfd: int, wall_s: float) -> Watch:
+        """From now on, `wall_s` after its start."""
+        now = trio.current_time()
+        watch = Watch(looks(work, slots, pidfd, now - wall_s, self._host), pidfd)
+        self._add(now, watch)
+        self._is_more.set()
+        return watch
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                with trio.move_on_at(self._due[0][0] if self._due else math.inf):
+                    await self._is_more.wait()
+                self._is_more = trio.Event()
+                for _ in range(AT_ONCE):
+                    if not self._due or self._due[0][0] > trio.current_time():
+                        break
+                    watch = heapq.heappop(self._due)[-1]
+                    if not watch.is_over and (pause := watch.look()) is not None:
+                        self._add(trio.current_time() + pause, watch)
+        finally:
+            for *_, watch in self._due:
+                watch.end()
+
+    def _add(self, at: float, watch: Watch) -> None:
+        heapq.heappush(self._due, (at, next(self._numbers), watch))
+
+
+def looks(work: Work, slots: Slots, pidfd: int, started: float, host: Host) -> Iterator[float]:
+    """At a call that began at `started`, until it is out of time: the seconds from each to the next. Raises `OSError`
+    if the pidfd is none, or its process is gone."""
     pid = host_pid(pidfd)
     if pid is None:
         return
-    started = trio.current_time() - wall_s
     group = slots.group(work.slot)
-    tree = CallTree(pid, group.members if group else None)
+    tree = CallTree(pid, group.others if group else None)
     own = clock.OwnClock(host.all_cores)
     cap_left_s, limit = clock.hard_cap_s(work.timeout_s), work.timeout_s
     before = before_own = 0.0
     long_since = 0.0, 0.0
     while True:
-        wall_s = trio.current_time() - started
+        wall_s, crowd = trio.current_time() - started, host.calls_per_core
         processes = tree.look()
         if processes is None or processes:
             ran_s = tree.ran_s if group is None or (all_s := group.ran_s()) is None else all_s
             own.look(wall_s, processes, ran_s)
             work.most_cpu_s = ran_s + (limit - own.own_s) * (1 if own.was_alone else host.all_cores)
-        pace, span = clock.pace(host.calls_per_core), wall_s - before
+        pace, span = clock.pace(crowd), wall_s - before
         cap_left_s -= span * pace
         slowness = span / max(own.own_s - before_own, 1e-9) if own.is_sure else 1.0
         before, before_own = wall_s, own.own_s
@@ -130,11 +202,10 @@ async def watch(work: Work, slots: Slots, pidfd: int, wall_s: float, host: Host)
         else:
             left_s = min(left_s, host.demote_after_s - own.own_s)
         if work.is_long:
-            behind = behind_s(own.own_s - long_since[1], wall_s - long_since[0], host.calls_per_core)
-            slack_s = 0.0 if work.has_share else SLACK_S * stretched(host.calls_per_core)
+            behind = behind_s(own.own_s - long_since[1], wall_s - long_since[0], crowd)
+            slack_s = 0.0 if work.has_share else SLACK_S * stretched(crowd)
             had_share, work.has_share = work.has_share, behind > slack_s
             if work.has_share and not had_share:
                 host.count("promoted")
             host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)
-        crowd, alone, has_share = host.calls_per_core, own.was_alone, work.has_share
-        await trio.sleep(pause_s(left_s, own.guess_s, slowness, crowd, has_share=has_share, was_alone=alone))
+        yield pause_s(left_s, own.guess_s, slowness, crowd, has_share=work.has_share, was_alone=own.was_alone)

@@ -40,11 +40,12 @@ def host_pid(pidfd: int) -> int | None:
 
 
 class CallTree:
-    """The processes of the call whose first one is `root`; `members` reads the numbers of those in its group."""
+    """The processes of the call whose first one is `root`; `others` reads the numbers of those that are in its
+    group besides."""
 
-    def __init__(self, root: int, members: Callable[[], list[int]] | None = None) -> None:
+    def __init__(self, root: int, others: Callable[[int], list[int]] | None = None) -> None:
         self._root = root
-        self._members = members
+        self._others = others
         self._policies: dict[int, int] = {}  # by thread
         self._inside: set[int] = set()  # threads that are in the group of those that give way
         # By thread: its turns, and how often it had slept by then; in the last look, and in the one before.
@@ -86,10 +87,10 @@ class CallTree:
         self._inside = set(self._policies) if inside else set()
 
     def _numbers(self) -> list[int]:
-        if self._members is None:
+        if self._others is None:
             return self._descendants()
         try:
-            return [self._root, *(pid for pid in self._members() if pid not in (self._root, 0))]
+            return [self._root, *filter(None, self._others(self._root))]
         except OSError:
             return [self._root]
 

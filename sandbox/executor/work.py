@@ -8,8 +8,6 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
-import trio
-
 from sandbox.executor import clock, frames, imports
 from sandbox.executor.verdict import WireResult
 from sandbox.jail import Spent
@@ -45,7 +43,8 @@ class Work:
     give_up_at: float = 0.0
     whereabouts: tuple[Any, int] | None = None
     """The zygote that has it, and its number there."""
-    clock: trio.CancelScope | None = None
+    watch: Any = None
+    """Of its own clock, if it lasts (`lasting.Watch`)."""
     is_long: bool = False
     """Takes only cores that nobody else wants."""
     has_long_place: bool = False

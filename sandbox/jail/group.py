@@ -141,15 +141,22 @@ class Group:
             return None
         return (_number(self._cpu, self._dialect.cpu_key) - self._last[2]) / self._dialect.cpu_per_ms / 1e3
 
-    def members(self) -> list[int]:
-        """The processes in it, as this PID namespace numbers them."""
+    @property
+    def count(self) -> int:
+        """How many processes and threads the kernel counts in it."""
+        return int(os.pread(self._members, 64, 0))
+
+    def others(self, first: int) -> list[int]:
+        """The processes in it besides `first`, as this PID namespace numbers them: 0 for those that it does not see."""
+        if self.count <= 1:  # to ask how many takes a tenth of what it takes to ask who
+            return []
         with open(f"{self._pids}/cgroup.procs", encoding="ascii") as members:
-            return [int(pid) for pid in members.read().split()]
+            return [pid for pid in map(int, members.read().split()) if pid != first]
 
     @property
     def is_empty(self) -> bool:
         """Whether the kernel counts nobody in it any more."""
-        return int(os.pread(self._members, 64, 0)) == 0
+        return self.count == 0
 
     def kill(self) -> None:
         """Every process in it that this PID namespace sees, at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from tests.executor.zygotes import Driven, Peer, done, driven
 
 T = TypeVar("T")
 ENDLESS = "while True: pass"
+NOBODY: Any = None
 
 
 class Machine:
@@ -253,6 +255,54 @@ async def test_looks_cost_no_more_however_many_calls_last(
         least_s, most_s = lasting.LOOK_S
         expected = 100 / ((least_s + most_s) / 2) / max(1, running / lasting.CROWDED)
         assert len(looks) - before == pytest.approx(expected, rel=0.3)
+
+
+def watched(looks: Iterator[float]) -> tuple[lasting.Watch, int]:
+    """And the descriptor that is given to it."""
+    fd = os.open(os.devnull, os.O_RDONLY)
+    return lasting.Watch(looks, fd), fd
+
+
+def no_process() -> Iterator[float]:
+    yield 0.1
+    raise ProcessLookupError
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("looks", [iter([]), iter([0.1]), no_process(), itertools.repeat(0.1)])
+async def test_what_is_watched_no_more_holds_no_descriptor(looks: Iterator[float], autojump_clock: MockClock) -> None:
+    """It is out of time, has ended by itself, or the executor has."""
+    watches, (watch, fd) = lasting.Watches(NOBODY), watched(looks)
+    watches._add(trio.current_time(), watch)
+    with trio.move_on_after(10):
+        await watches.run()
+    assert watch.is_over
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    watch.end()
+
+
+@pytest.mark.trio
+async def test_a_crowd_that_is_due_leaves_others_their_turn() -> None:
+    at_once = most = 0
+
+    def looks() -> Iterator[float]:
+        nonlocal at_once, most
+        while True:
+            at_once += 1
+            most = max(most, at_once)
+            yield 0.01
+
+    watches = lasting.Watches(NOBODY)
+    for _ in range(10 * lasting.AT_ONCE):
+        watches._add(trio.current_time(), watched(looks())[0])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watches.run)
+        for _ in range(100):
+            await trio.lowlevel.checkpoint()
+            at_once = 0
+        nursery.cancel_scope.cancel()
+    assert 0 < most <= 2 * lasting.AT_ONCE
 
 
 @pytest.mark.trio
