@@ -43,7 +43,7 @@ from trainer import metrics, roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
-from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of
+from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable
 from trainer.rollout import Collector
 from trainer.trajectory import Episode, Problem, StopReason
 
@@ -129,15 +129,17 @@ def train_stage(
     )
     if ranks(training.hardware).is_main_process:
         training.record.rewind(training.first_step + done)
-    trainer = GRPOTrainer(
-        model=str(training.model),
-        reward_funcs=_roc_reward,
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": [""] * stage.prompts * args.max_steps}),  # `bridge` has the problems
-        processing_class=AutoTokenizer.from_pretrained(training.model),
-        callbacks=[bridge],
-        rollout_func=bridge.rollout,
-    )
+    with usable(training.model):
+        trainer = GRPOTrainer(
+            model=str(training.model),
+            reward_funcs=_roc_reward,
+            args=args,
+            # `bridge` has the problems.
+            train_dataset=Dataset.from_dict({"prompt": [""] * stage.prompts * args.max_steps}),
+            processing_class=AutoTokenizer.from_pretrained(training.model),
+            callbacks=[bridge],
+            rollout_func=bridge.rollout,
+        )
     trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = bridge, True, -1
     bridge.trainer = trainer
     return training.run(trainer, start)

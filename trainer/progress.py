@@ -8,7 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -127,6 +128,15 @@ class Progress(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / _MARK).touch()
+
+
+@contextmanager
+def usable(model: Path) -> Iterator[None]:
+    """What cannot be loaded, or not be worked with, is a wrong setting."""
+    try:
+        yield
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"model {model}: {' '.join(str(why).split())}") from why
 
 
 def latest(folder: Path) -> Path | None:

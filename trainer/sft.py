@@ -18,7 +18,7 @@ from trl import SFTTrainer
 
 from trainer.chat import Chat
 from trainer.config import ConfigError, SftConfig
-from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of
+from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable
 
 Messages = Sequence[Mapping[str, str]]
 SORTED = 50
@@ -46,15 +46,16 @@ def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Mes
     start = latest(training.out / "checkpoints")
     if ranks(training.hardware).is_main_process:
         training.record.rewind(training.first_step + (steps_of(start) if start else 0))
-    trainer = SFTTrainer(
-        model=str(training.model),
-        args=args,
-        train_dataset=Dataset.from_dict(
-            {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
-        ),
-        processing_class=AutoTokenizer.from_pretrained(training.model),
-        callbacks=[Progress(training, offset=training.first_step)],
-    )
+    with usable(training.model):
+        trainer = SFTTrainer(
+            model=str(training.model),
+            args=args,
+            train_dataset=Dataset.from_dict(
+                {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
+            ),
+            processing_class=AutoTokenizer.from_pretrained(training.model),
+            callbacks=[Progress(training, offset=training.first_step)],
+        )
     return training.run(trainer, start)
 
 

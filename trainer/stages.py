@@ -31,7 +31,7 @@ from trainer.engine import VllmEngine
 from trainer.grpo import Outage, Rollouts, train_stage
 from trainer.local import LocalEngine
 from trainer.pool import Pool
-from trainer.progress import Training, ranks, steps_of
+from trainer.progress import Training, ranks, steps_of, usable
 from trainer.recipe import SFT, START, Run, Unit
 from trainer.record import RunFolder, write_json
 from trainer.reward import Verdict
@@ -248,10 +248,10 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
     engines, hardware, dtype = run.config.engines, run.config.hardware, run.config.model.dtype
     carry: Any = direct
     async with AsyncExitStack() as stack:
-        with _usable(model):
+        with usable(model):
             weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         if engines.kind == "local":
-            with _usable(model):
+            with usable(model):
                 served: list[Any] = [LocalEngine(weights, slots=engines.slots, max_length=engines.max_length)]
         else:
             is_nccl = engines.sync == "nccl"
@@ -290,17 +290,8 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
 
 def _chat(config: RunConfig, model: Path) -> Chat:
     make = rstar2 if config.model.chat == "rstar2" else own_template
-    with _usable(model):
+    with usable(model):
         return make(AutoTokenizer.from_pretrained(model), preamble=config.model.preamble)
-
-
-@contextmanager
-def _usable(model: Path) -> Iterator[None]:
-    """What cannot be loaded, or not be worked with, is a wrong setting."""
-    try:
-        yield
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"model {model}: {' '.join(str(why).split())}") from why
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,13 @@ def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monk
 def test_conversations_that_are_too_long_are_left_out(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"at most max_length=16 tokens, got none"):
         train(model, tmp_path, RunFolder(tmp_path), config=SftConfig(batch=4, micro_batch=4, max_length=16))
+
+
+def test_a_model_without_weights_is_a_wrong_setting(tmp_path: Path, model: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ConfigError, match=rf"model {bare}: .*no file named"):
+        train(bare, tmp_path, RunFolder(tmp_path))
 
 
 def test_like_lengths_share_a_batch_and_nothing_is_left_out() -> None:
