@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -69,7 +69,7 @@ class Bench:
         async with servers.serve(count, logs) as urls, aiohttp.ClientSession() as session:
             bench = cls(urls, [logs / f"engine{number}.log" for number in range(count)], session)
             for running in (1, SLOTS // 2):  # its first steps of a kind take seconds
-                await bench.batch(running, 100, 8)
+                await bench.batch(Batch(running, 100, 8))
             yield bench
 
     @property
@@ -123,20 +123,17 @@ class Bench:
 
     async def fit(self, rounds: int, bar: Progress) -> dict[str, Any]:
         """The constants of `Hardware` for one of these servers when all work, and how well they say what was seen."""
-        grid = [
-            (n, *sizes) for n, *sizes in product(RUNNING, CONTEXTS, SAMPLED) if n * -(-sum(sizes) // BLOCK) < BLOCKS
-        ]
-        times: dict[tuple[int, int, int], list[float]] = {batch: [] for batch in grid}
-        for batch in bar.track(grid * rounds, description="fit"):
-            times[batch].append(await self.batch(*batch))
-        return fitted([(*batch, median(seconds)) for batch, seconds in times.items()], len(self.urls))
+        times: dict[Batch, list[float]] = {batch: [] for batch in BATCHES}
+        for batch in bar.track(BATCHES * rounds, description="fit"):
+            times[batch].append(await self.batch(batch))
+        return fitted({batch: median(seconds) for batch, seconds in times.items()}, len(self.urls))
 
-    async def batch(self, running: int, context: int, sampled: int) -> float:
-        """Seconds that every engine takes, all at the same time, for `running` fresh contexts."""
+    async def batch(self, batch: Batch) -> float:
+        """Seconds that every engine takes for it, all at the same time."""
         engines = self.engines()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_batch(engine, running, context, sampled)) for engine in engines]
+                tasks = [group.create_task(_run(engine, batch)) for engine in engines]
         finally:
             await asyncio.gather(*(engine.close() for engine in engines))
         return sum(task.result() for task in tasks) / len(tasks)
@@ -225,14 +222,59 @@ def tokens_computed(log: Path, mark: int) -> int:
 # What a step costs
 
 RUNNING, CONTEXTS, SAMPLED = (1, 4, 12, 30, 60), (40, 150, 500), (12, 96)
-"""Batches: those whose contexts all fit."""
+TURNS, EACH = 5, 32
+"""Turns of a sequence, and tokens of each, where turns come one by one, as those of rollouts do: each makes a step
+longer."""
 
 
-def fitted(rows: Sequence[tuple[int, int, int, float]], count: int) -> dict[str, Any]:
-    """Least squares of relative errors over batches `(running, context, sampled, seconds)`; no constant is negative."""
-    features = np.array([_features(*row[:3]) for row in rows])
-    seconds = np.array([row[3] for row in rows])
-    costs = _nonnegative(features / seconds[:, None], np.ones(len(rows)))
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """So many sequences at once, each of so many turns on fresh contexts. With one turn all come at once; with more the
+    first are of different lengths, so that the others come one by one."""
+
+    running: int
+    context: int
+    sampled: int
+    turns: int = 1
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens to sample in each turn of each sequence."""
+        every = [self.sampled] * (self.turns - 1)
+        if not every:
+            return [[self.sampled]] * self.running
+        return [[1 + self.sampled * number // self.running, *every] for number in range(self.running)]
+
+    @property
+    def does_fit(self) -> bool:
+        """Into a cache, without any prompt that is shared."""
+        return self.running * -(-(self.context + self.sampled) // BLOCK) < BLOCKS
+
+    @property
+    def features(self) -> list[float]:
+        """What it is made of: steps, sequences and contexts in them, tokens that came, turns."""
+        sampled = [sum(turns) for turns in self.lengths]
+        contexts = sum(count * self.context + count * count / 2 for turns in self.lengths for count in turns)
+        count = self.running * self.turns
+        return [max(sampled), sum(sampled), contexts, count * self.context, count]
+
+
+BATCHES = [
+    batch
+    for batch in (
+        *(Batch(*sizes) for sizes in product(RUNNING, CONTEXTS, SAMPLED)),
+        *(Batch(*sizes, EACH, TURNS) for sizes in product(RUNNING[1:], CONTEXTS[:2])),
+    )
+    if batch.does_fit
+]
+"""Those whose contexts all fit."""
+
+
+def fitted(took: Mapping[Batch, float], count: int) -> dict[str, Any]:
+    """Least squares of the relative errors of what batches took, in seconds; no constant is negative."""
+    features = np.array([batch.features for batch in took])
+    seconds = np.array([*took.values()])
+    costs = _nonnegative(features / seconds[:, None], np.ones(len(took)))
     said = features @ costs
     errors = said / seconds - 1
     names = ("base_s", "per_sequence_s", "per_context_s", "prefill_s", "turn_s")
@@ -242,22 +284,16 @@ def fitted(rows: Sequence[tuple[int, int, int, float]], count: int) -> dict[str,
         most_running=SLOTS,
         **dict(zip(names, map(float, costs), strict=True)),
         block=BLOCK,
-        source=f"fitted to {len(rows)} kinds of batches, {count} vLLM servers at once",
+        source=f"fitted to {len(took)} kinds of batches, {count} vLLM servers at once",
     )
     return {
         "hardware": asdict(hardware),
         "residual": float(np.median(np.abs(errors))),
         "batches": [
-            {"running": n, "context": context, "sampled": sampled, "seconds": round(took, 4), "error": round(error, 4)}
-            for (n, context, sampled, took), error in zip(rows, map(float, errors), strict=True)
+            {**asdict(batch), "seconds": round(seconds, 4), "error": round(float(error), 4)}
+            for (batch, seconds), error in zip(took.items(), errors, strict=True)
         ],
     }
-
-
-def _features(running: int, context: int, sampled: int) -> list[float]:
-    """What a batch is made of: steps, sequences and contexts in them, tokens that came, turns."""
-    contexts = running * (sampled * context + sampled * sampled / 2)
-    return [sampled, running * sampled, contexts, running * context, running]
 
 
 def _nonnegative(features: Any, wanted: Any) -> Any:
@@ -272,9 +308,13 @@ def _nonnegative(features: Any, wanted: Any) -> Any:
         inside.pop(int(found.argmin()))
 
 
-async def _batch(engine: VllmEngine, running: int, context: int, sampled: int) -> float:
+async def _run(engine: VllmEngine, batch: Batch) -> float:
+    async def play(lengths: Sequence[int]) -> None:
+        for sampled in lengths:
+            await engine.generate(_ids(str(random.random()), batch.context, VOCABULARY), Sampling(sampled))
+
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for _ in range(running):
-            group.create_task(engine.generate(_ids(str(random.random()), context, VOCABULARY), Sampling(sampled)))
+        for lengths in batch.lengths:
+            group.create_task(play(lengths))
     return time.perf_counter() - start

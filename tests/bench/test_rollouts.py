@@ -187,8 +187,15 @@ def test_steps_are_read_from_a_servers_log(tmp_path: Path) -> None:
 def test_fit_finds_the_constants_of_a_simulated_engine() -> None:
     live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
     costs = {"base_s": 4e-3, "per_sequence_s": 2e-4, "per_context_s": 0.0, "prefill_s": 3e-5, "turn_s": 2e-3}
-    grid = [(n, context, new) for n in live.RUNNING for context in live.CONTEXTS for new in live.SAMPLED]
-    rows = [(*one, sum(a * b for a, b in zip(live._features(*one), costs.values(), strict=True))) for one in grid]
-    found = live.fitted(rows, 2)
+    took = {one: sum(a * b for a, b in zip(one.features, costs.values(), strict=True)) for one in live.BATCHES}
+    found = live.fitted(took, 2)
     assert found["residual"] < 1e-6
     assert {name: found["hardware"][name] for name in costs} == pytest.approx(costs, abs=1e-9)
+
+
+def test_what_a_batch_is_made_of() -> None:
+    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    assert live.Batch(3, 40, 12).features == [12, 36, 3 * (12 * 40 + 72), 120, 3]
+    rolling = live.Batch(2, 40, 10, turns=2)
+    assert rolling.lengths == [[1, 10], [6, 10]]
+    assert rolling.features == [16, 27, 27 * 40 + 0.5 + 50 + 18 + 50, 160, 4]
