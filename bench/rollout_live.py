@@ -12,10 +12,10 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import aiohttp
@@ -58,6 +58,8 @@ class Bench:
     urls: list[str]
     logs: list[Path]
     session: aiohttp.ClientSession
+    took: dict[Batch, list[float]] = field(default_factory=dict)
+    """Seconds."""
 
     @classmethod
     @asynccontextmanager
@@ -121,12 +123,12 @@ class Bench:
                 made[name] += sum(map(float, found))
         return made
 
-    async def fit(self, rounds: int, bar: Progress) -> dict[str, Any]:
-        """The constants of `Hardware` for one of these servers when all work, and how well they say what was seen."""
-        times: dict[Batch, list[float]] = {batch: [] for batch in BATCHES}
-        for batch in bar.track(BATCHES * rounds, description="fit"):
-            times[batch].append(await self.batch(batch))
-        return fitted({batch: median(seconds) for batch, seconds in times.items()}, len(self.urls))
+    async def fit(self, bar: Progress) -> dict[str, Any]:
+        """The constants of `Hardware` for one of these servers when all work, and how well they say what was seen: now,
+        and whenever it was asked before, as a machine that others share is not the same from one minute to the next."""
+        for batch in bar.track(BATCHES, description="fit"):
+            self.took.setdefault(batch, []).append(await self.batch(batch))
+        return fitted({batch: fmean(seconds) for batch, seconds in self.took.items()}, len(self.urls))
 
     async def batch(self, batch: Batch) -> float:
         """Seconds that every engine takes for it, all at the same time."""

@@ -2,7 +2,7 @@
 
     python -m bench.rollouts --simulate [--profile mi300x-14b] [--stage 1] [--seeds 5] [--gantt F.png] [--json]
     python -m bench.rollouts --engines 2 [--rounds 3] [--gantt F.png] [--json]    # vLLM on the CPU, small caches
-    python -m bench.rollouts --engines 2 --fit      # the same, after measuring the constants of the profile cpu-tiny
+    python -m bench.rollouts --engines 2 --fit      # the same, and measures the constants of the profile cpu-tiny
 
 An episode is a script: how many tokens each turn samples, what its tool shows, how long that takes. Every policy plays
 the same ones, all handed in at once. Real engines sample exactly as many tokens as the script says, whatever they are;
@@ -50,7 +50,6 @@ VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 POINTS = (50, 95, 99)
 BINS = 240
 """Of a timeline."""
-FIT_ROUNDS = 3
 STEP = 1000
 """From a seed to that of the training step before it."""
 
@@ -373,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("rollouts", __doc__ or "")
     parser.add_argument("--simulate", action="store_true", help="engines that exist as numbers")
-    parser.add_argument("--fit", action="store_true", help="with --engines: measure the profile cpu-tiny first")
+    parser.add_argument("--fit", action="store_true", help="with --engines: measure the profile cpu-tiny, too")
     parser.add_argument("--engines", type=output.count, help="how many; alone: real vLLM servers on the CPU")
     parser.add_argument("--profile", choices=("mi300x-14b", "cpu-tiny"), default="mi300x-14b", help="with --simulate")
     parser.add_argument(
@@ -556,16 +555,21 @@ async def _play(args: argparse.Namespace, missing: Sequence[tuple[int, str]], lo
 
     with output.progress() as bar:
         async with Bench.started(_vllm(args), args.engines, folder) as bench:
-            if args.fit:
-                _keep(await bench.fit(FIT_ROUNDS, bar))
-            profile = profile_of(args)
+            fits: dict[int, dict[str, Any]] = {}
             for number, policy in bar.track(missing, description="rounds"):
+                if args.fit and number not in fits:
+                    fits[number] = await bench.fit(bar)
+                    FITTED.write_text(json.dumps({**fits[number], "machine": output.machine()}, indent=2) + "\n")
+                profile = profile_of(args)
                 turns, counts = await bench.play(
                     policy, profile.plans(number), profile.before(number), profile.most_new, seed=number
                 )
                 row = {"round": number, "policy": policy, "counts": astuple(counts), "turns": [*map(astuple, turns)]}
                 with log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
+    for fit in [*fits.values()][-1:]:
+        costs = [(name, f"{value:.3g}") for name, value in fit["hardware"].items() if name.endswith("_s")]
+        output.show(f"{FITTED}: a batch is off by {fit['residual']:.1%} (median)", ("constant", ""), costs)
 
 
 def _read(log: Path) -> dict[tuple[int, str], tuple[list[Turn], Counts]]:
@@ -576,20 +580,13 @@ def _read(log: Path) -> dict[tuple[int, str], tuple[list[Turn], Counts]]:
     }
 
 
-def _keep(found: Mapping[str, Any]) -> None:
-    FITTED.parent.mkdir(exist_ok=True)
-    FITTED.write_text(json.dumps({**found, "machine": output.machine()}, indent=2) + "\n")
-    costs = [(name, f"{value:.3g}") for name, value in found["hardware"].items() if name.endswith("_s")]
-    output.show(f"{FITTED}: a batch is off by {found['residual']:.1%} (median)", ("constant", ""), costs)
-
-
 def validation(rows: Mapping[str, Sequence[Any]], said: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, float]]:
     """How far the simulator is from what happened, by policy: of the makespan, as a share, of all rounds together and
-    of the one that it missed most; of preemptions, as a factor of both sums, each with one more; of the hit rate, in
-    points."""
+    of the one that it missed most; of preemptions, as a factor of both sums, with one more for each round, in which one
+    more or less is chance; of the hit rate, in points."""
     made = {}
     for policy, real in rows.items():
-        sums = [sum(row["preemptions"] for row in some) + 1 for some in (said[policy], real)]
+        sums = [sum(row["preemptions"] + 1 for row in some) for some in (said[policy], real)]
         spans = [sum(row["makespan_s"] for row in some) for some in (said[policy], real)]
         hits = [statistics.fmean(row["prefix_hit_rate"] for row in some) for some in (said[policy], real)]
         rounds = [a["makespan_s"] / b["makespan_s"] - 1 for a, b in zip(said[policy], real, strict=True)]
