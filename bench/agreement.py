@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("agreement", __doc__ or "")
-    parser.add_argument("--calls", metavar="FILE", help="JSONL with a 'code' in each row (default: a made-up sample)")
+    parser.add_argument(
+        "--calls", type=output.file, metavar="FILE", help="JSONL with a 'code' in each row (default: a made-up sample)"
+    )
     parser.add_argument("--n", type=output.count, help="only the first N of them (default: all; 500 of the sample)")
     parser.add_argument("--seed", type=int, default=0, help="which made-up sample (default: 0)")
     parser.add_argument("--at-least", type=float, default=0.995, metavar="SHARE", help="exit 1 below (default: 0.995)")

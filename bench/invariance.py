@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("invariance", __doc__ or "")
-    parser.add_argument("--calls", metavar="FILE", help="JSONL that takes the place of the made-up corpus")
+    parser.add_argument(
+        "--calls", type=output.file, metavar="FILE", help="JSONL that takes the place of the made-up corpus"
+    )
     parser.add_argument("--n", type=output.count, help="so many calls of the corpus (default: all; 300 if made up)")
     parser.add_argument("--repeat", type=output.count, default=1, help="of each call with a known need (default: 1)")
     parser.add_argument("--needs", type=_needs, default=tuple(NEEDS), help=f"of {','.join(NEEDS)} (default: all)")

@@ -88,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = output.parser("leaks", __doc__ or "")
     parser.add_argument("--calls", type=output.count, default=10_000, help="how many calls (default: 10000)")
-    parser.add_argument("--from", dest="from_", metavar="FILE", help="JSONL that takes the place of the mix")
+    parser.add_argument(
+        "--from", dest="from_", type=output.file, metavar="FILE", help="JSONL that takes the place of the mix"
+    )
     parser.add_argument("--mark", type=output.count, default=MARK, help="calls between two counts (default: 1000)")
     parser.add_argument("--settled", type=output.count, default=SETTLED, help="growth counts from here (default: 2000)")
     parser.add_argument("--seed", type=int, default=0, help="which made-up mix (default: 0)")

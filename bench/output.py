@@ -69,6 +69,13 @@ def url(text: str) -> str:
     return text.rstrip("/")
 
 
+def file(text: str) -> Path:
+    """An argument that is a file to read."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
+    return Path(text)
+
+
 def run_as_command(name: str, work: Callable[[], int]) -> int:
     """`work`, its failures turned into a line on stderr and an exit code. SIGTERM cleans up as Ctrl-C does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -378,7 +378,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stage", type=int, choices=STAGES, default=1, help="of the paper, for mi300x-14b (default: 1)"
     )
-    parser.add_argument("--episodes", type=_file, nargs="+", metavar="FILE.jsonl", help="lengths of a recorded run")
+    parser.add_argument(
+        "--episodes", type=output.file, nargs="+", metavar="FILE.jsonl", help="lengths of a recorded run"
+    )
     what = f"of {','.join(POLICIES)}; with --simulate also {ORACLE}, which knows all lengths"
     parser.add_argument("--policies", type=_policies, default=tuple(POLICIES), help=what)
     parser.add_argument("--seeds", type=output.count, default=5, help="workloads that are simulated (default: 5)")
@@ -395,12 +397,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm", metavar="PYTHON", help=f"of an environment with vLLM (default: ${VLLM_PYTHON})")
     parser.add_argument("--gantt", type=_made, metavar="FILE.png", help="draw the engines over time")
     return parser
-
-
-def _file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
-    return Path(text)
 
 
 def _made(text: str) -> Path:

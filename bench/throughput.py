@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = output.parser("throughput", __doc__ or "")
     names = ",".join(kind.name for kind in KINDS)
     parser.add_argument("--kinds", type=_kinds, default=KINDS, help=f"of {names} (default: all)")
-    parser.add_argument("--calls", metavar="FILE", help="JSONL that takes the place of the mix")
+    parser.add_argument("--calls", type=output.file, metavar="FILE", help="JSONL that takes the place of the mix")
     parser.add_argument("--seed", type=int, default=0, help="which made-up mix (default: 0)")
     parser.add_argument("--rounds", type=output.count, default=5, help="rounds (default: 5)")
     parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of calls (default: 1)")
