@@ -29,7 +29,7 @@ import trio
 from sandbox import jail, machine, runtime
 from sandbox.config import ExecutorConfig, in_numbers
 from sandbox.errors import IsolationError, ProtocolError
-from sandbox.executor import clock, lasting, verdict
+from sandbox.executor import clock, frames, lasting, verdict
 from sandbox.executor.family import MAX_SLOTS, Family, Zygote
 from sandbox.executor.slot import Slots
 from sandbox.executor.tree import Eagerness
@@ -268,7 +268,8 @@ class Executor:
             self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
             return
         try:
-            is_spent = verdict.cpu_ms(header, work.spent) >= 1e3 * work.most_cpu_s
+            has_lasted = frames.number(header, "wall_ms") >= 1e3 * work.timeout_s  # its own time is no more than that
+            is_spent = has_lasted and verdict.cpu_ms(header, work.spent) >= 1e3 * work.most_cpu_s
             result = verdict.judge(
                 header,
                 blobs,

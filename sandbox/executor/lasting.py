@@ -17,7 +17,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import Iterator
+import time
 from typing import Protocol
 
 import trio
@@ -37,8 +37,13 @@ CROWDED = 48
 that looking costs stays what it is. Were it sooner, children could come and go between two looks, and what those did is
 a guess."""
 LEAST_PAUSE_S = 0.002
-AT_ONCE = 16
-"""Looks, after which it is others' turn: a millisecond or two."""
+TURN_S = 0.002
+"""Of looking, after which it is others' turn."""
+CHEAP_S, COSTLY_SHARE = 0.0005, 0.2
+"""What a look may take; those that take longer have no more than this share of a core for what is beyond that, all
+together: who has many threads has them looked at more rarely, in proportion."""
+RETRY_S = 0.1
+"""After a look that failed for want of something that the machine will have again."""
 GUESS_S = 0.01
 """Between two looks at least, where only a guess says that the call may be out of time."""
 BRISKER = 4
@@ -98,19 +103,24 @@ def stretched(calls_per_core: float) -> float:
 
 
 class Watch:
-    """A call that lasts, and the pidfd of its first process, which belongs to this."""
+    """A call that lasts, since `started`, and the pidfd of its first process, which belongs to this."""
 
-    def __init__(self, looks: Iterator[float], pidfd: int) -> None:
+    def __init__(self, work: Work, slots: Slots, pidfd: int, started: float, host: Host) -> None:
         self.is_over = False
-        self._looks, self._pidfd = looks, pidfd
+        self._work, self._slots, self._pidfd, self._started, self._host = work, slots, pidfd, started, host
+        self._tree: CallTree | None = None
+        self._own = clock.OwnClock(host.all_cores)
+        self._cap_left_s = clock.hard_cap_s(work.timeout_s)
+        self._before = self._long_since = 0.0, 0.0
+        """Wall time and own time of the last look, and of when it became a long one."""
 
     def look(self) -> float | None:
-        """Seconds until the next look; None if there is to be none."""
-        pause = None
+        """Seconds until the next look; None if there is to be none: it is out of time, or gone."""
         try:
-            pause = next(self._looks, None)
-        except OSError as why:  # gone by itself just now; or it is no pidfd, and then `_end_wedged` has the last word
-            log.debug("a lasting call was not watched to its end: %s", why)
+            pause = self._look()
+        except OSError as why:
+            pause = RETRY_S if self._is_there() else None
+            log.debug("a lasting call could not be looked at: %s", why)
         if pause is None:
             self.end()
         return pause
@@ -120,6 +130,71 @@ class Watch:
         if not self.is_over:
             self.is_over = True
             os.close(self._pidfd)
+
+    def _is_there(self) -> bool:
+        """Or it is no pidfd, and then `_end_wedged` has the last word."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+        except OSError:
+            return False
+        return True
+
+    def _look(self) -> float | None:
+        work, host, own = self._work, self._host, self._own
+        tree = self._tree = self._tree or self._find()
+        if tree is None:
+            return None
+        wall_s, crowd = trio.current_time() - self._started, host.calls_per_core
+        self._count(tree, wall_s)
+        pace, span, gained_s = clock.pace(crowd), wall_s - self._before[0], own.own_s - self._before[1]
+        self._before = wall_s, own.own_s
+        self._cap_left_s -= span * pace
+        left_s = work.timeout_s - own.own_s
+        # A fork bomb waits for itself: were that our fault, it would be free of charge.
+        work.out_of_time = left_s <= 0 or (self._cap_left_s <= 0 and not own.was_alone)
+        work.starved = self._cap_left_s <= 0 and not work.out_of_time
+        if work.out_of_time or work.starved:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            if work.is_long:  # to end takes a core, too, and locks that others wait for; but not to move, first
+                host.eagerness.set(tree, self._slots.idle, is_idle=False)
+            return None
+        host.allow(work, self._cap_left_s / pace)
+        if not work.is_long and own.own_s >= host.demote_after_s:
+            work.is_long = True
+            self._long_since = self._before
+            self._slots.outlive(work.slot, tree.root)
+        if work.is_long:
+            work.has_long_place = work.has_long_place or host.lengthen(self._slots, work)
+            self._give_way(tree, wall_s, crowd)
+        else:
+            left_s = min(left_s, host.demote_after_s - own.own_s)
+        slowness = span / max(gained_s, 1e-9) if own.is_sure else 1.0
+        return pause_s(left_s, own.guess_s, slowness, crowd, has_share=work.has_share, was_alone=own.was_alone)
+
+    def _find(self) -> CallTree | None:
+        pid = host_pid(self._pidfd)
+        return None if pid is None else CallTree(pid, self._slots.group(self._work.slot))
+
+    def _count(self, tree: CallTree, wall_s: float) -> None:
+        """What the call has had by now."""
+        work, own, group = self._work, self._own, self._slots.group(self._work.slot)
+        processes = tree.look()
+        signal.pidfd_send_signal(self._pidfd, 0)  # it is there yet, so its number was no other's
+        if processes is None or processes:
+            ran_s = tree.ran_s if group is None or (all_s := group.ran_s()) is None else all_s
+            own.look(wall_s, processes, ran_s)
+            cores = 1 if own.was_alone else self._host.all_cores
+            work.most_cpu_s = ran_s + (work.timeout_s - own.own_s) * cores
+
+    def _give_way(self, tree: CallTree, wall_s: float, crowd: float) -> None:
+        """To short calls; or have its share, where it has fallen behind that."""
+        work, host = self._work, self._host
+        behind = behind_s(self._own.own_s - self._long_since[1], wall_s - self._long_since[0], crowd)
+        slack_s = 0.0 if work.has_share else SLACK_S * stretched(crowd)
+        had_share, work.has_share = work.has_share, behind > slack_s
+        if work.has_share and not had_share:
+            host.count("promoted")
+        host.eagerness.set(tree, self._slots.idle, is_idle=not work.has_share)
 
 
 class Watches:
@@ -134,7 +209,7 @@ class Watches:
     def begin(self, work: Work, slots: Slots, pidfd: int, wall_s: float) -> Watch:
         """From now on, `wall_s` after its start."""
         now = trio.current_time()
-        watch = Watch(looks(work, slots, pidfd, now - wall_s, self._host), pidfd)
+        watch = Watch(work, slots, pidfd, now - wall_s, self._host)
         self._add(now, watch)
         self._is_more.set()
         return watch
@@ -146,66 +221,23 @@ class Watches:
                 with trio.move_on_at(self._due[0][0] if self._due else math.inf):
                     await self._is_more.wait()
                 self._is_more = trio.Event()
-                for _ in range(AT_ONCE):
-                    if not self._due or self._due[0][0] > trio.current_time():
-                        break
-                    watch = heapq.heappop(self._due)[-1]
-                    if not watch.is_over and (pause := watch.look()) is not None:
-                        self._add(trio.current_time() + pause, watch)
+                self._take_turn()
         finally:
             for *_, watch in self._due:
                 watch.end()
 
+    def _take_turn(self) -> None:
+        """Look at those that are due."""
+        last = began = time.thread_time()
+        while self._due and self._due[0][0] <= trio.current_time() and last - began < TURN_S:
+            watch = heapq.heappop(self._due)[-1]
+            if watch.is_over:
+                continue
+            pause = watch.look()
+            before, last = last, time.thread_time()
+            if pause is not None:
+                costly_s = max(0.0, last - before - CHEAP_S) * (len(self._due) + 1)
+                self._add(trio.current_time() + max(pause, costly_s / COSTLY_SHARE), watch)
+
     def _add(self, at: float, watch: Watch) -> None:
         heapq.heappush(self._due, (at, next(self._numbers), watch))
-
-
-def looks(work: Work, slots: Slots, pidfd: int, started: float, host: Host) -> Iterator[float]:
-    """At a call that began at `started`, until it is out of time: the seconds from each to the next. Raises `OSError`
-    if the pidfd is none, or its process is gone."""
-    pid = host_pid(pidfd)
-    if pid is None:
-        return
-    group = slots.group(work.slot)
-    tree = CallTree(pid, group.others if group else None)
-    own = clock.OwnClock(host.all_cores)
-    cap_left_s, limit = clock.hard_cap_s(work.timeout_s), work.timeout_s
-    before = before_own = 0.0
-    long_since = 0.0, 0.0
-    while True:
-        wall_s, crowd = trio.current_time() - started, host.calls_per_core
-        processes = tree.look()
-        if processes is None or processes:
-            ran_s = tree.ran_s if group is None or (all_s := group.ran_s()) is None else all_s
-            own.look(wall_s, processes, ran_s)
-            work.most_cpu_s = ran_s + (limit - own.own_s) * (1 if own.was_alone else host.all_cores)
-        pace, span = clock.pace(crowd), wall_s - before
-        cap_left_s -= span * pace
-        slowness = span / max(own.own_s - before_own, 1e-9) if own.is_sure else 1.0
-        before, before_own = wall_s, own.own_s
-        left_s = limit - own.own_s
-        # A fork bomb waits for itself: were that our fault, it would be free of charge.
-        work.out_of_time = left_s <= 0 or (cap_left_s <= 0 and not own.was_alone)
-        work.starved = cap_left_s <= 0 and not work.out_of_time
-        if work.out_of_time or work.starved:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            if work.is_long:  # to end takes a core, too, and locks that others wait for; but not to move, first
-                host.eagerness.set(tree, slots.idle, is_idle=False)
-            return
-        host.allow(work, cap_left_s / pace)
-        if own.own_s >= host.demote_after_s:
-            if not work.is_long:
-                work.is_long = True
-                long_since = wall_s, own.own_s
-                slots.outlive(work.slot, pid)
-            work.has_long_place = work.has_long_place or host.lengthen(slots, work)
-        else:
-            left_s = min(left_s, host.demote_after_s - own.own_s)
-        if work.is_long:
-            behind = behind_s(own.own_s - long_since[1], wall_s - long_since[0], crowd)
-            slack_s = 0.0 if work.has_share else SLACK_S * stretched(crowd)
-            had_share, work.has_share = work.has_share, behind > slack_s
-            if work.has_share and not had_share:
-                host.count("promoted")
-            host.eagerness.set(tree, slots.idle, is_idle=not work.has_share)
-        yield pause_s(left_s, own.guess_s, slowness, crowd, has_share=work.has_share, was_alone=own.was_alone)

@@ -65,11 +65,12 @@ class Slots:
     def outlive(self, number: int, pid: int) -> None:
         """Have the mount namespace of a call end with its slot, not with its last process, if it has one of its own."""
         try:
+            ours = os.stat("/proc/self/ns/mnt")
             fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
         except OSError as why:  # it is gone, or we have no right to
             log.debug("slot %d: its namespace ends with its call: %s", number, why)
             return
-        if number in self._namespaces or os.path.samestat(os.fstat(fd), os.stat("/proc/self/ns/mnt")):
+        if number in self._namespaces or os.path.samestat(os.fstat(fd), ours):
             os.close(fd)
         else:
             self._namespaces[number] = fd

@@ -39,6 +39,8 @@ class Dialect:
     cpu_per_ms: float
     door: str
     """What a process writes "0" to."""
+    threads: str
+    """Who is in it."""
 
 
 V1 = Dialect(
@@ -56,6 +58,7 @@ V1 = Dialect(
     cpu_key=b"",
     cpu_per_ms=1e6,
     door="tasks",  # not cgroup.procs: moving a single thread does not wait for every fork on the machine
+    threads="tasks",
 )
 V2 = Dialect(
     name="version 2",
@@ -72,6 +75,7 @@ V2 = Dialect(
     cpu_key=b"usage_usec",
     cpu_per_ms=1e3,
     door="cgroup.procs",
+    threads="cgroup.threads",
 )
 
 
@@ -152,6 +156,11 @@ class Group:
             return []
         with open(f"{self._pids}/cgroup.procs", encoding="ascii") as members:
             return [pid for pid in map(int, members.read().split()) if pid != first]
+
+    def threads(self) -> list[int]:
+        """All of them, likewise."""
+        with open(f"{self._pids}/{self._dialect.threads}", encoding="ascii") as members:
+            return [*map(int, members.read().split())]
 
     @property
     def is_empty(self) -> bool:

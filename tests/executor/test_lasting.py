@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -69,6 +71,8 @@ class Machine:
         return {77: Process(1, wall, wall - waited, threads)}
 
     def _kill(self, _fd: int, number: int) -> None:
+        if not number:  # only asks whether it is there
+            return
         self.killed_after = trio.current_time() - self._started
         peer, ticket = self._peers.pop(0)
         peer.say(done(ticket, code=None, signal=number))
@@ -257,10 +261,19 @@ async def test_looks_cost_no_more_however_many_calls_last(
         assert len(looks) - before == pytest.approx(expected, rel=0.3)
 
 
-def watched(looks: Iterator[float]) -> tuple[lasting.Watch, int]:
-    """And the descriptor that is given to it."""
-    fd = os.open(os.devnull, os.O_RDONLY)
-    return lasting.Watch(looks, fd), fd
+class Watch(lasting.Watch):
+    """One whose looks are told beforehand."""
+
+    def __init__(self, looks: Iterator[float], pidfd: int = -1) -> None:
+        self.is_over = False
+        self._looks, self._pidfd = looks, pidfd
+
+    def _look(self) -> float | None:
+        return next(self._looks, None)
+
+    def end(self) -> None:
+        if self._pidfd >= 0:
+            super().end()
 
 
 def no_process() -> Iterator[float]:
@@ -272,7 +285,8 @@ def no_process() -> Iterator[float]:
 @pytest.mark.parametrize("looks", [iter([]), iter([0.1]), no_process(), itertools.repeat(0.1)])
 async def test_what_is_watched_no_more_holds_no_descriptor(looks: Iterator[float], autojump_clock: MockClock) -> None:
     """It is out of time, has ended by itself, or the executor has."""
-    watches, (watch, fd) = lasting.Watches(NOBODY), watched(looks)
+    fd = os.open(os.devnull, os.O_RDONLY)
+    watches, watch = lasting.Watches(NOBODY), Watch(looks, fd)
     watches._add(trio.current_time(), watch)
     with trio.move_on_after(10):
         await watches.run()
@@ -291,18 +305,89 @@ async def test_a_crowd_that_is_due_leaves_others_their_turn() -> None:
         while True:
             at_once += 1
             most = max(most, at_once)
+            until = time.thread_time() + lasting.TURN_S / 4
+            while time.thread_time() < until:
+                pass
             yield 0.01
 
     watches = lasting.Watches(NOBODY)
-    for _ in range(10 * lasting.AT_ONCE):
-        watches._add(trio.current_time(), watched(looks())[0])
+    for _ in range(40):
+        watches._add(trio.current_time(), Watch(looks()))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watches.run)
         for _ in range(100):
             await trio.lowlevel.checkpoint()
             at_once = 0
         nursery.cancel_scope.cancel()
-    assert 0 < most <= 2 * lasting.AT_ONCE
+    assert 0 < most <= 2 * 4
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("calls", "cost_s", "share"), [(1, 0.004, 0.08), (30, 0.002, 0.27), (500, 0.004, 0.23), (100, 0.0004, 0.8)]
+)
+async def test_looks_that_take_long_are_rare(
+    calls: int, cost_s: float, share: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Who starts a hundred threads must not keep all others from their answers."""
+    spent = 0.0
+
+    def looks() -> Iterator[float]:
+        nonlocal spent
+        while True:
+            spent += cost_s
+            yield 0.05
+
+    monkeypatch.setattr(time, "thread_time", lambda: spent)
+    watches = lasting.Watches(NOBODY)
+    for _ in range(calls):
+        watches._add(trio.current_time(), Watch(looks()))
+    with trio.move_on_after(100):
+        await watches.run()
+    assert spent / 100 == pytest.approx(share, rel=0.15)
+
+
+@pytest.mark.trio
+async def test_what_the_machine_lacks_for_a_moment_is_no_end_of_a_watch(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """A table of files that is full: were nobody to look any more, the call would end with all its jail."""
+    machine, lacks = Machine(monkeypatch, 0.0), iter([True, True, False, True])
+
+    def found(_fd: int) -> int:
+        if next(lacks, False):
+            raise OSError(errno.ENFILE, "Too many open files in system")
+        return 77
+
+    def look(_tree: CallTree) -> Look:
+        if next(lacks, False):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return machine._look()
+
+    monkeypatch.setattr(lasting, "host_pid", found)
+    monkeypatch.setattr(CallTree, "look", look)
+    assert (await machine.run(2.0)).status is Status.TIMEOUT
+    assert machine.killed_after == pytest.approx(2.0, rel=0.05)
+    assert next(lacks, None) is None
+
+
+@pytest.mark.trio
+async def test_a_look_at_who_has_just_gone_changes_nobody_who_has_its_number_now(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    machine, signals = Machine(monkeypatch, 0.0), []
+
+    def gone(_fd: int, number: int) -> None:
+        signals.append(number)
+        if machine._peers:
+            peer, ticket = machine._peers.pop(0)
+            peer.say(done(ticket))
+        raise ProcessLookupError
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", gone)
+    assert (await machine.run(2.0, demote_after_ms=1.0)).status is Status.OK
+    assert machine.idle == []
+    assert {*signals} == {0}
 
 
 @pytest.mark.trio
@@ -348,11 +433,27 @@ async def test_a_call_that_ends_between_two_looks_is_judged_by_what_it_computed(
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1.0))
         await trio.sleep(500)
         peer, ticket = machine._peers.pop(0)
-        peer.say(done(ticket, cpu_ms=1e3 * cpu_s))
+        peer.say(done(ticket, cpu_ms=1e3 * cpu_s, wall_ms=1e3 * (trio.current_time() - machine._started)))
         await driver.all_of(seqs)
         result = driver.answers[seqs[0]]
         assert result.status is status
         assert (result.exit_code, result.signal) == ((0, None) if status is Status.OK else (None, signal.SIGKILL))
+
+
+@pytest.mark.trio
+async def test_what_many_compute_together_before_the_limit_by_the_wall_is_in_time(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Alone at the last look, it has started sixteen since."""
+    machine = Machine(monkeypatch, 0.0)
+    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+        machine._started = trio.current_time()
+        seqs = driver.submit("outlast", limits=Limits(timeout_s=2.0))
+        await trio.sleep(1.4)
+        peer, ticket = machine._peers.pop(0)
+        peer.say(done(ticket, cpu_ms=1e3 * (1.3 + 16 * 0.1), wall_ms=1.4e3))
+        await driver.all_of(seqs)
+        assert driver.answers[seqs[0]].status is Status.OK
 
 
 standing: dict[Caller, set[int]] = {}
@@ -382,6 +483,11 @@ EVADERS = {
     "starts threads": f"import threading\ndef f():\n    {ENDLESS}\nfor _ in '123': threading.Thread(target=f).start()",
     "forks for ever": "import os\nwhile True:\n    if os.fork() == 0:\n        while sum(os.times()[:2]) < 0.05: pass\n"
     "        os._exit(0)\n    os.wait()",
+    "starts and ends threads without pause": "import _thread, time\n_thread.stack_size(1 << 16)\nfor _ in range(40):\n"
+    "    _thread.start_new_thread(time.sleep, (1000,))\nwhile True:\n"
+    "    try: _thread.start_new_thread(time.sleep, (0.003,))\n    except RuntimeError: pass",
+    "hides in a crowd": "import _thread, os, time\n_thread.stack_size(1 << 16)\nfor _ in range(130):\n"
+    f"    _thread.start_new_thread(time.sleep, (1000,))\nif os.fork() == 0:\n    {ENDLESS}\ntime.sleep(1000)",
     "leaves its parents": "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n" + ENDLESS,
 }
 
@@ -390,7 +496,7 @@ EVADERS = {
 def test_what_lasts_gives_way_however_it_goes_about_it(how: str, narrow: Caller) -> None:
     if not Eagerness().can_change:
         pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
-    seq = narrow.submit(call(EVADERS[how], timeout_s=60))
+    seq = narrow.submit(call(EVADERS[how], timeout_s=60, processes=400))
     assert narrow.run("1", timeout_s=60).value == "1", "there is but one short place"
     narrow.until(lambda: policies(narrow) == {os.SCHED_IDLE})
     narrow.send("cancel", [seq])

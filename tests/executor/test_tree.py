@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 from sandbox.executor import tree
 from sandbox.executor.tree import CallTree, Eagerness, host_pid
+from sandbox.jail import Idle
 
 HERE = os.getpid()
 THREADS = """
@@ -140,9 +143,22 @@ def test_how_often_a_thread_has_slept_is_read_once_a_turn(monkeypatch: pytest.Mo
             child.kill()
 
 
+class Members:
+    """A group that has these processes."""
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+
+    def others(self, first: int) -> list[int]:
+        return [pid for pid in self._pids if pid != first]
+
+    def threads(self) -> list[int]:
+        return [tid for pid in self._pids for tid in tree._threads(pid)]
+
+
 def test_a_group_says_who_is_there_and_the_first_is_first() -> None:
     with running(THREADS, "0") as pid, running(THREADS, "0") as other:
-        look = CallTree(pid, lambda first: [other, 0, 2**22 + 1]).look()
+        look = CallTree(pid, Members(pid, other, 0, 2**22 + 1)).look()
         assert look is not None
         assert list(look) == [pid, other]
 
@@ -179,7 +195,43 @@ ctypes.CDLL(None).syscall(60, 0)  # exit(2) of this thread alone
 
 def test_a_crowd_is_not_looked_at() -> None:
     with running(THREADS, str(tree.CROWD + 1)) as pid:
-        assert CallTree(pid).look() is None
+        own = CallTree(pid)
+        assert own.look() is None
+        assert own.ran_s == math.inf, "of all its time only some is known"
+        with running(THREADS, "0") as other:
+            own.root = other
+            assert own.look() is None, "what was a crowd once has wall time for good"
+
+
+CHURN = """
+import _thread, threading, time
+for _ in range(40):
+    _thread.start_new_thread(time.sleep, (1000,))
+print(flush=True)
+few = threading.Semaphore(20)
+def rest():
+    time.sleep(0.0005)
+    few.release()
+while few.acquire():
+    _thread.start_new_thread(rest, ())
+"""
+
+
+def test_who_starts_and_ends_threads_without_pause_is_seen_all_the_same() -> None:
+    with subprocess.Popen([sys.executable, "-c", CHURN], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            own, vanished = CallTree(process.pid), 0
+            for _ in range(50):
+                listed = len(tree._threads(process.pid))
+                look = own.look()
+                assert look is not None
+                assert len(look[process.pid].threads) > 40
+                vanished += listed > len(look[process.pid].threads)
+            assert vanished, "no thread has ended while it was looked at, so nothing was tried"
+        finally:
+            process.kill()
 
 
 def test_all_threads_give_way_and_come_back() -> None:
@@ -195,6 +247,80 @@ def test_all_threads_give_way_and_come_back() -> None:
                 own.look()
                 assert len(own._policies) == count
                 assert {os.sched_getscheduler(tid) for tid in own._policies} == {policy}
+
+
+@pytest.mark.parametrize("has_group", [True, False])
+def test_a_crowd_gives_way_as_a_whole(has_group: bool) -> None:
+    """A process that computes can be the last one of it."""
+    eagerness = Eagerness()
+    if not eagerness.can_change:
+        pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
+    with running(THREADS, str(3 * tree.CROWD)) as pid, running(THREADS, "0") as last:
+        own = CallTree(pid, Members(pid, last) if has_group else None)
+        for is_idle, policy in ((True, os.SCHED_IDLE), (False, os.SCHED_OTHER)):
+            for _ in range(2):
+                assert own.look() is None
+                eagerness.set(own, is_idle=is_idle)
+            threads = tree._threads(pid) + [last] * has_group
+            assert {os.sched_getscheduler(tid) for tid in threads} == {policy}
+
+
+class Group(Idle):
+    """Who was moved to where, in turn; some cannot be."""
+
+    def __init__(self, **refused: int) -> None:
+        self.moves: list[tuple[int, bool]] = []
+        self.refused = {int(tid[1:]): number for tid, number in refused.items()}
+
+    def move(self, tid: int, *, inside: bool) -> None:
+        if number := self.refused.get(tid):
+            raise OSError(number, os.strerror(number))
+        self.moves.append((tid, inside))
+
+    def taken(self) -> list[tuple[int, bool]]:
+        moves, self.moves = sorted(self.moves), []
+        return moves
+
+
+def test_what_has_been_started_since_a_look_is_moved_with_the_others() -> None:
+    own, group = CallTree(1), Group()
+    own._policies = {1: 0}
+    own.move(group, inside=False)
+    assert group.taken() == [], "none was ever inside"
+    own.move(group, inside=True)
+    assert group.taken() == [(1, True)]
+    own._policies = {1: 0, 2: 0}  # by 1, so it began inside
+    own.move(group, inside=False)
+    assert group.taken() == [(1, False), (2, False)]
+    own._policies = {1: 0, 2: 0, 3: 0}  # by 1, before that came out
+    own.move(group, inside=False)
+    assert group.taken() == [(3, False)]
+    own.move(group, inside=False)
+    assert group.taken() == []
+
+
+def test_of_a_crowd_some_are_moved_at_a_time() -> None:
+    own, group = CallTree(1), Group()
+    own._policies = dict.fromkeys(range(1, 300), 0)
+    sizes = []
+    for _ in range(4):
+        own.move(group, inside=True)
+        sizes.append(len(group.taken()))
+    assert sizes == [tree.CROWD, tree.CROWD, 299 - 2 * tree.CROWD, 0]
+
+
+def test_a_thread_that_cannot_be_moved_yet_is_moved_later() -> None:
+    own, group = CallTree(1), Group(_2=errno.EINVAL, _3=errno.ESRCH)
+    own._policies = {1: 0, 2: 0, 3: 0}
+    own.move(group, inside=True)
+    assert group.taken() == [(1, True)]
+    group.refused.clear()
+    own.move(group, inside=True)
+    assert group.taken() == [(2, True), (3, True)]
+    group.refused = {4: errno.EACCES}
+    own._policies = {4: 0}
+    with pytest.raises(PermissionError):
+        own.move(group, inside=True)
 
 
 def test_without_the_right_nothing_is_changed_and_it_is_said_once(
