@@ -3,8 +3,8 @@
     python -m bench.recipe [--config configs/tiny.toml] [--folder runs/recipe] [--json]
 
 `configs/tiny.toml` from nothing, as `rstar-train recipe` runs it. A step is generation, tools, optimisation, and what
-is neither; `docs/runs.md` says how the last is counted, by the wall clock and by the processor. What a stage has taken
-is kept with it, so that a run that was stopped goes on and counts as a whole.
+is neither; `docs/algorithm.md` says how the last is counted, by the wall clock and by the processor. What a stage has
+taken is kept with it, so that a run that was stopped goes on and counts as a whole.
 """
 
 from __future__ import annotations

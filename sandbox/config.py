@@ -21,7 +21,7 @@ from sandbox.types import LIMIT_FIELDS, Limits, Number, Profile
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
 CLIENT_ENV = {"URL"}
-"""Read by clients, not by us; seeing them is no mistake."""
+"""For clients, not for us; seeing them is no mistake."""
 
 SLOTS_PER_CORE = 16
 """Calls running at once, per core: enough that sleepers and I/O do not idle it, and that orders and answers of small

@@ -215,6 +215,14 @@ def _schedstat() -> str:
     return _expect(ran > 0, f"waited {waited / 1e6:.3f} ms so far", "the kernel does not count (CONFIG_SCHED_INFO)")
 
 
+def _priorities() -> str:
+    if not kernel.may_set_priorities():
+        raise PermissionError("no CAP_SYS_NICE in the first user namespace")
+    for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    return "given up and taken back"
+
+
 def _landlock() -> str:
     abi = kernel.landlock_abi()
     handled = rules.handled(abi)
@@ -309,6 +317,7 @@ _REQUIRED: tuple[_Attempt, ...] = (
 _OPTIONAL: tuple[_Attempt, ...] = (
     ("uid range", _uid_range, "a host uid of its own for every call at once"),
     ("schedstat", _schedstat, "time limits on a call's own clock, whatever the load"),
+    ("priorities", _priorities, "long calls give way to short ones; else all wait for a core alike"),
     ("Landlock", _landlock, "level landlock, for containers without namespaces"),
     ("control groups", _control_groups, "limits and counts of a whole call; else limits hold for each process"),
 )
