@@ -116,6 +116,7 @@ def _search(args: argparse.Namespace) -> int:
     figures = {
         "bench": "leaks",
         "calls": load.calls,
+        "settled": args.settled,
         "abandoned_batches": load.abandoned,
         "killed_zygotes": load.killed,
         "statuses": dict(statuses.most_common()),

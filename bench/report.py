@@ -189,8 +189,10 @@ def _agreement(figures: Figures) -> list[str]:
 
 def _leaks(figures: Figures) -> list[str]:
     grown, left = (", ".join(figures[name]) or "nothing" for name in ("grown", "left_behind"))
+    held = [mark["memory_mb"] for mark in figures["marks"] if mark["calls"] >= figures["settled"]]
     return [
-        f"What {figures['calls']:,} calls made grow in the server: {grown}; what it left behind at its end: {left}."
+        f"What {figures['calls']:,} calls made grow in the server beyond what allocators and connections explain: "
+        f"{grown} (memory by {held[-1] - held[0]:+.1f} MiB to {held[-1]:,.0f}); what it left behind at its end: {left}."
     ]
 
 
@@ -200,6 +202,7 @@ def _burst(figures: Figures) -> list[str]:
         for name, pace in (("all at once", figures["burst"]), ("a steady load", figures["steady"]))
     ]
     memory = figures["memory_mb"]
+    missed = f" Missed: {'; '.join(figures['missed'])}." if figures["missed"] else ""
     loops = []
     if share := figures.get("loops"):
         ms = [" / ".join(map(_number, figures[name]["short_ms"].values())) for name in ("burst", "steady")]
@@ -214,7 +217,7 @@ def _burst(figures: Figures) -> list[str]:
         *loops,
         f"{figures['lost']:,} lost, {figures['doubled']:,} doubled, {figures['wrong']:,} wrong; "
         f"{figures['ratio']:.2f} of the steady load's calls/s; "
-        f"{memory['idle']:,} MiB idle, {memory['peak']:,} MiB at the peak.",
+        f"{memory['idle']:,} MiB idle, {memory['peak']:,} MiB at the peak.{missed}",
     ]
 
 
@@ -227,7 +230,11 @@ def _mixed(figures: Figures) -> list[str]:
     if storm := figures.get("storm"):
         rows.append(("one `print` after another", storm["calm_ms"]))
         rows.append((f"the same under {storm['loops']} endless loops", storm["storm_ms"]))
-    return _table(("short calls", "p50 / p90 ms"), ((name, _pair(points, "p90")) for name, points in rows))
+    points = ("p50", "p90", "p99")
+    return _table(
+        ("short calls", " / ".join(points) + " ms"),
+        ((name, " / ".join(_number(ms[point]) for point in points)) for name, ms in rows),
+    )
 
 
 def _invariance(figures: Figures) -> list[str]:
@@ -404,12 +411,9 @@ def _rollouts(figures: Figures) -> list[str]:
         lines += ["", "The simulator's answer for the same rollouts, against that:", ""]
         lines += _table(("", "makespan", "in its worst round", "preemptions + 1", "hits, points"), off)
     if asked := figures.get("verdicts"):
-        lines += [
-            "",
-            f"What is asked of `kv`, by medians of each {repeat}'s ratios:",
-            "",
-            *_table(*output.asked(asked)),
-        ]
+        how = "" if figures["is_simulated"] else "preemptions and recomputed tokens of all rounds together, the others "
+        what = f"What is asked of `kv`, {how}by medians of each {repeat}'s ratios:"
+        lines += ["", what, "", *_table(*output.asked(asked))]
     return lines
 
 

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -59,7 +59,6 @@ class Bench:
     urls: list[str]
     logs: list[Path]
     session: aiohttp.ClientSession
-    took: dict[Batch, list[float]] = field(default_factory=dict)
     """Seconds."""
 
     @classmethod
@@ -124,12 +123,9 @@ class Bench:
                 made[name] += sum(map(float, found))
         return made
 
-    async def fit(self, bar: Progress) -> dict[str, Any]:
-        """The constants of `Hardware` for one of these servers when all work, and how well they say what was seen: now,
-        and whenever it was asked before, as a machine that others share is not the same from one minute to the next."""
-        for batch in bar.track(BATCHES, description="fit"):
-            self.took.setdefault(batch, []).append(await self.batch(batch))
-        return fitted({batch: fmean(seconds) for batch, seconds in self.took.items()}, len(self.urls))
+    async def batches(self, bar: Progress) -> dict[Batch, float]:
+        """Seconds that each of `BATCHES` takes."""
+        return {batch: await self.batch(batch) for batch in bar.track(BATCHES, description="fit")}
 
     async def batch(self, batch: Batch) -> float:
         """Seconds that every engine takes for it, all at the same time."""
@@ -273,8 +269,11 @@ BATCHES = [
 """Those whose contexts all fit."""
 
 
-def fitted(took: Mapping[Batch, float], count: int) -> dict[str, Any]:
-    """Least squares of the relative errors of what batches took, in seconds; no constant is negative."""
+def fitted(passes: Sequence[Mapping[Batch, float]], count: int) -> dict[str, Any]:
+    """The constants of `Hardware` for one of `count` servers when all work, by least squares of the relative errors of
+    what batches took, in seconds; none is negative. Of several passes the mean, as a machine that others share is not
+    the same from one minute to the next."""
+    took = {batch: fmean(took[batch] for took in passes) for batch in passes[0]}
     features = np.array([batch.features for batch in took])
     seconds = np.array([*took.values()])
     costs = _nonnegative(features / seconds[:, None], np.ones(len(took)))
@@ -287,7 +286,7 @@ def fitted(took: Mapping[Batch, float], count: int) -> dict[str, Any]:
         most_running=SLOTS,
         **dict(zip(names, map(float, costs), strict=True)),
         block=BLOCK,
-        source=f"fitted to {len(took)} kinds of batches, {count} vLLM servers at once",
+        source=f"fitted to {len(took)} kinds of batches, {count} vLLM servers at once, in {len(passes)} passes",
     )
     return {
         "hardware": asdict(hardware),

@@ -157,6 +157,8 @@ def profile_of(args: argparse.Namespace) -> Profile:
     how += f"--cache-share {args.cache_share} " if args.cache_share else ""
     command = f"python -m bench.rollouts {how}--engines {engines} --groups {groups} --samples {samples}"
     command += f" --seeds {args.seeds}" if args.simulate else f" --rounds {args.rounds}"
+    command += " --fit" * args.fit + " --first-step" * args.first_step
+    command += f" --episodes {' '.join(map(str, args.episodes))}" if args.episodes else ""
     command += "" if args.policies == tuple(POLICIES) else f" --policies {','.join(args.policies)}"
     return Profile(args.profile, hardware, engines, most_new, plans, args.simulate, command, is_first)
 
@@ -208,6 +210,12 @@ class Counts:
     recomputed: int
     asked: int
     hits: int
+
+
+Played = dict[tuple[int, str], tuple[list[Turn], Counts]]
+"""By round and policy."""
+Passes = dict[int, list[list[float]]]
+"""Sizes of batches and the seconds that they took, by the round before which that was measured."""
 
 
 def measured(
@@ -522,9 +530,15 @@ def _real(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "played.jsonl"
         wanted = [(number, policy) for number in range(args.rounds) for policy in _rotated(args.policies, number)]
-        if missing := [key for key in wanted if key not in _read(log)]:
-            asyncio.run(_play(args, missing, log, Path(folder)))
-        profile, played = profile_of(args), _read(log)
+        played, passes = _read(log)
+        if missing := [key for key in wanted if key not in played]:
+            asyncio.run(_play(args, missing, passes, log, Path(folder)))
+            played, passes = _read(log)
+    if args.fit:
+        fit = _write_fit(passes, args.engines)
+        costs = [(name, f"{value:.3g}") for name, value in fit["hardware"].items() if name.endswith("_s")]
+        output.show(f"{FITTED}: a batch is off by {fit['residual']:.1%} (median)", ("constant", ""), costs)
+    profile = profile_of(args)
     rows: dict[str, list[Any]] = {policy: [] for policy in args.policies}
     said: dict[str, list[Any]] = {policy: [] for policy in args.policies}
     lines: dict[str, dict[str, list[float]]] = {}
@@ -546,34 +560,54 @@ def _real(args: argparse.Namespace) -> int:
     return _finish(args, f"{title}, {figures['episodes']} episodes", figures, rows, lines)
 
 
-async def _play(args: argparse.Namespace, missing: Sequence[tuple[int, str]], log: Path, folder: Path) -> None:
+async def _play(
+    args: argparse.Namespace, missing: Sequence[tuple[int, str]], passes: Passes, log: Path, folder: Path
+) -> None:
     from bench.rollout_live import Bench
+
+    def note(row: Mapping[str, Any]) -> None:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     with output.progress() as bar:
         async with Bench.started(_vllm(args), args.engines, folder) as bench:
-            fits: dict[int, dict[str, Any]] = {}
             for number, policy in bar.track(missing, description="rounds"):
-                if args.fit and number not in fits:
-                    fits[number] = await bench.fit(bar)
-                    FITTED.write_text(json.dumps({**fits[number], "machine": output.machine()}, indent=2) + "\n")
+                if args.fit and number not in passes:
+                    took = await bench.batches(bar)
+                    passes[number] = [[*astuple(batch), took[batch]] for batch in took]
+                    note({"round": number, "batches": passes[number]})
+                    _write_fit(passes, args.engines)
                 profile = profile_of(args)
                 turns, counts = await bench.play(
                     policy, profile.plans(number), profile.before(number), profile.most_new, seed=number
                 )
-                row = {"round": number, "policy": policy, "counts": astuple(counts), "turns": [*map(astuple, turns)]}
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-    for fit in [*fits.values()][-1:]:
-        costs = [(name, f"{value:.3g}") for name, value in fit["hardware"].items() if name.endswith("_s")]
-        output.show(f"{FITTED}: a batch is off by {fit['residual']:.1%} (median)", ("constant", ""), costs)
+                played = {"counts": astuple(counts), "turns": [*map(astuple, turns)]}
+                note({"round": number, "policy": policy, **played})
 
 
-def _read(log: Path) -> dict[tuple[int, str], tuple[list[Turn], Counts]]:
-    """What was played, by round and policy."""
-    rows = map(json.loads, log.read_text(encoding="utf-8").splitlines()) if log.exists() else ()
-    return {
-        (row["round"], row["policy"]): ([Turn(*turn) for turn in row["turns"]], Counts(*row["counts"])) for row in rows
-    }
+def _read(log: Path) -> tuple[Played, Passes]:
+    """What was played and what was measured."""
+    played: Played = {}
+    passes: Passes = {}
+    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
+        row = json.loads(line)
+        if "batches" in row:
+            passes[row["round"]] = row["batches"]
+        else:
+            played[row["round"], row["policy"]] = [Turn(*turn) for turn in row["turns"]], Counts(*row["counts"])
+    return played, passes
+
+
+def _write_fit(passes: Passes, engines: int) -> dict[str, Any]:
+    """The constants that all passes come to, which are the profile cpu-tiny from now on."""
+    from bench.rollout_live import Batch, fitted
+
+    if not passes:
+        raise output.BenchFailed("expected rounds that were played with --fit, got a log without any")
+    took = [{Batch(*map(int, sizes)): seconds for *sizes, seconds in rows} for rows in passes.values()]
+    fit = fitted(took, engines)
+    FITTED.write_text(json.dumps({**fit, "machine": output.machine()}, indent=2) + "\n", encoding="utf-8")
+    return fit
 
 
 def validation(rows: Mapping[str, Sequence[Any]], said: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, float]]:

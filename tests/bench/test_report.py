@@ -31,12 +31,12 @@ ROC = dict.fromkeys(
 MADE_UP: dict[str, dict[str, Any]] = {
     "burst": {
         "burst": PACE, "steady": PACE, "lost": 1, "doubled": 2, "wrong": 3, "ratio": 0.95,
-        "memory_mb": {"idle": 600, "peak": 1400},
+        "memory_mb": {"idle": 600, "peak": 1400}, "missed": ["1 lost, expected none", "2 doubled, expected none"],
     },
     "burst-loops": {
         "command": "python -m bench.burst --loops 0.01", "loops": 0.01, "loop_s": 1.0,
         "burst": {**PACE, "short_ms": POINTS}, "steady": {**PACE, "short_ms": {"p50": 7.0, "p90": 8.0, "p99": 9.0}},
-        "lost": 0, "doubled": 0, "wrong": 0, "ratio": 1.0, "memory_mb": {"idle": 600, "peak": 1400},
+        "lost": 0, "doubled": 0, "wrong": 0, "ratio": 1.0, "memory_mb": {"idle": 600, "peak": 1400}, "missed": [],
     },
     "mixed": {
         "traffic": {"rate": 9.5, "without_loops": {"short_ms": POINTS}, "with_loops": {"short_ms": POINTS, "loops": 6}},
@@ -77,6 +77,10 @@ MADE_UP: dict[str, dict[str, Any]] = {
             "mix": {"idle_mb": 832, "each_kb": 2.52, "running_mb": 250, "all_mb": 1190},
         },
         "measured_on": {"burst": {"commit": "abc"}, "mixed": {"commit": "def+"}},
+    },
+    "leaks": {
+        "calls": 4000, "settled": 2000, "grown": {}, "left_behind": ["a mount"],
+        "marks": [{"calls": 1000 * n, "memory_mb": 600.0 + n} for n in range(1, 5)],
     },
     "gateway": {"batch": 64, "calls_per_s": 9876.5, "cpu_us": 101.2},
     "peers": {
@@ -126,9 +130,12 @@ EXPECTED = {
         "| all at once | 45,000 | 321 | 1.5 / 140,000 | 3.21 |",
         "1 lost, 2 doubled, 3 wrong",
         "0.95 of the",
-        "1,400 MiB",
+        "1,400 MiB at the peak. Missed: 1 lost, expected none; 2 doubled, expected none.",
     ],
-    "mixed": ["| the same, 6 endless loops among it | 5.0 / 60.5 |", "under 40 endless loops | 5.0 / 60.5 |"],
+    "mixed": [
+        "| the same, 6 endless loops among it | 5.0 / 60.5 / 200 |",
+        "under 40 endless loops | 5.0 / 60.5 / 200 |",
+    ],
     "invariance": [
         "100 calls alone",
         "beside 5 endless loops and 4 busy",
@@ -153,6 +160,7 @@ EXPECTED = {
         "at these commits: burst of abc, mixed of def+.",
         "4,500 core seconds more",
     ],
+    "leaks": ["grow in the server beyond", ": nothing (memory by +2.0 MiB to 604)", "at its end: a mount."],
     "gateway": ["9,876 calls/s, 101 µs"],
     "roc": [
         "| RoC, 2G to G | 0.850 ± 0.010 | 0.500 ± 0.100 | 0.500 ± 0.100 | 0.500 ± 0.100 |",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,34 @@ def test_fit_finds_the_constants_of_a_simulated_engine() -> None:
     live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
     costs = {"base_s": 4e-3, "per_sequence_s": 2e-4, "per_context_s": 0.0, "prefill_s": 3e-5, "turn_s": 2e-3}
     took = {one: sum(a * b for a, b in zip(one.features, costs.values(), strict=True)) for one in live.BATCHES}
-    found = live.fitted(took, 2)
+    apart = [{one: share * seconds for one, seconds in took.items()} for share in (0.75, 1.25)]
+    found = live.fitted(apart, 2)
     assert found["residual"] < 1e-6
     assert {name: found["hardware"][name] for name in costs} == pytest.approx(costs, abs=1e-9)
+
+
+def test_a_log_holds_what_was_played_and_what_the_constants_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    monkeypatch.setattr(rollouts, "FITTED", tmp_path / "fitted.json")
+    log = tmp_path / "log.jsonl"
+    turns = [[number, "e0", 0.0, 1.0 + number, 40, 8, False] for number in range(4)]
+    played: list[object] = [
+        {"round": 0, "policy": policy, "counts": [0, 0, 160, 80], "turns": turns} for policy in ("static", "kv")
+    ]
+    log.write_text("".join(json.dumps(row) + "\n" for row in played))
+    sizes = ("--engines", "2", "--groups", "2", "--samples", "2", "--rounds", "1")
+    command = [*sizes, "--fit", "--policies", "static,kv", "--log", str(log)]
+    assert rollouts.main(command) == 1
+    assert "expected rounds that were played with --fit" in capsys.readouterr().err
+    batches = [[*astuple(one), 0.01 * one.features[0] + 0.002 * one.features[1]] for one in live.BATCHES]
+    log.write_text(log.read_text() + json.dumps({"round": 0, "batches": batches}) + "\n")
+    found = figures(capsys, *command)
+    assert found["policies"]["kv"]["makespan_s"] == 4.0
+    assert found["policies"]["kv"]["prefix_hit_rate"] == 0.5
+    assert rollouts.fitted(rollouts.FITTED).base_s == pytest.approx(0.01)
+    assert rollouts.fitted(rollouts.FITTED).per_sequence_s == pytest.approx(0.002)
 
 
 def test_what_a_batch_is_made_of() -> None:
