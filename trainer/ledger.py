@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SPREAD = 1.0
+SPREAD = 1.5
 """Standard deviations of all lengths together that are kept free: chance does more to a few episodes than to many."""
 
 

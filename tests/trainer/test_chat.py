@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -326,3 +328,12 @@ def test_a_tokenizer_without_qwens_tokens_is_refused():
 
     with pytest.raises(ValueError, match=r"no <\|im_start\|>$"):
         rstar2(Other())
+
+
+def test_the_row_in_the_readme_is_one():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    row = json.loads(re.search(r'```json\n(\{"messages": .*?)```', readme, re.DOTALL)[1])
+    assert rstar2(qwen_tokenizer()).encode(row["messages"])
+    asks, answers = (parse(said["content"]) for said in row["messages"] if said["role"] == "assistant")
+    assert [call.arguments for call in asks.calls] == [{"code": "print(347 * 29)"}]
+    assert (answers.answer, answers.answer_tags) == ("10063", 1)
