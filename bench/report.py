@@ -444,7 +444,6 @@ TABLES: dict[str, Render] = {
     "recipe": _recipe,
     "roc": _roc,
     "rollouts": _rollouts,
-    "rollouts-amd": _rollouts,
     "rollouts-8k": _rollouts,
     "rollouts-12k": _rollouts,
     "rollouts-cost": _cost,

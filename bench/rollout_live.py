@@ -36,8 +36,8 @@ BLOCKS = 257
 CAPACITY = (BLOCKS - 1) * BLOCK
 SLOTS = 64
 HIDDEN, LAYERS = 512, 6
-"""16 million parameters: a step of a full cache takes some 40 ms, as on the hardware that this stands for (28 ms in the
-profile mi300x-14b), so that the seconds of a tool are as many steps here as there."""
+"""16 million parameters: a step of a full cache takes some 35 ms, much as on the hardware that this stands for (28 ms
+in the profile mi300x-14b), so that the seconds of a tool are as many steps here as there."""
 VOCABULARY = 640
 MAX_LENGTH = 1024
 STEP = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")
