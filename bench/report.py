@@ -257,7 +257,11 @@ def _soak(figures: Figures) -> list[str]:
     ]
     columns = ("of the server, in the last half", "median", "growth", "noise")
     rates = ", ".join(map(_number, figures["calls_per_s"]))
-    said = f"{figures['answered']:,} calls: {', '.join(bad)}; {rates} calls/s, quarter by quarter."
+    rest = ", ".join(f"{mark['memory_mb']:,.0f}" for mark in figures["at_rest"])
+    said = (
+        f"{figures['answered']:,} calls: {', '.join(bad)}; {rates} calls/s, quarter by quarter; "
+        f"{rest} MiB at rest after each."
+    )
     return [said, "", *_table(columns, rows)]
 
 

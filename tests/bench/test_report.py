@@ -58,6 +58,7 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "soak": {
         "answered": 1_000_000, "calls_per_s": [127.6, 99.04], "lost": 0, "doubled": 1, "mixed_up": 2, "unavailable": 3,
         "last_half": {"memory_mb": {"median": 800.0, "growth": 1.25, "noise": 3.0, "tolerance": 1}},
+        "at_rest": [{"memory_mb": 700.4}, {"memory_mb": 702.6}],
     },
     "scaling": {
         "calls": 45_000, "p99_s": 1.0, "endless_core_s": 4500,
@@ -148,7 +149,8 @@ EXPECTED = {
         "At most 1.6 times fork, run and exit by os.fork: all; by the cheapest fork: all but bare.",
     ],
     "soak": [
-        "1,000,000 calls: 0 lost, 1 doubled, 2 mixed up, 3 unavailable; 128, 99.0 calls/s, quarter by quarter.",
+        "1,000,000 calls: 0 lost, 1 doubled, 2 mixed up, 3 unavailable; 128, 99.0 calls/s, quarter by quarter; "
+        "700, 703 MiB at rest after each.",
         "| memory mb | 800.0 | 1.2 | 3.0 |",
     ],
     "scaling": [
