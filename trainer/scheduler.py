@@ -391,10 +391,13 @@ class Scheduler:
         if self.policy != "kv" or len(self._engines) == 1:
             return home
         self.settle(now)
-        best = max(self.engines, key=_FREE)
-        there = best.promised + self.lengths.beyond(episode.length)
-        is_lighter = there / best.capacity < LIGHTER * home.promised / home.capacity
-        return best if is_lighter and best.running < best.most_running else home
+        best, most = max(self.engines, key=_FREE), LIGHTER * home.promised / home.capacity
+        if best.running >= best.most_running or best.promised / best.capacity >= most:
+            return home
+        length = max(episode.length, episode.told)
+        growths = self.lengths.growths(episode.group, length, episode.most)
+        there = best.ledger.peak_with(length, best.tick(now), growths)
+        return best if there / best.capacity < most else home
 
     def _count_up(self) -> None:
         self.engines = [engine for engine in self._engines.values() if engine.is_up]

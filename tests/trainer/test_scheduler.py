@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -162,6 +163,24 @@ def test_a_turn_leaves_a_full_engine_for_an_empty_one() -> None:
     scheduler.park(0, 60, 1.0)
     scheduler.wake(0, 70, 1.0)
     assert scheduler.place(1.0) == [Placement(0, "new", has_moved=True)]
+
+
+@given(lengths=st.lists(st.integers(2, MOST), max_size=12), turns=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_a_turn_that_is_alone_on_its_engine_has_no_better_place(lengths: list[int], turns: list[int]) -> None:
+    """Whatever is kept free for chance is kept free elsewhere, too."""
+    scheduler = Scheduler(MOST, "kv")
+    scheduler.up("old", CAPACITY)
+    for key, length in enumerate(lengths):
+        scheduler.submit(key, key, 1, MOST)
+        scheduler.place(0.0)
+        scheduler.complete(key, 1.0, length)
+    scheduler.submit("alone", 0, 1, MOST)
+    assert scheduler.place(2.0) == [Placement("alone", "old")]
+    scheduler.up("new", CAPACITY)
+    for turn, length in enumerate(itertools.accumulate(turns, initial=5)):
+        scheduler.park("alone", length, 3.0 + turn)
+        scheduler.wake("alone", length, 3.0 + turn)
+        assert scheduler.place(3.0 + turn) == [Placement("alone", "old")]
 
 
 def test_what_an_engine_had_goes_on_elsewhere_when_it_is_lost() -> None:
