@@ -56,7 +56,7 @@ test: $(VENV)/.train runtime  ## the tests
 test-latest: runtime  ## the trainer's tests with the newest versions that pyproject.toml allows
 	$(PYTHON) -m venv --clear $(LATEST_VENV)
 	$(LATEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(LATEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train]'
+	$(LATEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench,train]'
 	$(LATEST_VENV)/bin/python -m pip freeze --exclude-editable | grep -iE '^(accelerate|datasets|torch|transformers|trl)=='
 	$(LATEST_VENV)/bin/python -m pytest tests/trainer
 
@@ -65,10 +65,10 @@ lock:  ## choose the newest versions that pyproject.toml allows, and write them 
 	$(PYTHON) -m venv --clear $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	echo '$(TORCH)' >$(LOCK_VENV)/chosen.txt
-	$(LOCK) --extra dev --extra train --output-file $(LOCK_VENV)/all.txt
+	$(LOCK) --extra dev --extra bench --extra train --output-file $(LOCK_VENV)/all.txt
 	cp $(LOCK_VENV)/all.txt $(LOCK_VENV)/chosen.txt
 	$(LOCK) --output-file requirements/runtime.txt
-	$(LOCK) --extra dev --output-file requirements/test.txt
+	$(LOCK) --extra dev --extra bench --output-file requirements/test.txt
 	$(LOCK) --extra train --output-file $(LOCK_VENV)/train.txt
 	awk '/^[a-z]/ {skip = /^(torch==|triton==|cuda-|nvidia-)/} !skip' $(LOCK_VENV)/train.txt >requirements/train.txt
 

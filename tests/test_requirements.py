@@ -11,10 +11,11 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 DECLARED = {
     "runtime": PROJECT["dependencies"],
-    "test": PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"],
-    "train": PROJECT["dependencies"] + PROJECT["optional-dependencies"]["train"],
+    "test": PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["bench"],
+    "train": PROJECT["dependencies"] + EXTRAS["train"],
 }
 GPU_BUILDS = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)$")
 
