@@ -1,7 +1,7 @@
 """Our failures, as exceptions. Code failing is data (`Result.status`) and never appears here.
 
 SandboxError
-├── InvalidCall            the caller wrote a call that means nothing: fix the call, do not retry
+├── InvalidCall            the caller wrote a call that means nothing (a ValueError, too): fix it, do not retry
 ├── ConfigError            the operator asked for something that cannot be: fix the setting
 │   └── IsolationError     a layer that was asked for is missing on this machine
 ├── ProtocolError          a peer sent bytes that are no frame: drop the peer
@@ -19,7 +19,7 @@ class SandboxError(Exception):
     """Anything that went wrong on our side of the boundary."""
 
 
-class InvalidCall(SandboxError):
+class InvalidCall(SandboxError, ValueError):
     """A malformed call. The message names the field, what was expected and what came."""
 
 

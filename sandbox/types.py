@@ -1,7 +1,7 @@
 """What goes in and what comes out: `Call`, `Limits`, `Result` and the closed list of statuses.
 
 Invariants:
-- Everything here is frozen; a `Call` that exists is valid, because `Call.decode` is the only way in from outside.
+- Everything here is frozen; a `Call` that exists is valid: `Call.decode` and its constructor check by the same rules.
 - `code` and `stdin` are never refused for what they say. NUL bytes and lone surrogates are the code's own doing, so
   they reach the guest and come back as a Python error, as data.
 - `FIELDS` describes each input field once; validation here and the schema in `gateway.openapi` both come from it.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -110,10 +110,13 @@ class Limits:
 
     @classmethod
     def decode(cls, raw: Any, base: Limits | None = None, where: str = "limits") -> Limits:
-        """Limits from a decoded mapping; fields left out come from `base`. Raises `InvalidCall`."""
+        """Limits from a decoded mapping, or from `Limits`, whose values are checked; fields left out come from `base`.
+        Raises `InvalidCall`."""
         base = base or DEFAULT_LIMITS
         if raw is None:
             return base
+        if isinstance(raw, Limits):
+            raw = {name: getattr(raw, name) for name in LIMIT_FIELDS}
         mapping = _mapping(raw, where)
         _known(mapping, LIMIT_FIELDS, where)
         values: dict[str, Any] = {n: _number(mapping[n], LIMIT_FIELDS[n], f"{where}.{n}") for n in mapping}
@@ -135,7 +138,11 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One piece of Python to run. `files` maps relative paths to contents, laid in the working folder beforehand."""
+    """One piece of Python to run. `files` maps relative paths to contents, laid in the working folder beforehand.
+
+    The constructor raises `InvalidCall`, as `decode` does, and takes fields in either form: as they are here, or as
+    they are on the wire.
+    """
 
     code: str
     stdin: str = ""
@@ -148,6 +155,11 @@ class Call:
     priority: int = 0
     tenant: str = ""
 
+    def __post_init__(self) -> None:
+        for name, default in _DEFAULTS.items():
+            if (value := getattr(self, name)) is not default:
+                _set(self, name, _decode_field(name, value, DEFAULT_LIMITS, f"call.{name}"))
+
     @classmethod
     def decode(cls, raw: Any, defaults: Call | None = None, where: str = "call") -> Call:
         """A call from a decoded JSON or msgpack mapping. Raises `InvalidCall` naming the field and what it expects."""
@@ -156,10 +168,13 @@ class Call:
         if "code" not in mapping:
             raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
         base = defaults or _NO_DEFAULTS
-        values: dict[str, Any] = {}
-        for name, value in mapping.items():
-            values[name] = _decode_field(name, value, base, f"{where}.{name}")
-        return cls(**values) if base is _NO_DEFAULTS else replace(base, **values)  # `replace` takes twice as long
+        call = object.__new__(cls)  # not by the constructor, which would check all fields a second time
+        for name in CALL_FIELDS:
+            value = getattr(base, name)
+            if name in mapping:
+                value = _decode_field(name, mapping[name], base.limits, f"{where}.{name}")
+            _set(call, name, value)
+        return call
 
     @classmethod
     def decode_defaults(cls, raw: Any, where: str = "defaults") -> Call:
@@ -321,16 +336,18 @@ CALL_FIELDS: dict[str, str] = {
     "tenant": "whose call this is; tenants share the node fairly",
 }
 PRIORITY = Number(-100, 100, True, 0, CALL_FIELDS["priority"])
-_NO_DEFAULTS = Call(code="")
+_DEFAULTS = {one.name: one.default for one in fields(Call)}
+_set = object.__setattr__
 
 
-def _decode_field(name: str, value: Any, base: Call, where: str) -> Any:
+def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
+    """The value of a field in either form; `limits` are for those that it leaves out. Raises `InvalidCall`."""
     if name in ("code", "stdin"):
         return _text(value, where, MAX_CODE_BYTES if name == "code" else MAX_STDIN_BYTES)
     if name in ("id", "tenant"):
         return _label(value, where)
     if name == "limits":
-        return Limits.decode(value, base.limits, where)
+        return Limits.decode(value, limits, where)
     if name == "files":
         return _files(value, where)
     if name == "return_files":
@@ -430,3 +447,6 @@ def _show(value: Any) -> str:
         return f"a whole number of {value.bit_length()} bits"  # repr refuses the longest
     shown = repr(value[:60] if isinstance(value, (str, bytes)) else value)
     return ascii(shown)[1:-1] if not shown.isascii() else shown[:80]
+
+
+_NO_DEFAULTS = Call(code="")

@@ -292,19 +292,31 @@ class Ledger:
         batch.first = 0
         return cancelled
 
+    def give_up_waiting(self, kind: str, message: str, most: int) -> list[Ticket]:
+        """Answer calls that wait with `unavailable`, at most so many: no executor will get them."""
+        left: list[Ticket] = []
+        while len(left) < most:
+            if self._last_attempts:
+                ticket = self._last_attempts.popitem(last=False)[0]
+            elif (popped := self._queue.pop()) is not None:
+                ticket = popped
+                self._queue.end(ticket)
+            else:
+                break
+            self._refuse(ticket, kind, message)
+            left.append(ticket)
+        return left
+
     def give_up(self, kind: str, message: str) -> list[Ticket]:
         """Answer all that is left with `unavailable`: the service ends."""
-        left = [ticket for held in self._running.values() for ticket in held.values()]
-        left += self._last_attempts
+        left = self.give_up_waiting(kind, message, self.waiting)
+        running = [ticket for held in self._running.values() for ticket in held.values()]
         self._running.clear()
         self._alone.clear()
-        self._last_attempts.clear()
-        while (ticket := self._queue.pop()) is not None:
-            left.append(ticket)
         self._queue = FairQueue()
-        for ticket in left:
+        for ticket in running:
             self._refuse(ticket, kind, message)
-        return left
+        return left + running
 
     def retry_after_s(self, excess: int, now: float) -> int:
         """Seconds until `excess` calls have been answered, going by the last ones."""

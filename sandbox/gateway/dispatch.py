@@ -2,6 +2,8 @@
 
 Invariants:
 - All work on one turn of the event loop goes out together: one `_pump` per turn, frames of up to `FRAME_CALLS`.
+- Once the service stops, no call is handed out: those that wait, and those that an executor loses, are answered
+  `unavailable` with `Stopped` at once, so that their clients can send them to another service.
 - No task, timer or future belongs to a single call; a batch has one of each at most.
 - What happens to a call is decided in `admission.Ledger`; this file has the clock, the nodes and the counters.
 """
@@ -29,6 +31,9 @@ FRAME_BYTES = 8 << 20
 """A frame takes no more calls after this, so that big ones go in frames of their own."""
 TIMER_S = 0.002
 """The event loop's clock counts milliseconds, so its timers may be that early by ours."""
+STOPPED = "the service stopped before this call was done; send it again"
+STOP_CALLS = 512
+"""Waiting calls that are answered `Stopped` in one turn of the loop, which takes some milliseconds."""
 DEAD_S = 150.0
 """No executor for this long, and the service reports itself as not alive: more than one start may take."""
 
@@ -81,14 +86,16 @@ class Dispatcher:
             raise ConfigError(str(why)) from None
 
     async def drain(self, within_s: float) -> None:
-        """Admit nothing more and wait for what is admitted; what is unanswered after `within_s` gets `unavailable`."""
+        """Admit nothing more, and answer `unavailable` to what waits. What the executors have may finish within
+        `within_s`; the rest of it gets `unavailable`, too."""
         self.is_draining = True
+        self._schedule_pump()
         self._check_idle()
         try:
             async with asyncio.timeout(within_s):
                 await self._idle.wait()
         except TimeoutError:
-            left = self.ledger.give_up("Stopped", "the service stopped before this call was done; send it again")
+            left = self.ledger.give_up("Stopped", STOPPED)
             self._count_unavailable(left)
             log.warning("stopped with %d calls unfinished after %g s", len(left), within_s)
 
@@ -192,8 +199,18 @@ class Dispatcher:
     def _pump(self) -> None:
         """Hand out as many calls as the executors have room for, to the one with most room first."""
         self._pump_is_due = False
+        if self.is_draining:
+            self._stop_waiting()
+            return
         while self.ledger.waiting and any(map(self._fill, sorted(self.nodes, key=self._room, reverse=True))):
             pass
+
+    def _stop_waiting(self) -> None:
+        """Answer some of the waiting calls with `unavailable`, and the rest in later turns of the loop."""
+        self._count_unavailable(self.ledger.give_up_waiting("Stopped", STOPPED, STOP_CALLS))
+        if self.ledger.waiting:
+            self._schedule_pump()
+        self._check_idle()
 
     def _fill(self, node: Node) -> bool:
         """Send `node` a frame of calls; whether there were any for it. A last attempt waits for a node without one."""

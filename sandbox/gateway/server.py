@@ -1,7 +1,8 @@
 """`serve`: from a configuration to a process that listens, and back to nothing.
 
-The order of a stop: `/ready` says no and new calls are refused; admitted ones finish, for up to `drain_s`; the
-listening socket and its connections close; the executors are told to go, then killed. A second signal kills at once.
+The order of a stop: `/ready` says no, new calls are refused, and those that wait for a slot are answered `Stopped`, to
+be sent elsewhere; those that an executor has finish, for up to `drain_s`; the listening socket and its connections
+close; the executors are told to go, then killed. A second signal kills at once.
 """
 
 from __future__ import annotations
