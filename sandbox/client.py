@@ -317,9 +317,8 @@ class AsyncClient:
         rest_s = backoff_s(failures, retry_after_s, self._rng)
         endpoint.rested_at = _now() + rest_s
         pause_s = rest_s if all(other.is_resting(_now()) for other in self._endpoints) else 0.0
-        log.info(
-            "%s; sending %d calls again in %.1f s, retry %d of %d", why, len(left), pause_s, failures, self._retries
-        )
+        retry = f"retry {failures} of {self._retries}"
+        log.info("%.300s; %s, with %d calls, in %.1f s", why, retry, len(left), pause_s)
         return pause_s
 
     def _used_up(self, why: ServiceError, asked: _Asked) -> ServiceError:
@@ -329,11 +328,11 @@ class AsyncClient:
         question = f"; is `rstar-sandbox serve` running at {urls}?" if isinstance(why, Unreachable) else ""
         return type(why)(f"{why} ({tries}){question}", retry_after_s=why.retry_after_s)
 
-    def _take_back(self, endpoint: _Endpoint, lines: list[tuple[_Asked, dict[str, Any]]], started_at: float) -> None:
+    def _take_back(self, endpoint: _Endpoint, lines: dict[_Asked, dict[str, Any]], started_at: float) -> None:
         """Send calls again that came back as `unavailable`; those without retries left have that as their result."""
         again: list[_Asked] = []
         kinds: Counter[str] = Counter()
-        for asked, line in lines:
+        for asked, line in lines.items():
             asked.count_failure(started_at)
             if asked.failures > self._retries:
                 asked.succeed(line)
@@ -371,12 +370,12 @@ class AsyncClient:
                 unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
                 async for chunk in response.content.iter_any():
                     unpacker.feed(chunk)
-                    returned: list[tuple[_Asked, dict[str, Any]]] = []
+                    returned: dict[_Asked, dict[str, Any]] = {}
                     for line in unpacker:
-                        if line is None or (asked := numbered[line["index"]]).post is not post:
+                        if line is None or not post.waits_for(asked := numbered[line["index"]]):
                             continue
                         if _is_retryable(line):
-                            returned.append((asked, line))
+                            returned[asked] = line
                         else:
                             asked.succeed(line)
                     self._take_back(endpoint, returned, started_at)
@@ -566,16 +565,17 @@ class _Asked:
         self.post = None
 
     def succeed(self, line: dict[str, Any]) -> None:
-        if not self.answer.done():
-            line["id"] = self.id
-            self.answer.set_result(Result.decode(line))
-            assert self.post is not None
-            self.post.wanted -= 1
-            self.post.results += 1
+        assert self.post is not None
+        line["id"] = self.id
+        self.answer.set_result(Result.decode(line))
+        self.post.wanted -= 1
+        self.post.results += 1
 
     def fail(self, why: ServiceError) -> None:
         if not self.answer.done():
             self.answer.set_exception(why)
+            if self.post is not None:
+                self.post.wanted -= 1
 
 
 class _Post:
@@ -591,7 +591,10 @@ class _Post:
             one.post = self
 
     def unanswered(self) -> list[_Asked]:
-        return [one for one in self.asked if one.post is self and not one.answer.done()]
+        return [one for one in self.asked if self.waits_for(one)]
+
+    def waits_for(self, asked: _Asked) -> bool:
+        return asked.post is self and not asked.answer.done()
 
     @property
     def is_abandoned(self) -> bool:

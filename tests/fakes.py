@@ -3,6 +3,7 @@
     "hang"      never answered            "die"       the executor exits
     "garbage"   bytes that are no frame   "nonsense"  a frame that is no result
     "forget"    answered for an unknown seq
+    "slow"      ok, after `SLOW_S`
     otherwise   ok, with the code as stdout
 
 `FakeFleet.launch` stands where `ExecutorProcess.launch` does; `python -m tests.fakes --fd N` is one in a process.
@@ -17,6 +18,8 @@ from typing import Any, cast
 
 from sandbox import wire
 from sandbox.types import Result, Status, Usage
+
+SLOW_S = 0.3
 
 
 def answer_of(call: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +115,8 @@ class FakeExecutor(asyncio.Protocol):
                 answers.append([seq, {"status": "splendid"}])
             elif call["code"] == "forget":
                 answers.append([seq + 1_000_000, answer_of(call)])
+            elif call["code"] == "slow":
+                asyncio.get_running_loop().call_later(SLOW_S, self.finish, seq)
             elif call["code"] != "hang":
                 answers.append([seq, answer_of(call)])
         if answers:

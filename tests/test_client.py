@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import random
 import re
 import threading
@@ -18,10 +19,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from sandbox import verify
-from sandbox.client import TIMEOUT_S, AsyncClient, Client, backoff_s
+from sandbox.client import RETRYABLE_ERRORS, TIMEOUT_S, AsyncClient, Client, backoff_s
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.gateway import codec
-from sandbox.types import Call, Limits, Result, Status
+from sandbox.types import Call, Limits, Result, Status, unavailable
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until
 
@@ -55,6 +56,18 @@ def refusing(status: int, **headers: str) -> Respond:
     async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return web.json_response({"error": {"type": "No", "message": "no"}}, status=status, headers=named)
+
+    return respond
+
+
+def failing(kind: str, which: str) -> Respond:
+    """Calls whose code is `which` come back as `unavailable`, because of `kind`; the others go well."""
+
+    async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+        lost = unavailable("", kind, "try again").encode(binary=True)
+        answers = [lost if call["code"] == which else answer_of(call) for call in calls]
+        lines = [msgpack.packb({"index": index, **answer}) for index, answer in enumerate(answers)]
+        return web.Response(body=b"".join(lines))
 
     return respond
 
@@ -109,12 +122,16 @@ async def test_calls_asked_together_go_together() -> None:
     assert [len(calls) for calls in server.seen] == [64, 64, 22]
 
 
-def held(release: asyncio.Event) -> Respond:
-    async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+def held_back(respond: Respond, release: asyncio.Event) -> Respond:
+    async def later(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         await release.wait()
-        return await well(request, calls)
+        return await respond(request, calls)
 
-    return respond
+    return later
+
+
+def held(release: asyncio.Event) -> Respond:
+    return held_back(well, release)
 
 
 @pytest.mark.asyncio
@@ -210,6 +227,112 @@ async def test_malformed_calls_are_refused_before_they_are_sent() -> None:
     assert server.seen == []
 
 
+NOT_CALLS: list[tuple[Any, type[Exception], str]] = [
+    ("print(1)", TypeError, r"calls: expected a list, each item Python source .*; got str"),
+    (b"print(1)", TypeError, "calls: expected a list, .*; got bytes"),
+    (5, TypeError, "calls: expected a list, .*; got int"),
+    ({"code": "1"}, TypeError, "calls: expected a list, .*; got dict"),
+    (["1", 5], TypeError, r"calls\[1\]: expected Python source \(str\), a Call, or a mapping .*, got int"),
+    (["1", b"2"], TypeError, r"calls\[1\]: expected .*, got bytes"),
+    (["1", {"codee": "2"}], ValueError, r"calls\[1\]: unknown field 'codee'; the fields are code, "),
+    (["1", {"stdin": "2"}], ValueError, r"calls\[1\]\.code: expected .*, but the field is missing"),
+    (["1", {"code": 5}], ValueError, r"calls\[1\]\.code: expected text, got 5"),
+    (["1", {"code": "2", "limits": {"timeout_s": -1}}], ValueError, r"calls\[1\]\.limits\.timeout_s: expected a num"),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("calls", "expected", "message"), NOT_CALLS)
+async def test_what_is_no_list_of_calls_is_refused_by_name_and_index(
+    calls: Any, expected: type[Exception], message: str
+) -> None:
+    async with scripted(well) as server, AsyncClient(server.url) as client:
+        with pytest.raises(expected, match=message):
+            await client.run_batch(calls)
+        with pytest.raises(expected, match=message):
+            client.stream(calls)
+    assert server.seen == []
+
+
+@pytest.mark.asyncio
+async def test_a_single_call_of_the_wrong_kind_is_refused() -> None:
+    async with AsyncClient() as client:
+        with pytest.raises(TypeError, match=r"code: expected Python source \(str\), a Call, or a mapping .*, got int"):
+            await client.execute(5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"code: expected .*, got list"):
+            await client.execute(["1"], stdin="x")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"defaults: expected an object, got 'x'"):
+            await client.run_batch(["1"], "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_batches_take_source_calls_and_mappings_as_in_http() -> None:
+    calls: list[Any] = [
+        "one",
+        Call("two", stdin="own"),
+        {"code": "three", "stdin": "in", "limits": {"timeout_s": 2}, "id": "mine"},
+    ]
+    async with scripted(well) as server, AsyncClient(server.url) as client:
+        results = await client.run_batch(calls, {"stdin": "same"})
+        assert (await client.execute({"code": "four", "stdin": "in"})).value == "in"
+    assert [(r.stdout, r.value, r.id) for r in results] == [
+        ("one", "same", "0"),
+        ("two", "own", "1"),
+        ("three", "in", "mine"),
+    ]
+    assert server.seen[0][2]["limits"] == {"timeout_s": 2}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("pairs", "expected", "message"),
+    [
+        ("ab", TypeError, r"pairs: expected a list, each item a pair \(gold, answer\).*; got str"),
+        (["12"], TypeError, r"pairs\[0\]: expected a pair \(gold, answer\), or a mapping .*, got str"),
+        ([("1", "1"), ("1",)], TypeError, r"pairs\[1\]: expected a pair .*, got tuple of 1"),
+        ([("1", "1"), ("1", 5)], ValueError, r"pairs\[1\]\.answer: expected text of at most \d+ characters, got int"),
+        ([{"gold": "1"}], ValueError, r"pairs\[0\]: expected an object of gold and answer, got the fields gold"),
+    ],
+)
+async def test_what_is_no_list_of_pairs_is_refused_by_name_and_index(
+    pairs: Any, expected: type[Exception], message: str
+) -> None:
+    async with scripted(checked) as server, AsyncClient(server.url) as client:
+        with pytest.raises(expected, match=message):
+            await client.verify(pairs)
+        assert server.seen == []
+        assert [v.outcome for v in await client.verify([{"gold": "1", "answer": "1"}, ["1", "2"]])] == [  # type: ignore[list-item]
+            "equivalent",
+            "not_equivalent",
+        ]
+
+
+@pytest.mark.parametrize("kind", [AsyncClient, Client])
+@pytest.mark.parametrize(
+    ("endpoints", "expected", "message"),
+    [
+        ("127.0.0.1:8642", ValueError, r"endpoints: expected a URL such as http://127\.0\.0\.1:8642, got '127\.0\."),
+        ("localhost:8642", ValueError, "endpoints: expected a URL such as"),
+        ("ftp://127.0.0.1", ValueError, "endpoints: expected a URL such as"),
+        ("http://", ValueError, "endpoints: expected a URL such as"),
+        ("http://:8642", ValueError, "endpoints: expected a URL such as"),
+        ("http://127.0.0.1:port", ValueError, "endpoints: expected a URL such as"),
+        ("http://127.0.0.1:99999", ValueError, "endpoints: expected a URL such as"),
+        ("http://127.0.0.1:8642 ", ValueError, "endpoints: expected a URL such as"),
+        (["http://127.0.0.1:8642", "gpu1:8642"], ValueError, r"endpoints\[1\]: expected a URL such as .*, got 'gpu1"),
+        ([5], TypeError, r"endpoints\[0\]: expected a URL as text, got int"),
+        (5, TypeError, "endpoints: expected a list, each item a URL; got int"),
+    ],
+)
+def test_what_is_no_url_is_refused_at_once(kind: type, endpoints: Any, expected: type[Exception], message: str) -> None:
+    with pytest.raises(expected, match=message):
+        kind(endpoints)
+
+
+def test_urls_of_every_form_are_taken() -> None:
+    AsyncClient(["http://127.0.0.1:8642/", "https://pool.example/sandbox", "http://[::1]:8642", "http://node_1:80"])
+
+
 @pytest.mark.asyncio
 async def test_signs_of_life_are_no_results() -> None:
     async def quiet(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
@@ -264,6 +387,118 @@ async def test_used_up_retries_raise(failure: Respond, expected: type[ServiceErr
         with pytest.raises(expected):
             await client.execute("1")
     assert len(server.seen) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", sorted(RETRYABLE_ERRORS))
+async def test_a_call_without_a_verdict_for_a_reason_that_may_pass_is_sent_again_alone(kind: str) -> None:
+    async with scripted(failing(kind, "b"), failing(kind, "b"), well) as server, AsyncClient(server.url) as client:
+        results = await client.run_batch(["a", "b", "c"])
+    assert [(r.status, r.stdout, r.id) for r in results] == [(Status.OK, x, str(n)) for n, x in enumerate("abc")]
+    assert [[call["code"] for call in calls] for calls in server.seen] == [["a", "b", "c"], ["b"], ["b"]]
+
+
+@pytest.mark.asyncio
+async def test_it_is_sent_to_another_endpoint() -> None:
+    async with (
+        scripted(failing("Stopped", "1")) as one,
+        scripted(well) as two,
+        AsyncClient([one.url, two.url]) as client,
+    ):
+        assert (await client.execute("1")).stdout == "1"
+    assert (len(one.seen), len(two.seen)) == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_it_is_sent_again_while_its_request_goes_on() -> None:
+    release = asyncio.Event()
+
+    async def lost_at_once(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        lost = unavailable("", "Stopped", "try again").encode(binary=True)
+        await response.write(msgpack.packb({"index": 1, **lost}))
+        await release.wait()
+        await response.write(lines(calls, range(1)))
+        return response
+
+    async with scripted(lost_at_once, well) as server, AsyncClient(server.url) as client:
+        stream = client.stream(["slow", "lost"])
+        index, result = await anext(stream)
+        assert (index, result.stdout) == (1, "lost")
+        release.set()
+        assert [(index, result.stdout) async for index, result in stream] == [(0, "slow")]
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_never_gets_a_verdict_is_unavailable_after_its_retries_and_takes_no_other_along() -> None:
+    async with scripted(failing("ExecutorLost", "die")) as server, AsyncClient(server.url, retries=2) as client:
+        results = await client.run_batch(["a", "die"])
+    assert [result.status for result in results] == [Status.OK, Status.UNAVAILABLE]
+    assert results[1].error is not None and results[1].error.type == "ExecutorLost"
+    assert [len(calls) for calls in server.seen] == [2, 1, 1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["QueueTimeout", "ResultsUnread", "ResultTooLarge", "Starved", "InvalidCall"])
+async def test_what_would_be_the_same_again_is_not_sent_again(kind: str) -> None:
+    async with scripted(failing(kind, "1")) as server, AsyncClient(server.url) as client:
+        assert (await client.execute("1")).status is Status.UNAVAILABLE
+    assert len(server.seen) == 1
+
+
+@pytest.mark.asyncio
+async def test_checks_without_a_verdict_are_sent_again() -> None:
+    async def stopped(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+        lost = unavailable("", "Stopped", "try again").encode(binary=True)
+        return web.Response(body=b"".join(msgpack.packb({"index": n, **lost}) for n in range(len(calls))))
+
+    async with scripted(stopped, checked) as server, AsyncClient(server.url) as client:
+        assert [verdict.outcome for verdict in await client.verify([("1", "1")])] == ["equivalent"]
+
+
+@pytest.mark.asyncio
+async def test_failures_of_one_call_do_not_use_up_the_retries_of_another() -> None:
+    """The second try of "b" and the first of "late" go together, and that request fails."""
+    release = asyncio.Event()
+    script = [held_back(failing("Stopped", "b"), release), refusing(502), well]
+    async with (
+        scripted(*script) as server,
+        AsyncClient(server.url, retries=2, max_connections=1) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        first = tasks.create_task(client.execute("b"))
+        await until(lambda: len(server.seen) == 1)
+        late = tasks.create_task(client.execute("late"))
+        await asyncio.sleep(0)
+        release.set()
+    assert (first.result().stdout, late.result().stdout) == ("b", "late")
+
+
+@pytest.mark.asyncio
+async def test_each_retry_is_logged_once_and_the_error_says_how_many_there_were(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "sandbox.client")
+    url = f"http://127.0.0.1:{unused_port()}"
+    async with AsyncClient(url, retries=2) as client:
+        with pytest.raises(Unreachable) as raised:
+            await client.run_batch(["1"] * 50)
+    said = r" \(3 tries in \d+\.\d s\); is `rstar-sandbox serve` running at "
+    assert re.fullmatch(re.escape(f"{url}: connection refused") + said + re.escape(url) + r"\?", str(raised.value))
+    logged = [record.getMessage() for record in caplog.records if record.name == "sandbox.client"]
+    expected = [f"{url}: connection refused; retry {n} of 2, with 50 calls, in 0.0 s" for n in (1, 2)]
+    assert logged == expected
+
+
+@pytest.mark.asyncio
+async def test_calls_that_are_sent_again_together_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sandbox.client")
+    async with scripted(failing("Stopped", "1"), well) as server, AsyncClient(server.url) as client:
+        await client.run_batch(["1"] * 50)
+    logged = [record.getMessage() for record in caplog.records if record.name == "sandbox.client"]
+    url = server.url.rstrip("/")
+    assert logged == [f"{url} answered 50 calls Stopped; retry 1 of 8, with 50 calls, in 0.0 s"]
 
 
 @pytest.mark.asyncio
@@ -354,6 +589,57 @@ async def test_closing_ends_calls_in_flight() -> None:
             await until(lambda: bool(served.fleet.last.calls))
         with pytest.raises(ServiceError, match="the client was closed"):
             await asking
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_calls_that_are_about_to_be_sent_or_wait_to_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as served:
+        client = await AsyncClient(served.url).open()
+        asking = asyncio.create_task(client.execute("1"))
+        await until(lambda: bool(client._posts))  # the task of its request has been made, and has not begun
+        await client.close()
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await asking
+    monkeypatch.setattr("sandbox.client.FIRST_PAUSE_S", 3600)
+    monkeypatch.setattr("sandbox.client.LONGEST_PAUSE_S", 3600)
+    async with scripted(failing("Stopped", "1")) as server:
+        client = await AsyncClient(server.url).open()
+        asking = asyncio.create_task(client.execute("1"))
+        await until(lambda: bool(client._pausing))
+        await client.close()
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await asking
+
+
+@pytest.mark.asyncio
+async def test_a_client_can_be_opened_and_closed_by_hand() -> None:
+    async with serving() as served:
+        client = AsyncClient(served.url)
+        await client.close()
+        for _ in range(2):
+            assert await client.open() is client
+            async with client:  # open already
+                assert (await client.execute("1")).status is Status.OK
+            await asyncio.create_task(client.close())  # closed already, and from another task
+            with pytest.raises(RuntimeError, match="not open"):
+                await client.execute("1")
+
+
+def test_so_can_the_synchronous_one() -> None:
+    with serving_in_a_thread() as url:
+        client = Client(url)
+        client.close()
+        for _ in range(2):
+            assert client.open() is client.open() is client
+            assert client.execute("1").stdout == "1"
+            with pytest.raises(TypeError, match="calls: expected a list"):
+                client.stream("print(1)")
+            client.close()
+            client.close()
+            with pytest.raises(RuntimeError, match="not open"):
+                client.execute("1")
 
 
 @pytest.mark.asyncio

@@ -199,3 +199,31 @@ def test_an_older_client_reads_a_newer_server() -> None:
     result = Result(id="a", status=Status.OK)
     assert Result.decode({**result.encode(), "colour": "blue"}) == result
     assert Result.decode({"id": "a", "status": "ok"}) == replace(result, usage=Usage())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"code": 5}, r"call\.code: expected text, got 5"),
+        ({"stdin": b"x"}, r"call\.stdin: expected text, got b'x'"),
+        ({"limits": Limits(timeout_s=-1)}, r"call\.limits\.timeout_s: expected a number from 0\.01 to 1e\+09, got -1"),
+        ({"limits": 5}, r"call\.limits: expected an object, got 5"),
+        ({"files": {"../a": b""}}, r"call\.files: expected a relative path"),
+        ({"return_files": "a"}, r"call\.return_files: expected a list"),
+        ({"profile": "fast"}, r"call\.profile: expected one of auto, bare"),
+        ({"priority": 0.5}, r"call\.priority: expected a whole number"),
+        ({"echo": 1}, r"call\.echo: expected true or false"),
+        ({"id": None}, r"call\.id: expected printable text"),
+    ],
+)
+def test_a_call_made_in_python_is_checked_like_one_from_the_wire(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Call(**{"code": "1", **fields})
+    with pytest.raises(ValueError, match=message):
+        replace(Call("1"), **fields)
+
+
+def test_a_call_made_in_python_takes_fields_as_they_are_on_the_wire() -> None:
+    call = Call("1", limits={"timeout_s": 2}, profile="bare", return_files=["a"])  # type: ignore[arg-type]
+    assert call == Call("1", limits=Limits(timeout_s=2), profile=Profile.BARE, return_files=("a",))
+    assert call.encode() == {"code": "1", "limits": {"timeout_s": 2}, "profile": "bare", "return_files": ["a"]}

@@ -97,9 +97,13 @@ async def service(
             except ServiceError as why:
                 raise ServiceFailed(str(why)) from why
         endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint)
-        client = await stack.enter_async_context(
-            AsyncClient(endpoints, token=os.environ.get("RSTAR_SANDBOX_TOKEN"), retries=RETRIES, gather_s=GATHER_S)
-        )
+        try:
+            client = AsyncClient(
+                endpoints, token=os.environ.get("RSTAR_SANDBOX_TOKEN"), retries=RETRIES, gather_s=GATHER_S
+            )
+        except ValueError as why:
+            raise ServiceFailed(f"no sandbox: {why}") from None
+        await stack.enter_async_context(client)
         await _check(client, endpoints, limits)
         yield Tools(client, limits=limits, endpoints=endpoints)
 

@@ -104,6 +104,12 @@ class LedgerMachine(RuleBasedStateMachine):
             rest = [ticket.since + batch.queue_timeout_s for ticket in waits if ticket not in late]
             assert self.ledger.next_expiry(batch) == min(rest, default=None)
 
+    @rule(most=st.integers(1, 5))
+    def stop(self, most: int) -> None:
+        waiting = self.ledger.waiting
+        assert len(self.ledger.give_up_waiting("Stopped", "the end", most)) == min(most, waiting)
+        assert self.ledger.waiting == max(0, waiting - most)
+
     @invariant()
     def bounds_hold(self) -> None:
         assert self.ledger.calls == sum(batch.left for batch in self.batches) <= BOUNDS.calls

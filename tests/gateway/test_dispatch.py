@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import fields
 
 import pytest
@@ -200,6 +201,49 @@ async def test_what_is_unfinished_after_the_drain_is_unavailable() -> None:
         await served.dispatcher.drain(0)
         _, result = await asking
         assert (result["status"], result["error"]["type"]) == ("unavailable", "Stopped")
+
+
+@pytest.mark.parametrize("stop_calls", [1, 512])
+async def test_what_waits_when_the_service_stops_is_answered_at_once(
+    stop_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a stream, in a batch and in checks, while what the executor has goes on."""
+    monkeypatch.setattr(dispatch, "STOP_CALLS", stop_calls)
+    async with serving(FakeFleet(slots=1)) as served:
+        headers = {"Accept": "application/x-ndjson"}
+        async with served.http.post(served.url + "/v1/batch", json=batch(*["hang"] * 5), headers=headers) as stream:
+            await until(lambda: served.dispatcher.ledger.waiting == 3)
+            asking = asyncio.create_task(served.post("/v1/batch", batch("late", "late")))
+            checking = asyncio.create_task(served.post("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}]}))
+            await until(lambda: served.dispatcher.ledger.waiting == 6)
+            draining = asyncio.create_task(served.dispatcher.drain(10))
+            stopped = [json.loads(await stream.content.readline()) for _ in range(3)]
+            _, late = await asking
+            _, checks = await checking
+            assert not draining.done() and served.dispatcher.ledger.running(0) == 2
+            served.fleet.last.finish(1, 2)
+            done = [json.loads(await stream.content.readline()) for _ in range(2)]
+            await draining
+        for result in [*stopped, *late["results"]]:
+            assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Stopped", 0)
+        assert sorted(line["index"] for line in stopped) == [2, 3, 4]
+        assert checks["results"][0]["outcome"] == "unavailable"
+        assert checks["results"][0]["message"].startswith("Stopped: the service stopped before")
+        assert [line["status"] for line in done] == ["ok", "ok"]
+        assert served.dispatcher.counters.by_status["unavailable"] == 6
+        assert served.fleet.last.frames == [2]
+
+
+async def test_what_an_executor_loses_while_the_service_stops_is_answered_at_once() -> None:
+    async with serving(FakeFleet(starts=("ready", "silent"))) as served:
+        asking = asyncio.create_task(served.post("/v1/batch", batch("hang", "hang")))
+        await until(lambda: len(served.fleet.last.calls) == 2)
+        draining = asyncio.create_task(served.dispatcher.drain(10))
+        await until(lambda: served.dispatcher.is_draining)
+        served.fleet.last.exit(1)
+        await draining
+        _, body = await asking
+        assert [(r["error"]["type"], r["attempts"]) for r in body["results"]] == [("Stopped", 1)] * 2
 
 
 async def test_executors_are_told_to_go_at_the_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,9 +12,12 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
+
+from sandbox.client import AsyncClient
+from sandbox.types import Result, Status
 
 SERVE = """
 import functools, sys
@@ -66,6 +70,36 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(number: signal.Signa
         assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
 
 
+@pytest.mark.asyncio
+async def test_no_call_is_without_a_verdict_when_one_of_two_servers_restarts_under_load() -> None:
+    """More calls wait than either server is through with in the time that it has to stop."""
+    results: list[Result] = []
+    with ExitStack() as stack:
+        processes = [stack.enter_context(server(drain_s=0.5)) for _ in range(2)]
+        urls = [address_of(process) for process in processes]
+        async with AsyncClient(urls, batch_size=16) as client, asyncio.TaskGroup() as tasks:
+            is_over = asyncio.Event()
+
+            async def load() -> None:
+                while not is_over.is_set():
+                    results.extend(await client.run_batch(["slow"] * 64))
+
+            for _ in range(16):
+                tasks.create_task(load())
+            for url in urls:
+                while not await asyncio.to_thread(_waiting, url):
+                    pass
+            processes[0].send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(processes[0].wait, 30) == 0
+            again = stack.enter_context(server(port=int(urls[0].rpartition(":")[2]), drain_s=0.5))
+            assert await asyncio.to_thread(address_of, again) == urls[0]
+            while not await asyncio.to_thread(_waiting, urls[0]):
+                pass
+            is_over.set()
+    assert len(results) >= 16 * 64
+    assert {result.status for result in results} == {Status.OK}
+
+
 def test_a_second_signal_does_not_wait() -> None:
     with server(drain_s=600) as process:
         address = address_of(process)
@@ -94,6 +128,14 @@ def test_an_executor_that_cannot_start_ends_the_start() -> None:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "rstar-sandbox: executor 0 did not start: " in process.stderr.read()
+
+
+def _waiting(address: str) -> int:
+    """How many calls wait there."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+        found = re.search(r"^rstar_sandbox_calls_waiting (\d+)$", response.read().decode(), re.MULTILINE)
+    assert found
+    return int(found[1])
 
 
 def _is_ready(address: str) -> bool:

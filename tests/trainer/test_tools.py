@@ -148,6 +148,7 @@ def test_every_outcome_of_the_sandbox_is_a_verdict_and_every_status_one_of_a_cal
     [
         ("http://127.0.0.1:1", {}, "no sandbox at http://127.0.0.1:1"),
         ("local", {"arguments": ("--no-such-flag",)}, "ended (2)"),
+        ("127.0.0.1:8642", {}, "endpoints[0]: expected a URL such as http://127.0.0.1:8642, got '127.0.0.1:8642'"),
     ],
 )
 def test_a_service_that_is_not_there_is_told_at_once(
