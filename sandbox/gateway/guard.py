@@ -1,7 +1,8 @@
 """Who may talk to the gateway.
 
-- With a token: whoever sends it. `/health` and `/ready` are open, for probes, and so is the dashboard's page, since a
-  browser sends no token for a page: it holds no data, asks for the token, and fetches `/v1/stats` with it.
+- With a token: whoever sends it. `/health` and `/ready` are open, for probes, and so are the pages, the dashboard and
+  `/docs`, since a browser sends no token for a page: they hold no data, ask for the token, and fetch `/v1/stats` and
+  `/openapi.json` with it.
 - Without one we are on loopback, and what is to be kept out are web pages in a browser on the same machine: a foreign
   `Origin` (cross-site requests) or a foreign `Host` (DNS rebinding).
 """
@@ -17,7 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from sandbox.config import ServeConfig
 from sandbox.gateway.refusal import Refusal
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready"})
 
 
 def guard(config: ServeConfig) -> Middleware:

@@ -317,6 +317,6 @@ ROUTES: tuple[Route, ...] = (
         "GET", "/v1/stats", stats, "What the dashboard shows", {JSON: "Stats"}, refuses=(400, 401, 403), query=_AFTER
     ),
     Route("GET", "/openapi.json", openapi, "This description", {JSON: None}, refuses=(401, 403)),
-    Route("GET", "/docs", docs, "This description, for people", {"text/html": None}, refuses=(401, 403)),
+    Route("GET", "/docs", docs, "This description, for people", {"text/html": None}, refuses=(403,)),
     Route("GET", "/", dashboard, "The dashboard", {"text/html": None}, refuses=(403,)),
 )

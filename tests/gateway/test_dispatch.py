@@ -238,10 +238,11 @@ async def test_what_an_executor_loses_while_the_service_stops_is_answered_at_onc
     async with serving(FakeFleet(starts=("ready", "silent"))) as served:
         asking = asyncio.create_task(served.post("/v1/batch", batch("hang", "hang")))
         await until(lambda: len(served.fleet.last.calls) == 2)
-        draining = asyncio.create_task(served.dispatcher.drain(10))
+        draining = asyncio.create_task(served.dispatcher.drain(3600))
         await until(lambda: served.dispatcher.is_draining)
         served.fleet.last.exit(1)
-        await draining
+        async with asyncio.timeout(10):
+            await draining
         _, body = await asking
         assert [(r["error"]["type"], r["attempts"]) for r in body["results"]] == [("Stopped", 1)] * 2
 

@@ -10,22 +10,24 @@ from tests.gateway.serving import serving
 
 
 @pytest.mark.asyncio
-async def test_with_a_token_only_probes_and_the_empty_page_are_open() -> None:
+async def test_with_a_token_only_probes_and_the_empty_pages_are_open() -> None:
     async with serving(token="s3cret") as served:
-        for path in ("/v1/stats", "/v1/stats?after=1", "//", "/docs", "/openapi.json", "/metrics", "/nowhere"):
+        for path in ("/v1/stats", "/v1/stats?after=1", "//", "/docs/", "/openapi.json", "/metrics", "/nowhere"):
             async with served.http.get(served.url + path) as response:
                 assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
-        for path in ("/", "/health", "/ready"):
+        for path in ("/", "/docs", "/health", "/ready"):
             assert (await served.get(path))[0] == 200
 
 
 @pytest.mark.asyncio
-async def test_the_page_is_the_same_whatever_has_run() -> None:
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_a_page_is_the_same_whatever_has_run(path: str) -> None:
     async with serving(token="s3cret") as served:
-        before = await served.get("/")
+        before = await served.get(path)
         await served.post("/v1/execute", {"code": "a secret"}, Authorization="Bearer s3cret")
-        assert await served.get("/") == before
-        assert (await served.post("/", {}))[0] == 405
+        assert await served.get(path) == before
+        assert "s3cret" not in before[1]
+        assert (await served.post(path, {}))[0] == 405
 
 
 @pytest.mark.asyncio

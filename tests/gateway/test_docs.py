@@ -1,0 +1,102 @@
+"""The page of the API in a real browser: it works with a token and without one, and the token stays in its tab."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from importlib.resources import files
+
+import pytest
+import pytest_asyncio
+
+from tests.gateway.browser import CHROMIUM, Browser, Page, chromium
+from tests.gateway.serving import serving
+
+PAGE = files("sandbox.gateway").joinpath("docs.html").read_text(encoding="utf-8")
+SHOWN = "!document.getElementById('all').hidden"
+ASKED = "!document.getElementById('ask').hidden"
+TOKEN = "s3cret"
+
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with chromium() as one:
+        yield one
+
+
+def test_the_page_makes_no_markup_of_data() -> None:
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\bon\w+=\"", PAGE)
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_without_a_token_it_asks_for_none(browser: Browser) -> None:
+    async with serving() as served, browser.page(f"{served.url}/docs") as page:
+        await page.until(SHOWN)
+        assert not await page.run(ASKED)
+        assert "/v1/execute" in await page.text("#routes") and "Result" in await page.text("#schemas")
+        await _try(page, "200 OK")
+        assert page.faults == []
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_it_asks_for_the_token_and_sends_it(browser: Browser) -> None:
+    async with serving(token=TOKEN) as served, browser.page(f"{served.url}/docs") as page:
+        await page.until(ASKED)
+        assert not await page.run(SHOWN) and "Result" not in await page.text()
+        await _enter(page, "guess")
+        await page.until("document.getElementById('why').textContent === 'The server refused this token.'")
+        assert not await page.run(SHOWN)
+        await _enter(page, TOKEN)
+        await page.until(SHOWN)
+        assert not await page.run(ASKED)
+        assert "/v1/execute" in await page.text("#routes")
+        await _try(page, "200 OK")
+        routes = await page.run("document.getElementById('route').length")
+        await page.run("sessionStorage.setItem('rstar-sandbox token', 'of another server')")
+        await _try(page, "401 Unauthorized")
+        assert await page.run(ASKED)
+        await _enter(page, TOKEN)
+        await page.until(f"!({ASKED}) && document.getElementById('route').length === {routes}")
+        await _try(page, "200 OK")
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_token_stays_in_the_tab(browser: Browser) -> None:
+    """It is asked for once there, the dashboard included, and is in no address, cookie or lasting store."""
+    async with serving(token=TOKEN) as served:
+        async with browser.page(f"{served.url}/docs") as page:
+            await page.until(ASKED)
+            await _enter(page, TOKEN)
+            await page.until(SHOWN)
+            addresses = await page.run(
+                "JSON.stringify([location.href, ...performance.getEntriesByType('resource').map(one => one.name)])"
+            )
+            assert "openapi.json" in addresses and TOKEN not in addresses
+            kept = await page.run("JSON.stringify([{...localStorage}, document.cookie, history.state])")
+            assert TOKEN not in kept
+            assert await page.run("document.getElementById('token').value") == ""
+            assert TOKEN not in await page.run("document.documentElement.outerHTML")
+            for path in ("/docs", "/"):
+                await page.call("Page.navigate", url=served.url + path)
+                await page.until(f"location.pathname === '{path}' && document.readyState === 'complete' && {SHOWN}")
+        async with browser.page(f"{served.url}/docs") as page:
+            await page.until(ASKED)
+
+
+async def _enter(page: Page, token: str) -> None:
+    await page.run(f"document.getElementById('token').value = {json.dumps(token)}")
+    await page.run("document.getElementById('ask').requestSubmit()")
+
+
+async def _try(page: Page, expected: str) -> None:
+    """Send the example of /v1/execute."""
+    await page.run("document.getElementById('route').value = 'POST /v1/execute'")
+    await page.run("document.getElementById('route').onchange()")
+    await page.run("document.getElementById('send').click()")
+    await page.until(f"document.getElementById('answer').textContent.startsWith({json.dumps(expected)})")
