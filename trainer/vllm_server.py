@@ -6,6 +6,7 @@ Invariants:
 - None outlives the block, nor this process, whatever ends it.
 - One that ends within the block is started anew, at the same address, with the weights that it had at first.
 - They run in an environment of their own (`python`), of which nothing is assumed but vLLM.
+- They are no ranks of this process's training, and get no variable by which a launcher tells a rank what it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -40,6 +42,14 @@ AGAIN_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 """A CPU's generator cannot be set back: a request with a seed whose prompt comes in two parts would end the engine."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
+OF_RANKS = re.compile(
+    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|TORCHELASTIC_.*"
+    "|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING|(ACCELERATE|FSDP)_.*"
+)
+"""Variables that torchrun and accelerate set for a rank. A vLLM server that has them waits for the other ranks, or
+listens at the training's port. OMP_NUM_THREADS is torchrun's 1 for each of several ranks."""
+ROCR = "ROCR_VISIBLE_DEVICES"
+"""What shows GPUs to ROCm itself, as Slurm sets it: the others count among those."""
 GPUS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """What shows GPUs to a process, AMD's own first: vLLM ends where both are set and differ."""
 WITH_PARENT = f"""\
@@ -98,16 +108,18 @@ class Servers:
 
         Raises `ConfigError` where `base` shows too few.
         """
-        made = {**base, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        made = {name: value for name, value in base.items() if not OF_RANKS.fullmatch(name)}
+        made |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.gpus:
             first = self.first_gpu + number * self.gpus
             told = [name for name in GPUS if name in base]
-            shown = base[told[0]].split(",") if told else map(str, range(first + self.gpus))
-            mine = [gpu for gpu in shown if gpu][first : first + self.gpus]
+            by = told[0] if told else ROCR
+            shown = [gpu for gpu in base[by].split(",") if gpu] if by in base else ["any"] * (first + self.gpus)
+            mine = (shown if told else [str(index) for index in range(len(shown))])[first : first + self.gpus]
             if len(mine) < self.gpus:
                 raise ConfigError(
-                    f"engine {number + 1} of {count}: expected {first + self.gpus} GPUs or more, got {told[0]}="
-                    f"{base[told[0]]}; lower engines.count or engines.tensor_parallel, or show this process more"
+                    f"engine {number + 1} of {count}: expected {first + self.gpus} GPUs or more, got {by}="
+                    f"{base[by]}; lower engines.count or engines.tensor_parallel, or show this process more"
                 )
             made |= dict.fromkeys(told or GPUS[1:], ",".join(mine))
             made.pop(CORES, None)
@@ -200,7 +212,7 @@ async def _answering(session: aiohttp.ClientSession, url: str, process: Process,
 
 def _extension(logs: Path) -> Path:
     """A folder with our worker extension alone: our packages must not shadow those of vLLM's environment."""
-    folder = logs / "extension"
+    folder = (logs / "extension").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(here[0], f"{WORKER}.py"), folder)
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -22,9 +23,10 @@ from trainer.engine import EngineFailed
 from trainer.vllm_server import CORES, Servers
 
 STAND_IN = """
-import http.server, os, subprocess, sys
+import http.server, json, os, subprocess, sys
 port = int(sys.argv[sys.argv.index("--port") + 1])
 model = sys.argv[sys.argv.index("--model") + 1]
+open(f"{os.path.dirname(model)}/environment.{port}", "w").write(json.dumps(dict(os.environ)))
 if model.endswith("broken"):
     sys.exit("no such architecture")
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -48,6 +50,41 @@ def servers(tmp_path, monkeypatch):
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site:$PYTHONPATH exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return Servers(str(python), tmp_path / "model", max_length=64)
+
+
+OF_A_RANK = """
+import json, os, sys
+outside = json.load(open(sys.argv[1]))
+if os.environ["RANK"] == "0":
+    json.dump({name: value for name, value in os.environ.items() if outside.get(name) != value}, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.mark.asyncio
+async def test_servers_that_a_rank_starts_get_nothing_of_what_makes_it_one(servers, tmp_path, monkeypatch):
+    """What the installed torchrun sets, and what others of its versions and accelerate do."""
+    pytest.importorskip("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # torchrun sets it where nobody has
+    (tmp_path / "rank.py").write_text(OF_A_RANK)
+    outside = dict(os.environ)
+    (tmp_path / "outside.json").write_text(json.dumps(outside))
+    ranks = ["--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py")]
+    files = [str(tmp_path / name) for name in ("outside.json", "inside.json")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    process = await asyncio.create_subprocess_exec(*torchrun, *ranks, *files, env=outside, stderr=subprocess.PIPE)
+    _, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    of_rank = json.loads((tmp_path / "inside.json").read_text())
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"} < set(of_rank)
+    of_rank |= {"NCCL_ASYNC_ERROR_HANDLING": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    kept = {"NCCL_SOCKET_IFNAME": "eth0", "HF_HOME": "/models", "VLLM_USE_V1": "1"}
+    for name, value in {**of_rank, **kept}.items():
+        monkeypatch.setenv(name, value)
+    async with servers.serve(1, tmp_path / "logs"):
+        (file,) = tmp_path.glob("environment.*")
+    told = json.loads(file.read_text())
+    assert not set(of_rank) & set(told)
+    assert kept.items() <= told.items()
 
 
 def is_alive(pid):
@@ -163,6 +200,21 @@ def test_a_job_s_engines_keep_to_the_gpus_that_it_was_given(shown):
     for number, own in enumerate(("GPU-6f", "7")):
         made = servers.environment(number, 2, [0], base)
         assert {name: made[name] for name in vllm_server.GPUS if name in made} == dict.fromkeys(shown, own)
+
+
+def test_gpus_that_rocm_shows_are_counted_from_zero():
+    """As Slurm shows a job its GPUs on AMD."""
+    base = {"ROCR_VISIBLE_DEVICES": "4,5,6"}
+    servers = Servers("python", Path("model"), 64, gpus=1, first_gpu=1)
+    made = [servers.environment(number, 2, [0], base) for number in (0, 1)]
+    assert [(one["CUDA_VISIBLE_DEVICES"], one["ROCR_VISIBLE_DEVICES"]) for one in made] == [
+        ("1", "4,5,6"),
+        ("2", "4,5,6"),
+    ]
+    with pytest.raises(
+        ConfigError, match="engine 3 of 3: expected 4 GPUs or more, got ROCR_VISIBLE_DEVICES=4,5,6; lower"
+    ):
+        servers.environment(2, 3, [0], base)
 
 
 @pytest.mark.asyncio
