@@ -108,6 +108,7 @@ class EnginesConfig:
     tensor_parallel: Count = 1  # GPUs of one engine
     gpu_memory: Share = 0.9  # part of a GPU's memory that an engine takes
     timeout_s: Positive = 600.0  # seconds for one generation; more where the engine's usual speed asks for it
+    max_down_s: Annotated[float, Field(ge=0)] = 1200.0  # seconds that episodes wait when all vLLM servers are down
     policy: Policy = "kv"  # where a turn runs; others are to compare with
 
 

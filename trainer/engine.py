@@ -29,6 +29,8 @@ CONNECT_S = 30.0
 ASK_AGAIN_S = 0.2
 """To interrupt a request that the server had not yet when it was asked to."""
 COMPLETIONS = "/v1/completions"
+NOT_IN_JSON = "not JSON compliant"
+"""What Python's JSON encoder says of NaN, and so a server whose answer has one."""
 ROUNDING = 1e-3  # how far above 0 a log-probability may come by rounding
 METRICS = (
     "cache_config_info",
@@ -85,6 +87,10 @@ class Capacity:
 
 class EngineFailed(Exception):
     """Ours, never the model's: the engine was lost, hung, or answered nonsense. Another may continue."""
+
+
+class TurnFailed(EngineFailed):
+    """A log-probability of one turn is no finite number. The engine may serve others, and this one at another time."""
 
 
 Logprob = Annotated[float, Field(lt=ROUNDING, allow_inf_nan=False)]
@@ -252,7 +258,8 @@ class VllmEngine:
         try:
             return _Completion.model_validate_json(text).choices[0]
         except ValidationError as why:
-            raise self._failed("one choice with ids and finite log-probabilities of at most 0", why) from why
+            kind = TurnFailed if all(map(_is_no_number, why.errors())) else EngineFailed
+            raise self._failed("one choice with ids and finite log-probabilities of at most 0", why, kind) from why
 
     async def _ask(self, method: str, route: str, body: Any, timeout_s: float | None) -> str:
         if self._session is None:
@@ -267,11 +274,19 @@ class VllmEngine:
             if isinstance(why, aiohttp.ClientConnectorError) and why.os_error.errno == errno.ECONNREFUSED:
                 self.version = 0  # nobody listens there: what is started anew has the weights that it had at first
             raise self._failed(f"an answer of {route}", f"{type(why).__name__}: {why}") from why
+        if status != 200 and NOT_IN_JSON in text:
+            raise self._failed("finite log-probabilities", f"{status}: {text}", TurnFailed)
         if status in (400, 422) and route == COMPLETIONS:
             raise ValueError(f"engine {self.name} refused {str(body)[:200]}: {text[:500]}")
         if status != 200:
             raise self._failed(f"status 200 of {route}", f"{status}: {text}")
         return text
 
-    def _failed(self, expected: str, got: Any) -> EngineFailed:
-        return EngineFailed(f"engine {self.name}: expected {expected}, got {str(got)[:500]}")
+    def _failed(self, expected: str, got: Any, kind: type[EngineFailed] = EngineFailed) -> EngineFailed:
+        return kind(f"engine {self.name}: expected {expected}, got {str(got)[:500]}")
+
+
+def _is_no_number(error: Mapping[str, Any]) -> bool:
+    """Whether it is a log-probability that is NaN, infinite, or null, which some JSON encoders write for NaN."""
+    is_logprob = bool({"token_logprobs", "logprob"} & set(error["loc"]))
+    return is_logprob and (error["type"] == "finite_number" or error["input"] is None)

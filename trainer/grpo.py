@@ -22,12 +22,14 @@ on is corrected by importance sampling, each token's ratio cut at 2.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -46,6 +48,8 @@ from trainer.pool import Pool
 from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable
 from trainer.rollout import Collector
 from trainer.trajectory import Episode, Problem, StopReason
+
+logger = logging.getLogger(__name__)
 
 RATIO_CUT = 2.0
 """TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
@@ -189,6 +193,7 @@ class _Bridge(Progress):
         self._order = in_order(problems, stage.prompts, stage.steps, training.seed)
         self._version = 0
         self._sampled: dict[str, float] = {}
+        self._missing: set[str] = set()
         self._own_s = self._idle_s = 0.0
         self._since = self._rolled_out = perf_counter()
 
@@ -216,13 +221,20 @@ class _Bridge(Progress):
             **super().numbers(logs),
             **self._sampled,
             # TRL's 0 for a step without a token in the loss would read as perfect agreement.
-            **{name: logs[theirs] if self._sampled["kept"] else float("nan") for name, theirs in OF_SAMPLER.items()},
+            **{name: self._logged(its, logs) if self._sampled["kept"] else nan for name, its in OF_SAMPLER.items()},
             "weight_version": self._version,
             "seconds_step": took,
             "seconds_optimise": optimise,
             "seconds_own": took - waited + self._own_s,
             "seconds_alone": took - waited + self._idle_s,
         }
+
+    def _logged(self, name: str, logs: Mapping[str, float]) -> float:
+        """TRL's metric of that name; NaN, and one warning, where the installed version has none."""
+        if name not in logs and name not in self._missing:
+            self._missing.add(name)
+            logger.warning("TRL logs no %s: expected it among %s; what follows from it is NaN", name, ", ".join(logs))
+        return logs.get(name, nan)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -255,6 +267,7 @@ class _Bridge(Progress):
         )
         self._sampled["seconds_rollout"] = perf_counter() - began
         self._own_s, self._idle_s = rollouts.collector.own_s, rollouts.collector.idle_s
+        self._sampled["nan_turns"] = rollouts.collector.nan_turns
         taken = dict(islice(((place, group) for place, group in enumerate(over) if group), stage.prompts))
         self.under_way = [group for place, group in enumerate(asked) if place not in taken]
         for episode in (episode for group in self.under_way for episode in group):

@@ -41,7 +41,7 @@ from torch.nn.functional import threshold
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
-from trainer.engine import Capacity, EngineFailed, Generation, Sampling
+from trainer.engine import Capacity, EngineFailed, Generation, Sampling, TurnFailed
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ class LocalEngine:
         self._thread.start()
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `ids`. Raises `EngineFailed` once it has failed or is closed, `ValueError` for a wrong request."""
+        """Continue `ids`. Raises `EngineFailed` once it has failed or is closed, `TurnFailed` where a logit is no
+        number, `ValueError` for a wrong request."""
         if sampling.max_tokens < 1:
             raise ValueError(f"expected max_tokens of at least 1, got {sampling.max_tokens}")
         row = _Row(self._checked(ids, sampling.max_tokens), len(ids), sampling)
@@ -201,10 +202,12 @@ class LocalEngine:
             if states is not None:
                 self._cache.write(slot, states)
 
-    def _release(self, slot: int) -> None:
+    def _release(self, slot: int, *, is_broken: bool = False) -> None:
         row = self._running.pop(slot)
         self._free.append(slot)
-        if row.sampling and row.done:
+        if is_broken:
+            self._cache.clear(slot)  # a mask does not hide NaN from the next row
+        elif row.sampling and row.done:
             self._kept.keep(row.ids[: row.done], self._cache.read(slot, row.done))
 
     def _step(self) -> None:
@@ -216,6 +219,11 @@ class LocalEngine:
         self.tokens += len(self._running)
         ids, logprobs = _choose(logits_SV, self._running)
         for slot, row in list(self._running.items()):
+            if not math.isfinite(logprobs[slot]):
+                self._release(slot, is_broken=True)
+                said = f"engine {self.name}: expected finite logits, got others at position {row.done}"
+                _end(row.answer, TurnFailed(f"{said}; if it happens often, look at the weights of the last sync"))
+                continue
             row.done += 1
             if row.sampling is None or row.done == len(row.ids):
                 row.logprobs.append(logprobs[slot])
@@ -300,8 +308,6 @@ def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int
     ids_S = torch.where(given_S == SAMPLED, sampled_S, given_S)
     # A logit that is not a number makes every log-probability of its row one, and the id one past the end.
     chosen_S = logprobs_SV.gather(-1, ids_S.clamp(max=logprobs_SV.shape[1] - 1)[:, None])[:, 0]
-    if not chosen_S.isfinite().all():
-        raise FloatingPointError("expected finite logits, got others; look at the weights of the last sync")
     return ids_S.tolist(), chosen_S.tolist()
 
 
@@ -342,6 +348,10 @@ class _SlotCache(Cache):  # type: ignore[misc]
         held = self._layers[layer_idx]
         held[:, self._block_S, self._slots, :, :, self._offset_S] = states
         return held[0, : self._used], held[1, : self._used]
+
+    def clear(self, slot: int) -> None:
+        for held in self._layers.values():
+            held[:, :, slot] = 0
 
     def read(self, slot: int, positions: int) -> list[torch.Tensor]:
         """A copy of a slot's first `positions`, and of what is after them in their last block."""

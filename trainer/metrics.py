@@ -87,6 +87,7 @@ METRICS = {
         "episodes without a reward, since something of ours failed", _LEFT_OUT, "episodes without reward", "count",
         lambda it: it.reward is None and it.stop != StopReason.CANCELLED,
     ),
+    "nan_turns": Metric("turns sampled again, or given up, as an engine gave a log-probability that was no number"),
     "stopped": Metric("share of episodes that were stopped early", _EARLY, "stopped early", "share"),
     "length_stopped": Metric(
         "mean tokens that those stopped early had; with `length` it says how much this favours short ones",

@@ -3,8 +3,12 @@
 Invariants:
 - Where and when a turn runs is the scheduler's affair. It hears of every event, is asked after each, and nothing polls.
 - Only turns that have a place are requests. All others wait here, as many as there are.
-- An engine that dies or hangs loses its place, not its turns: they go on elsewhere, from the same ids. It takes part
-  again once it has proven its weights; what it missed of a sync it gets with the next one, if it computes by then.
+- An engine that dies or hangs loses its place, not its turns: they go on elsewhere, from the same ids, or wait until it
+  is back where it is the only one. It takes part again once it has proven its weights. Where weights are kept (`Keep`),
+  it first gets the last ones again, as it may have been started anew; otherwise what it missed of a sync it gets with
+  the next one, if it computes by then.
+- Kept weights stay until newer ones are proven.
+- A turn with a log-probability that is no number is asked for again; it is not its engine's failure.
 - Only engines with the weights of the last sync sample, and a sync counts only for engines that have proven it. It
   waits for the turns that run; those that come meanwhile wait for it.
 - An engine that hangs keeps at most one sync waiting, for as long as `carry` does, and never an interrupt.
@@ -24,13 +28,14 @@ from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, Protocol, Self
 
-from trainer.engine import Capacity, EngineFailed, Generation, Sampling
+from trainer.engine import Capacity, EngineFailed, Generation, Sampling, TurnFailed
 from trainer.scheduler import Gauge, Placement, Scheduler
 
 logger = logging.getLogger(__name__)
 
 GAUGE_S = 20.0
 """For one scrape, or to interrupt: a server with a thousand requests is late, too."""
+PATIENCE_S = 60.0
 MISSES = 3
 """Scrapes in a row without an answer, after which an engine counts as lost."""
 STALL_S = 120.0
@@ -45,6 +50,9 @@ SLACK = 10.0
 """How many times the time that its tokens take at the engine's usual speed a turn may need."""
 TRIES = 3
 """Engines that may fail at one turn before it counts as what makes them fail."""
+BROKEN_TURNS = 3
+"""Episodes in a row without one good answer between whose turns have a log-probability that is no number, after which
+the engine counts as lost."""
 
 Weights = Mapping[str, Any]
 """A state dict: tensors by their name in the checkpoint."""
@@ -67,8 +75,18 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-Carry = Callable[[Sequence[Any], Weights, int], Awaitable[Sequence[BaseException | None]]]
-"""Brings weights of a version to engines; for each, what went wrong."""
+Carry = Callable[[Sequence[Any], Any, int], Awaitable[Sequence[BaseException | None]]]
+"""Brings weights of a version, or what `Keep.keep` made of them, to engines; for each, what went wrong."""
+
+
+class Keep(Protocol):
+    """Keeps weights for as long as an engine may need them again (`trainer.sync.ByFile`)."""
+
+    async def keep(self, weights: Weights, version: int) -> Any: ...
+
+    async def drop(self, *, but: Any) -> None:
+        """All that is kept but that; None is all."""
+        ...
 
 
 class Reference(Protocol):
@@ -117,6 +135,8 @@ class Desk:
     """Tokens, as of its last scrape."""
     moved_at: float = 0.0
     """When that last grew, or nothing ran."""
+    broken: set[int] = field(default_factory=set)
+    """The episodes to which it gave a log-probability that is no number, since its last good answer."""
 
     def cut(self, now: float) -> None:
         """End all requests; those that wait for them get a `TimeoutError`."""
@@ -146,6 +166,7 @@ class Busy:
 class Pool:
     """A context manager that owns its engines. `carry` and `reference` are needed only for `sync`.
 
+    `keep`: where weights stay for engines that come back; without it they wait for the next sync.
     `most_tokens`: the longest context of any episode. `turn_s`: what any turn may take, however fast its engine is.
     `rest_s`: until an engine that failed is tried again. `patience_s`: how long episodes wait for one when all are
     down. `log` is told of every turn.
@@ -158,11 +179,12 @@ class Pool:
         most_tokens: int,
         policy: str = "kv",
         carry: Carry | None = None,
+        keep: Keep | None = None,
         reference: Reference | None = None,
         scrape_s: float = 1.0,
         turn_s: float = 600.0,
         rest_s: float = 30.0,
-        patience_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
         log: Callable[[Served], None] | None = None,
     ) -> None:
         if not engines or len({engine.name for engine in engines}) < len(engines):
@@ -173,9 +195,13 @@ class Pool:
         self.log = log
         self.busy = Busy()
         """While an engine works at a turn, and while whoever uses the pool says that something else is done for one."""
-        self._carry, self._reference = carry, reference
+        self._carry, self._keep, self._reference = carry, keep, reference
         self._scrape_s, self._turn_s, self._rest_s, self._patience_s = scrape_s, turn_s, rest_s, patience_s
         self._expected: Any = None  # what the reference said of the last sync's weights
+        self._kept: Any = None
+        """Those weights, where they are kept."""
+        self.nan_turns = 0
+        """Turns with a log-probability that was no number."""
         self.seats: dict[Hashable, Seat] = {}
         self.name = token_hex(4)
         """For engines, of which others may ask things too."""
@@ -203,6 +229,8 @@ class Pool:
             await self._tasks.__aexit__(None, None, None)
         finally:
             await asyncio.gather(*(desk.engine.close() for desk in self.desks.values()))
+            if self._keep is not None:
+                await self._keep.drop(but=None)
 
     @asynccontextmanager
     async def seat(self, *, group: Hashable, most_tokens: int) -> AsyncIterator[Seat]:
@@ -234,7 +262,8 @@ class Pool:
     async def sync(self, weights: Weights, version: int | None = None) -> int:
         """Give all engines `weights`, and prove it. Returns their version: the one given, else one more than the last.
 
-        One that failed and has computed nothing since is left out, unless they all have.
+        One that failed and has computed nothing since is left out, unless they all have. Where none takes them and they
+        are kept, waits for the first that comes back; but not at the first sync, when none has ever been there.
 
         Raises `SyncFailed` when an engine took them and says something else than the trainer, `EngineFailed` when none
         took them.
@@ -247,10 +276,12 @@ class Pool:
         try:
             await self._drain()
             expected = await asyncio.to_thread(self._reference.logprobs, weights)
-            self.version = self.version + 1 if version is None else version
-            self._expected = expected
+            version = self.version + 1 if version is None else version
+            kept = await self._keep.keep(weights, version) if self._keep else None
+            may_wait = self._kept is not None
+            self.version, self._expected, self._kept = version, expected, kept
             desks = self._recall()
-            failed = await self._carry([desk.engine for desk in desks], weights, self.version)
+            failed = await self._carry([desk.engine for desk in desks], weights if kept is None else kept, version)
             for desk, why in zip(desks, failed, strict=True):
                 if why is not None:
                     self._rest(desk, str(why) or repr(why))
@@ -262,9 +293,14 @@ class Pool:
             self.scheduler.is_held = False
             self.has_changed.set()
         self.scheduler.new_step()
-        if not self._is_any_up():
-            raise self.none_left()
-        return self.version
+        self._down_since = self.now()
+        while not self._is_any_up():
+            if not may_wait or self.is_hopeless():
+                raise self.none_left()
+            await asyncio.sleep(self._scrape_s)
+        if self._keep is not None:
+            await self._keep.drop(but=kept)
+        return version
 
     # --- for seats ---
 
@@ -350,14 +386,25 @@ class Pool:
         preemptions = 0 if gauge is None else gauge.preemptions
         self.scheduler.up(engine.name, room.tokens, room.running, block=room.block, preemptions=preemptions)
         desk.is_up, desk.is_silent, desk.misses, desk.moved_at = True, False, 0, now
+        desk.broken.clear()
         self.has_changed.set()
 
     async def _try(self, desk: Desk) -> None:
         try:
+            if self._kept is not None:
+                await self._give_again(desk)
             await self._admit(desk, PROOF_S)
         except Exception as why:  # whatever it is, this engine is not used for now, and why is said where none is left
             if not self.scheduler.is_held:  # else a sync cut it short
                 self._rest(desk, str(why) or repr(why))
+
+    async def _give_again(self, desk: Desk) -> None:
+        """The weights of the last sync. The proof alone would not see that a small step is missing."""
+        assert self._carry is not None
+        async with self.asking(desk, desk, self._turn_s):
+            (why,) = await self._carry([desk.engine], self._kept, self.version)
+        if why is not None:
+            raise why
 
     async def _listen(self, desk: Desk) -> None:
         """Until it computes again it gets no weights: the others would wait for one that hangs, at each sync."""
@@ -374,7 +421,7 @@ class Pool:
                 pass  # what it is asked would keep the sync waiting
             elif desk.is_silent:
                 await self._listen(desk)
-            elif desk.engine.version == self.version and desk.rests_until <= self.now():
+            elif desk.rests_until <= self.now() and (self._kept is not None or desk.engine.version == self.version):
                 await self._try(desk)
             if self.is_hopeless():
                 for seat in self.seats.values():
@@ -505,7 +552,16 @@ class Seat:
                     async with pool.asking(desk, self, limit):
                         made = await desk.engine.generate(ids, sampling)
                 if self.placement is placement:  # else the engine was lost in the moment in which it answered
+                    desk.broken.clear()
                     return made, placement, began
+            except TurnFailed as error:
+                pool.nan_turns += 1
+                failures += 1
+                if failures == TRIES:
+                    raise
+                desk.broken.add(self.key)
+                if self.placement is placement and len(desk.broken) >= BROKEN_TURNS:
+                    pool.fail(desk, f"{BROKEN_TURNS} episodes in a row, the last: {error}")
             except (EngineFailed, TimeoutError) as error:
                 if self.placement is placement:  # else it is known, and was not this turn's doing
                     why = str(error) or f"engine {placement.engine}: no answer in {limit:.0f} s"

@@ -46,7 +46,7 @@ STOP_S = 60.0
 MAY_DIFFER = (
     *("run_dir", "rl.", "track.", "hardware.", "sandbox.endpoints", "engines.endpoints", "engines.count"),
     *("engines.python", "engines.timeout_s", "engines.slots", "engines.gpu_memory", "engines.tensor_parallel"),
-    *("engines.sync", "engines.policy"),
+    *("engines.sync", "engines.policy", "engines.max_down_s"),
 )
 """Settings of the place where a run goes on, not of the run. What `[rl]` said is in its stages."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

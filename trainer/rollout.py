@@ -124,6 +124,8 @@ class Collector:
         """CPU seconds that the event loop's thread took in the last call: waiting for others is not in it."""
         self.idle_s = 0.0
         """Seconds of the last call in which no engine worked at a turn, no tool ran and no answer was checked."""
+        self.nan_turns = 0
+        """Turns of the last call with a log-probability that was no number: each was asked for again, or given up."""
 
     async def collect(self, problems: Sequence[Problem], samples: int, **asked: Any) -> list[list[Episode]]:
         """`samples` scored episodes of each problem, in order; `asked` is what `advance` takes."""
@@ -151,6 +153,7 @@ class Collector:
         """
         busy = self._pool.busy
         cpu_s, wall_s, busy_s = time.thread_time(), time.perf_counter(), busy.seconds
+        nan_turns = self._pool.nan_turns
         run = partial(run_episode, chat=self._chat, tools=self._tools, how=how, seed=seed, clock=self._clock, busy=busy)
         wanted = len(groups) if wanted is None else wanted
         over: list[list[Episode] | None] = [None] * len(groups)
@@ -169,6 +172,7 @@ class Collector:
             raise _first(several) from None
         self.own_s = time.thread_time() - cpu_s
         self.idle_s = time.perf_counter() - wall_s - (busy.seconds - busy_s)
+        self.nan_turns = self._pool.nan_turns - nan_turns
         return over
 
     async def _group(

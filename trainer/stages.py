@@ -30,7 +30,7 @@ from trainer.config import ConfigError, RunConfig, SamplingConfig, SandboxConfig
 from trainer.engine import VllmEngine
 from trainer.grpo import Outage, Rollouts, train_stage
 from trainer.local import LocalEngine
-from trainer.pool import Pool
+from trainer.pool import PATIENCE_S, Pool
 from trainer.progress import Training, ranks, steps_of, usable
 from trainer.recipe import SFT, START, Run, Unit
 from trainer.record import RunFolder, write_json
@@ -46,8 +46,6 @@ from trainer.vllm_server import Servers
 TINY = "tiny"
 FRESH = "evaluate"
 """The problems that are evaluated on, among those that are prepared."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""How far an engine's log-probabilities may be from the trainer's, by what it computes in."""
 SHOWN = ("reward", "tool_error_ratio", "loss")
 """Metrics that stand before a progress bar."""
 
@@ -247,6 +245,7 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
     """The engines of a run, with the weights of `model`."""
     engines, hardware, dtype = run.config.engines, run.config.hardware, run.config.model.dtype
     carry: Any = direct
+    keep: ByFile | None = None
     async with AsyncExitStack() as stack:
         with usable(model):
             weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -271,16 +270,19 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
                 endpoints = await stack.enter_async_context(servers.serve(engines.count, run.folder / "engines"))
             size = {"vocabulary": weights.config.vocab_size, "max_length": engines.max_length}
             served = [VllmEngine(url, **size, slots=engines.slots, timeout_s=engines.timeout_s) for url in endpoints]
-            carry = (
-                ByNccl(gpus_per_engine=engines.tensor_parallel) if is_nccl else ByFile(run.folder / "weights", dtype)
-            )
+            if is_nccl:
+                carry = ByNccl(gpus_per_engine=engines.tensor_parallel)
+            else:
+                keep = ByFile(run.folder / "weights", dtype)
         pool = Pool(
             served,
             carry=carry,
-            reference=Reference(model, tolerance=TOLERANCE[dtype]),
+            keep=keep,
+            reference=Reference(model, dtype),
             policy=engines.policy,
             most_tokens=engines.max_length,
             turn_s=engines.timeout_s,
+            patience_s=engines.max_down_s if engines.kind == "vllm" else PATIENCE_S,  # only servers are started anew
         )
         await stack.enter_async_context(pool)
         await pool.sync(weights.state_dict(), 0)  # servers may have those of the unit before, or of another run

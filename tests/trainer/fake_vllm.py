@@ -141,7 +141,7 @@ class FakeVllm:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
+    async def serve(self, port: int = 0) -> AsyncIterator[str]:
         """Its URL."""
         app = web.Application()
         routes = {
@@ -154,7 +154,7 @@ class FakeVllm:
         app.add_routes([web.get("/health", self._health), web.get("/metrics", self._metrics)])
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         try:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"

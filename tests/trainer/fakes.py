@@ -104,6 +104,7 @@ class ScriptedPool:
     asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
     seated: list[str] = field(default_factory=list)
     busy: Busy = field(default_factory=Busy)
+    nan_turns: int = 0
     halted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first `interrupt`."""
 

@@ -45,6 +45,7 @@ class Sampler:
     before: Callable[[int], None] = lambda number: None
     error: str = ""
     own_s: float = 0.0
+    nan_turns: int = 0
     idle_s: float = 0.0
     version: int = 0
     log: list[Any] = field(default_factory=list)

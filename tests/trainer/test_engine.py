@@ -17,7 +17,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from tests.trainer.fake_vllm import FakeVllm, TableEngine
-from trainer.engine import Capacity, EngineFailed, Sampling, VllmEngine
+from trainer.engine import Capacity, EngineFailed, Sampling, TurnFailed, VllmEngine
 from trainer.scheduler import Gauge
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
@@ -170,6 +170,42 @@ async def test_wrong_answers_are_failures_and_are_not_repaired(twist):
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
         with pytest.raises(EngineFailed, match=r"engine http://127.0.0.1:\d+: expected .*, got "):
             await engine.generate([1], Sampling(4, seed=0))
+
+
+def unencodable(route, answer):
+    raise web.HTTPInternalServerError(text="ValueError: Out of range float values are not JSON compliant: nan")
+
+
+def refused(route, answer):
+    raise web.HTTPBadRequest(text='{"error": {"message": "Out of range float values are not JSON compliant"}}')
+
+
+NO_NUMBERS = {
+    "NaN": choice_with(logprobs={"token_logprobs": [-1.0, math.nan, -1.0, -1.0]}),
+    "minus infinity": choice_with(logprobs={"token_logprobs": [-1.0, -math.inf, -1.0, -1.0]}),
+    "null": choice_with(logprobs={"token_logprobs": [-1.0, None, -1.0, -1.0]}),
+    "an answer that cannot be written": unencodable,
+    "a refusal to write it": refused,
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("twist", NO_NUMBERS.values(), ids=NO_NUMBERS.keys())
+async def test_a_log_probability_that_is_no_number_is_the_turns_failure_alone(twist):
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(TurnFailed, match="finite log-probabilities"):
+            await engine.generate([1], Sampling(4, seed=0))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "twist", [choice_with(logprobs={"token_logprobs": [math.nan] * 4}, token_ids=None), choice_with(token_ids=[None])]
+)
+async def test_what_is_more_than_that_is_the_engines(twist):
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(EngineFailed) as raised:
+            await engine.generate([1], Sampling(4, seed=0))
+        assert not isinstance(raised.value, TurnFailed)
 
 
 @pytest.mark.asyncio

@@ -290,6 +290,23 @@ def test_an_engine_that_disagrees_is_corrected_and_measured(
     assert other["grad_norm"] == pytest.approx(2 * one["grad_norm"], rel=1e-3)
 
 
+def test_a_metric_that_trl_has_renamed_is_nan_with_one_warning_and_broken_turns_are_counted(
+    tmp_path: Path,
+    model: Path,
+    background: Background,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(grpo.OF_SAMPLER, "kl_sampler", "sampling/an_older_name")
+    stage = Stage(tmp_path, model, background)
+    stage.run(Sampler(model, nan_turns=3))
+    rows = list(stage.record.metrics())
+    assert [(row["kl_sampler"], row["ratio_mean"] > 0, row["nan_turns"]) for row in rows] == [(None, True, 3)] * 2
+    (warning,) = [record.getMessage() for record in caplog.records if "an_older_name" in record.getMessage()]
+    assert warning.startswith("TRL logs no sampling/an_older_name: expected it among ")
+    assert "sampling/importance_sampling_ratio/mean" in warning
+
+
 def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, background: Background) -> None:
     stage = Stage(tmp_path, model, background, steps=1)
     trained = stage.run(Sampler(model, score=lambda *_: 1.0))

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from trainer.engine import EngineFailed, Generation, Sampling  # noqa: E402
+from trainer.engine import EngineFailed, Generation, Sampling, TurnFailed  # noqa: E402
 from trainer.local import LocalEngine  # noqa: E402
 
 pytestmark = pytest.mark.asyncio
@@ -25,7 +25,8 @@ def model(seed=0, **changes):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    made = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes, **heads, **changes))
+    vocabulary = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
+    made = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocabulary, **changes}))
     with torch.no_grad():  # a random model is nearly uniform: sharper, so that what it says depends on what it read
         made.model.embed_tokens.weight.mul_(3)
     return made
@@ -241,16 +242,41 @@ async def test_what_cannot_be_served_is_said_at_once(ids, sampling):
     await engine.close()
 
 
-async def test_broken_weights_fail_the_engine_and_whoever_waits():
-    engine, broken = await engine_of(slots=2), model()
+async def test_broken_weights_fail_every_turn_and_leave_nothing_behind_once_they_are_mended():
+    engine, fresh, broken = await engine_of(slots=2), await engine_of(slots=2), model()
     with torch.no_grad():
-        broken.model.norm.weight.fill_(float("nan"))
+        broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
     await engine.load(broken.state_dict(), 1)
-    with pytest.raises(EngineFailed, match="finite logits"):
-        await asyncio.gather(*(engine.generate([1], Sampling(5, seed=seed)) for seed in range(5)))
-    with pytest.raises(EngineFailed, match="ended before"):
-        await engine.generate([1], Sampling(5))
-    await engine.close()
+    asked = [engine.generate([1, 2, 3], Sampling(5, seed=seed)) for seed in range(5)]
+    ends = await asyncio.gather(*asked, engine.logprobs([1, 2, 3]), return_exceptions=True)
+    assert [type(end) for end in ends] == [TurnFailed] * 6
+    await engine.load(model().state_dict(), 0)
+    for prompt in prompts(4):
+        expected = await fresh.generate(prompt, Sampling(20, seed=1))
+        assert await engine.generate(prompt, Sampling(20, seed=1)) == expected
+    await asyncio.gather(engine.close(), fresh.close())
+
+
+async def test_a_turn_whose_logits_are_no_numbers_fails_alone_and_leaves_nothing_behind():
+    """An id whose embedding is broken: who reads it fails; others in the same batch, or later in its slot, do not."""
+    fresh, broken = await engine_of(slots=2), model(tie_word_embeddings=False)
+    broken.load_state_dict(model().state_dict())
+    asked = [prompt[:10] for prompt in prompts(3)]
+    expected = [await fresh.generate(ids, Sampling(20, seed=1)) for ids in asked]
+    read = {id for ids, made in zip(asked, expected, strict=True) for id in (*ids, *made.ids)}
+    poison = min(set(range(VOCABULARY)) - read)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[poison] = float("nan")
+    engine = LocalEngine(broken, slots=2, max_length=256)
+    turn = engine.generate([*asked[1] * 4, poison, 7], Sampling(9, seed=1))
+    ends = await asyncio.gather(engine.generate(asked[0], Sampling(20, seed=1)), turn, return_exceptions=True)
+    assert ends[0] == expected[0]
+    assert isinstance(ends[1], TurnFailed)
+    assert f"expected finite logits, got others at position {4 * len(asked[1])}" in str(ends[1])
+    # The first two take both slots, and of neither is a prefix kept that would overwrite what is there.
+    some = await asyncio.gather(*(engine.generate(ids, Sampling(20, seed=1)) for ids in reversed(asked)))
+    assert some == expected[::-1]
+    await asyncio.gather(engine.close(), fresh.close())
 
 
 async def test_close_fails_what_waits():

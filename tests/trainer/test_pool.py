@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
-from trainer.engine import Capacity, EngineFailed, Sampling
-from trainer.pool import GAUGE_S, MISSES, PROOF_S, STALL_S, Busy, Pool
+from trainer.engine import Capacity, EngineFailed, Sampling, TurnFailed
+from trainer.pool import BROKEN_TURNS, GAUGE_S, MISSES, PROOF_S, STALL_S, TRIES, Busy, Pool
 from trainer.scheduler import POLICIES
 
 MOST = 200
@@ -294,6 +294,166 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
         made[1].before = made[1].scraped = steps(3)
         assert await asyncio.gather(*running) == await alone(range(8))
         assert is_balanced(pool)
+
+
+def breaking(turns):
+    """`turns` of all that are asked have a log-probability that is no number."""
+    left = iter(range(turns))
+
+    async def fail():
+        await asyncio.sleep(0)
+        if next(left, None) is not None:
+            raise TurnFailed("NaN")
+
+    return fail
+
+
+@jumping
+async def test_a_turn_without_numbers_is_asked_for_again_and_takes_no_engine_down():
+    made = engines(1)
+    async with pool_of(made) as pool:
+        made[0].before = breaking(TRIES - 1)
+        assert await episode(pool, 1) == (await alone([1]))[0]
+        assert (pool.nan_turns, pool.desks["e0"].is_up, pool.now()) == (TRIES - 1, True, 0)
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_a_turn_that_never_has_numbers_is_given_up_alone():
+    made = engines(1)
+    async with pool_of(made) as pool:
+        made[0].before = breaking(TRIES)
+        with pytest.raises(EngineFailed, match="NaN"):
+            await episode(pool, 1)
+        assert (pool.nan_turns, pool.desks["e0"].is_up) == (TRIES, True)
+        assert is_balanced(pool)
+        assert await episode(pool, 2) == (await alone([2]))[0]
+
+
+@jumping
+async def test_an_engine_whose_every_turn_has_no_numbers_is_lost_and_no_episode_with_it():
+    made = engines(2)
+    made[0].before = breaking(1 << 30)
+    async with pool_of(made) as pool:
+        ended = await asyncio.gather(*(episode(pool, number) for number in range(2 * BROKEN_TURNS)))
+        assert ended == await alone(range(2 * BROKEN_TURNS))
+        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
+        assert pool.desks["e0"].why == f"{BROKEN_TURNS} episodes in a row, the last: NaN"
+
+
+@jumping
+async def test_an_engine_that_answers_well_in_between_stays_and_after_its_rest_begins_anew():
+    made = engines(1)
+    async with pool_of(made) as pool:
+        for number in range(2 * BROKEN_TURNS):
+            made[0].before = breaking(1)
+            await episode(pool, number)
+        assert (pool.nan_turns, pool.now()) == (2 * BROKEN_TURNS, 0)
+        made[0].before = breaking(BROKEN_TURNS)
+        together = [asyncio.create_task(episode(pool, number)) for number in range(BROKEN_TURNS)]
+        await asyncio.sleep(1)
+        assert not pool.desks["e0"].is_up
+        made[0].before = breaking(1)
+        assert await asyncio.gather(*together) == await alone(range(BROKEN_TURNS))
+        assert 30 <= pool.now() < 60, "it was lost and rested, but not once more for the next one"
+
+
+class Keeping:
+    """Keeps weights in memory."""
+
+    def __init__(self):
+        self.kept = []
+
+    async def keep(self, weights, version):
+        await asyncio.sleep(0)
+        self.kept.append(dict(weights))
+        return self.kept[-1]
+
+    async def drop(self, *, but):
+        self.kept = [one for one in self.kept if one is but]
+
+
+def started_anew(engine):
+    engine.salt, engine.version, engine.before, engine.scraped = 0, 0, steps(1), steps(1)
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+@jumping
+async def test_the_only_engine_is_started_anew_and_its_episodes_go_on_with_the_last_weights(is_noticed):
+    """Its client may not notice that: it takes the version that was there before for that of today."""
+    made, keep = engines(1, before=lambda: asyncio.sleep(1)), Keeping()
+    async with pool_of(made, keep=keep, patience_s=1000) as pool:
+        await pool.sync({"salt": 5})
+        expected = await asyncio.gather(*(episode(pool, number) for number in range(6)))
+        assert expected != await alone(range(6))
+        running = [asyncio.create_task(episode(pool, number)) for number in range(6)]
+        await asyncio.sleep(2.5)
+        made[0].before = made[0].scraped = failing("killed")
+        await asyncio.sleep(900)
+        assert not any(task.done() for task in running)
+        started_anew(made[0])
+        made[0].version = 0 if is_noticed else 1
+        assert await asyncio.gather(*running) == expected
+        assert (made[0].salt, made[0].version, len(keep.kept)) == (5, 1, 1)
+        assert is_balanced(pool)
+    assert not keep.kept
+
+
+@jumping
+async def test_an_engine_that_missed_a_sync_gets_it_once_it_is_back_where_weights_are_kept():
+    class Coarse(TableReference):
+        async def check(self, engine, expected):
+            await engine.logprobs(self.ids)
+
+    made = engines(2)
+    async with pool_of(made, keep=Keeping(), reference=Coarse()) as pool:
+        made[0].before = failing()
+        await pool.sync({"salt": 5})
+        started_anew(made[0])
+        await asyncio.sleep(100)
+        assert pool.desks["e0"].is_up
+        assert [engine.salt for engine in made] == [5, 5]
+
+
+@jumping
+async def test_kept_weights_stay_until_newer_ones_are_proven():
+    made, keep, there = engines(1), Keeping(), []
+
+    class Looking(TableReference):
+        async def check(self, engine, expected):
+            there.append([one["salt"] for one in keep.kept])
+            await super().check(engine, expected)
+
+    async with pool_of(made, keep=keep, reference=Looking()) as pool:
+        for salt in (5, 6, 7):
+            await pool.sync({"salt": salt})
+            assert keep.kept == [{"salt": salt}]
+    assert there == [[5], [5, 6], [6, 7]]
+
+
+@jumping
+async def test_a_sync_waits_for_an_engine_up_to_a_limit_but_not_for_one_that_was_never_there():
+    made = engines(1)
+    async with pool_of(made, keep=Keeping(), patience_s=500) as pool:
+        made[0].before = made[0].scraped = failing("refused")
+        with pytest.raises(EngineFailed, match="no engine is left of 1: e0: refused"):
+            await pool.sync({"salt": 5})
+        assert pool.now() == 0
+        started_anew(made[0])
+        await pool.sync({"salt": 5})
+        made[0].before = made[0].scraped = failing("killed")
+        await asyncio.sleep(2000)  # nobody needs it meanwhile
+        syncing = asyncio.create_task(pool.sync({"salt": 6}))
+        await asyncio.sleep(400)
+        assert not syncing.done()
+        started_anew(made[0])
+        assert await syncing == 3
+        assert made[0].salt == 6
+        made[0].before = made[0].scraped = failing("killed")
+        began = pool.now()
+        with pytest.raises(EngineFailed, match="killed"):
+            await pool.sync({"salt": 7})
+        assert 500 <= pool.now() - began <= 502
 
 
 @jumping

@@ -446,6 +446,20 @@ async def test_times_are_those_of_the_clock(chat):
 
 
 @pytest.mark.asyncio
+async def test_turns_without_numbers_are_counted_by_call(chat):
+    pool = ScriptedPool(turns_of(answer("42") + END, answer("42") + END), nan_turns=10)
+    collector = Collector(pool, chat, ScriptedTools())
+    for count in (2, 0):
+
+        async def break_some(count=count):
+            pool.nan_turns += count
+
+        pool.pause = break_some
+        await collector.collect([PROBLEM], 1, how=LIMITS, seed=0)
+        assert collector.nan_turns == count
+
+
+@pytest.mark.asyncio
 async def test_what_is_idle_is_what_neither_a_turn_nor_a_tool_filled(chat):
     """The scripted engine takes its time without saying so, the tool does not."""
 

@@ -24,14 +24,16 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 
 # These need torch, too.
 from tokenizers import Tokenizer, models  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from sandbox.errors import NodeError  # noqa: E402
 from sandbox.runtime import default_python  # noqa: E402
-from tests.trainer.sampling import QUIET_LIBRARIES  # noqa: E402
+from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
+from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import cli, data, stages  # noqa: E402
 from trainer.background import Background  # noqa: E402
 from trainer.config import ConfigError, RunConfig, load  # noqa: E402
+from trainer.local import LocalEngine  # noqa: E402
 from trainer.recipe import Run, Start, Unit, recipe  # noqa: E402
 from trainer.record import RunFolder, read_rows  # noqa: E402
 from trainer.tools import service  # noqa: E402
@@ -173,6 +175,29 @@ def _unchatty(folder: Path) -> Path:
     """A tokenizer without Qwen's chat tokens, and without a template."""
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.asyncio
+async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = model_folder(tmp_path / "model")
+    behind, paths = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=16, max_length=96), []
+
+    async def load_saved(engine: LocalEngine, path: Path) -> None:
+        paths.append(path)
+        weights = load_file(path / "model.safetensors")
+        await engine.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 0)  # one tensor
+
+    async with FakeVllm(behind, load=load_saved).serve() as url:
+        sets = ["run_dir=run", "engines.kind=vllm", f"engines.endpoints={url}", "engines.max_down_s=77"]
+        async with stages._pool(Run(_config(tmp_path, *sets)), model) as pool:
+            assert paths == [tmp_path / "run/weights/v000000"]
+            assert paths[0].exists(), "one that is started anew gets them again"
+            assert pool._patience_s == 77
+    assert not paths[0].exists()
+    await behind.close()
 
 
 @pytest.mark.parametrize("chat", ["rstar2", "own"])

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import os
+import random
 import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -18,10 +23,11 @@ from safetensors.torch import load_file  # noqa: E402
 from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from tests.trainer.real_vllm import real  # noqa: E402
 from tests.trainer.test_local import VOCABULARY, model, training_logprobs  # noqa: E402
+from trainer import sync  # noqa: E402
 from trainer.engine import EngineFailed, Sampling, VllmEngine  # noqa: E402
 from trainer.local import LocalEngine  # noqa: E402
 from trainer.pool import Pool  # noqa: E402
-from trainer.sync import ByFile, ByNccl, Reference, SyncFailed, direct  # noqa: E402
+from trainer.sync import BOUNDS, ByFile, ByNccl, Reference, SyncFailed, direct  # noqa: E402
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 
@@ -48,8 +54,9 @@ def test_the_reference_says_what_the_model_says_under_any_weights(folder):
     reference = Reference(folder)
     for seed in (0, 1):
         trained = model(seed)
-        expected = training_logprobs(trained, reference.ids)
-        assert reference.logprobs(trained.state_dict()) == pytest.approx(expected, abs=1e-5)
+        said = reference.logprobs(trained.state_dict()).logprobs.tolist()
+        for probe, logprobs in zip(reference.probes, said, strict=True):
+            assert logprobs == pytest.approx(training_logprobs(trained, probe), abs=1e-5)
     assert all(parameter.is_meta for parameter in reference._model.parameters())
 
 
@@ -71,32 +78,37 @@ async def test_engines_in_this_process_take_the_trainers_tensors(folder):
 
 
 @pytest.mark.asyncio
-async def test_servers_take_weights_from_a_folder_that_is_gone_afterwards(folder, tmp_path):
-    behind = local()
-    carry = ByFile(tmp_path / "weights")
-    (tmp_path / "weights/v000001").mkdir(parents=True)  # of a run that was killed
-    async with FakeVllm(behind, load=take).serve() as url:
+async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_are_proven(folder, tmp_path, monkeypatch):
+    behind, there = local(), []
+
+    async def taking(engine, path):
+        assert path.is_absolute(), "the server may run in another directory"
+        there.append(sorted(each.name for each in path.parent.iterdir()))
+        await take(engine, path)
+
+    monkeypatch.chdir(tmp_path)
+    keep = ByFile(Path("weights"))
+    for killed in ("v000001", "v000700"):  # of runs that were killed
+        (tmp_path / "weights" / killed).mkdir(parents=True)
+    async with FakeVllm(behind, load=taking).serve() as url:
         engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=256)
-        async with Pool([engine], carry=carry, most_tokens=256, reference=Reference(folder)) as pool:
+        async with Pool([engine], carry=direct, keep=keep, most_tokens=256, reference=Reference(folder)) as pool:
             for version, seed in enumerate((1, 2), 1):
                 assert await pool.sync(model(seed).state_dict()) == engine.version == version
                 scores = await engine.logprobs([1, 2, 3])
                 assert scores == pytest.approx(training_logprobs(model(seed), [1, 2, 3]), abs=1e-3)
-            assert list((tmp_path / "weights").iterdir()) == []
+                assert [each.name for each in (tmp_path / "weights").iterdir()] == [f"v{version:06d}"]
+    assert there == [["v000001", "v000700"], ["v000001", "v000002"]]
+    assert list((tmp_path / "weights").iterdir()) == []
     await behind.close()
 
 
 @pytest.mark.asyncio
 async def test_a_file_has_what_the_engines_compute_in(tmp_path):
     """Rounded here as they would round it themselves, at half the size."""
-    saved = {}
-
-    class Server:
-        async def load(self, folder, version):
-            saved.update(load_file(folder / "model.safetensors"))
-
     trained = model(1)
-    assert await ByFile(tmp_path, "bfloat16")([Server()], trained.state_dict(), 1) == [None]
+    kept = await ByFile(tmp_path, "bfloat16").keep(trained.state_dict(), 1)
+    saved = load_file(kept / "model.safetensors")
     assert saved.keys() == dict(trained.named_parameters()).keys()
     for name, parameter in trained.named_parameters():
         assert torch.equal(saved[name], parameter.to(torch.bfloat16))
@@ -119,8 +131,91 @@ async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
         for parameter in trained.parameters():
             parameter.mul_(1.05)
     async with Pool([local()], carry=partly, most_tokens=256, reference=Reference(folder)) as pool:
-        with pytest.raises(SyncFailed, match=r"within 0\.001 of the trainer's, got a difference of \d+\.\d+"):
+        with pytest.raises(SyncFailed, match=r"within \S+ of the trainer's .* got a difference of \d"):
             await pool.sync(trained.state_dict())
+
+
+class Scoring:
+    """An engine that scores as a model does, in its dtype and by other kernels than the trainer's."""
+
+    name, version = "scoring", 1
+
+    def __init__(self, scoring, dtype):
+        self.model = copy.deepcopy(scoring).to(getattr(torch, dtype))
+        self.model.set_attn_implementation("eager")
+
+    async def logprobs(self, ids):
+        return training_logprobs(self.model, ids)
+
+
+def reference_of(folder, dtype, layers):
+    model(num_hidden_layers=layers).save_pretrained(folder)
+    return Reference(folder, dtype)
+
+
+def sharper(seed, layers, factor):
+    """A random model with larger weights: its layers say more, and its logits have more to round."""
+    made = model(seed, num_hidden_layers=layers)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(factor)
+    return made
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("dtype", BOUNDS)
+async def test_rounding_is_no_other_weights(tmp_path, dtype, layers):
+    """Far below the bound: the largest of so many would be close to it, were one of 10,000 above."""
+    reference, draw, worst = reference_of(tmp_path, dtype, layers), random.Random(0), 0.0
+    for seed in range(12):
+        trained = sharper(seed, layers, 1 + seed % 4)
+        reference.probes = [draw.choices(range(VOCABULARY), k=sync.PROBE_TOKENS) for _ in range(sync.PROBES)]
+        expected = reference.logprobs(trained.state_dict())
+        engine = Scoring(trained, dtype)
+        await reference.check(engine, expected)
+        said = torch.tensor([await engine.logprobs(probe) for probe in reference.probes], dtype=torch.float64)
+        worst = max(worst, sync._rms(said - expected.logprobs) / expected.rounding / BOUNDS[dtype])
+    assert 0 < worst < 0.75
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("dtype", BOUNDS)
+async def test_every_layer_that_is_stale_or_in_anothers_place_is_found(tmp_path, dtype, layers):
+    """Each layer, and each matrix alone, as it was before the training; each layer that misses a step that a higher
+    learning rate makes; each pair of layers exchanged."""
+    reference = reference_of(tmp_path, dtype, layers)
+    trained, before = model(1, num_hidden_layers=layers), model(2, num_hidden_layers=layers).state_dict()
+    right = copy.deepcopy(trained.state_dict())
+    expected = reference.logprobs(right)
+    of = [[name for name in right if f"layers.{layer}." in name] for layer in range(layers)]
+    wrong = [{name: before[name] for name in names} for names in of]
+    wrong += [{name: before[name]} for names in of for name in names if "proj" in name]
+    step = {"float32": 1e-4, "bfloat16": 2e-3}[dtype]
+    draw = torch.Generator().manual_seed(0)
+    for names in of:
+        steps = {name: step * torch.randn(right[name].shape, generator=draw).sign() for name in names}
+        wrong.append({name: right[name] - steps[name] for name in names})
+    for one, other in itertools.combinations(of, 2):
+        wrong.append({a: right[b] for a, b in [*zip(one, other, strict=True), *zip(other, one, strict=True)]})
+    assert len(wrong) == layers * 9 + layers * (layers - 1) // 2
+    await reference.check(Scoring(trained, dtype), expected)
+    for some in wrong:
+        trained.load_state_dict({**right, **some})
+        with pytest.raises(SyncFailed, match="it has other weights"):
+            await reference.check(Scoring(trained, dtype), expected)
+
+
+@pytest.mark.asyncio
+async def test_weights_of_the_trainers_own_that_are_no_numbers_are_no_engines_fault(folder):
+    broken = model()
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    async with Pool([local()], carry=direct, most_tokens=256, reference=Reference(folder)) as pool:
+        with pytest.raises(SyncFailed, match="training has diverged"):
+            await pool.sync(broken.state_dict())
 
 
 @pytest.mark.asyncio
@@ -134,7 +229,9 @@ async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_
             VllmEngine(url, vocabulary=VOCABULARY, max_length=256, name=name)
             for url, name in ((one, "one"), (two, "two"))
         ]
-        async with Pool(servers, carry=ByFile(tmp_path), most_tokens=256, reference=Reference(folder)) as pool:
+        async with Pool(
+            servers, carry=direct, keep=ByFile(tmp_path), most_tokens=256, reference=Reference(folder)
+        ) as pool:
             assert await pool.sync(model(1).state_dict()) == 1
             assert "disk full" in pool.desks["two"].why
             async with pool.seat(group="a", most_tokens=256) as first, pool.seat(group="a", most_tokens=256) as second:
@@ -144,12 +241,85 @@ async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_
 
 
 @pytest.mark.asyncio
+async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_the_last_weights(folder, tmp_path):
+    """It comes back at its address with the weights that it was started with, and nothing of what it had computed."""
+    begun = asyncio.Event()
+
+    class Hanging(LocalEngine):
+        """Never over with a second turn."""
+
+        turns = 0
+
+        async def generate(self, ids, sampling):
+            self.turns += sampling.max_tokens == 20  # scores take one
+            if self.turns == 2:
+                begun.set()
+                await asyncio.Event().wait()
+            return await super().generate(ids, sampling)
+
+    async def talk(pool):
+        ids, versions = [1, 2, 3], []
+        async with pool.seat(group="a", most_tokens=256) as seat:
+            for turn in range(3):
+                made = await seat.generate(ids, Sampling(20, seed=turn))
+                ids, versions = [*ids, *made.ids, 7], [*versions, made.version]
+        return ids, versions
+
+    options = {"carry": direct, "most_tokens": 256, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
+    async with Pool([local()], **options) as pool:
+        await pool.sync(model(1).state_dict(), 5)
+        expected = await talk(pool)
+    async with AsyncExitStack() as stack:
+        first = Hanging(model(), name="first", slots=4, max_length=128)
+        serving = await stack.enter_async_context(AsyncExitStack())
+        url = await serving.enter_async_context(FakeVllm(first, load=take).serve())
+        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
+        pool = Pool([engine], keep=ByFile(tmp_path), patience_s=300, **options)
+        await stack.enter_async_context(pool)
+        await pool.sync(model(1).state_dict(), 5)
+        talking = asyncio.create_task(talk(pool))
+        await begun.wait()
+        await serving.aclose()  # as a server that is killed: its connections are cut, and nobody listens
+        while pool.desks[engine.name].is_up:  # noqa: ASYNC110 (a client finds out when it asks)
+            await asyncio.sleep(0.01)
+        assert not talking.done()
+        again = local()
+        await stack.enter_async_context(FakeVllm(again, load=take).serve(int(url.rpartition(":")[2])))
+        assert await talking == expected == (expected[0], [5, 5, 5])
+        assert again.tokens > 0
+        await asyncio.gather(first.close(), again.close())
+
+
+@pytest.mark.asyncio
+async def test_a_sync_waits_for_the_only_server_that_is_being_started_anew(folder, tmp_path):
+    options = {"carry": direct, "most_tokens": 256, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
+    behind = local()
+    async with AsyncExitStack() as stack:
+        serving = await stack.enter_async_context(AsyncExitStack())
+        url = await serving.enter_async_context(FakeVllm(behind, load=take).serve())
+        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
+        pool = await stack.enter_async_context(Pool([engine], keep=ByFile(tmp_path), patience_s=300, **options))
+        await pool.sync(model(1).state_dict(), 5)
+        await serving.aclose()
+        syncing = asyncio.create_task(pool.sync(model(2).state_dict(), 6))
+        while pool.version == 5 or pool.scheduler.is_held:  # noqa: ASYNC110 (no event says that none took them)
+            await asyncio.sleep(0.01)
+        assert not syncing.done()
+        await stack.enter_async_context(FakeVllm(behind, load=take).serve(int(url.rpartition(":")[2])))
+        assert await syncing == engine.version == 6
+        scores = await engine.logprobs([1, 2, 3])
+        assert scores == pytest.approx(training_logprobs(model(2), [1, 2, 3]), abs=1e-3)
+        await behind.close()
+
+
+@pytest.mark.asyncio
 async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path):
     if not VLLM:
         pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
     async with real(VLLM, tmp_path) as engine:
         reference = Reference(tmp_path / "model")
-        async with Pool([engine], carry=ByFile(tmp_path / "weights"), most_tokens=256, reference=reference) as pool:
+        keep = ByFile(tmp_path / "weights")
+        async with Pool([engine], carry=direct, keep=keep, most_tokens=256, reference=reference) as pool:
             for seed in (1, 2, 1):
                 trained = model(seed)
                 await pool.sync(trained.state_dict())
