@@ -21,16 +21,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import inspect
+import logging
 import math
 import queue
+import re
 import threading
+import warnings
 from bisect import bisect, bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import threshold
@@ -38,6 +42,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 from trainer.engine import Capacity, EngineFailed, Generation, Sampling
+
+log = logging.getLogger(__name__)
 
 ATTENTION = "rstar_slots"
 BLOCK = 64
@@ -47,8 +53,10 @@ FAINTEST = -80.0
 NOWHERE = -1e9
 SAMPLED = -1  # where an id is not given
 KEEP_ALL = 2.0  # a top-p that drops nothing, however a sum rounds
+DEPRECATIONS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 
 Answer = Future[None]
+T = TypeVar("T")
 
 
 class LocalEngine:
@@ -66,6 +74,9 @@ class LocalEngine:
         """Positions computed so far, prompts included."""
         self._model = model.eval().requires_grad_(False)
         self._model.set_attn_implementation(ATTENTION)
+        # The cache's argument of `forward` is named `cache` since transformers 5.24.
+        takes_cache = "cache" in inspect.signature(self._model.forward).parameters
+        self._cache_argument = "cache" if takes_cache else "past_key_values"
         self._cache = _SlotCache(slots, max_length)
         self._kept = _Kept(slots * max_length)
         self._running: dict[int, _Row] = {}
@@ -108,7 +119,8 @@ class LocalEngine:
     async def load(self, weights: Mapping[str, Any] | Path, version: int) -> None:
         """Take over a state dict's tensors (copied) or a saved model's. Nothing may be generating."""
         if not isinstance(weights, Mapping):
-            weights = AutoModelForCausalLM.from_pretrained(weights, dtype=self._model.dtype).state_dict()
+            path, dtype = weights, self._model.dtype
+            weights = log_deprecations(lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).state_dict()
 
         def load() -> None:
             self._drop()  # what was cancelled before is no hindrance
@@ -214,15 +226,30 @@ class LocalEngine:
                 _end(row.answer)
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        output = self._model(
-            input_ids=tokens_S[:, None],
-            position_ids=positions_S[:, None],
-            attention_mask=self._cache.aim(positions_S)[None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        inputs = {
+            "input_ids": tokens_S[:, None],
+            "position_ids": positions_S[:, None],
+            "attention_mask": self._cache.aim(positions_S)[None],
+            self._cache_argument: self._cache,
+        }
+        output = log_deprecations(lambda: self._model(**inputs, use_cache=True))
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
+
+
+def log_deprecations(function: Callable[[], T]) -> T:
+    """Call `function`. Where warnings are errors (`-W error`), log each deprecation that it raises, ignore it from then
+    on, and call `function` again, which must therefore be safe to repeat."""
+    ignored: set[str] = set()
+    while True:
+        try:
+            return function()
+        except DEPRECATIONS as why:
+            if str(why) in ignored:  # it is raised as an exception, not by `warnings.warn`
+                raise
+            ignored.add(str(why))
+            log.warning("%s: %s", type(why).__name__, why)
+            warnings.filterwarnings("ignore", re.escape(str(why)), type(why))
 
 
 @dataclass(slots=True, eq=False)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
+import warnings
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from trainer.engine import EngineFailed, Generation, Sampling  # noqa: E402
 from trainer.local import LocalEngine  # noqa: E402
@@ -18,8 +22,6 @@ VOCABULARY = 96
 
 
 def model(seed=0, **changes):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -42,6 +44,23 @@ def training_logprobs(trained, ids, temperature=1.0):
     with torch.no_grad():
         logits = trained(torch.tensor([ids])).logits[0, :-1].float() / temperature
         return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+async def test_a_deprecation_warning_is_logged_and_fails_no_request(caplog):
+    deprecated, forward = model(), Qwen3ForCausalLM.forward
+
+    @functools.wraps(forward)
+    def warns(self, *args, **kwargs):
+        warnings.warn("an argument will be removed", FutureWarning, stacklevel=2)
+        return forward(self, *args, **kwargs)
+
+    deprecated.forward = warns.__get__(deprecated)
+    engine, same = LocalEngine(deprecated, slots=8, max_length=256), await engine_of()
+    sampling = Sampling(5, seed=1)
+    assert (await engine.generate([1, 2, 3], sampling)).ids == (await same.generate([1, 2, 3], sampling)).ids
+    assert caplog.text.count("an argument will be removed") == 1
+    await engine.close()
+    await same.close()
 
 
 async def test_an_interrupted_request_goes_on_as_if_it_had_not_been():
