@@ -246,9 +246,9 @@ def _dry_run(args: argparse.Namespace) -> None:
         print(json.dumps({"config": asdict(config), "plan": needs}))
         return
     print(json.dumps(asdict(config), indent=2))
-    stages = needs.pop("stages")
+    stages, sft = needs.pop("stages"), needs.pop("sft")
     _print_columns("a run needs", {"": needs})
-    _print_columns("a step at most", stages)
+    _print_columns("a step at most", {**({"sft": sft} if sft else {}), **stages})
     print(EXPLAINED)
 
 

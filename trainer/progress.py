@@ -28,7 +28,7 @@ _MARK = "whole"
 CHECKPOINTS_KEPT = 2
 """While the newer one is being written, the older one is what a kill leaves."""
 RANKS_WAIT_S = 24 * 3600
-"""Seconds that the other ranks wait for the first rank's engines and rollouts; one step of long episodes may take hours."""
+"""Seconds that other ranks wait for the first one's engines and rollouts: a step of long episodes may take hours."""
 COLLECTIVE_S = 3600
 """Seconds that any other exchange between ranks may take. The longest is a checkpoint that the first rank writes."""
 

@@ -443,7 +443,7 @@ def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group
     for rank in two_ranks[2]:
         assert [on for on, _ in rank["waits"]] == [*["scatter_object_list: own, gloo"] * 2, "barrier: own, gloo"]
     other = two_ranks[2][1]
-    assert other["waits"][1][1] > other["limit_s"], "the second step's rollouts took longer than the default group allows"
+    assert other["waits"][1][1] > other["limit_s"], "its wait was longer than the default group allows"
 
 
 def test_sharded_gradients_are_reduced_after_every_micro_batch(
