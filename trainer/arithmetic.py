@@ -11,11 +11,13 @@ sharding each GPU keeps its share of all four, of the gradients too: they are sh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from trainer.config import RunConfig, SftConfig, Shape, StageConfig, checked, urls
+from trainer.config import ConfigError, RunConfig, SftConfig, Shape, StageConfig, checked, urls
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
@@ -33,6 +35,17 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
     """The sizes in a model's config.json. Raises `ConfigError` where one is missing."""
     sizes = {size.name: model[size.name] for size in fields(Shape) if size.name in model}
     return checked(Shape, sizes, "the model's config.json: ")
+
+
+def known_shape(config: RunConfig) -> Shape | None:
+    """The sizes in the model's folder if it is here, else those that `config` states. Raises `ConfigError`."""
+    file = Path(config.model.path) / "config.json"
+    if not file.exists():
+        return config.model.shape
+    try:
+        return shape_of(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"model {config.model.path}: config.json cannot be used: {why}") from why
 
 
 def parameters(shape: Shape) -> int:
@@ -91,6 +104,13 @@ def pass_weight_bytes(shape: Shape, dtype: str, *, is_sharded: bool) -> int:
     return 0 if BYTES[dtype] == MASTER else parameters(shape) * BYTES[dtype]
 
 
+def disk_bytes(config: RunConfig, shape: Shape, trainings: int) -> int:
+    """Of the checkpoints and models of so many trainings, and of weights on their way to engines; without episodes."""
+    is_sent = config.engines.kind == "vllm" and config.engines.sync == "file"
+    sent = 2 * BYTES[config.model.dtype] if is_sent else 0  # those that engines have, and newer ones
+    return parameters(shape) * (CHECKPOINTS * (MASTER + ADAM) + trainings * MASTER + sent)
+
+
 Plan = dict[str, Any]
 
 
@@ -99,7 +119,7 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
 
     Bytes are of one GPU that trains or, without GPUs, of the machine; `engine_bytes` are of one GPU of an engine.
     `gpu_share` is what training and an engine beside it need of a GPU's memory: more than 1 does not fit. `sft` is None
-    where there is none. `disk_bytes` are of checkpoints, models and weights for engines, without episodes.
+    where there is none.
     """
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
     count, gpus, per_token = parameters(shape), hardware.nodes * hardware.gpus, kv_bytes(shape, dtype)
@@ -135,9 +155,6 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
             "rollouts_per_engine": min(engines.slots, kv_tokens // longest),
         }
 
-    trainings = len(config.stages) + bool(config.sft.data)
-    # Weights on their way to engines: those that they have, and newer ones.
-    sent = 2 * BYTES[dtype] if engines.kind == "vllm" and engines.sync == "file" else 0
     sft = config.sft
     of_sft = {
         "rollouts": None,
@@ -156,7 +173,7 @@ def plan(config: RunConfig, shape: Shape) -> Plan:
         "engines": 1 if engines.kind == "local" else len(urls(engines.endpoints)) or engines.count,
         "engine_bytes": engine_bytes,
         "kv_tokens": kv_tokens,
-        "disk_bytes": count * (CHECKPOINTS * (MASTER + ADAM) + trainings * MASTER + sent),
+        "disk_bytes": disk_bytes(config, shape, len(config.stages) + bool(config.sft.data)),
         "sft": of_sft if sft.data else None,
         "stages": {name: of(stage) for name, stage in config.stages.items()},
     }
