@@ -83,6 +83,7 @@ def recipe(args: argparse.Namespace) -> None:
 
 def preflight(args: argparse.Namespace) -> None:
     """Look for all that a run needs of this machine, and name what is missing; run nothing."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else it prints each retry of a hub that cannot be reached
     from trainer.preflight import require
     from trainer.recipe import Run
 

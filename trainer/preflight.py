@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,12 +76,17 @@ def _files(config: RunConfig, units: Sequence[Unit]) -> Iterator[str]:
         sources |= {"evaluate.data": config.evaluate.data}
     if any(unit.command == "sft" for unit in units):
         sources |= {"sft.data": config.sft.data}
-    for setting, named in sources.items():
-        for source in named:
-            try:
-                check(source, of_conversations=setting == "sft.data")
-            except (DataError, OSError) as why:
-                yield f"{setting}: {why}; name another source, or put the file there"
+    first = {source: setting for setting, named in reversed(sources.items()) for source in reversed(named)}
+    with ThreadPoolExecutor() as pool:  # a hub that cannot be reached is tried for half a minute
+        yield from filter(None, pool.map(_file, reversed(first.values()), reversed(first)))
+
+
+def _file(setting: str, source: str) -> str:
+    try:
+        check(source, of_conversations=setting == "sft.data")
+    except (DataError, OSError) as why:
+        return f"{setting}: {why}; name another source, or put the file there"
+    return ""
 
 
 def _model(config: RunConfig, *, has_weights: bool) -> Iterator[str]:
