@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
-    from trainer.recipe import Run
+    from trainer.recipe import Run, Unit
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -74,11 +74,23 @@ def recipe(args: argparse.Namespace) -> None:
         return _dry_run(args)
     from trainer.recipe import recipe
 
-    summary = recipe(_config(args)).summary()
+    summary = recipe(_config(args), has_preflight=not args.no_preflight).summary()
     if args.json:
         print(json.dumps(summary))
     else:
         _print_columns("after", {row.pop("name"): _by_source(row) for row in summary["stages"]})
+
+
+def preflight(args: argparse.Namespace) -> None:
+    """Look for all that a run needs of this machine, and name what is missing; run nothing."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else it prints each retry of a hub that cannot be reached
+    from trainer.preflight import require
+    from trainer.recipe import Run
+
+    run = Run(_config(args))
+    units = [one for one in run.units() if not run.done(one)]
+    require(run, units)
+    print(f"preflight: nothing is missing for {len(units)} units", file=sys.stderr)
 
 
 def unit(args: argparse.Namespace) -> None:
@@ -89,6 +101,7 @@ def unit(args: argparse.Namespace) -> None:
     if run.done(one):
         print(f"{one} is done; to do it anew, delete {run.done_file(one).parent} first", file=sys.stderr)
         return
+    _require(args, run, one)
     from trainer import stages
 
     stages.WORK[args.unit](run, one)
@@ -105,6 +118,7 @@ def evaluate(args: argparse.Namespace) -> None:
     one = Unit("eval", args.stage) if args.stage else None
     reports = read_reports((run.done(one) or {}).get("reports", {})) if one else {}
     if not reports or reports[ALL].unavailable:  # it is not over, or an outage left something to do
+        _require(args, run, one or Unit("eval", stage=""))
         from trainer import stages
 
         reports = stages.evaluate(run, one) if one else stages.evaluate_model(run, args.model, args.out)
@@ -116,9 +130,13 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def rollout(args: argparse.Namespace) -> None:
     """Sample episodes into a folder that `show` opens."""
+    from trainer.recipe import Unit
+
+    run = _run(args)
+    _require(args, run, Unit("rollout", args.stage))
     from trainer import stages
 
-    stages.rollout(_run(args), args.stage, problems=args.problems, samples=args.samples, out=args.out)
+    stages.rollout(run, args.stage, problems=args.problems, samples=args.samples, out=args.out)
 
 
 def data(args: argparse.Namespace) -> None:
@@ -160,29 +178,33 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(command=command, unit=name)
         return made
 
-    run, stage, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    run, started, stage, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(4))
     run.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file, or the folder of a run")
     run.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: run_dir in CONFIG)")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as stages.rl1.steps=3")
+    started.add_argument("--no-preflight", action="store_true", help="start without looking for what is needed first")
     stage.add_argument("--stage", required=True, help="one of the stages in CONFIG")
     as_json.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last")
 
-    one = add("recipe", recipe, run, as_json)
+    add("preflight", preflight, run)
+    one = add("recipe", recipe, run, started, as_json)
     one.add_argument("--dry-run", action="store_true", help="show the resolved run and what it needs; run nothing")
-    one = add("prepare", unit, run, doc="Bring a run's data, and its model if it is generated, into its folder.")
+    one = add(
+        "prepare", unit, run, started, doc="Bring a run's data, and its model if it is generated, into its folder."
+    )
     one.set_defaults(stage="start")
-    add("sft", unit, run, doc="Fine-tune on conversations.").set_defaults(stage="sft")
-    add("filter", unit, run, stage, doc="Take out what the model before a stage solves every time.")
-    add("grpo", unit, run, stage, doc="Train one stage of GRPO-RoC.")
+    add("sft", unit, run, started, doc="Fine-tune on conversations.").set_defaults(stage="sft")
+    add("filter", unit, run, started, stage, doc="Take out what the model before a stage solves every time.")
+    add("grpo", unit, run, started, stage, doc="Train one stage of GRPO-RoC.")
 
-    one = add("eval", evaluate, run, as_json)
+    one = add("eval", evaluate, run, started, as_json)
     which = one.add_mutually_exclusive_group(required=True)
     which.add_argument("--stage", help="of a run's model: sft, or one of the stages in CONFIG")
     which.add_argument("--model", metavar="PATH", help="any model's folder, on the problems of [evaluate]")
     kept = "folder of --model's episodes, where what is there is not run again (default: evaluation/ in the run's)"
     one.add_argument("--out", metavar="DIR", type=Path, help=kept)
 
-    one = add("rollout", rollout, run)
+    one = add("rollout", rollout, run, started)
     one.add_argument("--stage", required=True, help="whose model: start, sft, or one of the stages in CONFIG")
     one.add_argument("--problems", type=int, default=16, help="how many, from the first (default: 16)")
     one.add_argument("--samples", type=int, default=4, help="episodes of each (default: 4)")
@@ -228,27 +250,35 @@ def _run(args: argparse.Namespace) -> Run:
     return Run(_config(args))
 
 
+def _require(args: argparse.Namespace, run: Run, one: Unit) -> None:
+    """The part of the preflight that concerns one unit, whose predecessor is over; on the first rank alone."""
+    if args.no_preflight or os.environ.get("RANK", "0") != "0":
+        return
+    if one.command != "prepare" and one.stage:
+        run.trained(one.stage, before=one.command in ("sft", "filter", "grpo"))
+    from trainer.preflight import require
+
+    require(run, [one])
+
+
 # What is printed
 
 
 def _dry_run(args: argparse.Namespace) -> None:
-    from trainer.arithmetic import plan, shape_of
+    from trainer.arithmetic import known_shape, plan
     from trainer.config import ConfigError
 
     config = _config(args)
-    shape, file = config.model.shape, Path(config.model.path) / "config.json"
-    if file.exists():
-        shape = shape_of(json.loads(file.read_text(encoding="utf-8")))
-    if not shape:
+    if not (shape := known_shape(config)):
         raise ConfigError(f"model.path={config.model.path} is no folder here: state the model's sizes in [model.shape]")
     needs = plan(config, shape)
     if args.json:
         print(json.dumps({"config": asdict(config), "plan": needs}))
         return
     print(json.dumps(asdict(config), indent=2))
-    stages = needs.pop("stages")
+    stages, sft = needs.pop("stages"), needs.pop("sft")
     _print_columns("a run needs", {"": needs})
-    _print_columns("a step at most", stages)
+    _print_columns("a step at most", {**({"sft": sft} if sft else {}), **stages})
     print(EXPLAINED)
 
 

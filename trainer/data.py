@@ -139,16 +139,39 @@ def read_conversations(source: str, *, seed: int = 0) -> list[tasks.Messages]:
     """The conversations of `source`: `{"messages": [{"role", "content"}, ...]}` a row. Raises `DataError`."""
     if source.startswith(GENERATED):
         return tasks.traces(_count(source), seed + TAUGHT, faults=seed)
-    conversations = []
-    for number, row in enumerate(_rows(source)):
-        messages = row.get("messages") if isinstance(row, Mapping) else None
-        if not messages or not all(
-            isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-            for message in messages
-        ):
-            raise DataError(f"{source}: row {number}: expected messages of a role and a content, got {row!r:.200}")
-        conversations.append([{key: message[key] for key in ("role", "content")} for message in messages])
-    return conversations
+    return [_conversation(source, number, row) for number, row in enumerate(_rows(source))]
+
+
+def check(source: str, *, of_conversations: bool = False) -> None:
+    """Raises `DataError` where `source` cannot be had, has no rows, or its first row should be a conversation and is
+    none. Of a hub name only what it is made of is read, not its rows."""
+    if source.startswith(GENERATED):
+        _count(source)
+        return
+    if Path(source).suffix not in SUFFIXES and (hub := _HUB.fullmatch(source)):
+        import datasets
+
+        name, config, _ = hub.groups()
+        try:
+            datasets.load_dataset_builder(name, config)
+        except (OSError, ValueError, RuntimeError) as why:
+            raise DataError(f"{name}: cannot be had from the hub ({why})") from None
+        return
+    if (row := next(_rows(source), None)) is None:
+        raise DataError(f"{source}: expected rows, got none")
+    if of_conversations:
+        _conversation(source, 0, row)
+
+
+def _conversation(source: str, number: int, row: Any) -> tasks.Messages:
+    """The messages of a row. Raises `DataError`."""
+    messages = row.get("messages") if isinstance(row, Mapping) else None
+    if not messages or not all(
+        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    ):
+        raise DataError(f"{source}: row {number}: expected messages of a role and a content, got {row!r:.200}")
+    return [{key: message[key] for key in ("role", "content")} for message in messages]
 
 
 def write(problems: Iterable[Problem], file: Path) -> None:

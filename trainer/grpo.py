@@ -45,7 +45,7 @@ from trainer import metrics, roc
 from trainer.background import Background
 from trainer.config import ConfigError, StageConfig
 from trainer.pool import Pool
-from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable
+from trainer.progress import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable, waiting_group
 from trainer.rollout import Collector
 from trainer.trajectory import Episode, Problem, StopReason
 
@@ -358,10 +358,10 @@ def _roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
 
 
 def _scatter(rows: Sequence[Row], count: int) -> Sequence[Row]:
-    """`count` rows for each rank, of those that the first rank has."""
-    if not torch.distributed.is_initialized():
+    """`count` rows for each rank, of those that the first rank has. The others wait here while it samples."""
+    if (group := waiting_group()) is None:
         return rows
     shares = [rows[start : start + count] for start in range(0, len(rows), count)]
     mine: list[Sequence[Row]] = [()]
-    torch.distributed.scatter_object_list(mine, shares or None, src=0)
+    torch.distributed.scatter_object_list(mine, shares or None, src=0, group=group)
     return mine[0]

@@ -45,6 +45,8 @@ from trainer.engine import Capacity, EngineFailed, Generation, Sampling, TurnFai
 
 log = logging.getLogger(__name__)
 
+log = logging.getLogger(__name__)
+
 ATTENTION = "rstar_slots"
 BLOCK = 64
 """Positions in one block of attention."""

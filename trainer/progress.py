@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ _MARK = "whole"
 CHECKPOINTS_KEPT = 2
 """While the newer one is being written, the older one is what a kill leaves."""
 RANKS_WAIT_S = 24 * 3600
-"""For the first rank's rollouts; the usual 10 or 30 minutes may be less than one step of long episodes."""
+"""Seconds that other ranks wait for the first one's engines and rollouts: a step of long episodes may take hours."""
+COLLECTIVE_S = 3600
+"""Seconds that any other exchange between ranks may take. The longest is a checkpoint that the first rank writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Training:
 
     def arguments(self, settings: SftConfig | StageConfig, rows: int) -> dict[str, Any]:
         """What both of TRL's trainers are told alike, for steps of `rows` rows. Raises `ConfigError`."""
-        world = ranks(self.hardware).num_processes
+        world, is_sharded = ranks(self.hardware).num_processes, self.hardware.sharding == "full"
         return {
             "output_dir": str(self.out / "checkpoints"),
             "seed": self.seed,
@@ -69,7 +72,10 @@ class Training:
             "bf16": self.dtype == "bfloat16",
             "gradient_checkpointing": settings.is_checkpointing,
             "ddp_find_unused_parameters": False,
-            "fsdp": self.hardware.sharding == "full" or None,
+            "fsdp": is_sharded or None,
+            # Gradients are reduced and sharded after every micro-batch. Without this each rank would keep those of the
+            # whole model until the last one, and sum them in bfloat16 (`no_sync` of FSDP).
+            "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": is_sharded}},
             "save_strategy": "steps",
             "save_steps": settings.save_steps,
             "save_total_limit": CHECKPOINTS_KEPT,
@@ -86,7 +92,7 @@ class Training:
         trainer.model._keys_to_ignore_on_save = set(trainer.model.all_tied_weights_keys)
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         trainer.save_model(str(self.out / "model"))
-        ranks(self.hardware).wait_for_everyone()  # the first one marks checkpoints
+        wait_for_ranks(self.hardware)  # the first one marks checkpoints
         checkpoint = latest(self.out / "checkpoints")
         assert checkpoint is not None, f"{self.out}: the last step has a checkpoint"
         return Trained(self.out / "model", checkpoint)
@@ -157,11 +163,30 @@ def ranks(hardware: HardwareConfig) -> PartialState:
     said = f"hardware: nodes={hardware.nodes}, gpus={hardware.gpus}"
     if hardware.gpus and not torch.cuda.is_available():  # a GPU may be ROCm's
         raise ConfigError(f"{said}: expected GPUs, got none that torch can use; gpus=0 trains on the CPU")
-    state = PartialState(cpu=not hardware.gpus, timeout=timedelta(seconds=RANKS_WAIT_S))
+    state = PartialState(cpu=not hardware.gpus, timeout=timedelta(seconds=COLLECTIVE_S))
     expected = hardware.nodes * max(1, hardware.gpus)
     if state.num_processes != expected:
         raise ConfigError(
             f"{said}: expected {expected} processes that train, got {state.num_processes}; have hardware.launch start "
             "so many, for a GPU each, such as by torchrun --nproc-per-node"
         )
+    waiting_group()
     return state
+
+
+@cache
+def waiting_group() -> Any:
+    """The process group on which ranks wait for the first one: gloo, with a timeout of `RANKS_WAIT_S`.
+
+    A rank that waits on NCCL or RCCL keeps a core busy and a kernel on its GPU, which an engine may be using. A rank
+    that waits on gloo sleeps in the kernel. None where there is one rank. All ranks make it together, in `ranks`.
+    """
+    if not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=RANKS_WAIT_S))
+
+
+def wait_for_ranks(hardware: HardwareConfig) -> None:
+    """Return once every rank has called this."""
+    if ranks(hardware).num_processes > 1:
+        torch.distributed.barrier(group=waiting_group())

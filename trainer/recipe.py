@@ -14,6 +14,8 @@ is what torchrun can start on many ranks; and a kill at any point leaves what a 
 Invariants:
 - A unit is over once its `DONE` file is there, which appears whole and last. Nothing that is over runs again.
 - A unit that was killed goes on from what it left, and comes to what it would have come to.
+- Nothing starts before all that the units need is there: `trainer.preflight`, in a child as well. A folder gets its
+  configuration only after that, so that one which cannot run here may still be changed.
 - One recipe works on a run's folder at a time: children hold the lock too, so that none is overtaken by its successor.
 - A run's folder keeps one configuration.
 """
@@ -22,11 +24,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -52,8 +56,17 @@ MAY_DIFFER = (
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
+MISUSE = 2
+"""The exit code of a child that was told something wrong."""
+NO_PREFLIGHT = "--no-preflight"
+
+
 class UnitFailed(Exception):
     """A child ended badly; what went wrong it has said itself."""
+
+
+class NotReady(ConfigError):
+    """Something that a run needs is not there, and nothing was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +170,24 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str], None] = _say) -> Run:
-    """Run every unit that is not over. Raises `RecordError` for another run's folder, `UnitFailed`."""
+def recipe(
+    config: RunConfig,
+    *,
+    start: Start | None = None,
+    say: Callable[[str], None] = _say,
+    has_preflight: bool = True,
+) -> Run:
+    """Run every unit that is not over. Raises `RecordError` for another run's folder, `NotReady`, `UnitFailed`."""
     run, start = Run(config), start or start_child
     with _locked(run.folder, say) as lock:
         known = asdict(load(run.folder, {})) if run.record.config() else None  # with settings that came since
-        run.record.claim(asdict(config), known, may_differ=MAY_DIFFER)
+        if known:
+            run.record.claim(asdict(config), known, may_differ=MAY_DIFFER)
         units = run.units()
+        if has_preflight and not all(map(run.done, units)):
+            say("preflight")
+            _preflight(config, start, lock)
+        run.record.claim(asdict(config), known, may_differ=MAY_DIFFER)
         for number, unit in enumerate(units, 1):
             if not run.done(unit):
                 say(f"[{number}/{len(units)}] {unit}")
@@ -175,11 +199,24 @@ def recipe(config: RunConfig, *, start: Start | None = None, say: Callable[[str]
     return run
 
 
+def _preflight(config: RunConfig, start: Start, lock: int) -> None:
+    """Look for what the units need, in a child: what it loads for that is gone afterwards."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
+        json.dump(asdict(config), file)
+        file.flush()
+        unit = Unit("preflight")
+        code = start(unit, [sys.executable, "-m", "trainer", unit.command, file.name], lock)
+    if code == MISUSE:
+        raise NotReady(f"nothing was started; mend what is named above, or give {NO_PREFLIGHT} to start all the same")
+    if code:
+        raise UnitFailed(f"{unit} ended with exit code {code}; nothing was started")
+
+
 def argv(unit: Unit, config: RunConfig) -> list[str]:
     """The command of a unit."""
     launch = config.hardware.launch if unit.command in LAUNCHED else ()
     stage = [part for name in unit.named for part in ("--stage", name)]
-    return [*(launch or [sys.executable]), "-m", "trainer", unit.command, config.run_dir, *stage]
+    return [*(launch or [sys.executable]), "-m", "trainer", unit.command, config.run_dir, *stage, NO_PREFLIGHT]
 
 
 def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:

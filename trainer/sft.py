@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from datasets import Dataset
@@ -28,10 +29,18 @@ SORTED = 50
 def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Messages], chat: Chat) -> Trained:
     """Train on `conversations`, from the newest whole checkpoint if there is any.
 
-    Conversations over `sft.max_length` tokens are left out. Raises `ConfigError` where none is left, or the batch does
-    not fit.
+    Conversations over `sft.max_length` tokens are left out, and those in which the assistant says nothing; how many is
+    printed. Raises `ConfigError` where none is left, or the batch does not fit.
     """
-    encoded = [pair for pair in map(chat.encode, conversations) if len(pair[0]) <= sft.max_length and any(pair[1])]
+    pairs = [chat.encode(messages) for messages in conversations]
+    short = [pair for pair in pairs if len(pair[0]) <= sft.max_length]
+    encoded = [pair for pair in short if any(pair[1])]
+    if ranks(training.hardware).is_main_process:
+        print(
+            f"sft: {len(pairs)} conversations, {len(encoded)} kept, {len(pairs) - len(short)} longer than "
+            f"max_length={sft.max_length} tokens, {len(short) - len(encoded)} in which the assistant says nothing",
+            file=sys.stderr,
+        )
     if not encoded:
         raise ConfigError(f"sft: expected conversations of at most max_length={sft.max_length} tokens, got none")
     order = by_length([len(ids) for ids, _ in encoded], sft.batch, sft.epochs, training.seed)

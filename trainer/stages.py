@@ -31,7 +31,7 @@ from trainer.engine import VllmEngine
 from trainer.grpo import Outage, Rollouts, train_stage
 from trainer.local import LocalEngine
 from trainer.pool import PATIENCE_S, Pool
-from trainer.progress import Training, ranks, steps_of, usable
+from trainer.progress import Training, ranks, steps_of, usable, wait_for_ranks
 from trainer.recipe import SFT, START, Run, Unit
 from trainer.record import RunFolder, write_json
 from trainer.reward import Verdict
@@ -127,6 +127,7 @@ def grpo(run: Run, unit: Unit) -> None:
         _training(run, unit, stage.steps) as training,
         sampling(run, training.model) if is_first else nullcontext() as rollouts,
     ):
+        wait_for_ranks(run.config.hardware)  # engines may take minutes to start
         trained = train_stage(stage, training, problems=problems, rollouts=rollouts, keep_optimizer=keep)
     if is_first:
         found = {"model": _relative(run, trained.model), "checkpoint": _relative(run, trained.checkpoint)}

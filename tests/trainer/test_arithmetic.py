@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from trainer.arithmetic import BYTES, GB, activation_bytes, kv_bytes, logit_bytes, parameters, plan, shape_of
+from trainer.arithmetic import (
+    BYTES,
+    GB,
+    activation_bytes,
+    kv_bytes,
+    logit_bytes,
+    parameters,
+    pass_weight_bytes,
+    plan,
+    shape_of,
+)
 from trainer.config import ConfigError, Shape, load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -53,6 +63,13 @@ def test_activations_by_hand() -> None:
     assert logit_bytes(SMALL, 5, "float32") == 5 * 7 * (4 + 4 + 4)
 
 
+def test_weights_of_a_pass_by_hand() -> None:
+    layer = (10 * 12 + 2 * 10 * 6 + 12 * 10 + 3 + 3) + 3 * 10 * 30 + 10 + 10
+    assert pass_weight_bytes(SMALL, "bfloat16", is_sharded=True) == 2 * 2 * (2 * 7 * 10 + 2 * layer)
+    assert pass_weight_bytes(SMALL, "bfloat16", is_sharded=False) == 2 * parameters(SMALL)
+    assert pass_weight_bytes(SMALL, "float32", is_sharded=False) == 0
+
+
 def test_the_paper_s_run_fits_its_machines() -> None:
     config = load(CONFIGS / "qwen3-14b-mi300x.toml", {})
     assert config.model.shape == QWEN3_14B
@@ -64,9 +81,10 @@ def test_the_paper_s_run_fits_its_machines() -> None:
     assert (first["rollouts"], first["trained"]) == (512 * 32, 512 * 16)
     assert (first["sampled_tokens"], first["trained_tokens"]) == (16384 * 8192, 8192 * 8192)
     assert first["rollouts_per_engine"] == run["kv_tokens"] // (8192 + 1024)
-    assert first["train_bytes"] == 16 * (run["parameters"] // 64) + activation_bytes(
-        QWEN3_14B, 8192, "bfloat16", is_checkpointing=True
-    ) + logit_bytes(QWEN3_14B, 8192, "bfloat16")
+    assert first["train_bytes"] == 16 * (run["parameters"] // 64) + pass_weight_bytes(
+        QWEN3_14B, "bfloat16", is_sharded=True
+    ) + activation_bytes(QWEN3_14B, 8192, "bfloat16", is_checkpointing=True) + logit_bytes(QWEN3_14B, 8192, "bfloat16")
+    assert run["disk_bytes"] == 14_768_307_200 * (4 * 12 + 4 * 4 + 2 * 2)
     assert all(stage["gpu_share"] < 1 for stage in run["stages"].values())
 
 
@@ -74,6 +92,47 @@ def test_the_document_says_what_a_sync_writes_gathers_and_holds() -> None:
     said = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8").partition("## Weights to the engines")[2]
     written, gathered = (parameters(QWEN3_14B) * BYTES[dtype] for dtype in ("bfloat16", "float32"))
     assert [f"{size / GB:.1f} GB" in said for size in (written, gathered, written + gathered)] == [True] * 3
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_configuration_that_states_a_gpu_s_memory_fits_it(file: Path) -> None:
+    config = load(file, {})
+    assert config.model.shape
+    run = plan(config, config.model.shape)
+    phases = {"sft": run["sft"], **run["stages"]}
+    if config.hardware.gpu_gb:
+        assert {name: phase["gpu_share"] for name, phase in phases.items() if not phase["gpu_share"] < 1} == {}
+    assert {name for name, phase in phases.items() if phase["rollouts_per_engine"] == 0} == set()
+
+
+def test_sft_s_plan_by_hand() -> None:
+    config = load(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {})
+    tokens, run = config.sft.micro_batch * config.sft.max_length, plan(config, QWEN25_1B)
+    expected = (
+        18 * parameters(QWEN25_1B)  # float32 weights, gradients, two moments; weights in bfloat16
+        + activation_bytes(QWEN25_1B, tokens, "bfloat16", is_checkpointing=True)
+        + logit_bytes(QWEN25_1B, tokens, "bfloat16")
+    )
+    assert (run["sft"]["train_bytes"], run["sft"]["trained_tokens"]) == (expected, 64 * 4096)
+    assert run["sft"]["gpu_share"] == expected / 80e9, "the run's own engine is not there during SFT"
+    beside = plan(load(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, ["engines.endpoints=http://a"]), QWEN25_1B)
+    assert beside["sft"]["gpu_share"] == (expected + 24e9) / 80e9
+    assert plan(load(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, ["sft.data=[]"]), QWEN25_1B)["sft"] is None
+    long = ["sft.micro_batch=8", "sft.is_checkpointing=false"]
+    assert plan(load(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, long), QWEN25_1B)["sft"]["gpu_share"] > 2
+
+
+def test_the_document_s_table_is_what_the_dry_run_says() -> None:
+    said = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8")
+    run = plan(load(CONFIGS / "qwen3-14b-mi300x.toml", {}), QWEN3_14B)
+    longest = max(stage["train_bytes"] for stage in run["stages"].values())
+    rows = (
+        *(f"| {run['parameters']:,} |", f"| {run['weight_bytes'] * 4 / GB:.1f} GB a GPU |"),
+        *(f"| {longest / GB:.1f} GB a GPU |", f"| {run['sft']['train_bytes'] / GB:.1f} GB a GPU |"),
+        *(f"| {run['kv_tokens']:,} |", f"| {run['disk_bytes'] / GB / 1000:.1f} TB |"),
+        f"with {192 - 96 - longest / GB:.0f} GB to spare",
+    )
+    assert [row for row in rows if row not in said] == []
 
 
 def shares(file: str, shape: Shape, *sets: str) -> list[float]:

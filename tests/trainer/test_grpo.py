@@ -429,17 +429,47 @@ def test_order_has_no_problem_twice_in_a_step_and_uses_all(count: int, per_step:
     assert len({*order[:through]}) == min(through, len(order))
 
 
-def test_two_ranks_share_a_step_and_end_with_the_same_weights(tmp_path: Path, model: Path) -> None:
-    root = Path(__file__).parents[2]
+@pytest.fixture(scope="module", params=["none", "full"])
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> tuple[Path, str, list[dict[str, Any]]]:
+    """The folder of a stage that two processes trained together, how it was sharded, and what each rank noted."""
+    root, folder = Path(__file__).parents[2], tmp_path_factory.mktemp(request.param)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(
-        [*launch, "tests/trainer/two_ranks.py", model, tmp_path], cwd=root, env=environment, timeout=380, check=True
-    )
-    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    command = [*launch, "tests/trainer/two_ranks.py", model, folder, request.param]
+    subprocess.run(command, cwd=root, env=environment, timeout=380, check=True)
+    return folder, request.param, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_ranks_share_a_step_and_end_with_the_same_weights(
+    two_ranks: tuple[Path, str, list[dict[str, Any]]],
+) -> None:
+    folder, _, (one, other) = two_ranks
     assert one["weights"] == other["weights"]
     # Two steps of two passes each: every row was in one rank's, once.
     for step in (1, 2):
         passes = [rank["passes"][2 * step - 2 : 2 * step] for rank in (one, other)]
         trained = [ids for of_rank in passes for rows in of_rank for ids in rows]
-        assert sorted(trained) == sorted(row["ids"] for row in RunFolder(tmp_path).episodes(step))
+        assert sorted(trained) == sorted(row["ids"] for row in RunFolder(folder).episodes(step))
+
+
+def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group(
+    two_ranks: tuple[Path, str, list[dict[str, Any]]],
+) -> None:
+    for rank in two_ranks[2]:
+        assert [on for on, _ in rank["waits"]] == [*["scatter_object_list: own, gloo"] * 2, "barrier: own, gloo"]
+    other = two_ranks[2][1]
+    assert other["waits"][1][1] > other["limit_s"], "its wait was longer than the default group allows"
+
+
+def test_sharded_gradients_are_reduced_after_every_micro_batch(
+    two_ranks: tuple[Path, str, list[dict[str, Any]]], model: Path
+) -> None:
+    folder, sharding, noted = two_ranks
+    for rank in noted:
+        # Two steps of two micro-batches; embeddings with the head, and each of the two layers, are sharded apart.
+        assert rank["reduced"] == ([True] * 12 if sharding == "full" else [])
+    saved = weights(folder / "stages/rl1/model")
+    assert saved.keys() == weights(model).keys(), "the first rank gathered all of it"
+    assert not same(saved, weights(model))

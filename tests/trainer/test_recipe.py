@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from trainer.config import ConfigError, RunConfig, load
-from trainer.recipe import Run, Unit, UnitFailed, argv, recipe
+from trainer.recipe import NotReady, Run, Unit, UnitFailed, argv, recipe
 from trainer.record import VERSION, RecordError, write_json
 
 STAGES = """
@@ -28,6 +28,7 @@ steps = 2
 drop_solved = 8
 data = ["generated:4"]
 """
+NO = "--no-preflight"
 ORDER = ["prepare", "sft", "eval sft", "grpo rl1", "eval rl1", "filter rl2", "grpo rl2", "eval rl2"]
 
 
@@ -40,10 +41,14 @@ def _config(folder: Path, *sets: str) -> RunConfig:
 class Children:
     """Stands in for processes: a unit is over at once, unless it is the one that fails."""
 
-    def __init__(self, config: RunConfig, fails: str = "") -> None:
+    def __init__(self, config: RunConfig, fails: str = "", preflight: int = 0) -> None:
         self.run, self.fails, self.started = Run(config), fails, list[str]()
+        self.preflight, self.preflights = preflight, list[RunConfig]()
 
     def __call__(self, unit: Unit, command: Sequence[str], lock: int) -> int:
+        if unit.command == "preflight":
+            self.preflights.append(load(Path(command[-1]), {}))
+            return self.preflight
         self.started.append(str(unit))
         if str(unit) == self.fails:
             return 1
@@ -65,6 +70,31 @@ def test_units_run_in_the_recipe_s_order_and_sum_up(tmp_path: Path) -> None:
     written = run.record.summary()
     assert written is not None
     assert written["stages"] == expected
+
+
+def test_nothing_starts_before_the_preflight_and_its_folder_may_still_change(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    children = Children(config, preflight=2)
+    with pytest.raises(NotReady, match="nothing was started; mend what is named above, or give --no-preflight"):
+        recipe(config, start=children)
+    assert (children.started, children.preflights) == ([], [config])
+    crashed = Children(config, preflight=1)
+    with pytest.raises(UnitFailed, match="preflight ended with exit code 1; nothing was started"):
+        recipe(config, start=crashed)
+    other = _config(tmp_path, 'data.train=["else"]')
+    again = Children(other)
+    recipe(other, start=again)
+    assert again.started == ORDER
+    third = Children(other, preflight=2)
+    recipe(other, start=third)
+    assert third.preflights == [], "all is over"
+
+
+def test_the_preflight_can_be_left_out(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    children = Children(config, preflight=2)
+    recipe(config, start=children, has_preflight=False)
+    assert (children.started, children.preflights) == (ORDER, [])
 
 
 def test_without_conversations_there_is_no_sft(tmp_path: Path) -> None:
@@ -110,8 +140,8 @@ def test_a_stage_trains_on_its_own_problems_or_the_run_s(tmp_path: Path) -> None
 def test_training_is_launched_and_the_rest_is_not(tmp_path: Path) -> None:
     config = _config(tmp_path, 'hardware.launch=["torchrun", "--nproc-per-node=8"]')
     folder = str(tmp_path / "run")
-    assert argv(Unit("eval", "rl1"), config) == [sys.executable, "-m", "trainer", "eval", folder, "--stage", "rl1"]
-    expected = ["torchrun", "--nproc-per-node=8", "-m", "trainer", "grpo", folder, "--stage", "rl1"]
+    assert argv(Unit("eval", "rl1"), config) == [sys.executable, "-m", "trainer", "eval", folder, "--stage", "rl1", NO]
+    expected = ["torchrun", "--nproc-per-node=8", "-m", "trainer", "grpo", folder, "--stage", "rl1", NO]
     assert argv(Unit("grpo", "rl1"), config) == expected
 
 

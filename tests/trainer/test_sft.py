@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("trl", reason="needs trl")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP  # noqa: E402
 
 from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import chat, sft, tasks  # noqa: E402
@@ -105,6 +107,42 @@ def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monk
 def test_conversations_that_are_too_long_are_left_out(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"at most max_length=16 tokens, got none"):
         train(model, tmp_path, RunFolder(tmp_path), config=SftConfig(batch=4, micro_batch=4, max_length=16))
+
+
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+def test_a_pass_is_what_the_plan_says_and_what_is_left_out_is_counted(
+    is_checkpointing: bool,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = chat.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
+    lengths = sorted(len(own.encode(talk)[0]) for talk in tasks.traces(12, 1, faults=1))
+    config = replace(SFT, epochs=1, is_checkpointing=is_checkpointing, max_length=lengths[8])
+    assert lengths[8] < lengths[9]
+    passes: list[tuple[int, int]] = []
+    compute_loss, forward = sft.SFTTrainer.compute_loss, Qwen3MLP.forward
+    computed = 0
+
+    def spy(self: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        passes.append(tuple(inputs["input_ids"].shape))
+        return compute_loss(self, model, inputs, *args, **more)
+
+    def counted(self: Any, *args: Any, **more: Any) -> Any:
+        nonlocal computed
+        computed += 1
+        return forward(self, *args, **more)
+
+    monkeypatch.setattr(sft.SFTTrainer, "compute_loss", spy)
+    monkeypatch.setattr(Qwen3MLP, "forward", counted)
+    train(model, tmp_path, RunFolder(tmp_path), config=config)
+    assert "sft: 12 conversations, 9 kept, 3 longer than max_length=" in capsys.readouterr().err
+    assert {rows for rows, _ in passes} == {config.micro_batch}
+    assert max(length for _, length in passes) <= config.max_length
+    assert computed == 2 * len(passes) * (2 if is_checkpointing else 1), (
+        "each layer, and once more in the backward pass"
+    )
 
 
 def test_a_model_without_weights_is_a_wrong_setting(tmp_path: Path, model: Path) -> None:

@@ -171,6 +171,31 @@ def test_right_answers_that_the_checker_cannot_read_are_left_out_and_told(
     assert "evaluate: some: 4 rows, 2 kept, 2 unreadable" in capsys.readouterr().err
 
 
+def test_all_ranks_wait_for_the_engines_before_a_stage_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, order = _config(tmp_path), list[str]()
+    run = Run(config)
+    for unit in (Unit("prepare"), Unit("sft", "sft")):
+        run.finish(unit, {"model": "model", "step": 0})
+    run.problems(config.stage("rl1")).parent.mkdir()
+    run.problems(config.stage("rl1")).touch()
+
+    @contextlib.contextmanager
+    def engines(run: Run, model: Path) -> Iterator[None]:
+        order.append("engines")
+        yield
+
+    def train(*args: Any, **more: Any) -> None:
+        order.append("train")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "sampling", engines)
+    monkeypatch.setattr(stages, "wait_for_ranks", lambda hardware: order.append("wait"))
+    monkeypatch.setattr(stages, "train_stage", train)
+    with pytest.raises(KeyboardInterrupt):
+        stages.grpo(run, Unit("grpo", "rl1"))
+    assert order == ["engines", "wait", "train"]
+
+
 def _unchatty(folder: Path) -> Path:
     """A tokenizer without Qwen's chat tokens, and without a template."""
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(folder)

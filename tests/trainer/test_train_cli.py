@@ -20,7 +20,7 @@ from trainer.record import write_json
 
 HELP_S = 0.5
 """What any `--help` may take."""
-COMMANDS = ("", "recipe", "prepare", "sft", "filter", "grpo", "eval", "rollout", "data", "show")
+COMMANDS = ("", "preflight", "recipe", "prepare", "sft", "filter", "grpo", "eval", "rollout", "data", "show")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

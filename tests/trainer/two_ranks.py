@@ -1,14 +1,26 @@
-"""Run by `torchrun` in two processes: two steps of a stage, and what each rank had, as JSON in the folder given."""
+"""Run by `torchrun` in two processes: two steps of a stage, and what each rank had, as JSON in the folder given.
+
+The second step's rollouts take longer than the default process group lets an exchange take.
+With "full" as the third argument the model is sharded by FSDP, as on GPUs.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+from accelerate import DistributedType, PartialState
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from tests.trainer.sampling import Sampler, problems
 from trainer import grpo
@@ -18,11 +30,17 @@ from trainer.grpo import Rollouts, train_stage
 from trainer.progress import Training, ranks
 from trainer.record import RunFolder
 
-HARDWARE = HardwareConfig(nodes=2)
+TIMEOUT_S = 5
+"""Seconds that the default group allows once training has begun."""
+ROLLOUT_S = 8
+"""Seconds that the second step's rollouts take at least."""
 
 
-def main(model: Path, folder: Path) -> None:
-    rank = ranks(HARDWARE).process_index
+def main(model: Path, folder: Path, sharding: Any = "none") -> None:
+    hardware = HardwareConfig(nodes=2, sharding=sharding)
+    if sharding == "full":
+        PartialState.__init__ = _as_on_gpus(PartialState.__init__)
+    rank = ranks(hardware).process_index
     stage = StageConfig(
         name="rl1", steps=2, max_tokens=16, max_turns=2, prompts=2, samples=4, keep=4, micro_batch=2, lr=1e-3
     )  # fmt: skip
@@ -30,29 +48,65 @@ def main(model: Path, folder: Path) -> None:
     compute_loss = grpo.GRPOTrainer.compute_loss
 
     def spy(self: Any, model: Any, inputs: Any, **more: Any) -> Any:
-        self.spied = model
+        distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
         passes.append(inputs["completion_ids"].tolist())
         return compute_loss(self, model, inputs, **more)
 
     grpo.GRPOTrainer.compute_loss = spy
+    reduced: list[bool] = []
+    post_backward = FSDPParamGroup.post_backward
+
+    def spy_on_fsdp(self: Any, *unused: Any) -> None:
+        post_backward(self, *unused)
+        reduced.append(all(each.unsharded_accumulated_grad is None for each in self.fsdp_params) and self.reduce_grads)
+
+    FSDPParamGroup.post_backward = spy_on_fsdp
+    waits: list[tuple[str, float]] = []
+    for name in ("scatter_object_list", "barrier"):
+        setattr(torch.distributed, name, _noting(name, getattr(torch.distributed, name), waits))
     run = Training.run
     trainers: list[Any] = []
     Training.run = lambda self, trainer, start: trainers.append(trainer) or run(self, trainer, start)
     with ExitStack() as stack:
         rollouts = None
         if rank == 0:
-            sampler = Sampler(model)
+            sampler = Sampler(model, before=lambda step: time.sleep(ROLLOUT_S) if step else None)
             rollouts = Rollouts(stack.enter_context(Background()), sampler, sampler)
         train_stage(
             replace(stage, warmup_steps=0),
-            Training(model, folder / "stages/rl1", RunFolder(folder), seed=3, hardware=HARDWARE),
+            Training(model, folder / "stages/rl1", RunFolder(folder), seed=3, hardware=hardware),
             problems=problems(6), rollouts=rollouts,
         )  # fmt: skip
     digest = hashlib.sha256()
     for _, tensor in sorted(trainers[0].model.state_dict().items()):
-        digest.update(tensor.numpy().tobytes())
-    (folder / f"rank{rank}.json").write_text(json.dumps({"passes": passes, "weights": digest.hexdigest()}))
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(whole.numpy().tobytes())
+    found = {"passes": passes, "weights": digest.hexdigest(), "waits": waits, "reduced": reduced, "limit_s": TIMEOUT_S}
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def _as_on_gpus(init: Any) -> Any:
+    """accelerate shards on GPUs alone; torch does with gloo as well."""
+
+    def init_as_on_gpus(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    return init_as_on_gpus
+
+
+def _noting(name: str, function: Any, waits: list[tuple[str, float]]) -> Any:
+    """`function`, which also notes on which group it waited, and for how many seconds."""
+
+    def noting(*args: Any, group: Any = None, **more: Any) -> Any:
+        which = "default" if group is None or group is distributed_c10d._get_default_group() else "own"
+        start = time.monotonic()
+        function(*args, group=group, **more)
+        waits.append((f"{name}: {which}, {torch.distributed.get_backend(group)}", time.monotonic() - start))
+
+    return noting
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
