@@ -47,6 +47,9 @@ OLDEST_PYTHON = (3, 11)
 BEST_PYTHONS = ((3, 13), (3, 12))
 """Tried in this order before the server's own."""
 
+SIZE_MB = 350
+"""What it takes on the disk."""
+
 _MARKER = "rstar-runtime.json"
 _TRIAL = "import math_verify, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
 _REPORT = "import sys; print(sys.version_info[0], sys.version_info[1])"
@@ -131,7 +134,7 @@ def make(python: Path, folder: Path, *, force: bool = False, log: Log = log_to_s
         with _locked(folder, log):
             if force or not is_whole(folder):  # another may have made it while we waited
                 _refuse_foreign(folder)
-                log(f"making the Python that runs the calls, once, with {python}: {folder} (about 350 MB)")
+                log(f"making the Python that runs the calls, once, with {python}: {folder} (about {SIZE_MB} MB)")
                 _build_and_swap(python, folder)
     except OSError as why:
         raise RuntimeFailed(
@@ -241,14 +244,18 @@ def _build_and_swap(python: Path, folder: Path) -> None:
 
 
 def _build(python: Path, new: Path, folder: Path) -> None:
+    if (free := shutil.disk_usage(new).free >> 20) < SIZE_MB:
+        raise RuntimeFailed(
+            f"the Python for the calls needs {SIZE_MB} MB at {folder}, where {free} MB are free; set RSTAR_RUNTIME to a "
+            "directory with more, for this command and all others"
+        )
     venv = new / "venv"
     inside = str(venv / "bin" / "python")
     pip = [inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    names = ", ".join(requirement.split("==")[0] for requirement in REQUIREMENTS)
     compile_all = ["-m", "compileall", "-q", "-j", "0", "-x", r"/tests?/", "-s", str(venv), "-p", str(folder)]
     steps = {
         "making the environment": [str(python), "-m", "venv", str(venv)],
-        f"installing {names}": [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS],
+        "installing the libraries": [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS],
         "removing pip": [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"],
         "compiling": [inside, *compile_all, str(venv / "lib")],
         "trying it": [inside, "-I", "-B", "-c", _TRIAL],
@@ -282,14 +289,18 @@ def _step(what: str, command: Sequence[str]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
         said = (err.strip() or out.strip())[-2000:]
-        raise RuntimeFailed(f"{what} failed (exit {process.returncode}){_advice(said)}\n{said}")
+        errors = [line for line in said.splitlines() if line.startswith("ERROR")]  # pip warns of each retry before
+        raise RuntimeFailed(f"{what} failed (exit {process.returncode}){_advice(said)}\n" + ("\n".join(errors) or said))
 
 
 def _advice(said: str) -> str:
-    if "ensurepip" in said:
+    if "ensurepip is not available" in said or "No module named venv" in said:
         return "; this Python has no venv: on Debian, `apt install python3-venv`"
     if "No matching distribution" in said or "connection" in said.lower():
-        return "; pip found no wheel: is a package index reachable from here?"
+        return (
+            "; pip found no wheel: is a package index reachable from here? PIP_INDEX_URL names another; --python of "
+            "`serve` and `run` a Python that has the libraries"
+        )
     return ""
 
 
@@ -314,5 +325,5 @@ def _progress(steps: int) -> Iterator[Log]:
     columns = SpinnerColumn(), MofNCompleteColumn(), BarColumn(16), TimeElapsedColumn()
     text = TextColumn("{task.description}")
     with Progress(*columns, text, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=steps, completed=-1)
-        yield lambda what: bar.update(task, advance=1, description=what)
+        task = bar.add_task("", total=steps)
+        yield lambda what: bar.update(task, advance=1 if bar.tasks[0].description else 0, description=what)

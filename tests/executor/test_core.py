@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -233,6 +234,19 @@ def test_zygotes_that_never_start_end_the_executor(monkeypatch: pytest.MonkeyPat
         with pytest.raises(BaseExceptionGroup) as raised:
             trio.run(main, clock=MockClock(autojump_threshold=0))
         assert raised.group_contains(NodeError)
+
+
+@pytest.mark.parametrize(
+    ("most", "slots", "long_slots"), [(0, 1, 0), (20, 20, 0), (100, 32, 68), (10_000, 32, 512), (sys.maxsize, 32, 512)]
+)
+def test_slots_are_no_more_than_there_are_descriptors_for(
+    most: int, slots: int, long_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core.jail, "most_slots", lambda: most)
+    config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
+    executor = core.Executor(config, lambda *_: None)
+    assert (executor.slots, executor.long_slots) == (slots, long_slots)
+    assert executor.wanted_files == 8 * 544 + 256
 
 
 @pytest.mark.parametrize("what", ["a jail", "sockets"])

@@ -91,6 +91,11 @@ def test_it_says_what_it_is(lean: Caller) -> None:
     assert lean.stats["slots"] == 4
 
 
+def test_it_names_what_its_python_lacks_and_nothing_that_follows_from_it(two: Caller) -> None:
+    assert two.ready["lacks"] == ["numpy"]
+    assert two.ready["profiles"] == ["bare", "numeric"]
+
+
 def test_many_calls_are_answered_each_with_its_own(lean: Caller) -> None:
     results = lean.run_all([call(f"print({n})\n{n}", id=f"c{n}") for n in range(200)])
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(200)]
