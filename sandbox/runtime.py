@@ -246,8 +246,8 @@ def _build_and_swap(python: Path, folder: Path) -> None:
 def _build(python: Path, new: Path, folder: Path) -> None:
     if (free := shutil.disk_usage(new).free >> 20) < SIZE_MB:
         raise RuntimeFailed(
-            f"the Python for the calls needs {SIZE_MB} MB at {folder}, where {free} MB are free; set RSTAR_RUNTIME to a "
-            "directory with more, for this command and all others"
+            f"the Python for the calls needs {SIZE_MB} MB at {folder}, where {free} MB are free; set "
+            "RSTAR_RUNTIME to a directory with more, for this command and all others"
         )
     venv = new / "venv"
     inside = str(venv / "bin" / "python")

@@ -14,7 +14,6 @@ import types
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
 from typing import Any
 
 import pytest
