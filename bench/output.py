@@ -168,7 +168,7 @@ def plot(path: str | None, draw: Callable[[Any], None], size: tuple[float, float
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
-        print("no plot: it needs matplotlib; pip install 'rstar-sandbox[bench]'", file=sys.stderr)
+        print("no plot: it needs matplotlib; pip install '.[bench]'", file=sys.stderr)
         return
     figure = Figure(figsize=size, layout="constrained")
     draw(figure.subplots())

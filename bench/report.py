@@ -118,7 +118,7 @@ def _say_or_write(args: argparse.Namespace, fresh: Mapping[Path, str], differ: I
 
 def _plot(results: Mapping[str, Figures], folder: Path) -> list[Path]:
     if find_spec("matplotlib") is None:
-        raise output.BenchFailed("plots need matplotlib; pip install 'rstar-sandbox[bench]'")
+        raise output.BenchFailed("plots need matplotlib; pip install '.[bench]'")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {folder / f"{name}.png": name for name in DRAWN if name in results}
     for file, name in drawn.items():

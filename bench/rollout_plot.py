@@ -21,7 +21,7 @@ def gantt(
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
-        print("no plot: it needs matplotlib; pip install 'rstar-sandbox[bench]'", file=sys.stderr)
+        print("no plot: it needs matplotlib; pip install '.[bench]'", file=sys.stderr)
         return
     from matplotlib.colors import LinearSegmentedColormap
 

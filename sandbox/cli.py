@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,7 @@ def serve(args: argparse.Namespace) -> int:
 
     config = _config(args, tuple(SETTINGS))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
 
     return serve_http(config)
@@ -64,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
     """Run one piece of code as the service would, and end as it ended."""
     call = _call(args)
     wanted = [_destination(path, overwrite=args.force) for path in call.return_files]
-    config = replace(_config(args, _RUN_SETTINGS).executor(), zygotes=1, slots=1)
+    config = _with_python(_config(args, _RUN_SETTINGS), args)
     from sandbox.executor import run_once
 
-    result = run_once(call, config)
+    result = run_once(call, replace(config.executor(), zygotes=1, slots=1))
     for path, data in result.files.items():
         if path in call.return_files:
             _save(_destination(path, overwrite=args.force), data)
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Show each layer of isolation on this machine and what `auto` would take."""
+    """Show each layer of isolation on this machine, what `auto` would take, and whether a call runs."""
     from sandbox.jail import choose, probe
 
     config = _config(args, _RUN_SETTINGS)
@@ -89,19 +92,25 @@ def doctor(args: argparse.Namespace) -> int:
     except ConfigError as why:
         level, why_none = "", str(why)
     python, why_no_python = _guest_python(config)
+    is_isolated = bool(level) and level != "none"
+    trial = _trial(replace(config, python=python)) if is_isolated and python else "not tried"
     if args.json:
         report = {"layers": [asdict(layer) for layer in layers], "auto": level or None, "python": python or None}
-        print(json.dumps(report))
+        print(json.dumps({**report, "call": trial}))
     else:
         _print_layers(layers)
-        print(f"isolation auto: {level or why_none}\npython for calls: {python or why_no_python}")
-    return 0 if level and level != "none" else 1
+        print(f"isolation auto: {level or why_none}\npython for calls: {python or why_no_python}\na call: {trial}")
+    return 0 if is_isolated and trial == "ok" else 1
 
 
 def runtime(args: argparse.Namespace) -> int:
     """Make the Python that runs the calls, unless it is there; print its path."""
     from sandbox import runtime as runtimes
 
+    taken = runtimes.find()
+    if taken is not None and not (args.python or args.path or args.force):
+        print(taken / "bin" / "python")
+        return 0
     if args.python:
         python, version = Path(args.python), runtimes.version_of(Path(args.python))
     else:
@@ -109,7 +118,12 @@ def runtime(args: argparse.Namespace) -> int:
     folder = Path(args.path).absolute() if args.path else runtimes.default_folder(version)
     if args.check and not runtimes.is_whole(folder):
         raise runtimes.RuntimeFailed(f"no finished runtime at {folder}; run `rstar-sandbox runtime`")
-    print(folder / "bin" / "python" if args.check else runtimes.make(python, folder, force=args.force))
+    with _clean_end():
+        made = folder / "bin" / "python" if args.check else runtimes.make(python, folder, force=args.force)
+    print(made)
+    if (taken := runtimes.find()) != folder:
+        other = f"take {taken}" if taken else "do not find it"
+        print(f"rstar-sandbox: other commands {other}; RSTAR_RUNTIME={folder} has them take this one", file=sys.stderr)
     return 0
 
 
@@ -176,10 +190,17 @@ class _Version(argparse.Action):
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Every flag is also a key of the TOML file and a variable: --queue-mb is queue_mb and RSTAR_SANDBOX_QUEUE_MB. "
-        "The token has no flag, since command lines are public: use RSTAR_SANDBOX_TOKEN or --token-file."
+        "Every setting is also a key of the TOML file and a variable: --queue-mb is queue_mb and "
+        "RSTAR_SANDBOX_QUEUE_MB. The token has no flag, since command lines are public: use RSTAR_SANDBOX_TOKEN or "
+        "--token-file."
     )
+    _no_install_argument(parser)
     _settings_arguments(parser, tuple(SETTINGS))
+
+
+def _no_install_argument(parser: argparse.ArgumentParser) -> None:
+    text = "end with an error where the Python that runs the calls is missing, instead of making it"
+    parser.add_argument("--no-install", action="store_true", help=text)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +220,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     for name, number in LIMIT_FIELDS.items():
         text = f"{number.doc} (default: {number.default:g})"
         parser.add_argument(f"--{flag_name(name)}", dest=name, metavar="N", help=text)
+    _no_install_argument(parser)
     _settings_arguments(parser, _RUN_SETTINGS)
 
 
@@ -209,10 +231,12 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _runtime_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--python", metavar="PY", help="the Python to make it with (default: 3.13 or 3.12 if found, else this one)"
+        "--python",
+        metavar="PY",
+        help="the Python to make it with (default: what is made already, else 3.13 or 3.12 if found, else this one)",
     )
     parser.add_argument("--path", metavar="DIR", help="where (default: $RSTAR_RUNTIME, or under ~/.local/share)")
-    parser.add_argument("--force", action="store_true", help="make it anew")
+    parser.add_argument("--force", action="store_true", help="make it anew, with the newest Python found")
     parser.add_argument("--check", action="store_true", help="make nothing; fail if it is not there")
 
 
@@ -247,6 +271,30 @@ def _metavar(rule: Rule) -> str:
 def _config(args: argparse.Namespace, names: Sequence[str]) -> ServeConfig:
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     return load(args.config, os.environ, flags)
+
+
+def _with_python(
+    config: ServeConfig, args: argparse.Namespace, log: Callable[[str], None] | None = None
+) -> ServeConfig:
+    """With the Python that runs the calls named, so that all executors take the same one; made if there is none."""
+    if config.python is not None:
+        return config
+    from sandbox import runtime as runtimes
+
+    if args.no_install:
+        return replace(config, python=str(runtimes.default_python()))
+    with _clean_end():
+        return replace(config, python=str(runtimes.ensure_python(log or runtimes.log_to_stderr)))
+
+
+@contextmanager
+def _clean_end() -> Iterator[None]:
+    """SIGTERM as an exception, so that nothing that is half made stays behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(SIGNALLED + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # run
@@ -357,6 +405,19 @@ def _guest_python(config: ServeConfig) -> tuple[str, str]:
         return str(default_python()), ""
     except ConfigError as why:
         return "", str(why)
+
+
+def _trial(config: ServeConfig) -> str:
+    """`ok`, or what became of a small call."""
+    from sandbox.executor import run_once
+
+    try:
+        result = run_once(Call("print(6 * 7)"), replace(config.executor(), zygotes=1, slots=1))
+    except SandboxError as why:
+        return str(why)
+    if result.stdout == "42\n":
+        return "ok"
+    return f"{result.status}: {result.error.message if result.error else result.stderr.strip()}"
 
 
 def _print_layers(layers: Sequence[Layer]) -> None:

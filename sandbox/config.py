@@ -114,7 +114,7 @@ def _setting(default: Any, rule: Rule, doc: str, *, secret: bool = False) -> Any
     return field(default=default, metadata={"setting": Setting(doc, rule, is_flag=not secret)}, repr=not secret)
 
 
-_PYTHON = _setting(None, Text(), "Python that runs the calls (default: the runtime made by 'rstar-sandbox runtime')")
+_PYTHON = _setting(None, Text(), "Python that runs the calls (default: the runtime, made on first use)")
 _ISOLATION = _setting("auto", Text(("auto", *ISOLATION_LEVELS)), "isolation level; auto takes the strongest to be had")
 _CORES = _setting(0, Range(0, 4096), "cores to plan for; 0 is all that the machine and its control groups grant")
 _ZYGOTES = _setting(

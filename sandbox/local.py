@@ -20,8 +20,9 @@ from typing import BinaryIO
 
 from sandbox.errors import ServiceError
 
-START_S = 180.0
-"""Warming the interpreters takes seconds; on a swamped machine, many more of them."""
+START_S = 1800.0
+"""The first start of all makes the Python that runs the calls, which takes minutes over a slow link. The server itself
+gives up much sooner on all that comes after."""
 STOP_S = 30.0
 TURN_S = 0.05
 
@@ -32,7 +33,9 @@ if os.getppid() != int(sys.argv.pop(1)):
     sys.exit("its maker has ended")
 runpy.run_module("sandbox", run_name="__main__", alter_sys=True)
 """
-_GREETING = re.compile(r"^rstar-sandbox \S+ on (http://\S+).*\n", re.MULTILINE)
+_GREETING = re.compile(rb"^rstar-sandbox \S+ on (http://\S+).*\n", re.MULTILINE)
+WORDS_BYTES = 8192
+"""Of its log, the end that is kept: longer than a greeting, and its last words."""
 
 
 @asynccontextmanager
@@ -57,14 +60,19 @@ async def local_service(arguments: Sequence[str] = ()) -> AsyncIterator[str]:
 
 async def _address(child: asyncio.subprocess.Process, said: BinaryIO) -> str:
     give_up_at = time.monotonic() + START_S
+    position, words = 0, b""
     while True:
         has_ended, is_late = child.returncode is not None, time.monotonic() > give_up_at
-        text = os.pread(said.fileno(), 1 << 16, 0).decode("utf-8", "replace")
-        if found := _GREETING.search(text):
-            return found.group(1)
+        while more := os.pread(said.fileno(), 1 << 16, position):
+            position += len(more)
+            words += more
+            if found := _GREETING.search(words):
+                return found[1].decode()
+            words = words[-WORDS_BYTES:]
         if has_ended or is_late:
             why = f"ended ({child.returncode})" if has_ended else f"was not ready after {START_S:g} s"
-            raise ServiceError(f"`rstar-sandbox serve` {why}; its last words:\n{text.strip()[-2000:]}")
+            last = words.decode("utf-8", "replace").strip()[-2000:]
+            raise ServiceError(f"`rstar-sandbox serve` {why}; its last words:\n{last}")
         await asyncio.sleep(TURN_S)
 
 

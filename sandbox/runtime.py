@@ -5,6 +5,7 @@ Invariants:
 - Its name carries a hash of the pins, so changed pins make a new one beside the old.
 - Only `bin/python` in it is used. The other scripts hold the path they were built under.
 - pip and setuptools are gone from it; what it has, the code inside the jail can import.
+- What every command takes is `find`; only where there is none, `best_base` says with which Python to make it.
 
 `$RSTAR_RUNTIME` names the folder itself; otherwise it lies under `$XDG_DATA_HOME/rstar-sandbox`.
 """
@@ -12,16 +13,17 @@ Invariants:
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from sandbox.errors import ConfigError, SandboxError
@@ -45,6 +47,9 @@ OLDEST_PYTHON = (3, 11)
 BEST_PYTHONS = ((3, 13), (3, 12))
 """Tried in this order before the server's own."""
 
+SIZE_MB = 350
+"""What it takes on the disk."""
+
 _MARKER = "rstar-runtime.json"
 _TRIAL = "import math_verify, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
 _REPORT = "import sys; print(sys.version_info[0], sys.version_info[1])"
@@ -54,48 +59,88 @@ class RuntimeFailed(SandboxError):
     """A runtime could not be made: no network, no room on the disk, a Python without venv."""
 
 
-def default_python(environ: Mapping[str, str] = os.environ) -> Path:
-    """The interpreter of the runtime, that of the newest Python if there are several. Raises `ConfigError` for none."""
+Log = Callable[[str], None]
+
+
+def log_to_stderr(line: str) -> None:
+    print(f"rstar-sandbox: {line}", file=sys.stderr, flush=True)
+
+
+def find(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of the runtime that every command takes: the one of the newest Python, if any has been made."""
     own = default_folder(sys.version_info[:2], environ)
     if "RSTAR_RUNTIME" in environ:
-        there = [own]
+        made = [own]
     else:
-        there = sorted(own.parent.glob(f"runtime-*-{_pins()}"), key=_version_in_name, reverse=True)
-    for folder in there:
-        if is_whole(folder):
-            return folder / "bin" / "python"
-    raise ConfigError(f"no Python for the calls at {own}; run `rstar-sandbox runtime` first, or name one with --python")
+        names = glob.glob(f"runtime-*-{_pins()}", root_dir=own.parent)
+        made = sorted((own.parent / name for name in names), key=_version_in_name, reverse=True)
+    return next(filter(is_whole, made), None)
+
+
+def default_python(environ: Mapping[str, str] = os.environ) -> Path:
+    """The interpreter of the runtime that `find` finds. Raises `ConfigError` for none, naming what would be made."""
+    if (folder := find(environ)) is not None:
+        return folder / "bin" / "python"
+    folder = default_folder(best_base(environ)[1], environ)
+    raise ConfigError(
+        f"no Python for the calls at {folder}; run `rstar-sandbox runtime` first, or name one with --python"
+    )
+
+
+def ensure_python(log: Log = log_to_stderr, environ: Mapping[str, str] = os.environ) -> Path:
+    """`default_python`, made now where there is none. Raises as `make` does."""
+    if (folder := find(environ)) is not None:
+        return folder / "bin" / "python"
+    python, version = best_base(environ)
+    return make(python, default_folder(version, environ), log=log)
 
 
 def default_folder(version: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the runtime for a Python of `version` belongs."""
+    """Where the runtime for a Python of `version` belongs. Raises `ConfigError` where the environment does not say."""
     if "RSTAR_RUNTIME" in environ:
         return Path(environ["RSTAR_RUNTIME"]).absolute()
-    data = environ.get("XDG_DATA_HOME") or Path(environ.get("HOME") or Path.home()) / ".local" / "share"
+    data = environ.get("XDG_DATA_HOME") or _home(environ) / ".local" / "share"
     return Path(data) / "rstar-sandbox" / f"runtime-{version[0]}.{version[1]}-{_pins()}"
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    try:
+        return Path(environ.get("HOME") or Path.home())
+    except RuntimeError:
+        raise ConfigError(
+            f"user {os.getuid()} has no home directory for the Python that runs the calls; name a directory for it "
+            "with RSTAR_RUNTIME=DIR"
+        ) from None
 
 
 def is_whole(folder: Path) -> bool:
     """Whether `folder` is a finished runtime with today's pins whose base interpreter is still there."""
     try:
         marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+        return bool(marker.get("requirements") == list(REQUIREMENTS)) and (folder / "bin" / "python").exists()
     except (OSError, ValueError):
         return False
-    return bool(marker.get("requirements") == list(REQUIREMENTS)) and (folder / "bin" / "python").exists()
 
 
-def make(python: Path, folder: Path, *, force: bool = False) -> Path:
+def make(python: Path, folder: Path, *, force: bool = False, log: Log = log_to_stderr) -> Path:
     """A whole runtime at `folder`, made with `python` unless it is there; its interpreter's path.
 
     Raises `ConfigError` where `folder` is something else, `RuntimeFailed` where building fails.
     """
     if is_whole(folder) and not force:
         return folder / "bin" / "python"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        if force or not is_whole(folder):  # another may have made it while we waited
-            _refuse_foreign(folder)
-            _build_and_swap(python, folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, log):
+            if force or not is_whole(folder):  # another may have made it while we waited
+                _refuse_foreign(folder)
+                log(f"making the Python that runs the calls, once, with {python}: {folder} (about {SIZE_MB} MB)")
+                _build_and_swap(python, folder)
+    except OSError as why:
+        raise RuntimeFailed(
+            f"the Python for the calls cannot be made at {folder}: {why.strerror or why}, {why.filename or folder}; "
+            "set RSTAR_RUNTIME to a directory that this user can make, for this command and all others"
+        ) from why
     return folder / "bin" / "python"
 
 
@@ -105,13 +150,14 @@ def best_base(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[int,
     From 3.12 on an interpreter can leave objects uncounted, so that a call copies fewer pages (guest/immortal.py):
     `print` gains a fifth, `sympy.solve` a half.
     """
-    pyenv = Path(environ.get("PYENV_ROOT") or Path(environ.get("HOME") or Path.home()) / ".pyenv") / "versions"
+    pyenv = environ.get("PYENV_ROOT") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".pyenv")
     for version in BEST_PYTHONS:
         name = f"python{version[0]}.{version[1]}"
         if sys.version_info[:2] == version:
             return Path(sys.executable), version
         on_path = shutil.which(name, path=environ.get("PATH"))
-        for found in ([Path(on_path)] if on_path else []) + sorted(pyenv.glob(f"*/bin/{name}"), reverse=True):
+        of_pyenv = sorted(glob.glob(f"{glob.escape(pyenv)}/versions/*/bin/{name}"), reverse=True)
+        for found in map(Path, [on_path, *of_pyenv] if on_path else of_pyenv):
             if _can_make_environments(found, version):
                 return found, version
     return Path(sys.executable), sys.version_info[:2]
@@ -157,15 +203,30 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Only one builder per folder; the lock ends with its process."""
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say(f"waiting for another `rstar-sandbox runtime` that is making {folder}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _locked(folder: Path, log: Log) -> Iterator[None]:
+    """Only one builder per folder; the lock ends with its process, and its file with the lock."""
+    path = folder.parent / f".{folder.name}.lock"
+    while True:
+        with path.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log(f"waiting for another process that is making {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_at(lock.fileno(), path):  # its last holder has removed it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _build_and_swap(python: Path, folder: Path) -> None:
@@ -178,44 +239,68 @@ def _build_and_swap(python: Path, folder: Path) -> None:
             folder.rename(new / "old")
             # A rename cannot put a folder in the place of a full one; for this moment there is none, never a half.
         (new / "venv").rename(folder)
-    except OSError as why:
-        raise RuntimeFailed(f"making {folder} failed: {why}") from why
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
 def _build(python: Path, new: Path, folder: Path) -> None:
+    if (free := shutil.disk_usage(new).free >> 20) < SIZE_MB:
+        raise RuntimeFailed(
+            f"the Python for the calls needs {SIZE_MB} MB at {folder}, where {free} MB are free; set "
+            "RSTAR_RUNTIME to a directory with more, for this command and all others"
+        )
     venv = new / "venv"
     inside = str(venv / "bin" / "python")
     pip = [inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    _step("making the environment", [str(python), "-m", "venv", str(venv)])
-    names = ", ".join(requirement.split("==")[0] for requirement in REQUIREMENTS)
-    _step(f"installing {names}", [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS])
-    _step("removing pip", [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"])
     compile_all = ["-m", "compileall", "-q", "-j", "0", "-x", r"/tests?/", "-s", str(venv), "-p", str(folder)]
-    _step("compiling", [inside, *compile_all, str(venv / "lib")])
-    _step("trying it", [inside, "-I", "-B", "-c", _TRIAL])
+    steps = {
+        "making the environment": [str(python), "-m", "venv", str(venv)],
+        "installing the libraries": [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS],
+        "removing pip": [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"],
+        "compiling": [inside, *compile_all, str(venv / "lib")],
+        "trying it": [inside, "-I", "-B", "-c", _TRIAL],
+    }
+    with _progress(len(steps)) as show:
+        for what, command in steps.items():
+            show(what)
+            _step(what, command)
     (venv / _MARKER).write_text(json.dumps({"requirements": REQUIREMENTS, "python": str(python)}) + "\n")
     _make_readable(venv)
 
 
 def _step(what: str, command: Sequence[str]) -> None:
-    start = time.monotonic()
-    with _spinner(what):
-        # -I would hide pip's own settings (indexes, proxies), so only what changes a Python's imports is dropped.
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environ, check=False)
-    if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip())[-2000:]
-        raise RuntimeFailed(f"{what} failed (exit {done.returncode}){_advice(said)}\n{said}")
-    _say(f"{what}: {time.monotonic() - start:.1f} s")
+    # -I would hide pip's own settings (indexes, proxies), so only what changes a Python's imports is dropped.
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    # In a session of its own it gets no Ctrl-C, so that we can end it with all that it has started.
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environ,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate()
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        said = (err.strip() or out.strip())[-2000:]
+        errors = [line for line in said.splitlines() if line.startswith("ERROR")]  # pip warns of each retry before
+        raise RuntimeFailed(f"{what} failed (exit {process.returncode}){_advice(said)}\n" + ("\n".join(errors) or said))
 
 
 def _advice(said: str) -> str:
-    if "ensurepip" in said:
+    if "ensurepip is not available" in said or "No module named venv" in said:
         return "; this Python has no venv: on Debian, `apt install python3-venv`"
     if "No matching distribution" in said or "connection" in said.lower():
-        return "; pip found no wheel: is a package index reachable from here?"
+        return (
+            "; pip found no wheel: is a package index reachable from here? PIP_INDEX_URL names another; --python of "
+            "`serve` and `run` a Python that has the libraries"
+        )
     return ""
 
 
@@ -228,13 +313,17 @@ def _make_readable(venv: Path) -> None:
             path.chmod(mode | (0o555 if path.is_dir() or mode & 0o100 else 0o444))
 
 
-def _spinner(what: str) -> AbstractContextManager[object]:
+@contextmanager
+def _progress(steps: int) -> Iterator[Log]:
+    """On a terminal, a bar with the step that is under way and the time that all have taken; elsewhere nothing."""
     if not sys.stderr.isatty():
-        return nullcontext()
+        yield lambda what: None
+        return
     from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    return Console(stderr=True).status(what)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    columns = SpinnerColumn(), MofNCompleteColumn(), BarColumn(16), TimeElapsedColumn()
+    text = TextColumn("{task.description}")
+    with Progress(*columns, text, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda what: bar.update(task, advance=1 if bar.tasks[0].description else 0, description=what)

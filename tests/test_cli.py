@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import cli
-from sandbox.config import ExecutorConfig
+from sandbox import cli, runtime
+from sandbox.config import ExecutorConfig, ServeConfig
 from sandbox.errors import IsolationError, NodeError
 from sandbox.types import Call, CallError, Limits, Profile, Result, Status, Usage
 
@@ -37,6 +37,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, answer: Answer | Result) -> list[C
 
     monkeypatch.setitem(sys.modules, "sandbox.executor", types.SimpleNamespace(run_once=run_once))
     monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setenv("RSTAR_SANDBOX_PYTHON", sys.executable)  # else a machine without a runtime would make one
     return calls
 
 
@@ -261,14 +262,99 @@ def test_doctor_says_what_there_is_and_whether_it_isolates(
     level: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _jail(monkeypatch, level)
+    _answers(monkeypatch, Result("", Status.OK, "42\n"))
     assert cli.main(["doctor"]) == code
     said = capsys.readouterr().out
-    for word in ("seccomp", "filter mode", "no binary", level or "nothing isolates here"):
+    for word in (
+        "seccomp",
+        "filter mode",
+        "no binary",
+        level or "nothing isolates here",
+        "a call: ok" if level else "",
+    ):
         assert word in said
     assert cli.main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["auto"] == level
     assert report["layers"][1] == {"name": "nsjail", "ok": False, "found": "no binary", "purpose": "a jail"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "a call: unavailable: all died"),
+        (Result("", Status.ERROR, stderr="no stdlib\n", exit_code=1), "a call: error: no stdlib"),
+        (None, "a call: the kernel refused"),
+    ],
+)
+def test_doctor_fails_where_a_call_does_not_run(
+    answer: Result | None, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(call: Call, config: ExecutorConfig) -> Result:
+        raise IsolationError("the kernel refused")
+
+    _jail(monkeypatch, "namespaces")
+    _answers(monkeypatch, answer or fail)
+    assert cli.main(["doctor"]) == 1
+    assert says in capsys.readouterr().out
+
+
+def test_doctor_fails_without_a_runtime_and_names_the_command_that_makes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _jail(monkeypatch, "namespaces")
+    calls = _answers(monkeypatch, Result("", Status.OK, "42\n"))
+    monkeypatch.delenv("RSTAR_SANDBOX_PYTHON")
+    monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "nowhere"))
+    assert cli.main(["doctor"]) == 1
+    assert "run `rstar-sandbox runtime` first" in capsys.readouterr().out
+    assert calls == []
+
+
+@pytest.mark.parametrize("command", [("run", "-c", "1"), ("serve", "--port", "0")], ids=lambda command: command[0])
+def test_what_runs_calls_makes_their_python_once_unless_told_not_to(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    built: list[Path] = []
+
+    def build(python: Path, new: Path, folder: Path) -> None:
+        built.append(folder)
+        (new / "venv" / "bin").mkdir(parents=True)
+        (new / "venv" / "bin" / "python").symlink_to(python)
+        (new / "venv" / runtime._MARKER).write_text(json.dumps({"requirements": runtime.REQUIREMENTS}))
+
+    seen: list[str | None] = []
+
+    def serve(config: ServeConfig) -> int:
+        seen.append(config.python)
+        return 0
+
+    def answer(call: Call, config: ExecutorConfig) -> Result:
+        seen.append(config.python)
+        return Result("", Status.OK)
+
+    _answers(monkeypatch, answer)
+    monkeypatch.setitem(sys.modules, "sandbox.gateway", types.SimpleNamespace(serve=serve))
+    monkeypatch.delenv("RSTAR_SANDBOX_PYTHON")
+    monkeypatch.setattr(runtime, "_build", build)
+    folder = tmp_path / "runtime"
+    monkeypatch.setenv("RSTAR_RUNTIME", str(folder))
+    caplog.set_level("INFO")
+    assert cli.main([*command, "--no-install"]) == 2
+    assert f"no Python for the calls at {folder}; run `rstar-sandbox runtime` first" in capsys.readouterr().err
+    assert (built, seen) == ([], [])
+    for _ in range(2):
+        assert cli.main([*command]) == 0
+    assert cli.main([*command, "--no-install"]) == 0
+    assert (built, seen) == ([folder], [str(folder / "bin" / "python")] * 3)
+    lines = [*caplog.messages, *capsys.readouterr().err.splitlines()]
+    assert len(lines) == 1 and "making the Python that runs the calls" in lines[0]
+    assert cli.main([*command, "--python", "/their/python"]) == 0
+    assert seen[-1] == "/their/python"
 
 
 def test_a_reader_that_goes_away_is_no_traceback(guest_python: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox import local
 from sandbox.client import AsyncClient
 from sandbox.errors import IsolationError, ServiceError
 from sandbox.jail import choose
@@ -78,6 +79,31 @@ def test_one_that_does_not_start_says_why(arguments: tuple[str, ...], says: str)
     with pytest.raises(ServiceError) as raised:
         asyncio.run(main())
     assert says in str(raised.value)
+
+
+LONG_LOG = "for n in range(20_000): print(f'line {n} of a long log')\n"
+
+
+def test_the_last_words_of_a_long_log_are_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with local_service():
+            pytest.fail("it says that it is ready")
+
+    monkeypatch.setattr(local, "_CHILD", LONG_LOG + "raise SystemExit('this is why')")
+    with pytest.raises(
+        ServiceError, match=r"(?s)ended \(1\); its last words:\n.*line 19999 of a long log\nthis is why$"
+    ):
+        asyncio.run(main())
+
+
+def test_the_address_is_found_behind_a_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> str:
+        async with local_service() as url:
+            return url
+
+    greeting = "print('rstar-sandbox 0.1.0 on http://127.0.0.1:1  isolation=none', flush=True)\n"
+    monkeypatch.setattr(local, "_CHILD", LONG_LOG + greeting + "import signal\nsignal.pause()")
+    assert asyncio.run(main()) == "http://127.0.0.1:1"
 
 
 async def is_ready(url: str) -> bool:

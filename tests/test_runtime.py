@@ -5,9 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,7 +57,7 @@ def test_force_makes_it_anew_and_leaves_nothing_beside_it(tmp_path: Path, builds
     _make(tmp_path / "runtime")
     _make(tmp_path / "runtime", force=True)
     assert len(builds) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".runtime.lock", "runtime"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runtime"]
 
 
 def test_changed_pins_make_another_one(tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +78,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(runtime, "_build", fail)
     with pytest.raises(runtime.RuntimeFailed, match="no network"):
         _make(tmp_path / "runtime")
-    assert [path.name for path in tmp_path.iterdir()] == [".runtime.lock"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_build_left_is_not_used_and_is_cleared(tmp_path: Path, builds: list[Path]) -> None:
@@ -113,6 +117,31 @@ def test_two_at_once_build_once(tmp_path: Path, builds: list[Path]) -> None:
     assert builds == [folder]
 
 
+def test_a_lock_whose_file_is_gone_counts_for_nothing(tmp_path: Path, builds: list[Path]) -> None:
+    folder, path = tmp_path / "runtime", tmp_path / ".runtime.lock"
+    waits, waited_twice = threading.Semaphore(0), threading.Semaphore(0)
+
+    def log(line: str) -> None:
+        if "waiting" in line:
+            (waits if waits_for_first else waited_twice).release()
+
+    waits_for_first = True
+    with path.open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        other = threading.Thread(target=runtime.make, args=(Path(sys.executable), folder), kwargs={"log": log})
+        other.start()
+        assert waits.acquire(timeout=60)
+        waits_for_first = False
+        path.unlink()
+        second = path.open("w")
+        fcntl.flock(second, fcntl.LOCK_EX)
+    with second:
+        assert waited_twice.acquire(timeout=60), "it took the lock of a file that is gone"
+        assert builds == []
+    other.join()
+    assert builds == [folder]
+
+
 def test_a_runtime_without_its_base_interpreter_is_not_whole(tmp_path: Path, builds: list[Path]) -> None:
     python = tmp_path / "python-to-be-removed"
     python.symlink_to(sys.executable)
@@ -141,6 +170,153 @@ def test_the_runtime_of_the_newest_python_is_taken(tmp_path: Path, builds: list[
     assert runtime.default_python(environ) == folder / "bin" / "python"
 
 
+def test_what_is_missing_is_made_once_where_all_commands_look(
+    tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    better = (3, 99)
+    monkeypatch.setattr(runtime, "best_base", lambda *_: (Path(sys.executable), better))
+    monkeypatch.delenv("RSTAR_RUNTIME", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    with pytest.raises(ConfigError) as missing:
+        runtime.default_python()
+    lines: list[str] = []
+    python = runtime.ensure_python(lines.append)
+    assert len(lines) == 1 and str(runtime.default_folder(better)) in lines[0]
+    assert str(runtime.default_folder(better)) in str(missing.value)
+    assert runtime.ensure_python(lines.append) == runtime.default_python() == python
+    assert cli.main(["runtime"]) == cli.main(["runtime", "--check"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(python)] * 2
+    assert builds == [runtime.default_folder(better)] and len(lines) == 1
+
+
+def test_a_better_python_that_comes_later_is_taken_when_asked_for(
+    tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RSTAR_RUNTIME", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    old = _make(runtime.default_folder((3, 98)))
+    monkeypatch.setattr(runtime, "best_base", lambda *_: (Path(sys.executable), (3, 99)))
+    assert cli.main(["runtime"]) == 0
+    assert capsys.readouterr().out.strip() == str(old) == str(runtime.ensure_python())
+    assert cli.main(["runtime", "--force"]) == 0
+    assert capsys.readouterr().out.strip() == str(runtime.default_python()) != str(old)
+
+
+def test_a_runtime_that_other_commands_will_not_take_says_so(
+    tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "theirs"))
+    assert cli.main(["runtime", "--path", str(tmp_path / "ours")]) == 0
+    assert f"other commands do not find it; RSTAR_RUNTIME={tmp_path}/ours has them" in capsys.readouterr().err
+    assert cli.main(["runtime"]) == 0
+    assert "other commands" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere/runtime", "file/runtime", "file/a/runtime"])
+def test_a_place_that_cannot_be_written_is_one_line(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert cli.main(["runtime", "--path", place]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rstar-sandbox: the Python for the calls cannot be made at {Path(place).absolute()}: ")
+    assert "set RSTAR_RUNTIME to a directory that this user can make" in line
+
+
+def test_a_full_disk_is_said_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = types.SimpleNamespace(free=(runtime.SIZE_MB << 20) - 1)
+    monkeypatch.setattr(runtime.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(runtime.RuntimeFailed, match=r"needs 350 MB at \S+/runtime, where 349 MB are free; set RSTAR_R"):
+        _make(tmp_path / "runtime")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_may_not_be_read_is_not_there(tmp_path: Path) -> None:
+    """PYENV_ROOT of another user, or a runtime of another user."""
+    locked = tmp_path / "locked"
+    (locked / "versions").mkdir(parents=True)
+    _make(locked / "runtime")
+    locked.chmod(0)
+
+    def look() -> None:
+        assert runtime.best_base({"PATH": "", "PYENV_ROOT": str(locked)}) == (Path(sys.executable), HERE)
+        assert not runtime.is_whole(locked / "runtime")
+        assert runtime.find({"RSTAR_RUNTIME": str(locked / "runtime")}) is None
+        assert runtime.find({"XDG_DATA_HOME": str(locked)}) is None
+
+    try:
+        _without_privileges(look)
+    finally:
+        locked.chmod(0o700)
+
+
+def _without_privileges(look: Callable[[], None]) -> None:
+    """In a child that is an ordinary user, since root may read everything."""
+    pid = os.fork()
+    if not pid:
+        try:
+            if os.getuid() == 0:
+                os.setresuid(65534, 65534, 65534)
+            look()
+            os._exit(0)
+        except BaseException as why:
+            os.write(2, f"{type(why).__name__}: {why}\n".encode())
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_user_without_a_home_is_asked_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match=r"has no home directory .* RSTAR_RUNTIME=DIR"):
+        runtime.default_python({})
+    assert runtime.default_folder(HERE, {"RSTAR_RUNTIME": "/r"}) == Path("/r")
+
+
+MAIN = """
+import signal, sys
+from pathlib import Path
+from sandbox import cli, runtime
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+python = Path(sys.argv.pop(1))
+runtime.best_base = lambda *_: (python, (3, 12))
+sys.exit(cli.main(sys.argv[1:]))
+"""
+HANGS = """#!/bin/sh
+mkdir "$3"
+sleep 1000 &
+echo $! > "$FIFO"
+wait
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", [("runtime",), ("serve", "--port", "0"), ("run", "-c", "1")], ids=lambda c: c[0])
+def test_an_end_in_the_middle_leaves_nothing(
+    number: signal.Signals, code: int, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    python, fifo, made = tmp_path / "python", tmp_path / "fifo", tmp_path / "made"
+    python.write_text(HANGS)
+    python.chmod(0o755)
+    os.mkfifo(fifo)
+    argv = [sys.executable, "-c", MAIN, str(python), *command]
+    environ = {**os.environ, "FIFO": str(fifo), "RSTAR_RUNTIME": str(made / "runtime")}
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        pidfd = os.pidfd_open(int(fifo.read_text()))
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said.count("\n")) == (code, 1), said
+    assert "making the Python that runs the calls" in said
+    assert list(made.iterdir()) == []
+    ended, _, _ = select.select([pidfd], [], [], 60)
+    os.close(pidfd)
+    assert ended, "what a step has started goes on"
+
+
 def _pretend(python: Path, says: str) -> Path:
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(f"#!/bin/sh\necho '{says}'\n")
@@ -165,6 +341,28 @@ def test_a_failing_step_says_what_pip_said() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('ERROR: No matching distribution found for numpy')"]
     with pytest.raises(runtime.RuntimeFailed, match=r"(?s)installing failed \(exit 1\); pip found no wheel.*numpy"):
         runtime._step("installing", command)
+
+
+@pytest.mark.parametrize(
+    ("said", "advises"),
+    [
+        ("The virtual environment was not created successfully because ensurepip is not available.", True),
+        ("/usr/bin/python3: No module named venv", True),
+        ("Error: Command '[..., '-m', 'ensurepip', '--upgrade']' returned non-zero exit status 1.", False),
+        ("ModuleNotFoundError: No module named 'sympy'", False),
+    ],
+)
+def test_a_python_without_venv_is_told_from_other_failures(said: str, advises: bool) -> None:
+    with pytest.raises(runtime.RuntimeFailed) as raised:
+        runtime._step("making", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
+    assert ("apt install python3-venv" in str(raised.value)) == advises
+
+
+def test_of_what_pip_said_its_errors_are_told_and_not_each_retry() -> None:
+    said = "WARNING: Retrying after connection broken\nERROR: No matching distribution found for numpy"
+    with pytest.raises(runtime.RuntimeFailed) as raised:
+        runtime._step("installing", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
+    assert str(raised.value).splitlines()[1:] == ["ERROR: No matching distribution found for numpy"]
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])

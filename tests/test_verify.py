@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -108,6 +109,13 @@ def test_the_zygote_that_verifies_comes_when_it_is_asked_for(guest_python: Path)
         assert [verdict.outcome for verdict in check(caller, [("1", "1")])] == [EQUIVALENT]
         caller.until(lambda: len(caller.stats["zygotes"]) > 1)
         assert caller.stats["zygotes"] == {"bare": 1, "verify": 1}
+
+
+def test_a_library_whose_alarms_are_off_does_not_say_so(guest_python: Path) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import checker; print(checker.compare('1', '1'))"
+    argv = [guest_python, "-I", "-c", code, str(Path(verify.__file__).parent / "guest")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("equivalent\n", "")
 
 
 ALIKE = (

@@ -30,6 +30,10 @@ SOURCES = (
 )
 QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE")
 """Variables of the libraries."""
+OF_THE_EXTRA = frozenset(
+    {"accelerate", "datasets", "numpy", "safetensors", "tokenizers", "torch", "transformers", "trl"}
+)
+"""Modules that `pip install '.[train]'` brings."""
 EXPLAINED = """
 Bytes are of one GPU that trains, or of the machine; gradients are as large as
 weights, Adam's moments twice, train bytes are an estimate. Rollouts per engine
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return 1
     except ModuleNotFoundError as why:
-        print(f"rstar-train: needs {why.name}; pip install 'rstar-sandbox[train]' {why.name}", file=sys.stderr)
+        print(f"rstar-train: {_what_to_install(why.name or str(why))}", file=sys.stderr)
         return 1
     except Exception as why:
         # Ours say all there is to say; of anything else the traceback is wanted.
@@ -66,6 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"rstar-train: {why}", file=sys.stderr)
         return 2 if isinstance(why, ValueError) else 1
+
+
+def _what_to_install(module: str) -> str:
+    name = module.partition(".")[0]
+    if name in OF_THE_EXTRA:
+        return f"needs {name}, which comes with the extra `train`: pip install '.[train]' in the checkout"
+    return f"needs {name}: pip install {name}"
 
 
 def recipe(args: argparse.Namespace) -> None:

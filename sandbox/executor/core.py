@@ -72,10 +72,10 @@ class Executor:
         self.all_cores = machine.cores()
         shared = in_numbers(config, self.all_cores)
         self.level = jail.choose(config.isolation)
-        self.slots = shared["slots"]
-        self.long_slots = min(shared["long_slots"], max(0, jail.most_slots() - self.slots))
-        if self.long_slots < shared["long_slots"]:
-            log.info("long_slots: %d of %d, for want of descriptors (ulimit -n)", self.long_slots, shared["long_slots"])
+        self.wanted_files = jail.files_of(shared["slots"] + shared["long_slots"])
+        """With fewer descriptors there are fewer slots than asked for."""
+        self.slots = max(1, min(shared["slots"], jail.most_slots()))
+        self.long_slots = max(0, min(shared["long_slots"], jail.most_slots() - self.slots))
         self.demote_after_s = config.demote_after_ms / 1e3
         self.eagerness = Eagerness()
         self.on_window: Callable[[int], None] = lambda _window: None

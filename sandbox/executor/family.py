@@ -58,6 +58,8 @@ class Zygote:
         self.calls: dict[int, Work] = {}
         self.modules: frozenset[str] = frozenset()
         self.python = ""
+        self.lacks: list[str] = []
+        """Modules of its profile that its Python does not have."""
         self.was_warm = False
         self._may_enter: set[int] = set()
         """Slots to whose groups it has the ways."""
@@ -237,7 +239,11 @@ class Family:
             raise ProtocolError(f"expected ready, got {frames.text(header, 'op')!r} and {len(whole) - 1} more")
         zygote.modules = frozenset(frames.texts(header, "modules"))
         zygote.python = frames.text(header, "python")
-        for line in frames.texts(header, "missing")[:20]:
+        zygote.lacks = frames.texts(header, "missing")
+        if zygote.lacks and zygote.profile is Profile.VERIFY:  # it starts later, when all else has been said
+            lacks = ", ".join(zygote.lacks)
+            log.warning("the Python that runs the calls lacks %s, so answers get no verdict; install them there", lacks)
+        for line in frames.texts(header, "problems")[:20]:
             log.info("zygote %s: %s", zygote.profile, line)
         mapped, private = _memory_of(zygote.link.peer_pid)
         self.inherited = max(self.inherited, private)

@@ -100,6 +100,9 @@ class _Service:
         zygotes = [zygote for family in executor.families for zygote in family.zygotes.values()]
         ready = {
             "slots": executor.slots,
+            "long_slots": executor.long_slots,
+            "wanted_files": executor.wanted_files,
+            "lacks": sorted({module for zygote in zygotes for module in zygote.lacks}),
             "window": executor.window,
             "isolation": executor.level.value,
             "profiles": sorted({zygote.profile.value for zygote in zygotes}),

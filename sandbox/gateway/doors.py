@@ -28,6 +28,8 @@ LAST_LOOK_S = 0.1
 MAX_TOLD = 100
 SPARE_FILES = 256 + MAX_TOLD
 """Descriptors for all else: sockets to executors, pipes, libraries."""
+LEAST_CONNECTIONS = 256
+"""As many as one client of ours opens (`client.MAX_CONNECTIONS`). With fewer it would be turned away all the time."""
 HEAD_END = b"\r\n\r\n"
 
 Handlers = Callable[[], asyncio.Protocol]
@@ -152,10 +154,17 @@ def cannot_listen(host: str, port: int, why: OSError) -> ConfigError:
 
 
 def grant_files(connections: int) -> int:
-    """Raise this process's bound on descriptors for so many connections; how many of them it has room for."""
+    """Raise this process's bound on descriptors for so many connections; how many of them it has room for. Raises
+    `ConfigError` where that is less than a single client needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft - SPARE_FILES))
+    least = min(connections, LEAST_CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < least + SPARE_FILES:
+        raise ConfigError(
+            f"the limit on open files (ulimit -Hn) is {soft}, but {least} connections need {least + SPARE_FILES}; "
+            f"raise it, best to {wanted}, or ask for fewer --connections"
+        )
+    return connections if soft == resource.RLIM_INFINITY else min(connections, soft - SPARE_FILES)

@@ -22,7 +22,7 @@ from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
 from sandbox.gateway import gateways
 from sandbox.gateway.dispatch import Dispatcher
-from sandbox.gateway.doors import Doors, grant_files
+from sandbox.gateway.doors import SPARE_FILES, Doors, grant_files
 from sandbox.gateway.gateways import Post
 from sandbox.gateway.metrics import VERSION
 from sandbox.gateway.node import ExecutorProcess, Launch
@@ -79,6 +79,7 @@ async def _serve(config: ServeConfig, launch: Launch, post: Post | None) -> None
             await siblings.open(lambda: state_of(app))
             doors, address = await _listen(runner, dispatcher, is_shared=post is not None)
             if await _started_unless(stop, dispatcher):
+                _warn_of_less(dispatcher, doors.most)
                 if post:
                     post.report(_about(dispatcher))
                 else:
@@ -127,10 +128,7 @@ async def _listen(runner: web.AppRunner, dispatcher: Dispatcher, *, is_shared: b
     """Open the doors, and say where."""
     config = dispatcher.config
     assert runner.server is not None
-    most = grant_files(config.connections)
-    if most < config.connections:
-        log.warning("%d connections instead of %d: that is what ulimit -n leaves room for", most, config.connections)
-    doors = Doors(runner.server, most, config.stall_s, dispatcher.turned_away)
+    doors = Doors(runner.server, grant_files(config.connections), config.stall_s, dispatcher.turned_away)
     return doors, await doors.open(config.host, config.port, is_shared=is_shared)
 
 
@@ -156,6 +154,27 @@ async def _reason_of(dispatcher: Dispatcher) -> ConfigError | None:
     except ConfigError as why:
         return why
     return None
+
+
+def _warn_of_less(dispatcher: Dispatcher, connections: int) -> None:
+    """Say once what this server has less of than was asked for, and which modules its calls cannot import."""
+    config, abouts = dispatcher.config, [node.about for node in dispatcher.nodes]
+    less = [f"{connections} connections instead of {config.connections}"] if connections < config.connections else []
+    for name, asked in (("slots", config.slots), ("long_slots", config.long_slots)):
+        granted = sum(about.get(name, asked) for about in abouts)
+        if granted < asked:
+            less.append(f"{granted} {name} instead of {asked}")
+    if less:
+        enough = max(config.connections + SPARE_FILES, *(about.get("wanted_files", 0) for about in abouts))
+        log.warning("%s, for want of open files: ulimit -Hn %d is enough for all", ", ".join(less), enough)
+    lacks = sorted({str(name)[:40] for about in abouts for name in about.get("lacks", ())})
+    if lacks:
+        log.warning(
+            "calls cannot import %s, which %s lacks: install them there, or leave out --python, for the Python that "
+            "`rstar-sandbox runtime` makes",
+            ", ".join(lacks),
+            config.python,
+        )
 
 
 def _about(dispatcher: Dispatcher) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import random
 import re
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 
 MAX_CHARS = 4096
 """The longest answer that is looked at (`sandbox.verify` has the same number)."""
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that its alarms are off
 
 _NUMBERS = re.compile(r"(?:Integer|Float|Symbol|'[\w.+-]*'|[\d\s.()+*/-])*\Z", re.ASCII)
 """What sympy makes of numbers before it evaluates them: `Integer (1 )/Float ('2.5' )`. Symbols are its units' own."""

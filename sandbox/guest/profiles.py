@@ -97,24 +97,30 @@ compare(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{p
 _done: set = set()
 
 
-def load(profile: str) -> list[str]:
-    """Import and warm a profile and those it builds on, once each; return what went wrong, which costs only speed."""
+def load(profile: str) -> tuple[list[str], list[str]]:
+    """Import and warm a profile and those it builds on, once each; the modules that this Python lacks, and what else
+    went wrong, which costs only speed."""
     parent = PARENT[profile]
-    problems = load(parent) if parent else []
+    missing, problems = load(parent) if parent else ([], [])
     if profile in _done:
-        return problems
+        return missing, problems
     _done.add(profile)
-    return problems + _import(profile) + _warm(profile)
+    lacks, failed = _import(profile)
+    warm = _warm(profile)
+    # Where a module is missing, work that needs it cannot but fail.
+    return sorted({*missing, *lacks}), problems + failed + ([] if lacks else warm)
 
 
-def _import(profile: str) -> list[str]:
-    missing = []
+def _import(profile: str) -> tuple[set[str], list[str]]:
+    lacks, failed = set(), []
     for name in _MODULES[profile].split():
         try:
             importlib.import_module(name)
+        except ModuleNotFoundError as why:
+            lacks.add((why.name or name).partition(".")[0])
         except ImportError as why:
-            missing.append(f"{profile}: {why}")
-    return missing
+            failed.append(f"{profile}: {why}")
+    return lacks, failed
 
 
 def _warm(profile: str) -> list[str]:

@@ -3,7 +3,7 @@
 Owns its running calls: it forks them, reaps them, and sends each one's outcome exactly once. It has one thread. It
 takes orders over one socket from the executor, which alone decides about time:
 
-    configure {plan, profile}   first            ready   {profile, python, missing}
+    configure {plan, profile}   first            ready   {profile, python, missing, problems}
     door {slot} + a descriptor  to enter its control groups by
     floor {slot} + a descriptor its group, to fork into
     serve {address_space, ...}  limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
@@ -390,7 +390,7 @@ class Zygote:
 def live(sock: socket.socket, layers: confine.Confinement, profile: str) -> None:
     """Import, work, settle, and serve: what is in memory by then is shared by every call and touched by none."""
     pages.gather()
-    missing = profiles.load(profile)
+    missing, problems = profiles.load(profile)
     runner.settle()
     warming = Zygote(frames.Frames(sock), layers)
     rehearsal.play(warming, 20)
@@ -406,7 +406,8 @@ def live(sock: socket.socket, layers: confine.Confinement, profile: str) -> None
     rehearsal.play(zygote, 2)  # what settling has put out of the interpreter's caches comes back
     pages.trim()
     modules = sorted({name.partition(".")[0] for name in sys.modules})
-    zygote.send({"op": "ready", "python": sys.version.split()[0], "modules": modules, "missing": missing})
+    about = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
+    zygote.send({"op": "ready", **about})
     zygote.outbox.flush()
     zygote.serve()
 

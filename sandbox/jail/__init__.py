@@ -8,7 +8,7 @@
 Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
 """
 
-from sandbox.jail.cgroups import Idle, Tree, most_slots, want_files
+from sandbox.jail.cgroups import Idle, Tree, files_of, most_slots, want_files
 from sandbox.jail.group import Group, Spent
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import may_set_priorities
@@ -30,6 +30,7 @@ __all__ = [
     "call_plan",
     "choose",
     "command",
+    "files_of",
     "host_uids",
     "may_set_priorities",
     "most_slots",

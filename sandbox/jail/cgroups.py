@@ -58,6 +58,11 @@ def most_slots() -> int:
     return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - OTHER_FILES) // FILES_OF_A_SLOT
 
 
+def files_of(slots: int) -> int:
+    """How many descriptors an executor needs for so many slots."""
+    return FILES_OF_A_SLOT * slots + OTHER_FILES
+
+
 def want_files(slots: int) -> None:
     """Raise this process's limit, which its zygotes inherit, to what so many slots take. Raises `IsolationError` where
     that is more than it may be."""

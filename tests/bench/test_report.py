@@ -248,7 +248,7 @@ def test_a_difference_fails_the_check_and_is_written_otherwise(
 
 
 def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'rstar-sandbox[bench]')")
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[bench]')")
     assert report.main(["--plots", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out.splitlines()[-1])["plots"]
     assert files and all(Path(file).read_bytes().startswith(b"\x89PNG") for file in files)

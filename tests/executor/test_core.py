@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from sandbox.executor.slot import Slots
 from sandbox.jail import Spent
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
-from tests.executor.zygotes import HOSTILE, Driven, Peer, driven
+from tests.executor.zygotes import HOSTILE, Driven, Peer, driven, frame
 
 
 @pytest.mark.trio
@@ -235,6 +236,39 @@ def test_zygotes_that_never_start_end_the_executor(monkeypatch: pytest.MonkeyPat
         assert raised.group_contains(NodeError)
 
 
+@pytest.mark.parametrize(
+    ("most", "slots", "long_slots"), [(0, 1, 0), (20, 20, 0), (100, 32, 68), (10_000, 32, 512), (sys.maxsize, 32, 512)]
+)
+def test_slots_are_no_more_than_there_are_descriptors_for(
+    most: int, slots: int, long_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core.jail, "most_slots", lambda: most)
+    config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
+    executor = core.Executor(config, lambda *_: None)
+    assert (executor.slots, executor.long_slots) == (slots, long_slots)
+    assert executor.wanted_files == 8 * 544 + 256
+
+
+@pytest.mark.trio
+async def test_a_python_that_cannot_check_answers_is_one_line_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warm(peer: Peer) -> None:
+        lacks = ["math_verify"] if len(peer.fleet.peers) > 2 else ["numpy"]
+        peer.say(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": lacks, "problems": []}))
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(Peer, "warm", warm)
+    async with driven(monkeypatch, zygotes=1) as driver:
+        zygotes = [zygote for family in driver.executor.families for zygote in family.zygotes.values()]
+        assert [zygote.lacks for zygote in zygotes] == [["numpy"], ["numpy"]]
+        before = [line for line in caplog.messages if "lacks" in line]
+        await driver.run("ok", profile=Profile.VERIFY)
+        lines = [line for line in caplog.messages if "lacks" in line]
+    assert before == []
+    assert lines == ["the Python that runs the calls lacks math_verify, so answers get no verdict; install them there"]
+
+
 @pytest.mark.parametrize("what", ["a jail", "sockets"])
 @pytest.mark.trio
 async def test_a_machine_that_lacks_what_a_zygote_takes_for_a_while_costs_no_executor(
@@ -353,7 +387,8 @@ async def test_a_zygote_that_is_warm_in_no_sane_way_is_started_anew(
         assert (result.status, result.attempts) == (Status.OK, 2)
 
 
-def test_many_slots_are_spread_over_enough_families() -> None:
+def test_many_slots_are_spread_over_enough_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core.jail, "most_slots", lambda: sys.maxsize)
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygotes=1, slots=10_000)
     families = Executor(config, lambda *_: None).families
     assert len(families) == 3

@@ -16,7 +16,7 @@ import pytest
 
 from sandbox import wire
 from sandbox.types import Status
-from tests.executor.calling import DEADLINE_S, Caller, call, executor, wait_gone
+from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
 from tests.jail.jails import children, host_uid
 
 SLEEP = "import time\ntime.sleep(1000)"
@@ -89,6 +89,12 @@ def test_it_says_what_it_is(lean: Caller) -> None:
     assert lean.ready["python"] == ".".join(map(str, sys.version_info[:3]))
     lean.until(lambda: bool(lean.stats))
     assert lean.stats["slots"] == 4
+
+
+def test_it_names_what_its_python_lacks(two: Caller) -> None:
+    has_numpy = subprocess.run([OWN_PYTHON, "-I", "-c", "import numpy"], capture_output=True).returncode == 0
+    assert two.ready["lacks"] == ([] if has_numpy else ["numpy"])
+    assert two.ready["profiles"] == ["bare", "numeric"]
 
 
 def test_many_calls_are_answered_each_with_its_own(lean: Caller) -> None:

@@ -156,7 +156,7 @@ class Peer:
                 self.say(done(header["id"], code=None, signal=signal.SIGKILL))
 
     def warm(self) -> None:
-        self.say(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": []}))
+        self.say(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": [], "problems": []}))
 
     # what a call makes it do
 

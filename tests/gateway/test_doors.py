@@ -13,6 +13,8 @@ import msgpack
 import pytest
 from aiohttp import web
 
+from sandbox import client
+from sandbox.errors import ConfigError
 from sandbox.gateway import build_app, codec, doors, routes, server
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
@@ -258,3 +260,20 @@ async def test_more_connections_than_descriptors_are_not_promised(monkeypatch: p
     assert doors.grant_files(10_000) == 1000 - doors.SPARE_FILES
     assert limits[-1] == (1000, 1000)
     assert doors.grant_files(5) == 5
+
+
+@pytest.mark.parametrize(("connections", "needed"), [(10_000, 612), (256, 612), (5, 361)])
+async def test_too_few_descriptors_for_a_single_client_are_refused_with_the_number(
+    connections: int, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hard = needed
+    monkeypatch.setattr(doors.resource, "getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr(doors.resource, "setrlimit", lambda *_: None)
+    assert doors.grant_files(connections) == needed - doors.SPARE_FILES
+    hard -= 1
+    with pytest.raises(ConfigError, match=rf"\(ulimit -Hn\) is {hard}, but \d+ connections need {needed}; raise it"):
+        doors.grant_files(connections)
+
+
+async def test_the_floor_is_what_one_client_opens() -> None:
+    assert doors.LEAST_CONNECTIONS == client.MAX_CONNECTIONS

@@ -6,17 +6,22 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import types
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
 from sandbox.client import AsyncClient
+from sandbox.config import ServeConfig
+from sandbox.gateway.server import _warn_of_less
 from sandbox.types import Result, Status
 
 SERVE = """
@@ -31,14 +36,19 @@ sys.exit(serve(config, functools.partial(ExecutorProcess.launch, {module!r})))
 
 @contextmanager
 def server(
-    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", gateways: int = 1
+    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", gateways: int = 1, files: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     code = SERVE.format(port=port, drain_s=drain_s, module=module, gateways=gateways)
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_limit(files)) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def _limit(files: int | None) -> Callable[[], None] | None:
+    return None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
@@ -121,6 +131,37 @@ def test_a_port_in_use_is_said() -> None:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "is another server running there?" in process.stderr.read()
+
+
+def test_too_few_open_files_end_the_start() -> None:
+    with server(files=256) as process:
+        assert process.wait(10) == 1
+        assert process.stderr is not None
+        assert "(ulimit -Hn) is 256, but 256 connections need 612; raise it, best to 16740" in process.stderr.read()
+
+
+def test_fewer_connections_than_asked_for_are_said_once() -> None:
+    with server(files=1000) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == "644 connections instead of 16384, for want of open files: ulimit -Hn 16740 is enough for all\n"
+        address_of(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.read() == ""
+
+
+def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    about = {"slots": 12, "long_slots": 0, "wanted_files": 5000, "lacks": ["numpy", "sympy"]}
+    config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)
+    nodes = [types.SimpleNamespace(about=about)] * 2
+    dispatcher: Any = types.SimpleNamespace(config=config, nodes=nodes)
+    _warn_of_less(dispatcher, connections=100)
+    slots, lacks = caplog.messages
+    assert slots.startswith(
+        "24 slots instead of 32, 0 long_slots instead of 512, for want of open files: ulimit -Hn 5000"
+    )
+    assert lacks.startswith("calls cannot import numpy, sympy, which /their/python lacks: install them there")
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_an_executor_that_cannot_start_ends_the_start() -> None:

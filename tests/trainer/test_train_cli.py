@@ -172,7 +172,13 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, "prepare", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "rstar-train: needs torch; pip install 'rstar-sandbox[train]' torch"
+    says = "rstar-train: needs torch, which comes with the extra `train`: pip install '.[train]' in the checkout"
+    assert done.stderr.splitlines()[-1] == says
+
+
+def test_what_is_in_no_extra_is_installed_by_its_name() -> None:
+    assert cli._what_to_install("transformers.models.auto").endswith("pip install '.[train]' in the checkout")
+    assert cli._what_to_install("trackio") == "needs trackio: pip install trackio"
 
 
 def test_data_writes_problems_and_says_what_became_of_the_rows(
