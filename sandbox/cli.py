@@ -56,8 +56,10 @@ def serve(args: argparse.Namespace) -> int:
     config = _config(args, tuple(SETTINGS))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     from sandbox.gateway import serve as serve_http
+    from sandbox.jail import decide
 
-    return serve_http(config)
+    choice = decide(config.isolation)  # once, for all executors and however often they start
+    return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,21 +82,25 @@ def run(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """Show each layer of isolation on this machine and what `auto` would take."""
-    from sandbox.jail import choose, probe
+    from sandbox.jail import decide, probe
 
     config = _config(args, _RUN_SETTINGS)
     layers = probe()
     try:
-        level, why_none = str(choose("auto")), ""
+        choice = decide("auto")
+        level, reason = choice.level.value, choice.reason
     except ConfigError as why:
-        level, why_none = "", str(why)
+        level, reason = "", str(why)
     python, why_no_python = _guest_python(config)
     if args.json:
-        report = {"layers": [asdict(layer) for layer in layers], "auto": level or None, "python": python or None}
+        found = {"auto": level or None, "auto_reason": reason, "python": python or None}
+        report = {"layers": [asdict(layer) for layer in layers], **found}
         print(json.dumps(report))
     else:
         _print_layers(layers)
-        print(f"isolation auto: {level or why_none}\npython for calls: {python or why_no_python}")
+        print(
+            f"isolation auto: {'; '.join(filter(None, (level, reason)))}\npython for calls: {python or why_no_python}"
+        )
     return 0 if level and level != "none" else 1
 
 

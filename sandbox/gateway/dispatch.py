@@ -29,6 +29,7 @@ FRAME_BYTES = 8 << 20
 """A frame takes no more calls after this, so that big ones go in frames of their own."""
 TIMER_S = 0.002
 """The event loop's clock counts milliseconds, so its timers may be that early by ours."""
+LEVEL_CHARS = 60
 DEAD_S = 150.0
 """No executor for this long, and the service reports itself as not alive: more than one start may take."""
 
@@ -100,6 +101,13 @@ class Dispatcher:
     @property
     def is_ready(self) -> bool:
         return not self.is_draining and any(node.is_ready for node in self.nodes)
+
+    @property
+    def isolation(self) -> dict[str, str]:
+        """The level that the executors report, and why `auto` took no stronger one."""
+        levels = (node.about.get("isolation") for node in self.nodes)
+        level = next((level[:LEVEL_CHARS] for level in levels if isinstance(level, str)), "")
+        return {"isolation": level, "isolation_reason": self.config.isolation_reason}
 
     @property
     def is_alive(self) -> bool:

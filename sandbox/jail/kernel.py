@@ -98,6 +98,14 @@ def set_hostname(name: str) -> None:
     _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
+def exit_status(child: int) -> int:
+    """The exit status of a child, once it has ended. Raises EAGAIN if a signal killed it: then it has not answered."""
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        raise OSError(errno.EAGAIN, f"a child process was killed by signal {-code}")
+    return code
+
+
 def die_with_parent() -> None:
     """SIGKILL when the thread that forked us ends. Any change of ids undoes it: call it after those."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import wire
+from sandbox.config import ExecutorConfig
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, Caller, call, executor, wait_gone
 from tests.jail.jails import children, host_uid
@@ -288,3 +289,19 @@ def _until_end(sock: socket.socket) -> bytes:
 def test_results_are_small_for_small_calls(lean: Caller) -> None:
     result = lean.run("1")
     assert len(wire.pack(["results", [[1, result.encode(binary=True)]]])) < 400
+
+
+def test_it_does_not_choose_a_level_itself() -> None:
+    """What it chose when it is started again might be another one."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(DEADLINE_S)
+    with theirs:
+        argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
+        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    with ours, process:
+        ours.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").settings(), True]))
+        unpacker = wire.Unpacker()
+        unpacker.feed(ours.recv(1 << 16))
+        ((kind, why),) = unpacker
+        assert (kind, why.partition(";")[0]) == ("failed", "isolation=auto: expected a level")
+        assert process.wait(DEADLINE_S) == 1

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from sandbox.config import ServeConfig
+from sandbox.gateway.server import _greet
+
 SERVE = """
 import functools, sys
 from sandbox.config import ServeConfig
@@ -52,6 +55,15 @@ def post(url: str, body: object) -> dict[str, object]:
     with urllib.request.urlopen(request, timeout=10) as response:
         answer: dict[str, object] = json.load(response)
         return answer
+
+
+def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ServeConfig(isolation="landlock", isolation_reason="namespaces: this machine lacks it")
+    _greet(config, "http://localhost:1", [{"isolation": "landlock", "slots": 4, "python": "3.11.0"}])
+    line = capsys.readouterr().err
+    assert line.endswith(
+        "isolation=landlock  slots=4  python=3.11.0  isolation_reason='namespaces: this machine lacks it'\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -150,6 +150,17 @@ def python_for_all(folder: Path) -> str:
     return str(home / "bin/python")
 
 
+def inside_a_user_namespace(*argv: str) -> subprocess.CompletedProcess[str]:
+    """`argv` as root of a user namespace of util-linux's making, with one id and groups that cannot be changed; skips
+    where there is none to be had."""
+    inside = ("unshare", "--user", "--map-root-user")
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare(1)")
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine grants no user namespace")
+    return subprocess.run([*inside, *argv], capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S)
+
+
 def spec_for(
     python: Interpreter, uids: tuple[int | None, int], guest_dir: Path, level: Level = Level.NAMESPACES
 ) -> JailSpec:
