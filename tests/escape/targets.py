@@ -28,7 +28,7 @@ from sandbox.jail import choose
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
-from tests.jail.jails import REPOSITORY, is_passable, python_for_all, system_python
+from tests.jail.jails import REPOSITORY, python_for_all, reachable_python
 
 NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
 NOBODY = 65_534
@@ -266,8 +266,8 @@ def target(name: str, host: Host, folder: Path) -> Iterator[Target]:
         server = python_for_all(folder)
         guest = str(Path(server).resolve())
         options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    elif level == "landlock" and os.geteuid() == 0 and not is_passable(guest):
-        guest = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
+    elif level == "landlock":
+        guest = reachable_python(guest)
     argv = [server, "-X", f"secret={host.secret}"]
     with calling.executor(guest, server=argv, process_options=options, isolation=level, slots=SLOTS) as caller:
         facts = {**host.facts, "is_jailed": True, "server": caller.process.pid}

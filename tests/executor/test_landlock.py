@@ -62,8 +62,7 @@ def serving(who: str, folder: Path, **settings: Any) -> Iterator[Served]:
     if who == "root":
         if os.geteuid() != 0:
             pytest.skip("root: this is an ordinary user")
-        if not jails.is_passable(guest):
-            guest = jails.system_python() or pytest.skip("root: needs a Python that other users can reach")
+        guest = jails.reachable_python(guest)
         if setpriv := shutil.which("setpriv"):
             server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
     elif os.geteuid() == 0:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from sandbox.jail import Interpreter, JailSpec, Level, command
+from sandbox.jail import Interpreter, JailSpec, Level, bpf, command, seccomp
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 30
@@ -34,6 +34,48 @@ def tried(call, *arguments):
     try: return str(call(*arguments))
     except OSError as why: return type(why).__name__ if why.errno is None else os.strerror(why.errno)
 """
+
+
+def _filter() -> bytes:
+    """What systemd's MemoryDenyWriteExecute refuses, of what matters here: mprotect(2) with PROT_EXEC, and mmap(2) with
+    both rights."""
+    number, rights = 0, 32  # in seccomp_data: the lower half of the third argument
+    mmap_, mprotect, writable_and_executable = 9, 10, 0b110
+    return bpf.assemble(
+        [
+            bpf.Instruction(bpf.LOAD, number),
+            bpf.Instruction(bpf.IF_EQUAL, mprotect, yes="mprotect"),
+            bpf.Instruction(bpf.IF_EQUAL, mmap_, no="allow"),
+            bpf.Instruction(bpf.LOAD, rights),
+            bpf.Instruction(bpf.AND, writable_and_executable),
+            bpf.Instruction(bpf.IF_EQUAL, writable_and_executable, yes="refuse", no="allow"),
+            bpf.Instruction(bpf.LOAD, rights, label="mprotect"),
+            bpf.Instruction(bpf.AND, 0b100),
+            bpf.Instruction(bpf.IF_EQUAL, 0, yes="allow"),
+            bpf.Instruction(bpf.RETURN, seccomp.EPERM, label="refuse"),
+            bpf.Instruction(bpf.RETURN, seccomp.ALLOW, label="allow"),
+        ]
+    )
+
+
+NO_EXECUTABLE_MEMORY = {
+    "PR_SET_MDWE": "import ctypes; assert ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) == 0\n",
+    "a filter": f"""
+import ctypes, struct
+libc, program = ctypes.CDLL(None), ctypes.create_string_buffer({_filter()!r})
+libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, and PR_SET_SECCOMP
+assert libc.prctl(22, 2, struct.pack("HxxxxxxP", {len(_filter()) // 8}, ctypes.addressof(program)), 0, 0) == 0
+""",
+}
+"""Code after which memory that was written to cannot be executed, as systemd (either way) and SELinux have it."""
+
+
+def without_executable_memory(denial: str) -> str:
+    """That code; skips where the kernel does not know the first way."""
+    code = NO_EXECUTABLE_MEMORY[denial]
+    if subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode:
+        pytest.skip(f"needs {denial} (Linux 6.3)")
+    return code
 
 
 class Jailed:
@@ -130,7 +172,15 @@ def is_readable_to_others() -> bool:
 
 def is_passable(path: str) -> bool:
     """Whether any user can reach what is there."""
-    return all(folder.stat().st_mode & 0o001 for folder in Path(os.path.realpath(path)).parents)
+    ways = (Path(os.path.abspath(path)), Path(os.path.realpath(path)))
+    return all(folder.stat().st_mode & 0o001 for way in ways for folder in way.parents)
+
+
+def reachable_python(python: str) -> str:
+    """`python`, or where we are root and only we can reach it, one that calls with uids of their own can; or a skip."""
+    if os.geteuid() != 0 or is_passable(python):
+        return python
+    return system_python() or pytest.skip("uids of their own: needs a Python 3.11 that other users can reach")
 
 
 def python_for_all(folder: Path) -> str:

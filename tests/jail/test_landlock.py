@@ -87,10 +87,7 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
         uids = host_uids(3, 4, Level.LANDLOCK)
         if uids[0] is None:
             pytest.skip("uids of their own: needs root with Docker's default capabilities")
-        if not jails.is_passable(python.executable) or not jails.is_passable(python.binary):
-            python = find(
-                jails.system_python() or pytest.skip("uids of their own: needs a Python that other users can reach")
-            )
+        python = find(jails.reachable_python(python.executable))
     scratch = f"/tmp/rstar-test-{secrets.token_hex(8)}"
     spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch)
     yield spec
