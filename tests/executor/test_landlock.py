@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,36 +51,52 @@ class Served:
 
 
 @contextmanager
-def serving(who: str, folder: Path, **settings: Any) -> Iterator[Served]:
+def serving(who: str, **settings: Any) -> Iterator[Served]:
     try:
         choose("landlock")
     except IsolationError as why:
         pytest.skip(str(why))
     server: tuple[str, ...] = (sys.executable,)
     guest, options = OWN_PYTHON, {}
-    if who == "root":
-        if os.geteuid() != 0:
-            pytest.skip("root: this is an ordinary user")
-        guest = jails.reachable_python(guest)
-        if setpriv := shutil.which("setpriv"):
-            server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
-    elif os.geteuid() == 0:
-        server = (jails.python_for_all(folder),)
-        guest = os.path.realpath(server[0])
-        options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
-    temporary = Path(tempfile.mkdtemp(prefix="landlock-", dir="/tmp"))
-    temporary.chmod(0o755)
-    if options:
-        os.chown(temporary, jails.NOBODY, jails.NOBODY)
-    options |= {"env": {**os.environ, "TMPDIR": str(temporary), "SECRET": SECRET}}
-    try:
+    with jails.open_folder() as folder:
+        temporary = folder / "temporary"
+        temporary.mkdir()
+        if who == "root":
+            if os.geteuid() != 0:
+                pytest.skip("root: this is an ordinary user")
+            guest = jails.reachable_python(guest)
+            if setpriv := shutil.which("setpriv"):
+                server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
+        elif os.geteuid() == 0:
+            server = (jails.python_for_all(folder),)
+            guest = os.path.realpath(server[0])
+            options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
+            os.chown(temporary, jails.NOBODY, jails.NOBODY)
+        options |= {"env": {**os.environ, "TMPDIR": str(temporary), "SECRET": SECRET}, "cwd": str(folder)}
         with executor(guest, server=server, process_options=options, isolation="landlock", **settings) as caller:
             yield Served(caller, temporary, who == "root")
             processes = caller.processes()
         wait_gone(processes)  # init is the last, and has removed the folder
         assert [*temporary.iterdir()] == []
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_root_with_a_private_temporary_folder(mode: int) -> None:
+    """As pam_tmpdir makes one: no uid of a call may enter it, so calls write elsewhere."""
+    if os.geteuid() != 0:
+        pytest.skip("root: this is an ordinary user")
+    with jails.open_folder() as folder:
+        temporary = folder / "temporary"
+        temporary.mkdir()
+        temporary.chmod(mode)
+        options = {"env": {**os.environ, "TMPDIR": str(temporary)}}
+        guest = jails.reachable_python(OWN_PYTHON)
+        with executor(guest, process_options=options, isolation="landlock") as caller:
+            result = caller.run("import os, tempfile; open('own', 'w'); print(os.getcwd() == tempfile.gettempdir())")
+            assert (result.status, result.stdout) == (Status.OK, "True\n"), result
+            assert len([*temporary.iterdir()]) == (mode == 0o755)
+            processes = caller.processes()
+        wait_gone(processes)
 
 
 @pytest.fixture(scope="module", params=["root", "ordinary user"])
@@ -90,8 +105,8 @@ def who(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(who: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(who, tmp_path_factory.mktemp("server")) as served:
+def served(who: str) -> Iterator[Served]:
+    with serving(who) as served:
         yield served
 
 
@@ -322,8 +337,8 @@ def tried(what, *arguments):
 
 
 @pytest.mark.parametrize("victim", ["launcher", "init", "both", "zygote", "child zygote"])
-def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str, tmp_path: Path) -> None:
-    with serving(who, tmp_path, profiles=("bare", "numeric")) as served:
+def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str) -> None:
+    with serving(who, profiles=("bare", "numeric")) as served:
         executor_pid = served.caller.process.pid
         (launcher,) = jails.children(executor_pid)
         (init,) = jails.children(launcher)
