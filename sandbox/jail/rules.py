@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sandbox.errors import IsolationError
+from sandbox.jail import kernel
 from sandbox.jail.interpreter import Interpreter
+from sandbox.jail.private import private_folders, used_paths
 from sandbox.jail.root import unreadable
 from sandbox.jail.spec import JailSpec
 
@@ -77,13 +78,14 @@ def refuse_unfit(spec: JailSpec, abi: int) -> None:
             )
         return
     assert spec.scratch is not None
-    python = spec.python
-    used = (spec.scratch, python.executable, python.binary, *(source for source, _ in python.trees))
-    if hidden := unreadable(python) or _impassable(*used):
+    closed = private_folders([spec.scratch])
+    if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():  # else the launcher mounts it (`private.share`)
+        closed += private_folders(used_paths(spec.python))
+    if hidden := unreadable(spec.python) or next(iter(closed), None):
         raise IsolationError(
             f"isolation=landlock: calls run as users of their own, who cannot reach {hidden}; name a Python (--python, "
             "or `rstar-sandbox runtime --path`) and a temporary folder (TMPDIR) that all may enter, or start as an "
-            "ordinary user"
+            "ordinary user; with CAP_SYS_ADMIN, Python may be anywhere"
         )
 
 
@@ -93,17 +95,9 @@ def scratch_parent(*, has_uids: bool) -> str:
     usual = tempfile.gettempdir()
     if has_uids:
         for parent in (usual, *TEMPORARY):
-            if os.path.isdir(parent) and not _impassable(f"{parent}/any"):
+            if os.path.isdir(parent) and not private_folders([f"{parent}/any"]):
                 return parent
     return usual
-
-
-def _impassable(*paths: str) -> str | None:
-    """The first folder that only some may pass, on the way to what calls use."""
-    ways = dict.fromkeys(
-        above for path in paths for way in (path, os.path.realpath(path)) for above in Path(way).parents
-    )
-    return next((str(way) for way in ways if way.is_dir() and not way.stat().st_mode & 0o001), None)
 
 
 def handled(abi: int) -> tuple[int, int, int]:
