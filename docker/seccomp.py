@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sandbox.jail import kernel, namespaces, seccomp
+from sandbox.jail import kernel, seccomp, userns
 from sandbox.jail.syscalls import X86_64
 
 PROFILE = Path(__file__).parent / "seccomp.json"
@@ -32,7 +32,7 @@ _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _NETLINK, _ROUTE = 16, 0
 _EVERY_NAMESPACE = 0x7E020000
 """Every CLONE_NEW* that clone takes."""
-_NAMESPACES = kernel.CLONE_NEWUSER | namespaces.INNER
+_NAMESPACES = kernel.CLONE_NEWUSER | userns.INNER
 _MOUNTS = (
     *(kernel.MS_RDONLY, kernel.MS_NOSUID, kernel.MS_NODEV, kernel.MS_NOEXEC),
     *(kernel.MS_REMOUNT, kernel.MS_BIND, kernel.MS_MOVE, kernel.MS_REC, kernel.MS_PRIVATE),

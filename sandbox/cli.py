@@ -59,8 +59,10 @@ def serve(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
+    from sandbox.jail import decide
 
-    return serve_http(config)
+    choice = decide(config.isolation)  # once, for all executors and however often they start
+    return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,23 +85,25 @@ def run(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """Show each layer of isolation on this machine, what `auto` would take, and whether a call runs."""
-    from sandbox.jail import choose, probe
+    from sandbox.jail import decide, probe
 
     config = _config(args, _RUN_SETTINGS)
     layers = probe()
     try:
-        level, why_none = str(choose("auto")), ""
+        choice = decide("auto")
+        level, reason = choice.level.value, choice.reason
     except ConfigError as why:
-        level, why_none = "", str(why)
+        level, reason = "", str(why)
     python, why_no_python = _guest_python(config)
     is_isolated = bool(level) and level != "none"
     trial = _trial(replace(config, python=python)) if is_isolated and python else "not tried"
     if args.json:
-        report = {"layers": [asdict(layer) for layer in layers], "auto": level or None, "python": python or None}
-        print(json.dumps({**report, "call": trial}))
+        found = {"auto": level or None, "auto_reason": reason, "python": python or None, "call": trial}
+        print(json.dumps({"layers": [asdict(layer) for layer in layers], **found}))
     else:
         _print_layers(layers)
-        print(f"isolation auto: {level or why_none}\npython for calls: {python or why_no_python}\na call: {trial}")
+        print(f"isolation auto: {'; '.join(filter(None, (level, reason)))}")
+        print(f"python for calls: {python or why_no_python}\na call: {trial}")
     return 0 if is_isolated and trial == "ok" else 1
 
 

@@ -191,6 +191,8 @@ class ServeConfig:
     max_limits: Limits = CEILINGS
     python: str | None = _PYTHON
     isolation: str = _ISOLATION
+    isolation_reason: str = ""
+    """Why `auto`, which `isolation` was before the server chose, took no stronger level."""
     cores: int = _CORES
     zygotes: int = _ZYGOTES
     slots: int = _SLOTS

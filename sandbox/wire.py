@@ -11,6 +11,7 @@ Kinds, by direction (`seq` is the gateway's own number for a call, never reused 
 
 A `call` is `Call.encode(binary=True)`, already validated and clamped; a `result` is `Result.encode(binary=True)`.
 With `hurry`, which is for an executor that replaces one, it is ready as soon as one zygote is, else when all have been.
+The `isolation` in the settings is a level and never "auto": the server chooses once, before it starts executors.
 Until a "window" comes, which it may after "ready" and as often as it changes, the window is twice the slots; calls that
 are in hand when it shrinks stay there.
 `seq`s may be answered in any order; each is answered exactly once unless cancelled (then at most once).

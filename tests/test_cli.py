@@ -245,16 +245,16 @@ class Layer:
 
 
 def _jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
-    def choose(asked: str) -> str:
+    def decide(asked: str) -> types.SimpleNamespace:
         if level is None:
             raise IsolationError("nothing isolates here")
-        return level
+        return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {asked}")
 
     layers = (
         Layer("seccomp", True, "filter mode", "fewer system calls"),
         Layer("nsjail", False, "no binary", "a jail"),
     )
-    monkeypatch.setitem(sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, choose=choose))
+    monkeypatch.setitem(sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, decide=decide))
 
 
 @pytest.mark.parametrize(("level", "code"), [("namespaces", 0), (None, 1)])
@@ -269,13 +269,14 @@ def test_doctor_says_what_there_is_and_whether_it_isolates(
         "seccomp",
         "filter mode",
         "no binary",
-        level or "nothing isolates here",
+        f"{level}; weaker than" if level else "nothing isolates here",
         "a call: ok" if level else "",
     ):
         assert word in said
     assert cli.main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["auto"] == level
+    assert report["auto_reason"] == ("weaker than auto" if level else "nothing isolates here")
     assert report["layers"][1] == {"name": "nsjail", "ok": False, "found": "no binary", "purpose": "a jail"}
 
 
@@ -355,6 +356,17 @@ def test_what_runs_calls_makes_their_python_once_unless_told_not_to(
     assert len(lines) == 1 and "making the Python that runs the calls" in lines[0]
     assert cli.main([*command, "--python", "/their/python"]) == 0
     assert seen[-1] == "/their/python"
+
+
+def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    _jail(monkeypatch, "landlock")
+    served: list[ServeConfig] = []
+    fake = types.SimpleNamespace(serve=lambda config: served.append(config) or 0)
+    monkeypatch.setitem(sys.modules, "sandbox.gateway", fake)
+    assert cli.main(["serve", "--gateways", "2", "--executors", "4", "--slots", "8", "--cores", "4"]) == 0
+    executors = [share for part in served[0].parts() for share in part.shares()]
+    assert [executor.isolation for executor in executors] == ["landlock"] * 4
+    assert {part.isolation_reason for part in served[0].parts()} == {"weaker than auto"}
 
 
 def test_a_reader_that_goes_away_is_no_traceback(guest_python: Path) -> None:

@@ -19,6 +19,7 @@ from sandbox.executor.family import Family
 from sandbox.jail import choose
 from sandbox.types import Call, Limits, Profile, Result, Status
 from tests.executor.calling import OWN_PYTHON, wait_gone
+from tests.jail import jails
 from tests.jail.jails import descendants
 
 DEADLINE_S = 60
@@ -171,3 +172,12 @@ def test_what_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def _start_nothing(_family: Family, _sock: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["true"])
+
+
+def test_a_call_runs_at_the_level_that_auto_takes_in_a_user_namespace() -> None:
+    """Where `unshare -Ur` makes us root of one id, level namespaces is refused and level landlock holds."""
+    command = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, "-c", "print(1)"]
+    run = jails.inside_a_user_namespace(*command)
+    if "isolation=landlock: this machine lacks" in run.stderr:
+        pytest.skip(run.stderr.strip())
+    assert (run.returncode, run.stdout) == (0, "1\n"), run.stderr

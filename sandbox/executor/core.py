@@ -100,16 +100,21 @@ class Executor:
         self.missed_imports: Counter[str] = Counter()
         families = max(min(shared["zygotes"], self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
+        self._scratch_parent = ""
         if self.level is jail.Level.LANDLOCK:
-            room = shutil.disk_usage(tempfile.gettempdir()).total >> 20
-            log.info("calls write to %s, %d MiB that all share: disk_mb bounds each file", tempfile.gettempdir(), room)
+            has_uids = jail.host_uids(0, 1, self.level)[0] is not None
+            parent = self._scratch_parent = jail.scratch_parent(has_uids=has_uids)
+            room = shutil.disk_usage(parent).total >> 20
+            usual = tempfile.gettempdir()
+            instead = f" (not to {usual}, where only some users may enter)" if parent != usual else ""
+            log.info("calls write to %s%s, %d MiB that all share: disk_mb bounds each file", parent, instead, room)
         shares = -(-self.slots // families), -(-self.long_slots // families)
         self.families = [self._family(n, Slots(*shares), profiles) for n in range(families)]
         self._window = self.window
 
     def _family(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> Family:
         base, count = jail.host_uids(number, slots.count, self.level)
-        scratch = f"{tempfile.gettempdir()}/rstar-sandbox-{secrets.token_hex(8)}"
+        scratch = f"{self._scratch_parent}/rstar-sandbox-{secrets.token_hex(8)}"
         spec = jail.JailSpec(
             self.level,
             self.python,

@@ -15,10 +15,11 @@ import trio
 
 from sandbox import wire
 from sandbox.config import ExecutorConfig
-from sandbox.errors import ProtocolError, SandboxError
+from sandbox.errors import ConfigError, ProtocolError, SandboxError
 from sandbox.executor.core import Executor
 from sandbox.executor.link import Link
 from sandbox.executor.verdict import WireResult
+from sandbox.jail import AUTO
 from sandbox.types import unavailable
 
 FRAME_CALLS = 64
@@ -41,6 +42,10 @@ async def serve(sock: socket.socket) -> int:
             if first is None or first[0] != "configure":
                 raise ProtocolError("expected a configure frame first")
             config, hurry = ExecutorConfig.from_settings(first[1]), first[2:] == [True]
+            if config.isolation == AUTO:
+                raise ConfigError(
+                    f"isolation={AUTO}: expected a level; the server chooses one, for all its executors, once"
+                )
             await _Service(link, config, hurry=hurry).run(frames)
         except* SandboxError as errors:
             failure = _first_line(errors)

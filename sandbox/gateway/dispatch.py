@@ -34,6 +34,7 @@ TIMER_S = 0.002
 STOPPED = "the service stopped before this call was done; send it again"
 STOP_CALLS = 512
 """Waiting calls that are answered `Stopped` in one turn of the loop, which takes some milliseconds."""
+LEVEL_CHARS = 60
 DEAD_S = 150.0
 """No executor for this long, and the service reports itself as not alive: more than one start may take."""
 
@@ -107,6 +108,13 @@ class Dispatcher:
     @property
     def is_ready(self) -> bool:
         return not self.is_draining and any(node.is_ready for node in self.nodes)
+
+    @property
+    def isolation(self) -> dict[str, str]:
+        """The level that the executors report, and why `auto` took no stronger one."""
+        levels = (node.about.get("isolation") for node in self.nodes)
+        level = next((level[:LEVEL_CHARS] for level in levels if isinstance(level, str)), "")
+        return {"isolation": level, "isolation_reason": self.config.isolation_reason}
 
     @property
     def is_alive(self) -> bool:

@@ -123,6 +123,18 @@ def schemas() -> dict[str, Schema]:
         **_checks(call["properties"], timeout),
         **_stats(),
         "State": {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}},
+        "Ready": {
+            "type": "object",
+            "required": ["status", "isolation", "isolation_reason"],
+            "properties": {
+                "status": {"type": "string"},
+                "isolation": {"type": "string", "description": "the isolation level of all calls"},
+                "isolation_reason": {
+                    "type": "string",
+                    "description": "why `auto` took no stronger level; empty if it took the strongest",
+                },
+            },
+        },
         "Refusal": {
             "type": "object",
             "required": ["error"],

@@ -103,7 +103,7 @@ async def ready(request: web.Request) -> web.Response:
     if not all(state["is_ready"] for state in states.values()):
         why = "the service is stopping" if request.app[DISPATCHER].is_draining else "no executor is ready yet"
         raise Refusal(503, f"{why}; try again in 1 s, or another one", {"Retry-After": "1"})
-    return web.json_response({"status": "ready"})
+    return web.json_response({"status": "ready", **request.app[DISPATCHER].isolation})
 
 
 async def scrape(request: web.Request) -> web.Response:
@@ -311,7 +311,7 @@ ROUTES: tuple[Route, ...] = (
         _CALL_REFUSALS,
     ),
     Route("GET", "/health", health, "Is the service alive?", {JSON: "State"}, refuses=(503,)),
-    Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "State"}, refuses=(503,)),
+    Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "Ready"}, refuses=(503,)),
     Route("GET", "/metrics", scrape, "Numbers for Prometheus", {"text/plain": None}, refuses=(401, 403)),
     Route(
         "GET", "/v1/stats", stats, "What the dashboard shows", {JSON: "Stats"}, refuses=(400, 401, 403), query=_AFTER

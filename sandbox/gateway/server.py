@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -44,7 +45,7 @@ def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
         config = config.resolved(machine.cores())
         if config.gateways == 1:
             return _run(config, launch)
-        return gateways.serve(config, lambda part, post: _run(part, launch, post), _greet)
+        return gateways.serve(config, lambda part, post: _run(part, launch, post), partial(_greet, config))
     except ConfigError as why:
         print(f"rstar-sandbox: {why}", file=sys.stderr)
         return 1
@@ -83,7 +84,7 @@ async def _serve(config: ServeConfig, launch: Launch, post: Post | None) -> None
                 if post:
                     post.report(_about(dispatcher))
                 else:
-                    _greet(address, [_about(dispatcher)])
+                    _greet(config, address, [_about(dispatcher)])
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
             doors.close()
@@ -187,12 +188,13 @@ def _about(dispatcher: Dispatcher) -> dict[str, Any]:
     }
 
 
-def _greet(address: str, gateways: list[dict[str, Any]]) -> None:
+def _greet(config: ServeConfig, address: str, gateways: list[dict[str, Any]]) -> None:
     """Say on stderr that the server is ready."""
     first, several = gateways[0], f"  gateways={len(gateways)}" if len(gateways) > 1 else ""
+    reason = f"  isolation_reason={config.isolation_reason!r}" if config.isolation_reason else ""
     print(
         f"rstar-sandbox {VERSION} on {address}  isolation={first['isolation']}  "
-        f"slots={sum(gateway['slots'] for gateway in gateways)}  python={first['python']}{several}",
+        f"slots={sum(gateway['slots'] for gateway in gateways)}  python={first['python']}{several}{reason}",
         file=sys.stderr,
         flush=True,
     )

@@ -135,7 +135,7 @@ class Stats:
         return {
             "state": _state(self._dispatcher),
             "version": VERSION,
-            "isolation": _name(about.get("isolation", "")),
+            **self._dispatcher.isolation,
             "python": _name(about.get("python", "")),
             "started_at": round(self._started_at, 3),
             "queue_calls": bounds.calls,

@@ -11,6 +11,9 @@ calls, and `confine` says which.
     return
 
 x86-64, as the filter is that no level with namespaces goes without. It keeps registers as the C ABI has it.
+
+Where memory cannot be made executable (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux), Python goes through the
+same list of system calls, which takes longer.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import array
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 
 MOST = 32
 """Jobs at once."""
@@ -52,10 +56,12 @@ _CODE = bytes.fromhex(
 
 _libc = ctypes.PyDLL(None, use_errno=True)  # with the interpreter lock held: a zygote and a call have one thread
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.syscall.argtypes = (ctypes.c_long,) * STEP
+_libc.syscall.restype = ctypes.c_long
 
 
 class Burst:
-    """Room for jobs. `put` each, then `run` them. Raises `OSError` where memory cannot be made executable."""
+    """Room for jobs. `put` each, then `run` them."""
 
     def __init__(self) -> None:
         # Private above all: what a call writes here is its own affair.
@@ -65,15 +71,17 @@ class Burst:
         )
         self._code[: len(_CODE)] = _CODE
         code, self._list = (ctypes.addressof(ctypes.c_char.from_buffer(pages)) for pages in (self._code, self._jobs))
-        if _libc.mprotect(code, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
-            raise OSError(ctypes.get_errno(), "mprotect(PROT_EXEC)")
+        self.has_code = _libc.mprotect(code, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) == 0
+        """Whether the machine code can be executed here."""
         self.words = memoryview(self._jobs).cast("q")
         self.rooms = [self._list + 8 * (MOST + number * _WORDS + ROOM) for number in range(MOST)]
         """The address of each job's room."""
         for number, room in enumerate(self.rooms):
             self.words[number] = room - 8 * ROOM
         self._own = 0
-        self._run = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(code)
+        self._run: Callable[[int, int], int] = self._run_in_python
+        if self.has_code:
+            self._run = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(code)
 
     def put(self, number: int, copy: tuple[int, int, int, int], steps: list[int], room: list[int]) -> None:
         """A job: what to copy (from, to, how much, zeros behind), its steps, the first one and the fork included."""
@@ -90,6 +98,34 @@ class Burst:
             return None
         self._own = MOST + number * _WORDS
         return number
+
+    def _run_in_python(self, listed: int, count: int) -> int:
+        """What the machine code does."""
+        words = self.words
+        for number in range(count):
+            job = (words[number] - listed) // 8
+            source, target, size, zeros = words[job + 1 : job + _HEAD]
+            ctypes.memmove(target, source, size)
+            ctypes.memset(target + size, 0, zeros)
+            at = job + _HEAD
+            self._step(at)
+            words[job] = result = self._step(at + STEP)
+            if result != 0:
+                continue
+            at += 2 * STEP
+            while words[at] != _LAST:
+                result = self._step(at)
+                if result < 0:
+                    words[job], words[job + 1] = result, listed + 8 * at
+                    break
+                at += STEP
+            return listed + 8 * number
+        return listed + 8 * count
+
+    def _step(self, at: int) -> int:
+        """What the system call of the step at that word returns; below 0, an error's number."""
+        result = int(_libc.syscall(*self.words[at : at + STEP]))
+        return result if result != -1 else -ctypes.get_errno()
 
     def check(self) -> None:
         """In a child. Raises `OSError` if one of its steps was refused."""

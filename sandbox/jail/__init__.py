@@ -13,12 +13,15 @@ from sandbox.jail.group import Group, Spent
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import may_set_priorities
 from sandbox.jail.plan import call_plan, command
-from sandbox.jail.probe import Layer, choose, probe
+from sandbox.jail.probe import AUTO, Choice, Layer, choose, decide, probe
+from sandbox.jail.rules import scratch_parent
 from sandbox.jail.spec import SLOT_UID, JailSpec, Level
 from sandbox.jail.uids import host_uids
 
 __all__ = [
+    "AUTO",
     "SLOT_UID",
+    "Choice",
     "Group",
     "Idle",
     "Interpreter",
@@ -30,10 +33,12 @@ __all__ = [
     "call_plan",
     "choose",
     "command",
+    "decide",
     "files_of",
     "host_uids",
     "may_set_priorities",
     "most_slots",
     "probe",
+    "scratch_parent",
     "want_files",
 ]

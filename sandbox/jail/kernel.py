@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import signal
 import struct
@@ -96,6 +97,22 @@ def pivot_root(new: str, old: str) -> None:
 
 def set_hostname(name: str) -> None:
     _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
+def make_executable(pages: mmap.mmap) -> None:
+    """Take the right to write to `pages` and give that to execute them, which the process may have been denied
+    (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux)."""
+    start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
+    done = _libc.mprotect(start, ctypes.c_size_t(len(pages)), mmap.PROT_READ | mmap.PROT_EXEC)
+    _check(done, "mprotect(PROT_EXEC)")
+
+
+def exit_status(child: int) -> int:
+    """The exit status of a child, once it has ended. Raises EAGAIN if a signal killed it: then it has not answered."""
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        raise OSError(errno.EAGAIN, f"a child process was killed by signal {-code}")
+    return code
 
 
 def die_with_parent() -> None:

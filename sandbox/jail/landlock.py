@@ -23,11 +23,13 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, lifeline
 from sandbox.jail.namespaces import REFUSED
+from sandbox.jail.private import share
 from sandbox.jail.rules import REMOVE_DIR, rules
 from sandbox.jail.spec import SLOT_UID, JailSpec
 from sandbox.jail.uids import NEEDED
@@ -83,6 +85,7 @@ def _become_guest(spec: JailSpec, fd: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a ruleset for each slot
         kernel.no_new_privileges()
         if spec.uid_base is not None:
+            share(spec.python)
             os.setgroups([])
             kernel.bound_capabilities(NEEDED)
         given = rules(spec, kernel.landlock_abi())
@@ -199,14 +202,22 @@ class _Folder:
         """Nothing of the server's walks through what hostile code has made: its owner does."""
         if _is_removed(f"{place}/tmp") and _is_removed(place):
             return
-        filled, user = place, {}
-        if self.spec.uid_base is not None:
-            uid = self.spec.uid_base + SLOT_UID + slot
-            filled, user = f"{place}/tmp", {"user": uid, "group": uid, "extra_groups": []}
+        has_uids = self.spec.uid_base is not None
+        filled = f"{place}/tmp" if has_uids else place
         argv = [self.spec.guest_python, "-I", "-S", "-B", f"{self.spec.guest_home}/scratch.py", filled]
-        subprocess.run(argv, env={}, stdin=subprocess.DEVNULL, timeout=SWEEP_S, check=True, **user)  # type: ignore
+        become = partial(self._become_owner, slot) if has_uids else None
+        subprocess.run(argv, env={}, stdin=subprocess.DEVNULL, timeout=SWEEP_S, check=True, preexec_fn=become)
         _is_removed(f"{place}/tmp")
         os.rmdir(place)
+
+    def _become_owner(self, slot: int) -> None:
+        """In a child: be the user that the calls of a slot are, and reach the guest's Python as they do."""
+        assert self.spec.uid_base is not None
+        uid = self.spec.uid_base + SLOT_UID + slot
+        share(self.spec.python)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
 
 
 def _is_removed(folder: str) -> bool:

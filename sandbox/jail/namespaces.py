@@ -13,23 +13,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, lifeline, root, userns
 from sandbox.jail.spec import JailSpec
+from sandbox.jail.userns import layer
 
 HOSTNAME = "sandbox"
-ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 REFUSED = 78
 """Exit status when the machine does not grant a layer (EX_CONFIG); stderr says which."""
 # What the guest needs to set up a call: mounts and namespaces, the slot's uid, the bounding set, and ending calls.
 KEPT = frozenset({kernel.CAP_SYS_ADMIN, kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SETPCAP, kernel.CAP_KILL})
-# The user namespace comes with the others, so that it owns them. No cgroup namespace: it only changes what /proc and
-# /sys show, and neither is there. No time namespace: clocks are not secret.
-INNER = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
 def main() -> NoReturn:
@@ -61,11 +56,8 @@ def enter(spec: JailSpec) -> None:
     privileged = lay_out_root(spec)
     with layer("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root.enter()
-    with layer("namespaces and id map", ID_MAP_REMEDY):
-        userns.enter(INNER, userns.id_map(spec.uid_base, spec.uid_count, proc), proc)
+    userns.enter_guests(spec.uid_base, spec.uid_count, proc, privileged=privileged)
     os.close(proc)
-    with layer("user ids"):
-        userns.become_first_id(privileged=privileged)
     with layer("hostname"):
         kernel.set_hostname(HOSTNAME)
     with layer("capabilities"):
@@ -77,26 +69,14 @@ def lay_out_root(spec: JailSpec) -> bool:
     rights were there for it; without them it is in a user namespace of its own."""
     with layer("no_new_privs"):
         kernel.no_new_privileges()
-    privileged = kernel.CAP_SYS_ADMIN in kernel.effective_capabilities()
-    if not privileged:
-        with layer("user namespace", "enable unprivileged user namespaces, or start as root"):
-            userns.become_root()
-    elif hidden := root.unreadable(spec.python):
+    privileged = userns.become_privileged()
+    if privileged and (hidden := root.unreadable(spec.python)):
         raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
     with layer("mount namespace", "grant CAP_SYS_ADMIN"):
         kernel.unshare(kernel.CLONE_NEWNS)
     with layer("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root.lay_out(spec)
     return privileged
-
-
-@contextmanager
-def layer(name: str, remedy: str = "") -> Iterator[None]:
-    """What the kernel refuses in here is refused by this name."""
-    try:
-        yield
-    except OSError as why:
-        raise IsolationError(f"{name}: the kernel refused ({why})" + (f"; {remedy}" if remedy else "")) from None
 
 
 def _be_init(spec: JailSpec, fd: int, alive: int) -> int:

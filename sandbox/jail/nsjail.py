@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, lifeline, namespaces, nsjail_binary, nsjail_config, root, userns
-from sandbox.jail.namespaces import layer
 from sandbox.jail.spec import JailSpec
+from sandbox.jail.userns import layer
 
 GAVE_UP = 255
 """nsjail's exit status when it could not make the jail. The zygote's own is never that."""
@@ -71,7 +71,7 @@ def prepare(spec: JailSpec) -> str:
         root.move_to(ROOT)
         # Some versions remount it for a moment with no flag but this one, which would be to unlock any other.
         kernel.mount("none", ROOT, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
-    with layer("id map", namespaces.ID_MAP_REMEDY):
+    with layer("id map", userns.ID_MAP_REMEDY):
         return userns.id_map(spec.uid_base, spec.uid_count, userns.own_proc())
 
 

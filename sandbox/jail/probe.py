@@ -1,16 +1,22 @@
 """What this machine grants, found by trying: each layer is set up for real in a forked child that then ends.
 
-`probe` answers for `doctor`, one `Layer` each; `choose` turns the answers into a level. Nothing is guessed from
-versions or configuration, because containers refuse calls that their kernel has.
+`probe` answers for `doctor`, one `Layer` each; `decide` turns the answers into a level. Nothing is guessed from
+versions or configuration, because containers refuse calls that their kernel has. A layer is missing only if the kernel
+refuses it: an attempt that fails for a passing reason (a signal killed it, memory or process numbers ran out) is made
+again, `TRIES` times in all.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -29,6 +35,14 @@ _GUEST_DIR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file
 _TRIAL_S = 60
 _TRIAL_TEXT = 1000
 NSJAIL = "nsjail"
+TRIES = 5
+RETRY_S = 0.1
+REASON_CHARS = 500
+SIGNALLED = 128
+"""A launcher ends with this and a signal's number if that killed what it started."""
+_OK, _REFUSED, _PASSING = 0, 1, 2
+"""Exit statuses of an attempt."""
+_PASSING_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +55,25 @@ class Layer:
     purpose: str
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A level, and why `auto` took none that is stronger: empty if there is none or the level was asked for by name."""
+
+    level: Level
+    reason: str = ""
+
+
 def probe(environ: Mapping[str, str] = os.environ) -> tuple[Layer, ...]:
     """Every layer, tried now; well under a second. It forks, so call it from a process with one thread."""
     return (*(_tried(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL)), _nsjail(environ))
 
 
 def choose(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping[str, str] = os.environ) -> Level:
+    """The level of `decide`."""
+    return decide(asked, layers, environ).level
+
+
+def decide(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping[str, str] = os.environ) -> Choice:
     """The level to run at: what was asked for, or for `auto` the strongest there is, which is never `none`.
 
     Raises `ConfigError` for a name that is no level, `IsolationError` when the machine lacks a layer of the level, and
@@ -61,61 +88,81 @@ def choose(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping
             wanted = (Level(asked),)
         except ValueError:
             raise ConfigError(f"isolation={asked!r}: expected one of {AUTO}, {', '.join(Level)}") from None
-    refusals = []
+    lacks: list[tuple[Level, str, str]] = []
     for level in wanted:
-        refusal = _refusal(level, layers, environ)
-        if not refusal:
-            return level
-        refusals.append(refusal)
-    if len(refusals) > 1:
-        del refusals[0]  # nobody needs nsjail who has not asked for it
+        lacking, remedy = _lacking(level, layers, environ)
+        if not lacking:
+            return Choice(level, "; ".join(f"{other}: {why}" for other, why, _ in lacks)[:REASON_CHARS])
+        if asked != AUTO or level is not Level.NSJAIL or environ.get(nsjail_binary.VARIABLE):  # else nobody misses it
+            lacks.append((level, lacking, remedy))
+    refusals = (f"isolation={level.value}: {why}{remedy}" for level, why, remedy in lacks)
     raise IsolationError(f"{'. '.join(refusals)}, or ask for isolation=none by name")
 
 
-def _refusal(level: Level, layers: tuple[Layer, ...] | None, environ: Mapping[str, str]) -> str:
-    """What a level lacks on this machine and how to get it; nothing if it is all there."""
+def _lacking(level: Level, layers: tuple[Layer, ...] | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    """What a level lacks on this machine, nothing if it is all there; and how to get it."""
     if level is Level.NSJAIL:
         row = next((layer for layer in layers or (_nsjail(environ),) if layer.name == NSJAIL), None)
         if row is None or not row.ok:
-            lacks = row.found if row else "not tried"
-            return f"isolation={level.value}: {lacks}; or ask for isolation={Level.NAMESPACES.value}"
+            return row.found if row else "not tried", f"; or ask for isolation={Level.NAMESPACES.value}"
     needed = _NEEDED.get(level, frozenset())
     if layers is None:
         layers = tuple(_tried(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL) if attempt[0] in needed)
     missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in needed and not layer.ok]
-    return f"isolation={level.value}: this machine lacks {'; '.join(missing)}. {_REMEDIES[level]}" if missing else ""
+    return f"this machine lacks {'; '.join(missing)}" if missing else "", f". {_REMEDIES.get(level, '')}"
 
 
 def _tried(name: str, attempt: Callable[[], str], purpose: str) -> Layer:
-    """Run `attempt` in a child: its text is what was found, its error what is missing."""
-    readable, writable = os.pipe()
-    child = os.fork()
+    """Run `attempt` in a child, again if it fails for a passing reason: its text is what was found, its error what is
+    missing."""
+    status, found = _attempted(attempt)
+    for _ in range(TRIES - 1):
+        if status != _PASSING:
+            break
+        time.sleep(RETRY_S)
+        status, found = _attempted(attempt)
+    return Layer(name, status == _OK, found, purpose)
+
+
+def _attempted(attempt: Callable[[], str]) -> tuple[int, str]:
+    """How an attempt in a child ended, and what it says."""
+    try:
+        readable, writable = os.pipe()
+        child = os.fork()
+    except OSError as why:
+        return _PASSING, str(why)
     if child == 0:
         try:
-            failed, text = 0, attempt()
+            status, text = _OK, attempt()
         except Exception as why:  # the end of the child: nothing may unwind into the caller's frames
-            failed, text = 1, str(why) or type(why).__name__
+            status, text = _PASSING if _is_passing(why) else _REFUSED, str(why) or type(why).__name__
         os.write(writable, text.encode(errors="replace")[:4096])
-        os._exit(failed)
+        os._exit(status)
     os.close(writable)
     with open(readable, "rb") as pipe:
         found = pipe.read().decode(errors="replace")
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return Layer(name, code == 0, found if code >= 0 else f"killed by signal {-code}", purpose)
+    if code >= 0:
+        return code, found
+    # SIGSYS is the answer of a seccomp filter, the same every time; whatever else kills a child is no answer.
+    return _REFUSED if code == -signal.SIGSYS else _PASSING, f"killed by signal {-code}"
 
 
-def _become_root() -> None:
-    """A jail's own first step: the host's root if we are, or else root of a user namespace."""
-    if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():
-        userns.become_root()
+def _is_passing(why: BaseException | None) -> bool:
+    """Whether an error, or one that it was made of, is that something has run out for now."""
+    while why is not None:
+        if isinstance(why, MemoryError) or (isinstance(why, OSError) and why.errno in _PASSING_ERRORS):
+            return True
+        why = why.__context__
+    return False
 
 
 def _user_namespace() -> str:
+    """By the jail's own steps: which of them are refused depends on who we are, and in which user namespace."""
     proc = userns.own_proc()
-    _become_root()
-    userns.enter(0, userns.id_map(None, 0, proc), proc)
-    userns.become_first_id(privileged=False)
-    return "single id map"
+    base, count = host_uids(0, 1)
+    userns.enter_guests(base, count, proc, privileged=userns.become_privileged())
+    return "single id map" if base is None else "a range of ids"
 
 
 def _uid_range() -> str:
@@ -129,17 +176,17 @@ def _uid_range() -> str:
 
 
 def _pid_namespace() -> str:
-    _become_root()
+    userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWPID)
     child = os.fork()
     if child == 0:
         os._exit(os.getpid())
-    first = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    first = kernel.exit_status(child)
     return _expect(first == 1, "its first process is PID 1", f"its first process has PID {first}")
 
 
 def _private_tmpfs() -> str:
-    _become_root()
+    userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("probe", _STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=700")
@@ -156,27 +203,27 @@ def _pivot_root() -> str:
 
 
 def _ipc_namespace() -> str:
-    _become_root()
+    userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWIPC)
     return "granted"
 
 
 def _uts_namespace() -> str:
-    _become_root()
+    userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWUTS)
     kernel.set_hostname("probe")
     return _expect(os.uname().nodename == "probe", "granted", "the host name did not change")
 
 
 def _net_namespace() -> str:
-    _become_root()
+    userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWNET)
     names = [name for _, name in socket.if_nameindex()]
     return _expect(names == ["lo"], "only a loopback, down", f"interfaces {names}")
 
 
 def _no_capabilities() -> str:
-    _become_root()
+    userns.become_privileged()
     kernel.bound_capabilities(frozenset())
     kernel.drop_capabilities()
     left = kernel.effective_capabilities()
@@ -206,6 +253,13 @@ def _rlimits() -> str:
     except MemoryError:
         return "RLIMIT_AS holds"
     raise OSError("512 MiB were granted under an RLIMIT_AS of 256")
+
+
+def _executable_memory() -> str:
+    """What `guest/burst.py` asks for; the jail's own rules do not forbid it, those of the server's process may."""
+    with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        kernel.make_executable(pages)
+    return "granted"
 
 
 def _schedstat() -> str:
@@ -249,7 +303,7 @@ def _control_groups() -> str:
         child = os.fork()
         if child == 0:
             os._exit(_fill(doors))
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        if kernel.exit_status(child):
             raise OSError("a process could not enter, or its limit did not hold")
         peak = group.end().peak_bytes
         return _expect(peak is None or peak >= 4 * MIB, str(tree), f"4 MiB were counted as {peak} bytes")
@@ -271,12 +325,18 @@ def _fill(doors: list[int]) -> int:
 
 
 def _nsjail(environ: Mapping[str, str]) -> Layer:
-    try:
-        path = nsjail_binary.find(environ)
-        _try_nsjail(environ)
-    except (ConfigError, OSError, subprocess.TimeoutExpired) as why:
-        return Layer(NSJAIL, False, str(why), "level nsjail")
-    return Layer(NSJAIL, True, path, "level nsjail")
+    purpose, found = "level nsjail", ""
+    for _ in range(TRIES):
+        try:
+            path = nsjail_binary.find(environ)
+            _try_nsjail(environ)
+            return Layer(NSJAIL, True, path, purpose)
+        except (ConfigError, OSError, subprocess.TimeoutExpired) as why:
+            found = str(why)
+            if not _is_passing(why):
+                break
+        time.sleep(RETRY_S)
+    return Layer(NSJAIL, False, found, purpose)
 
 
 def _try_nsjail(environ: Mapping[str, str]) -> None:
@@ -289,6 +349,8 @@ def _try_nsjail(environ: Mapping[str, str]) -> None:
         run = subprocess.run(
             argv, pass_fds=[fd], env=environ, stdin=null, capture_output=True, timeout=_TRIAL_S, check=False
         )
+    if number := -run.returncode if run.returncode < 0 else max(0, run.returncode - SIGNALLED):
+        raise OSError(errno.EAGAIN, f"a trial was killed by signal {number}")
     if run.returncode:
         said = run.stderr.decode(errors="replace").strip() or f"the jail does not hold (status {run.returncode})"
         raise IsolationError(f"a trial failed: {said[:_TRIAL_TEXT]}")
@@ -318,6 +380,7 @@ _OPTIONAL: tuple[_Attempt, ...] = (
     ("uid range", _uid_range, "a host uid of its own for every call at once"),
     ("schedstat", _schedstat, "time limits on a call's own clock, whatever the load"),
     ("priorities", _priorities, "long calls give way to short ones; else all wait for a core alike"),
+    ("executable memory", _executable_memory, "calls are forked in a row by machine code; else by Python, more slowly"),
     ("Landlock", _landlock, "level landlock, for containers without namespaces"),
     ("control groups", _control_groups, "limits and counts of a whole call; else limits hold for each process"),
 )

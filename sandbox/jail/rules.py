@@ -8,12 +8,14 @@ handled: files, TCP, and reaching processes and abstract sockets outside.
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sandbox.errors import IsolationError
+from sandbox.jail import kernel
 from sandbox.jail.interpreter import Interpreter
+from sandbox.jail.private import private_folders, used_paths
 from sandbox.jail.root import unreadable
 from sandbox.jail.spec import JailSpec
 
@@ -32,6 +34,7 @@ _SCRATCH = (
     WRITE_FILE | READ_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE
     | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
 )  # fmt: skip
+TEMPORARY = ("/tmp", "/var/tmp")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -73,22 +76,28 @@ def refuse_unfit(spec: JailSpec, abi: int) -> None:
                 f"isolation=landlock: an ordinary user needs Landlock ABI {TRUNCATES} (Linux 6.2), got {abi}, at which "
                 "calls could empty the files of this user; start as root with Docker's default capabilities"
             )
-    elif hidden := unreadable(spec.python) or _impassable(spec):
+        return
+    assert spec.scratch is not None
+    closed = private_folders([spec.scratch])
+    if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():  # else the launcher mounts it (`private.share`)
+        closed += private_folders(used_paths(spec.python))
+    if hidden := unreadable(spec.python) or next(iter(closed), None):
         raise IsolationError(
             f"isolation=landlock: calls run as users of their own, who cannot reach {hidden}; name a Python (--python, "
             "or `rstar-sandbox runtime --path`) and a temporary folder (TMPDIR) that all may enter, or start as an "
-            "ordinary user"
+            "ordinary user; with CAP_SYS_ADMIN, Python may be anywhere"
         )
 
 
-def _impassable(spec: JailSpec) -> str | None:
-    """The first folder that only some may pass, on the way to what calls use."""
-    assert spec.scratch is not None
-    wanted = (spec.scratch, spec.python.executable, spec.python.binary, *(source for source, _ in spec.python.trees))
-    ways = dict.fromkeys(
-        above for path in wanted for way in (path, os.path.realpath(path)) for above in Path(way).parents
-    )
-    return next((str(way) for way in ways if way.is_dir() and not way.stat().st_mode & 0o001), None)
+def scratch_parent(*, has_uids: bool) -> str:
+    """Where to make the folder of calls: in the temporary folder, or if calls have uids of their own that cannot get
+    there, as with pam_tmpdir's, in the first usual one where they can."""
+    usual = tempfile.gettempdir()
+    if has_uids:
+        for parent in (usual, *TEMPORARY):
+            if os.path.isdir(parent) and not private_folders([f"{parent}/any"]):
+                return parent
+    return usual
 
 
 def handled(abi: int) -> tuple[int, int, int]:

@@ -7,11 +7,17 @@ from outside, by a process with CAP_SETUID and CAP_SETGID there.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
 
 NOBODY = 65_534
+ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
+# The user namespace comes with the others, so that it owns them. No cgroup namespace: it only changes what /proc and
+# /sys show, and neither is there. No time namespace: clocks are not secret.
+INNER = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
 def own_proc() -> int:
@@ -51,7 +57,7 @@ def enter(flags: int, mapped: str, proc: int) -> None:
         os.write(enter, b".")
     finally:
         os.close(enter)
-        number = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
+        number = kernel.exit_status(mapper)
     if number:
         raise OSError(number, f"writing the id map {mapped!r}: {os.strerror(number)}")
 
@@ -62,6 +68,34 @@ def become_first_id(*, privileged: bool) -> None:
         os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
+
+
+def become_privileged() -> bool:
+    """Have the rights to mount: those that this process has on the host, or those of a user namespace of its own.
+    Returns whether they are the host's. A "host" may itself be a user namespace, with fewer ids and rights."""
+    if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
+        return True
+    with layer("user namespace", "enable unprivileged user namespaces, or start as root"):
+        become_root()
+    return False
+
+
+def enter_guests(uid_base: int | None, uid_count: int, proc: int, *, privileged: bool) -> None:
+    """Enter the guest's namespaces and be their first id. `proc` is from `own_proc`, `privileged` from
+    `become_privileged`."""
+    with layer("namespaces and id map", ID_MAP_REMEDY):
+        enter(INNER, id_map(uid_base, uid_count, proc), proc)
+    with layer("user ids"):
+        become_first_id(privileged=privileged)
+
+
+@contextmanager
+def layer(name: str, remedy: str = "") -> Iterator[None]:
+    """What the kernel refuses in here is refused by this name."""
+    try:
+        yield
+    except OSError as why:
+        raise IsolationError(f"{name}: the kernel refused ({why})" + (f"; {remedy}" if remedy else "")) from None
 
 
 def _write_maps(proc: int, mapped: str) -> int:

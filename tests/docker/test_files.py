@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sandbox.config import load
-from sandbox.jail import kernel, namespaces
+from sandbox.jail import kernel, userns
 from sandbox.jail.seccomp import ENOSYS, EPERM, POLICY
 from sandbox.jail.syscalls import X86_64
 
@@ -60,7 +60,7 @@ def test_profile_is_what_its_script_writes() -> None:
     ("call", "arguments"),
     [
         ("unshare", (kernel.CLONE_NEWUSER,)),
-        ("unshare", (kernel.CLONE_NEWUSER | namespaces.INNER,)),
+        ("unshare", (kernel.CLONE_NEWUSER | userns.INNER,)),
         ("unshare", (kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS,)),
         ("clone", (kernel.CLONE_NEWPID | signal.SIGCHLD,)),
         ("mount", (0, 0, 0, kernel.MS_REC | kernel.MS_PRIVATE, 0)),

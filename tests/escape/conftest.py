@@ -25,16 +25,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+def host() -> Iterator[Host]:
     if os.uname().machine != "x86_64":
         pytest.skip("attacks are written for x86_64")
-    with targets.a_host(tmp_path_factory.mktemp("host")) as host:
+    with targets.a_host() as host:
         yield host
 
 
 @pytest.fixture(scope="session")
-def target(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with targets.target(request.param, host, tmp_path_factory.mktemp("target")) as target:
+def target(request: pytest.FixtureRequest, host: Host) -> Iterator[Target]:
+    with targets.target(request.param, host) as target:
         yield target
 
 

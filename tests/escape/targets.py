@@ -28,7 +28,7 @@ from sandbox.jail import choose
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
-from tests.jail.jails import REPOSITORY, is_passable, python_for_all, system_python
+from tests.jail.jails import REPOSITORY, open_folder, python_for_all, reachable_python
 
 NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
 NOBODY = 65_534
@@ -201,10 +201,11 @@ def plainly(host: Host, code: str, folder: Path) -> None:
 
 
 @contextmanager
-def a_host(folder: Path) -> Iterator[Host]:
+def a_host() -> Iterator[Host]:
     """Secrets in files, environment, command line and memory of a process, shared memory, and behind sockets."""
     secret = canary()
     with ExitStack() as stack:
+        folder = stack.enter_context(open_folder())
         file = folder / "secret"
         file.write_text(secret)
         shared = Path(f"/dev/shm/escape-{secrets.token_hex(8)}")
@@ -222,8 +223,6 @@ def a_host(folder: Path) -> Iterator[Host]:
         servers.append(_server(socket.AF_UNIX, abstract))
         for server in servers:
             stack.enter_context(server)
-        for each in (folder, *folder.parents[:2]):
-            each.chmod(0o755)
         file.chmod(0o644)
         os.chmod(path, 0o777)
         shared.chmod(0o666)
@@ -251,24 +250,25 @@ def _server(family: int, address: Any) -> socket.socket:
 
 
 @contextmanager
-def target(name: str, host: Host, folder: Path) -> Iterator[Target]:
+def target(name: str, host: Host) -> Iterator[Target]:
     """The executor of that name; skips, with the reason, where this machine does not grant it."""
     level, _, identity = name.partition(" as ")
     try:
         choose(level)
     except IsolationError as why:
         pytest.skip(str(why))
-    server, guest = sys.executable, OWN_PYTHON
-    options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["folder"]}
-    if identity:
-        if os.geteuid() != 0:
-            pytest.skip(f"{name}: this is an ordinary user already")
-        server = python_for_all(folder)
-        guest = str(Path(server).resolve())
-        options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    elif level == "landlock" and os.geteuid() == 0 and not is_passable(guest):
-        guest = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
-    argv = [server, "-X", f"secret={host.secret}"]
-    with calling.executor(guest, server=argv, process_options=options, isolation=level, slots=SLOTS) as caller:
-        facts = {**host.facts, "is_jailed": True, "server": caller.process.pid}
-        yield Target(name, caller, Host(facts, host.environ, host.secret))
+    with ExitStack() as stack:
+        server, guest = sys.executable, OWN_PYTHON
+        options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["folder"]}
+        if identity:
+            if os.geteuid() != 0:
+                pytest.skip(f"{name}: this is an ordinary user already")
+            server = python_for_all(stack.enter_context(open_folder()))
+            guest = str(Path(server).resolve())
+            options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        elif level == "landlock":
+            guest = reachable_python(guest)
+        argv = [server, "-X", f"secret={host.secret}"]
+        with calling.executor(guest, server=argv, process_options=options, isolation=level, slots=SLOTS) as caller:
+            facts = {**host.facts, "is_jailed": True, "server": caller.process.pid}
+            yield Target(name, caller, Host(facts, host.environ, host.secret))

@@ -110,7 +110,7 @@ def executor(
     settings = {"isolation": "auto", "profiles": ("bare",), "zygotes": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
-            choose("auto")
+            settings["isolation"] = choose("auto").value
         except IsolationError as why:
             pytest.skip(str(why))
     config = ExecutorConfig(python=str(python), **settings)

@@ -4,10 +4,11 @@ folder and nothing else, and leaves nothing behind."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose, kernel
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, is_gone, wait_gone
 from tests.jail import jails
@@ -52,48 +53,85 @@ class Served:
 
 
 @contextmanager
-def serving(who: str, folder: Path, **settings: Any) -> Iterator[Served]:
+def serving(who: str, **settings: Any) -> Iterator[Served]:
     try:
         choose("landlock")
     except IsolationError as why:
         pytest.skip(str(why))
     server: tuple[str, ...] = (sys.executable,)
     guest, options = OWN_PYTHON, {}
-    if who == "root":
-        if os.geteuid() != 0:
-            pytest.skip("root: this is an ordinary user")
-        if not jails.is_passable(guest):
-            guest = jails.system_python() or pytest.skip("root: needs a Python that other users can reach")
-        if setpriv := shutil.which("setpriv"):
-            server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
-    elif os.geteuid() == 0:
-        server = (jails.python_for_all(folder),)
-        guest = os.path.realpath(server[0])
-        options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
-    temporary = Path(tempfile.mkdtemp(prefix="landlock-", dir="/tmp"))
-    temporary.chmod(0o755)
-    if options:
-        os.chown(temporary, jails.NOBODY, jails.NOBODY)
-    options |= {"env": {**os.environ, "TMPDIR": str(temporary), "SECRET": SECRET}}
-    try:
+    with jails.open_folder() as folder:
+        temporary = folder / "temporary"
+        temporary.mkdir()
+        if who == "root":
+            if os.geteuid() != 0:
+                pytest.skip("root: this is an ordinary user")
+            guest = jails.reachable_python(guest)
+            if setpriv := shutil.which("setpriv"):
+                server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
+        elif who == "root at home":
+            if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():
+                pytest.skip("root at home: needs CAP_SYS_ADMIN")
+            home = folder / "home"
+            home.mkdir(mode=0o700)
+            subprocess.run([OWN_PYTHON, "-m", "venv", "--without-pip", home / "environment"], check=True)
+            (home / "secret").write_text("for root alone")
+            guest = f"{home}/environment/bin/python"
+        elif os.geteuid() == 0:
+            server = (jails.python_for_all(folder),)
+            guest = os.path.realpath(server[0])
+            options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
+            os.chown(temporary, jails.NOBODY, jails.NOBODY)
+        options |= {"env": {**os.environ, "TMPDIR": str(temporary), "SECRET": SECRET}, "cwd": str(folder)}
         with executor(guest, server=server, process_options=options, isolation="landlock", **settings) as caller:
-            yield Served(caller, temporary, who == "root")
+            yield Served(caller, temporary, who != "ordinary user")
             processes = caller.processes()
         wait_gone(processes)  # init is the last, and has removed the folder
         assert [*temporary.iterdir()] == []
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
-@pytest.fixture(scope="module", params=["root", "ordinary user"])
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_root_with_a_private_temporary_folder(mode: int) -> None:
+    """As pam_tmpdir makes one: no uid of a call may enter it, so calls write elsewhere."""
+    if os.geteuid() != 0:
+        pytest.skip("root: this is an ordinary user")
+    with jails.open_folder() as folder:
+        temporary = folder / "temporary"
+        temporary.mkdir()
+        temporary.chmod(mode)
+        options = {"env": {**os.environ, "TMPDIR": str(temporary)}}
+        guest = jails.reachable_python(OWN_PYTHON)
+        with executor(guest, process_options=options, isolation="landlock") as caller:
+            result = caller.run("import os, tempfile; open('own', 'w'); print(os.getcwd() == tempfile.gettempdir())")
+            assert (result.status, result.stdout) == (Status.OK, "True\n"), result
+            assert len([*temporary.iterdir()]) == (mode == 0o755)
+            processes = caller.processes()
+        wait_gone(processes)
+
+
+@pytest.fixture(scope="module", params=["root", "root at home", "ordinary user"])
 def who(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def served(who: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(who, tmp_path_factory.mktemp("server")) as served:
+def served(who: str) -> Iterator[Served]:
+    with serving(who) as served:
         yield served
+
+
+def test_python_in_a_private_folder_is_shared_and_nothing_beside_it() -> None:
+    with serving("root at home") as served:
+        code = """
+import json, os, subprocess, sys
+home = os.path.dirname(os.path.dirname(os.path.dirname(sys.executable)))
+print(sys.prefix == f"{home}/environment", os.path.exists(f"{home}/secret"), os.stat(home).st_mode & 0o777 == 0o755)
+print(subprocess.run([sys.executable, "-c", "import decimal; print(1)"], capture_output=True, text=True).stdout)
+"""
+        assert served.said(code) == "True False True\n1\n\n"
+        home = served.temporary.parent / "home"
+        assert (home / "secret").exists() and home.stat().st_mode & 0o777 == 0o700
+        assert str(home) not in Path("/proc/self/mounts").read_text()
 
 
 def test_call_works_in_a_folder_of_its_own(served: Served) -> None:
@@ -170,7 +208,11 @@ HIDDEN = {
 @pytest.mark.parametrize("what", HIDDEN)
 def test_refused(served: Served, what: str) -> None:
     names = f"import os\nTEMPORARY, PLACES = {str(served.temporary)!r}, {str(served.places)!r}\n"
-    code = f"{names}try: {HIDDEN[what]}\nexcept PermissionError: print('refused')"
+    code = f"""{names}
+try: {HIDDEN[what]}
+except PermissionError: print("refused")
+except OSError as why: print("refused" if why.errno == {errno.EXDEV} else why)  # a file of a mount that is not its own
+"""
     assert served.said(code) == "refused\n"
     assert os.access(os.__file__, os.R_OK)
 
@@ -323,8 +365,8 @@ def tried(what, *arguments):
 
 
 @pytest.mark.parametrize("victim", ["launcher", "init", "both", "zygote", "child zygote"])
-def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str, tmp_path: Path) -> None:
-    with serving(who, tmp_path, profiles=("bare", "numeric")) as served:
+def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str) -> None:
+    with serving(who, profiles=("bare", "numeric")) as served:
         executor_pid = served.caller.process.pid
         (launcher,) = jails.children(executor_pid)
         (init,) = jails.children(launcher)

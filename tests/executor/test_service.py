@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 
 from sandbox import wire
+from sandbox.config import ExecutorConfig
+from sandbox.errors import IsolationError
+from sandbox.jail import choose
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
+from tests.jail import jails
 from tests.jail.jails import children, host_uid
 
 SLEEP = "import time\ntime.sleep(1000)"
@@ -294,3 +298,41 @@ def _until_end(sock: socket.socket) -> bytes:
 def test_results_are_small_for_small_calls(lean: Caller) -> None:
     result = lean.run("1")
     assert len(wire.pack(["results", [[1, result.encode(binary=True)]]])) < 400
+
+
+def test_it_does_not_choose_a_level_itself() -> None:
+    """What it chose when it is started again might be another one."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(DEADLINE_S)
+    with theirs:
+        argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
+        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    with ours, process:
+        ours.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").settings(), True]))
+        unpacker = wire.Unpacker()
+        unpacker.feed(ours.recv(1 << 16))
+        ((kind, why),) = unpacker
+        assert (kind, why.partition(";")[0]) == ("failed", "isolation=auto: expected a level")
+        assert process.wait(DEADLINE_S) == 1
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "landlock"])
+@pytest.mark.parametrize("denial", jails.NO_EXECUTABLE_MEMORY)
+def test_calls_run_where_memory_cannot_be_made_executable(denial: str, isolation: str) -> None:
+    try:
+        choose(isolation)
+    except IsolationError as why:
+        pytest.skip(str(why))
+    code = jails.without_executable_memory(denial)
+    become = f"{code}\nimport os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    guest = OWN_PYTHON if isolation == "namespaces" else jails.reachable_python(OWN_PYTHON)
+    with executor(guest, server=(sys.executable, "-c", become), isolation=isolation) as caller:
+        calls = [call(f"print(input() * {n})", stdin="x") for n in range(1, 20)]
+        assert [result.stdout for result in caller.run_all(calls)] == [f"{'x' * n}\n" for n in range(1, 20)]
+        large = call("print(len(input()))", stdin="x" * (1 << 20))
+        loop, flood = call("while True: pass", timeout_s=0.3), call("print('x' * (1 << 24))", output_kb=16)
+        files = call("open('b', 'w').write(open('a').read() * 2)", files={"a": b"12"}, return_files=("b",))
+        results = caller.run_all([large, loop, flood, files])
+        assert [result.status for result in results] == [Status.OK, Status.TIMEOUT, Status.OUTPUT_LIMIT, Status.OK]
+        assert (results[0].stdout, results[3].files) == (f"{1 << 20}\n", {"b": b"1212"})
+        assert caller.run("import os; print(os.listdir())").stdout == "[]\n"

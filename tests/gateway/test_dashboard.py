@@ -44,7 +44,10 @@ def test_the_page_knows_every_status_by_more_than_a_colour() -> None:
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_numbers_are_the_true_ones(browser: Browser) -> None:
-    async with serving(queue_calls=5000) as served, browser.page(served.url) as page:
+    async with (
+        serving(queue_calls=5000, isolation_reason="namespaces: refused") as served,
+        browser.page(served.url) as page,
+    ):
         hanging = await _traffic(served)
         await page.until("table('statuses').ok?.[1] === '1,234'".replace("table", TABLE))
         await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
@@ -57,7 +60,9 @@ async def test_the_numbers_are_the_true_ones(browser: Browser) -> None:
         assert re.search(r"Waiting\s+12\s+of at most 5,000", tiles) and re.search(
             r"Running\s+4\s+3 of them long", tiles
         )
-        assert await page.text("h1") == "● Ready" and "isolation none" in await page.text("#about")
+        assert await page.text("h1") == "● Ready" and "isolation none (namespaces: refused)" in await page.text(
+            "#about"
+        )
         for chart in ("rates", "latency", "load", "machine"):
             label = await page.run(f"document.getElementById('{chart}').getAttribute('aria-label')")
             assert re.search(r", the last \d+ (s|min)\. Now: \w", label)

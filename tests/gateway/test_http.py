@@ -321,6 +321,14 @@ async def test_unknown_paths_and_methods_are_json() -> None:
             assert "takes POST" in (await response.json())["error"]["message"]
 
 
+async def test_ready_and_stats_name_the_level_and_what_auto_gave_up() -> None:
+    async with serving(isolation="none", isolation_reason="namespaces: refused here") as served:
+        about = {"isolation": "none", "isolation_reason": "namespaces: refused here"}
+        assert json.loads((await served.get("/ready"))[1]) == {"status": "ready", **about}
+        service = json.loads((await served.get("/v1/stats"))[1])["service"]
+        assert about.items() <= service.items()
+
+
 async def test_ready_waits_for_an_executor_and_ends_with_the_drain() -> None:
     async with serving(wait=False) as served:
         assert (await served.get("/ready"))[0] == 503

@@ -21,7 +21,7 @@ import pytest
 
 from sandbox.client import AsyncClient
 from sandbox.config import ServeConfig
-from sandbox.gateway.server import _warn_of_less
+from sandbox.gateway.server import _greet, _warn_of_less
 from sandbox.types import Result, Status
 
 SERVE = """
@@ -66,6 +66,15 @@ def post(url: str, body: object) -> dict[str, object]:
     with urllib.request.urlopen(request, timeout=10) as response:
         answer: dict[str, object] = json.load(response)
         return answer
+
+
+def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ServeConfig(isolation="landlock", isolation_reason="namespaces: this machine lacks it")
+    _greet(config, "http://localhost:1", [{"isolation": "landlock", "slots": 4, "python": "3.11.0"}])
+    line = capsys.readouterr().err
+    assert line.endswith(
+        "isolation=landlock  slots=4  python=3.11.0  isolation_reason='namespaces: this machine lacks it'\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

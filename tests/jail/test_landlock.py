@@ -15,6 +15,7 @@ import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import Interpreter, JailSpec, Level, call_plan, choose, host_uids, kernel, rules
+from sandbox.jail.uids import NEEDED
 from tests.jail import jails
 from tests.jail.conftest import find
 from tests.jail.test_plan import PYTHON
@@ -63,17 +64,20 @@ def test_old_kernels_are_no_ground_for_ordinary_users() -> None:
     rules.refuse_unfit(pure_spec(), 3)
 
 
-def test_python_that_calls_cannot_reach_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(mode=0o700)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.geteuid() and folder.is_relative_to(Path("/tmp")) and folder != Path("/tmp"):
-            folder.chmod(0o755)
-    library = tmp_path / "closed" / "lib"
-    library.mkdir()
-    python = replace(PYTHON, binary="/bin/true", trees=((str(library), "/python/lib"),), libraries=())
-    spec = replace(pure_spec(uid_base=5000, uid_count=2000), python=python)
-    with pytest.raises(IsolationError, match=f"cannot reach {tmp_path}/closed;"):
-        rules.refuse_unfit(spec, 7)
+def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with jails.open_folder() as folder:
+        (folder / "closed").mkdir(mode=0o700)
+        library = folder / "closed" / "lib"
+        library.mkdir()
+        python = replace(PYTHON, binary="/bin/true", trees=((str(library), "/python/lib"),), libraries=())
+        spec = replace(pure_spec(uid_base=5000, uid_count=2000), python=python)
+        monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED)
+        with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
+            rules.refuse_unfit(spec, 7)
+        monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED | {kernel.CAP_SYS_ADMIN})
+        rules.refuse_unfit(spec, 7)  # the launcher mounts it where calls can reach it
+        with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
+            rules.refuse_unfit(replace(spec, scratch=f"{folder}/closed/calls"), 7)
 
 
 @pytest.fixture(params=["uids of their own", "one uid"])
@@ -87,10 +91,7 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
         uids = host_uids(3, 4, Level.LANDLOCK)
         if uids[0] is None:
             pytest.skip("uids of their own: needs root with Docker's default capabilities")
-        if not jails.is_passable(python.executable) or not jails.is_passable(python.binary):
-            python = find(
-                jails.system_python() or pytest.skip("uids of their own: needs a Python that other users can reach")
-            )
+        python = find(jails.reachable_python(python.executable))
     scratch = f"/tmp/rstar-test-{secrets.token_hex(8)}"
     spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch)
     yield spec

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import Layer, Level, choose, probe
+from sandbox.jail import Choice, Layer, Level, choose, decide, probe
+from sandbox.jail.probe import TRIES, _tried
+from tests.jail import jails
 
 
 def without(name: str) -> tuple[Layer, ...]:
@@ -60,3 +67,119 @@ def test_landlock_that_is_missing_is_refused_by_name() -> None:
 def test_unknown_level_names_the_known() -> None:
     with pytest.raises(ConfigError, match="expected one of auto, nsjail, namespaces, landlock, none"):
         choose("docker")
+
+
+def test_auto_says_why_it_takes_nothing_stronger() -> None:
+    landlock = Layer("Landlock", True, "ABI 7", "")
+    refused = (Layer("user namespace", False, "refused here", ""), landlock)
+    why = "namespaces: this machine lacks user namespace (refused here)"
+    assert decide("auto", refused, {}) == Choice(Level.LANDLOCK, why)
+    assert decide("landlock", refused, {}) == Choice(Level.LANDLOCK)
+    assert decide("auto", (Layer("seccomp", True, "", ""),), {}) == Choice(Level.NAMESPACES)
+
+
+def test_auto_says_why_it_does_not_take_an_nsjail_that_a_setting_names() -> None:
+    layers = (Layer("nsjail", False, "a trial failed: here", ""),)
+    assert decide("auto", layers, {"RSTAR_NSJAIL": sys.executable}).reason == "nsjail: a trial failed: here"
+
+
+def killed(number: signal.Signals) -> Callable[[], str]:
+    def attempt() -> str:
+        signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
+        os.kill(os.getpid(), number)
+        return "survived"
+
+    return attempt
+
+
+def raising(error: Exception) -> Callable[[], str]:
+    def attempt() -> str:
+        raise error
+
+    return attempt
+
+
+def wrapped(error: OSError) -> Callable[[], str]:
+    """As `userns.layer` refuses by name."""
+
+    def attempt() -> str:
+        try:
+            raise error
+        except OSError:
+            raise IsolationError("user namespace: the kernel refused") from None
+
+    return attempt
+
+
+PASSING = {
+    "killed": killed(signal.SIGKILL),
+    "terminated": killed(signal.SIGTERM),
+    "no memory": raising(OSError(errno.ENOMEM, "no memory")),
+    "no process": wrapped(OSError(errno.EAGAIN, "no process")),
+    "no object": raising(MemoryError("no object")),
+}
+LASTING = {
+    "a filter kills": killed(signal.SIGSYS),
+    "refused": raising(PermissionError(errno.EPERM, "refused")),
+    "refused by name": wrapped(OSError(errno.EPERM, "refused")),
+    "wrong": raising(OSError("sizes do not hold")),
+}
+
+
+@pytest.mark.parametrize("reason", PASSING)
+@pytest.mark.parametrize("failures", [1, TRIES - 1, TRIES])
+def test_attempt_that_fails_for_a_passing_reason_is_made_again(
+    reason: str, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[_tried.__module__], "RETRY_S", 0)
+    attempts = mmap.mmap(-1, 1)  # shared with the children that make them
+
+    def attempt() -> str:
+        attempts[0] += 1
+        return PASSING[reason]() if attempts[0] <= failures else "there"
+
+    layer = _tried("seccomp", attempt, "for a test")
+    assert (layer.ok, attempts[0]) == (failures < TRIES, min(failures + 1, TRIES)), layer
+    assert layer.found
+
+
+@pytest.mark.parametrize("reason", LASTING)
+def test_what_the_kernel_refuses_is_not_tried_again(reason: str) -> None:
+    attempts = mmap.mmap(-1, 1)
+
+    def attempt() -> str:
+        attempts[0] += 1
+        return LASTING[reason]()
+
+    layer = _tried("seccomp", attempt, "for a test")
+    assert (layer.ok, attempts[0], bool(layer.found)) == (False, 1, True)
+
+
+def test_child_of_an_attempt_that_is_killed_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that writes the id map dies in the place of its parent's first attempt."""
+    from sandbox.jail import userns
+
+    attempts = mmap.mmap(-1, 1)
+
+    def attempt() -> str:
+        attempts[0] += 1
+        if attempts[0] == 1:
+            monkeypatch.setattr(userns, "_write_maps", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        proc = userns.own_proc()
+        userns.enter(0, userns.id_map(None, 0, proc), proc)
+        return "mapped"
+
+    layer = _tried("user namespace", attempt, "for a test")
+    if not layer.ok and "killed" not in layer.found:
+        pytest.skip(f"this machine grants no user namespace: {layer.found}")
+    assert (layer.ok, attempts[0]) == (True, 2), layer
+
+
+def test_auto_takes_landlock_where_groups_cannot_be_changed(machine: None) -> None:
+    code = "from sandbox.jail import decide; choice = decide('auto', None, {}); print(choice.level, choice.reason)"
+    run = jails.inside_a_user_namespace(sys.executable, "-c", code)
+    if "isolation=landlock: this machine lacks" in run.stderr:
+        pytest.skip(run.stderr.splitlines()[-1])
+    level, _, reason = run.stdout.partition(" ")
+    assert level == "landlock", run.stderr
+    assert reason.startswith("namespaces: this machine lacks user namespace (user ids: the kernel refused ([Errno 1]")
