@@ -25,6 +25,7 @@ from typing import Any
 
 import burst
 import confine
+import descriptors
 import frames
 import runner
 
@@ -40,7 +41,7 @@ _FIRST_WRITES = struct.pack("<3Q", 2, 0, 0)  # bytes of output, of error output,
 _IRREVOCABLE = (
     *((confine, name, confine._libc.sched_yield) for name in ("_capset", "_prctl", "_syscall")),
     (confine, "_fork", confine._libc.sched_yield),  # it returns 0: what follows is the child
-    (os, "closerange", _operator.is_),
+    (descriptors, "_syscall", confine._libc.sched_yield),
     (os, "setpgid", _operator.is_),
     (os, "_exit", os.WEXITSTATUS),
     (gc, "freeze", gc.isenabled),
