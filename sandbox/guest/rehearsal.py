@@ -54,7 +54,7 @@ _IRREVOCABLE = (
 def play(zygote: Any, times: int) -> None:
     """Have the scripts run, so often. Raises `RuntimeError` if they do not run as in a call."""
     limits = {name: resource.getrlimit(what)[1] for name, what in confine._BOUNDED.items()}
-    call = {"op": "call", "id": 0, "slot": _SLOT, "timeout_s": 1.0, "output": 1024, "return_bytes": 0}
+    call = {"op": "call", "id": 0, "slot": _SLOT, "timeout_s": 1.0, "output": 1024, "disk": 0, "return_bytes": 0}
     with _apart(zygote):
         for _ in range(times):
             said = [_run(zygote, {**call, **limits, "echo": True, "returns": 0}, bytearray(s)) for s in _SCRIPTS]

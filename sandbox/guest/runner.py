@@ -121,7 +121,7 @@ def run(call: dict, blobs: list) -> None:
         report = _Report(call["output"])
         code = _run_script(call, bytes(source), list(zip(laid, contents)), report)
         code = _finish(code)
-        report.files_cut = _return_files(returned, home)
+        report.files_cut = _return_files(returned, home, call["return_bytes"])
         report.send()
     except SystemExit as leaving:  # raised by what ran at exit
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -367,8 +367,9 @@ def _flush(code: int) -> int:
     return code
 
 
-def _return_files(paths: list, home: str) -> bool:
-    """Write the asked-for files to descriptor 4; say whether something did not fit. Only regular files, no links."""
+def _return_files(paths: list, home: str, limit: int) -> bool:
+    """Write the asked-for files to descriptor 4, `limit` bytes at most; say whether something did not fit. Only regular
+    files, no links."""
     cut = False
     for index, path in enumerate(paths):
         try:
@@ -378,7 +379,7 @@ def _return_files(paths: list, home: str) -> bool:
         with open(fd, "rb") as file:
             about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode):
-                room = os.fstat(FILES_FD).st_size - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
+                room = limit - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
                 if about.st_size > room:
                     cut = True
                     continue
