@@ -39,7 +39,10 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
         (tmp_path / "token").write_text(TOKEN)
         flags += ["--token-file", str(tmp_path / "token")]
     argv = [sys.executable, "-m", "sandbox", "serve", *flags]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environ) as process, ThreadPoolExecutor() as pool:
+    with (
+        subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environ) as process,
+        ThreadPoolExecutor() as pool,
+    ):
         assert process.stderr is not None
         try:
             line = next(line for line in process.stderr if " on http://" in line)

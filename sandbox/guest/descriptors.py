@@ -1,8 +1,9 @@
 """Closes all descriptors of this process from a number on.
 
-os.closerange does it in one system call only if Python was built with a C library that has close_range(2); else it calls
-close(2) for each number. So the system call is made here. Where the kernel has none (Linux before 5.9) or a container's
-filter refuses it, the loop ends where the kernel's table of descriptors does: a jail has no /proc that would list them.
+os.closerange does it in one system call only if Python was built with a C library that has close_range(2); else it
+calls close(2) for each number. So the system call is made here. Where the kernel has none (Linux before 5.9) or a
+container's filter refuses it, the loop ends where the kernel's table of descriptors does: a jail has no /proc to list
+them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def close_from(first: int) -> None:
 
 
 def _table_size() -> int:
-    """A number that no open descriptor reaches, at most twice the size of the kernel's table: select(2) fails on a closed
-    descriptor in the table (EBADF) and ignores one beyond it. A fork has the smallest table for its descriptors."""
+    """A number that no open descriptor reaches: select(2) fails on a closed descriptor in the kernel's table (EBADF)
+    and ignores one beyond it. The table's size is a power of two, and a fork has the smallest that it can do with."""
     size = _SMALLEST_TABLE
     while size <= _LAST:
         asked = bytearray(size // 8 + 8)

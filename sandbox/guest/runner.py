@@ -72,8 +72,8 @@ class _Output(io.FileIO):
 
 
 def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
-    """In the place of `socket.socket.sendmsg`, which the filter refuses, since it can send descriptors: this sends data.
-    asyncio does so by sendmsg from Python 3.12 on."""
+    """Stands in for `socket.socket.sendmsg`, which the filter refuses, since it can send descriptors: this sends data
+    alone, as asyncio does from Python 3.12 on."""
     if ancdata or address is not None:
         raise PermissionError(errno.EPERM, "sendmsg sends no descriptors, and to no address, here; use send for data")
     if flags or sock.gettimeout():

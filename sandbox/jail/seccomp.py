@@ -120,8 +120,8 @@ _CHECKED: dict[str, tuple[When, ...]] = {
 # Refused, among all that is not named, and why where it is not plain:
 #   memfd_create, shm*, sem*, msg*, mq_*  memory that no rlimit and no tmpfs size counts
 #   socket, bind, connect, inotify_*      ways for one call to reach or watch another
-#   sendmsg, sendmmsg                     put descriptors into queues (SCM_RIGHTS): those count for no limit of a call, may
-#                                         outlive it there, and need the garbage collector of AF_UNIX; sendto sends data
+#   sendmsg, sendmmsg                     put descriptors into queues (SCM_RIGHTS), where they count for no limit of a
+#                                         call and need the garbage collector of AF_UNIX; sendto and write send data
 #   splice, tee, vmsplice, sendfile       put the page cache of shared files into pipes (Dirty Pipe); Python falls back
 #   readahead, fadvise64                  decide what is in the page cache, which is everybody's
 #   sync, syncfs                          would flush the host's disks

@@ -93,12 +93,12 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
                 first = family.zygotes[Profile.BARE].link.peer_pid
                 pids = {"zygote": zygote.link.peer_pid, "first zygote": first, "launcher": zygote.jail.pid}
                 os.kill(pids[victim], signal.SIGKILL)
-            while not left:
+            while not left:  # noqa: ASYNC110  the kernel and zygotes have no event for it
                 await trio.sleep(0.001)
             assert left == [[]]
             await executor.wait_ready()
             executor.submit(2, Call("6 * 7").encode(binary=True))
             executor.pump()
-            while not any(result.value == "42" for result in answers):
+            while not any(result.value == "42" for result in answers):  # noqa: ASYNC110
                 await trio.sleep(0.01)
             nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""All descriptors are closed in few system calls, by any Python and on any kernel: none is closed by guessing its number."""
+"""All descriptors are closed in few system calls, by any Python and on any kernel: no number is guessed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_no_descriptor_is_closed_by_guessing(level: str, has_close_range: bool) 
     python = guest_of(level, has_close_range=has_close_range)
     options = {"preexec_fn": partial(hold, has_close_range=has_close_range)}
     with executor(python, isolation=level, process_options=options) as caller:
-        result = caller.run("import os\nn = 0\nfor fd in range(200):\n  try: n += os.fstat(fd) and 1\n  except OSError: 0\nn")
+        result = caller.run(
+            "import os\nn = 0\nfor fd in range(200):\n  try: n += os.fstat(fd) and 1\n  except OSError: 0\nn"
+        )
         assert (result.value, result.attempts) == ("4", 1), result
 
 
