@@ -88,8 +88,8 @@ class Work:
 
     @property
     def most_file_bytes(self) -> int:
-        """RLIMIT_FSIZE: `disk_mb`, unless a memory file for output, report or returned files is larger. Those have limits
-        of their own, below which this one must not refuse a write."""
+        """RLIMIT_FSIZE: `disk_mb`, unless a memory file for output, report or returned files is larger. Those have
+        limits of their own, below which this one must not refuse a write."""
         limits = self.limits
         disk = int(limits["disk_mb"]) << 20
         returned = disk + RETURN_HEADERS if self.call.get("return_files") else 0
