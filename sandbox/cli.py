@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import SETTINGS, Names, Range, Rule, ServeConfig, flag_name, load
+from sandbox.config import ENV_PREFIX, SETTINGS, Names, Range, Rule, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
@@ -274,7 +274,9 @@ def _metavar(rule: Rule) -> str:
 
 def _config(args: argparse.Namespace, names: Sequence[str]) -> ServeConfig:
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    return load(args.config, os.environ, flags)
+    config = load(args.config, os.environ, flags)
+    os.environ.pop(f"{ENV_PREFIX}TOKEN", None)  # what this process starts does not need it
+    return config
 
 
 def _with_python(

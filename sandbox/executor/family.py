@@ -3,7 +3,9 @@ which is forked from `symbolic` or what is leaner when it is first asked for.
 
 Invariants:
 - Each profile has one keeper task, which brings its zygote to life, serves it, and when it dies hands its calls back
-  and starts anew. A zygote that dies takes no other along, but for the leanest: it holds the jail, so all go.
+  and starts anew. A zygote that dies takes no other along, but for the leanest: it holds the jail, so all go. They also
+  all go where there are no control groups: then only the end of the jail's init says that the processes of the dead
+  zygote's calls are gone.
 - A zygote that sends anything but a valid frame is hostile ground, and so is all that it could reach: the jail goes.
 - A slot (which is also a uid inside) belongs to at most one call at a time.
 """
@@ -61,6 +63,8 @@ class Zygote:
         self.lacks: list[str] = []
         """Modules of its profile that its Python does not have."""
         self.was_warm = False
+        self.jail_end: trio.Event | None = None
+        """Set when no process is left in its jail; None where control groups count them, and at level `none`."""
         self._may_enter: set[int] = set()
         """Slots to whose groups it has the ways."""
         self._unpacker = frames.Unpacker()
@@ -247,8 +251,11 @@ class Family:
             log.info("zygote %s: %s", zygote.profile, line)
         mapped, private = _memory_of(zygote.link.peer_pid)
         self.inherited = max(self.inherited, private)
-        if zygote.profile is Profile.BARE and self._tree is not None:
-            self._tree.admit(zygote.link.peer_pid, zygote.link.peer_uid)
+        if zygote.profile is Profile.BARE:
+            if self._tree is not None:
+                self._tree.admit(zygote.link.peer_pid, zygote.link.peer_uid)
+            elif self._spec.level is not jail.Level.NONE:
+                zygote.jail_end = self._watch_init(zygote.link.peer_pid)
         zygote.send({"op": "serve", "address_space": mapped, "lasting_s": self._lasting_s})
 
     def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
@@ -280,6 +287,17 @@ class Family:
         work.spent = self.slots.end(work.slot)
         self.give_back(work.slot)
 
+    def _watch_init(self, zygote_pid: int) -> trio.Event:
+        """The event of the end of a zygote's parent, the jail's init, which ends after all others in the jail."""
+        assert self._nursery is not None
+        try:
+            pidfd = os.pidfd_open(_parent_of(zygote_pid))
+        except OSError as why:
+            raise ProtocolError(f"the parent of its process {zygote_pid} cannot be watched: {why}") from None
+        ended = trio.Event()
+        self._nursery.start_soon(_await_end, pidfd, ended)
+        return ended
+
     def take(self, slot: int, work: Work, zygote: Zygote) -> None:
         """Make a slot ready for a call. Raises `OSError`; then it is not to be used now."""
         self.slots.begin(slot, work.most_memory(self.inherited), work.most_processes)
@@ -291,12 +309,14 @@ class Family:
         if not self.slots.give_back(slot):
             self.park(slot)
 
-    def park(self, slot: int) -> None:
-        """Not to be used just now."""
+    def park(self, slot: int, jail_end: trio.Event | None = None) -> None:
+        """Not to be used just now; nor before a jail has ended, if one is given."""
         assert self._nursery is not None
-        self._nursery.start_soon(self._settle, slot)
+        self._nursery.start_soon(self._settle, slot, jail_end)
 
-    async def _settle(self, slot: int) -> None:
+    async def _settle(self, slot: int, jail_end: trio.Event | None) -> None:
+        if jail_end is not None:
+            await jail_end.wait()
         await self.slots.settle(slot)
         self._owner.pump()
 
@@ -310,8 +330,11 @@ class Family:
         for work in lost:
             work.whereabouts = None
             self.slots.end(work.slot)
-            self.give_back(work.slot)
-        if zygote.profile is Profile.BARE:
+            if zygote.jail_end is None:
+                self.give_back(work.slot)
+            else:
+                self.park(work.slot, zygote.jail_end)
+        if zygote.profile is Profile.BARE or zygote.jail_end is not None:
             self._end_jail(zygote.jail)
         self._notify()
         self._owner.on_lost(lost, why)
@@ -322,7 +345,9 @@ class Family:
         if leaner:
             parent = await self._living(leaner[-1])
             parent.link.write(frames.pack({"op": "spawn", "profile": profile.value}), theirs.fileno())
-            return Zygote(profile, link, parent.jail)
+            zygote = Zygote(profile, link, parent.jail)
+            zygote.jail_end = parent.jail_end
+            return zygote
         self._process = self._start_jail(theirs)
         link.write(frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
         return Zygote(profile, link, self._process)
@@ -354,6 +379,19 @@ class Family:
             process.kill()
             process.wait()
             self.zygotes = {name: zygote for name, zygote in self.zygotes.items() if zygote.jail is not process}
+
+
+async def _await_end(pidfd: int, ended: trio.Event) -> None:
+    try:
+        await trio.lowlevel.wait_readable(pidfd)
+        ended.set()
+    finally:
+        os.close(pidfd)
+
+
+def _parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
 
 
 def _memory_of(pid: int) -> tuple[int, int]:

@@ -16,7 +16,9 @@ from sandbox.types import LIMIT_FIELDS, Profile, unavailable
 RETURN_BYTES = 16 << 20
 """The most that one call's returned files may hold together: a result travels in one piece."""
 REPORT_BYTES = 16 << 10
-"""More than the report's fixed part and its error texts take (`guest/runner.py`)."""
+"""More than the report's fixed part and its error texts (`guest/runner.py`) and `RETURN_HEADERS` take."""
+RETURN_HEADERS = 4096
+"""Room for the lengths before returned files, beside their content: 12 bytes each."""
 MOST_S = 1e6
 """Eleven days; a zygote's poll(2) cannot wait for much more."""
 OPEN_FILES = 256
@@ -85,6 +87,15 @@ class Work:
         return inherited + (int(self.limits["memory_mb"]) << 20) + disk + self.most_bytes
 
     @property
+    def most_file_bytes(self) -> int:
+        """RLIMIT_FSIZE: `disk_mb`, unless a memory file for output, report or returned files is larger. Those have
+        limits of their own, below which this one must not refuse a write."""
+        limits = self.limits
+        disk = int(limits["disk_mb"]) << 20
+        returned = disk + RETURN_HEADERS if self.call.get("return_files") else 0
+        return max(disk, returned, 2 * (int(limits["output_kb"]) << 10) + REPORT_BYTES)
+
+    @property
     def most_processes(self) -> int:
         asked = int(self.limits["processes"])
         return asked if MOST_PROCESSES < 0 else min(asked, MOST_PROCESSES)
@@ -112,8 +123,9 @@ class Work:
             "output": int(limits["output_kb"]) << 10,
             "processes": self.most_processes,
             "disk": int(limits["disk_mb"]) << 20,
+            "file_bytes": self.most_file_bytes,
             "open_files": OPEN_FILES,
-            "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES),
+            "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES) + RETURN_HEADERS,
             "echo": call.get("echo", True),
             "returns": len(returned),
         }

@@ -1,4 +1,5 @@
-"""Where a call's output goes: memory files of a fixed size, sealed so that they can neither grow nor shrink.
+"""Where a call's output goes: memory files of a fixed size, sealed so that they can neither grow nor shrink,
+and where its input comes from: one that is sealed against writes.
 
 The call writes through an ordinary descriptor; the zygote reads what is there once the call has ended, however it
 ended. Nobody polls a pipe, a time-out loses nothing that was written, and a flood stops at the end of the file (EPERM)
@@ -7,12 +8,13 @@ without costing more memory. The kernel enforces the seal (memfd_create(2)), wha
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 
 PAGE = 4096
 _F_ADD_SEALS = 1033
-_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+_SEAL, _SHRINK, _GROW, _WRITE = 0x1, 0x2, 0x4, 0x8
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
 _flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
 
@@ -23,15 +25,15 @@ def bounded_file(limit: int) -> int:
     The kernel refuses a write page by page, so the file ends a page beyond the limit: whoever goes over it gets past
     `limit` by at least a byte, and `overflowed` needs no trace of the refusal.
     """
-    global _flags
-    try:
-        fd = os.memfd_create("output", _flags)
-    except OSError:
-        _flags &= ~_MFD_NOEXEC_SEAL  # Linux before 6.3
-        fd = os.memfd_create("output", _flags)
-    os.ftruncate(fd, (limit + 2 * PAGE - 1) // PAGE * PAGE)
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    fd = _memory_file("output")
+    os.ftruncate(fd, bounded_size(limit))
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
     return fd
+
+
+def bounded_size(limit: int) -> int:
+    """The size of a bounded file."""
+    return (limit + 2 * PAGE - 1) // PAGE * PAGE
 
 
 def written(fd: int, limit: int) -> tuple[int, bool]:
@@ -45,9 +47,25 @@ def written(fd: int, limit: int) -> tuple[int, bool]:
 
 
 def readable(content: memoryview) -> int:
-    """A descriptor that reads `content` from its start."""
-    fd = os.memfd_create("input", _MFD_CLOEXEC)
+    """A descriptor that reads `content` from its start, and by which nobody can write or execute."""
+    fd = _memory_file("input")
     while content:
         content = content[os.write(fd, content) :]
     os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW | _WRITE)
+    return fd
+
+
+def _memory_file(name: str) -> int:
+    """An empty memory file that is no program."""
+    global _flags
+    try:
+        fd = os.memfd_create(name, _flags)
+    except OSError as why:
+        if why.errno != errno.EINVAL:
+            raise
+        _flags &= ~_MFD_NOEXEC_SEAL  # Linux before 6.3
+        fd = os.memfd_create(name, _flags)
+    if not _flags & _MFD_NOEXEC_SEAL:
+        os.fchmod(fd, 0o600)
     return fd

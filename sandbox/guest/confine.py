@@ -40,7 +40,7 @@ _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, 
 _NO_CAPS = bytes(24)
 _BOUNDED = {
     "memory": resource.RLIMIT_AS,
-    "disk": resource.RLIMIT_FSIZE,
+    "file_bytes": resource.RLIMIT_FSIZE,
     "processes": resource.RLIMIT_NPROC,
     "open_files": resource.RLIMIT_NOFILE,
 }
@@ -200,7 +200,7 @@ class Confinement:
             self._filter.load()
 
     def _limits(self, call: dict) -> list[tuple[int, int]]:
-        limits = [(_BOUNDED[name], call[name]) for name in ("disk", "open_files")]
+        limits = [(_BOUNDED[name], call[name]) for name in ("file_bytes", "open_files")]
         limits.append((_BOUNDED["memory"], call["memory"] + self.address_space))
         if self.ground is None or self._uid_base is not None:  # else the kernel counts all that the server's uid has
             limits.append((_BOUNDED["processes"], call["processes"]))

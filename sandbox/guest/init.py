@@ -15,6 +15,7 @@ import sys
 
 _CAPABILITY_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 _CANNOT_START = 127
+_SYS_CLOSE_RANGE = 436  # os.closerange makes it only if Python was built with a C library that has it
 _libc = ctypes.CDLL(None)
 
 
@@ -38,7 +39,8 @@ def main() -> int:
         except OSError as why:
             print(f"jail: cannot start {argv[0]}: {why.strerror}", file=sys.stderr, flush=True)
         os._exit(_CANNOT_START)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if _libc.syscall(_SYS_CLOSE_RANGE, 3, 0x7FFFFFFF, 0) != 0:  # before Linux 5.9
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     _libc.capset(_CAPABILITY_HEADER, bytes(24))
     while True:
         pid, status = os.wait()

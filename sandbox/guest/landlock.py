@@ -17,6 +17,7 @@ import signal
 import struct
 from collections.abc import Iterator
 
+import descriptors
 import scratch
 
 _libc = ctypes.PyDLL(None)
@@ -177,7 +178,7 @@ class Ground:
         """As a child: empty a place that nobody uses any more, in bounded time, and end."""
         try:
             signal.alarm(_CLEANING_S)
-            os.closerange(3, 1 << 20)
+            descriptors.close_from(3)
             if self._uid_base is not None:
                 cleaner = self._uid_base + 2 * self._slots + slot
                 os.setresuid(cleaner, self._uid_base + slot, 0)

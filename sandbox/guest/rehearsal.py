@@ -25,6 +25,7 @@ from typing import Any
 
 import burst
 import confine
+import descriptors
 import frames
 import runner
 
@@ -40,7 +41,7 @@ _FIRST_WRITES = struct.pack("<3Q", 2, 0, 0)  # bytes of output, of error output,
 _IRREVOCABLE = (
     *((confine, name, confine._libc.sched_yield) for name in ("_capset", "_prctl", "_syscall")),
     (confine, "_fork", confine._libc.sched_yield),  # it returns 0: what follows is the child
-    (os, "closerange", _operator.is_),
+    (descriptors, "_syscall", confine._libc.sched_yield),
     (os, "setpgid", _operator.is_),
     (os, "_exit", os.WEXITSTATUS),
     (gc, "freeze", gc.isenabled),
@@ -53,7 +54,7 @@ _IRREVOCABLE = (
 def play(zygote: Any, times: int) -> None:
     """Have the scripts run, so often. Raises `RuntimeError` if they do not run as in a call."""
     limits = {name: resource.getrlimit(what)[1] for name, what in confine._BOUNDED.items()}
-    call = {"op": "call", "id": 0, "slot": _SLOT, "timeout_s": 1.0, "output": 1024, "return_bytes": 0}
+    call = {"op": "call", "id": 0, "slot": _SLOT, "timeout_s": 1.0, "output": 1024, "disk": 0, "return_bytes": 0}
     with _apart(zygote):
         for _ in range(times):
             said = [_run(zygote, {**call, **limits, "echo": True, "returns": 0}, bytearray(s)) for s in _SCRIPTS]

@@ -19,6 +19,7 @@ import _ast as ast
 import _thread
 import atexit
 import builtins
+import errno
 import gc
 import io
 import json
@@ -26,6 +27,7 @@ import linecache
 import mmap
 import os
 import re
+import socket
 import stat
 import struct
 import sys
@@ -69,6 +71,16 @@ class _Output(io.FileIO):
             os._exit(1)  # the file is full; the verdict is read off its length
 
 
+def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
+    """Stands in for `socket.socket.sendmsg`, which the filter refuses, since it can send descriptors: this sends data
+    alone, as asyncio does from Python 3.12 on."""
+    if ancdata or address is not None:
+        raise PermissionError(errno.EPERM, "sendmsg sends no descriptors, and to no address, here; use send for data")
+    if flags or sock.gettimeout():
+        return sock.send(b"".join(buffers), flags)
+    return os.writev(sock.fileno(), list(buffers))
+
+
 _main = types.ModuleType("__main__")
 
 
@@ -85,6 +97,7 @@ def prepare(folder: str) -> None:
         stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
     _main.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = _main
     for file in os.listdir(os.path.dirname(_HERE)):
@@ -121,7 +134,7 @@ def run(call: dict, blobs: list) -> None:
         report = _Report(call["output"])
         code = _run_script(call, bytes(source), list(zip(laid, contents)), report)
         code = _finish(code)
-        report.files_cut = _return_files(returned, home)
+        report.files_cut = _return_files(returned, home, call["return_bytes"])
         report.send()
     except SystemExit as leaving:  # raised by what ran at exit
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -367,8 +380,9 @@ def _flush(code: int) -> int:
     return code
 
 
-def _return_files(paths: list, home: str) -> bool:
-    """Write the asked-for files to descriptor 4; say whether something did not fit. Only regular files, no links."""
+def _return_files(paths: list, home: str, limit: int) -> bool:
+    """Write the asked-for files to descriptor 4, `limit` bytes at most; say whether something did not fit. Only regular
+    files, no links."""
     cut = False
     for index, path in enumerate(paths):
         try:
@@ -378,7 +392,7 @@ def _return_files(paths: list, home: str) -> bool:
         with open(fd, "rb") as file:
             about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode):
-                room = os.fstat(FILES_FD).st_size - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
+                room = limit - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
                 if about.st_size > room:
                     cut = True
                     continue

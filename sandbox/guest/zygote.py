@@ -45,6 +45,7 @@ import burst
 import capture
 import checker
 import confine
+import descriptors
 import frames
 import profiles
 import rehearsal
@@ -250,7 +251,7 @@ class Zygote:
                 self.burst.check()
             else:
                 self._make_ready(running, call, fds)
-            os.closerange(5 if call["returns"] else 4, 1 << 20)
+            descriptors.close_from(5 if call["returns"] else 4)
         except BaseException as why:
             os.write(runner.REPORT_FD, f"{type(why).__name__}: {why}".encode())
             os._exit(1)

@@ -75,6 +75,6 @@ def become_guest(spec: JailSpec, fd: int) -> NoReturn:
 
 def close_all_but(*kept: int) -> None:
     """Close every descriptor above stderr that is not among `kept`."""
-    ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
-    for below, above in pairwise(ends):
-        os.closerange(below + 1, above)
+    for below, above in pairwise([2, *sorted(kept), kernel.MAX_FD + 1]):
+        if above > below + 1:
+            kernel.close_range(below + 1, above - 1)

@@ -1,7 +1,8 @@
 """Which system calls a call may make: an allow-list, and its compilation to a classic BPF program.
 
 `POLICY` is the whole truth, by name; `verdict` reads it for one call of the kernel, slowly and obviously; `program`
-compiles it, and a test holds the two together for every number. Everything not named is refused with EPERM.
+compiles it, and a test holds the two together for every number. Everything not named is refused with EPERM, and the
+kernel's other entries (int 0x80, x32) with ENOSYS: a kill would put a line into the host's audit log for each attempt.
 
 What every call loads costs: the kernel translates a program, and then runs it once for each number to see which are
 always allowed (those then cost nothing). Hence a balanced tree over ranges of numbers instead of a chain, whose leaves
@@ -25,7 +26,6 @@ from sandbox.jail import bpf
 from sandbox.jail.syscalls import X86_64
 
 ALLOW = 0x7FFF0000
-KILL = 0x80000000
 EPERM = 0x00050001
 ENOSYS = 0x00050026
 GRANTED = 0x00050000
@@ -113,15 +113,15 @@ _CHECKED: dict[str, tuple[When, ...]] = {
     "prlimit64": (When(1, _LIMITS),),
     "sendto": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
     "recvfrom": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
-    "sendmsg": (When(2, (0,), mask=_NOT_OUT_OF_BAND),),
     "recvmsg": (When(2, (0,), mask=_NOT_OUT_OF_BAND),),
-    "sendmmsg": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
     "recvmmsg": (When(3, (0,), mask=_NOT_OUT_OF_BAND),),
 }
 
 # Refused, among all that is not named, and why where it is not plain:
 #   memfd_create, shm*, sem*, msg*, mq_*  memory that no rlimit and no tmpfs size counts
 #   socket, bind, connect, inotify_*      ways for one call to reach or watch another
+#   sendmsg, sendmmsg                     put descriptors into queues (SCM_RIGHTS), where they count for no limit of a
+#                                         call and need the garbage collector of AF_UNIX; sendto and write send data
 #   splice, tee, vmsplice, sendfile       put the page cache of shared files into pipes (Dirty Pipe); Python falls back
 #   readahead, fadvise64                  decide what is in the page cache, which is everybody's
 #   sync, syncfs                          would flush the host's disks
@@ -152,6 +152,7 @@ _ITSELF = dict.fromkeys(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo
 # What a zygote needs to make a call ready, and its calls do not, or not with every argument.
 _MAKING_READY = """
     unshare mount capset seccomp setgroups setresuid setresgid memfd_create clone clone3 prctl fcntl
+    sendmsg
 """
 
 
@@ -191,7 +192,7 @@ _NUMBERED: Mapping[Policy, Mapping[int, Rule]] = {
 def verdict(number: int, arguments: Sequence[int], arch: int = ARCH_X86_64, policy: Policy = Policy.NAMESPACED) -> int:
     """What the policy says to one system call; `arguments` are the six registers, 64 bits each."""
     if arch != ARCH_X86_64 or number >= X32_BIT:
-        return KILL
+        return ENOSYS
     rule = rule_of(number, policy)
     if isinstance(rule, int):
         return rule
@@ -230,7 +231,7 @@ def program(policy: Policy = Policy.NAMESPACED) -> bytes:
     return bpf.assemble(
         [
             bpf.Instruction(bpf.LOAD, _ARCH),
-            bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, no=_NAMES[KILL]),
+            bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, no=_NAMES[ENOSYS]),
             bpf.Instruction(bpf.LOAD, _NUMBER),
             *_tree(_ranges(policy)),
             *(line for name, rule in POLICIES[policy].items() if type(rule) is tuple for line in _check(name, rule)),
@@ -241,7 +242,7 @@ def program(policy: Policy = Policy.NAMESPACED) -> bytes:
 
 _ARCH, _NUMBER, _ARGUMENTS = 4, 0, 16  # offsets in struct seccomp_data
 # Labels that are no call's name.
-_NAMES = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", GRANTED: "to grant", KILL: "to end"}
+_NAMES = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", GRANTED: "to grant"}
 
 
 def _ranges(policy: Policy) -> list[tuple[int, str]]:
@@ -253,7 +254,7 @@ def _ranges(policy: Policy) -> list[tuple[int, str]]:
         return _NAMES[rule] if isinstance(rule, int) else names[number]
 
     merged = [(next(numbers), name) for name, numbers in groupby(range(NEWER + 1), target)]
-    return [*merged, (X32_BIT, _NAMES[KILL])]
+    return [*merged, (X32_BIT, _NAMES[ENOSYS])]
 
 
 def _tree(ranges: Sequence[tuple[int, str]], label: str | None = None) -> list[bpf.Instruction]:

@@ -10,7 +10,7 @@ import pytest
 from tests.escape import expected, targets
 from tests.escape.targets import Host, Target
 
-FOR_EVERYBODY = ("test_kernel", "test_letters", "test_processes", "test_secrets")
+FOR_EVERYBODY = ("test_descriptors", "test_kernel", "test_letters", "test_processes", "test_secrets")
 """Where it matters that all calls share one uid. The others run as an ordinary user where a level is picked."""
 
 

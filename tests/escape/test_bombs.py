@@ -65,8 +65,9 @@ BOMBS: dict[str, tuple[str, str]] = {
         "ok",
     ),
     "descriptors in flight": (
+        "import _socket\ndef send(ours, fds): _socket.socket.sendmsg(ours, [b'x'], [(1, 1, struct.pack(f'{len(fds)}i', *fds))])\n"
         "pairs, n = [], 0\ntry:\n    while n < 5000:\n        ours, theirs = socket.socketpair(); pairs.append((ours, theirs)); ours.setblocking(False)\n"
-        "        socket.send_fds(ours, [b'x'], [1] * 200); n += 200; socket.send_fds(ours, [b'x'], [theirs.fileno()])\n"
+        "        send(ours, [1] * 200); n += 200; send(ours, [theirs.fileno()])\n"
         "except OSError: pass\nif n >= 5000: breach(n)",
         "ok",
     ),

@@ -56,6 +56,34 @@ def test_a_flood_ends_the_call(guest: Caller, code: str, cut: tuple[str, ...]) -
     assert result.usage.run_ms < 20_000
 
 
+@pytest.mark.parametrize("output_kb", [1024, 3072])
+@pytest.mark.parametrize("write", ["print({}, end='')", "import os\nos.write(1, {}.encode())"])
+def test_output_has_its_own_limit_where_the_disk_is_smaller(guest: Caller, output_kb: int, write: str) -> None:
+    limits = {"disk_mb": 1, "output_kb": output_kb}
+    for over, status in ((0, Status.OK), (1, Status.OUTPUT_LIMIT), (1 << 20, Status.OUTPUT_LIMIT)):
+        text = f"'x' * {output_kb * KB + over}"
+        result = guest.run(write.format(f"({text})"), **limits, echo=False)
+        assert (result.status, len(result.stdout)) == (status, output_kb * KB), result.error
+
+
+def test_a_value_and_an_error_are_whole_where_the_disk_is_smaller(guest: Caller) -> None:
+    limits = {"disk_mb": 1, "output_kb": 3072}
+    assert guest.run("'x' * (2 << 20)", **limits).value == repr("x" * (2 << 20))
+    assert kind(guest.run("raise ValueError('x' * (2 << 20))", **limits)) == "ValueError"
+
+
+def test_a_returned_file_may_be_as_large_as_the_disk(guest: Caller) -> None:
+    result = guest.run("open('f', 'wb').write(bytes(1 << 20))", disk_mb=1, return_files=["f"])
+    assert (result.value, len(result.files["f"])) == (str(1 << 20), 1 << 20)
+
+
+@pytest.mark.parametrize("over", [1, 4096, 8192])
+def test_a_returned_file_that_is_little_too_large_is_said(guest: Caller, over: int) -> None:
+    code = f"open('f', 'wb').truncate((16 << 20) + 4096 - 12 + {over})\nNone"
+    result = guest.run(code, return_files=["f"])
+    assert (result.status, result.files, result.truncated) == (Status.OK, {}, ("files",))
+
+
 @pytest.mark.parametrize("code", ["os.write(1, b'flood' * 1000)", "os.system('flood')", "print('flood' * 1000)"])
 def test_a_flood_past_our_own_streams_is_refused_and_said(guest: Caller, code: str) -> None:
     """The descriptor itself is bounded, so what writes elsewhere gets EPERM; the verdict is read off the length."""

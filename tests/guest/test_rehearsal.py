@@ -14,7 +14,7 @@ PLAN = {
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import os, gc, signal, socket
-import confine, frames, rehearsal, runner, zygote
+import confine, descriptors, frames, rehearsal, runner, zygote
 ours, theirs = socket.socketpair()
 for fd in range(ours.fileno(), 16): os.dup2(0, fd) if fd not in (ours.fileno(), theirs.fileno()) else None
 one = zygote.Zygote(frames.Frames(ours), confine.Confinement({PLAN!r}))
@@ -24,7 +24,7 @@ def state():
     fds = [(fd, os.readlink(f"/proc/self/fd/{{fd}}")) for fd in range(40) if os.path.exists(f"/proc/self/fd/{{fd}}")]
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     status = [line for line in open("/proc/self/status") if line.startswith(("Cap", "NoNewPrivs", "Seccomp:", "Uid"))]
-    functions = [os._exit, os.closerange, os.setpgid, gc.freeze, confine._syscall, confine._fork]
+    functions = [os._exit, descriptors._syscall, os.setpgid, gc.freeze, confine._syscall, confine._fork]
     return [fds, masked, status, functions, os.getcwd(), os.getpid(), os.getpgid(0), sys.path, gc.isenabled(),
             sorted(runner._main.__dict__), sorted(one.layers.doors), vars(one.layers).keys(), one.running]
 """

@@ -1,0 +1,67 @@
+"""The token stays with the process that checks it: no executor, launcher, zygote or call has it in its environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sandbox.client import Client
+from sandbox.errors import IsolationError
+from sandbox.jail import choose
+from tests.executor.calling import OWN_PYTHON
+from tests.jail.jails import descendants, is_passable, system_python
+
+DEADLINE_S = 60
+TOKEN = "token-b0b4c5d2a9e14f7f"
+
+
+@pytest.mark.parametrize("level", ["namespaces", "landlock", "none"])
+@pytest.mark.parametrize("source", ["variable", "file"])
+def test_token_is_in_no_environment_below_the_server(level: str, source: str, tmp_path: Path) -> None:
+    try:
+        choose(level)
+    except IsolationError as why:
+        pytest.skip(str(why))
+    python: str | None = OWN_PYTHON
+    if level == "landlock" and os.geteuid() == 0 and not is_passable(OWN_PYTHON):
+        python = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
+    flags = f"--port 0 --isolation {level} --python {python} --profiles bare --zygotes 1 --slots 2".split()
+    environ = dict(os.environ)
+    if source == "variable":
+        environ["RSTAR_SANDBOX_TOKEN"] = TOKEN
+    else:
+        (tmp_path / "token").write_text(TOKEN)
+        flags += ["--token-file", str(tmp_path / "token")]
+    argv = [sys.executable, "-m", "sandbox", "serve", *flags]
+    with (
+        subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environ) as process,
+        ThreadPoolExecutor() as pool,
+    ):
+        assert process.stderr is not None
+        try:
+            line = next(line for line in process.stderr if " on http://" in line)
+            with Client(line.split(" on ")[1].split()[0], token=TOKEN) as client:
+                at_rest = descendants(process.pid)
+                running = pool.submit(client.execute, "import time\ntime.sleep(2)")
+                found = at_rest
+                give_up_at = time.monotonic() + DEADLINE_S
+                while len(found) == len(at_rest) and not running.done():
+                    assert time.monotonic() < give_up_at, "the call does not start"
+                    found = descendants(process.pid)
+                environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in found}
+                running.result()
+            process.terminate()
+            process.stderr.read()
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
+    # The server, its executor, the launcher, its init (but at level none), the zygote, the call.
+    assert len(found) == (5 if level == "none" else 6)
+    having = [pid for pid, environment in environments.items() if TOKEN.encode() in environment]
+    assert having == ([process.pid] if source == "variable" else [])
