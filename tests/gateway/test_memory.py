@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import time
 import tracemalloc
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgpack
 import pytest
 from aiohttp import web
 
+from bench import procs
+from bench.gateway import _serving as stubbed_server
 from sandbox.gateway.admission import Batch, Ticket
 from sandbox.gateway.history import STEPS, History, Snapshot
 from sandbox.gateway.refusal import Refusal
@@ -110,3 +115,16 @@ def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
         tracemalloc.stop()
     assert taken < 1 << 20
     assert history.after(STEPS - 1)[0]["statuses"]["ok"] == 1000
+
+
+def test_a_gateway_at_rest_does_not_hold_the_memory_of_its_largest_requests() -> None:
+    body = msgpack.packb({"calls": [{"code": "#" * 100_000}] * 250})
+    with stubbed_server() as server:
+        for _ in range(3):  # the first block of a size is one of its own, later ones are taken from the heap
+            request = urllib.request.Request(f"{server.url}/v1/batch", body, {"Content-Type": "application/msgpack"})
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert len(msgpack.unpackb(response.read())["results"]) == 250
+        give_up = time.monotonic() + 10
+        while procs.pss_mb([server.pid]) > 40 and time.monotonic() < give_up:
+            time.sleep(0.1)
+        assert procs.pss_mb([server.pid]) < 40
