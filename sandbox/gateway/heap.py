@@ -18,7 +18,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def use_one_arena() -> None:
-    """Have threads allocate from the main arena: malloc_trim(3) cannot shorten the others. Call it before any starts."""
+    """Have threads use the main arena, since malloc_trim(3) cannot shorten others. Call it before any thread starts."""
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_ARENA_MAX, 1)
 
