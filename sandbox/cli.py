@@ -332,6 +332,7 @@ def _remarks(result: Result, missing: Sequence[Path]) -> list[str]:
         Status.OUTPUT_LIMIT: f"wrote too much{said}; --output-kb keeps more",
         Status.KILLED: f"died of signal {result.signal}{said}",
         Status.UNAVAILABLE: f"no verdict{said}",
+        Status.INVALID: f"malformed call{said}",
     }
     remarks = [ends[result.status]] if result.status in ends else []
     remarks += [f"{', '.join(result.truncated)} cut"] if result.truncated else []

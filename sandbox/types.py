@@ -27,7 +27,7 @@ MAX_PATH_BYTES = 1024
 
 
 class Status(StrEnum):
-    """How a call ended. All but `UNAVAILABLE` are the code's doing; a trainer must never score `UNAVAILABLE` as 0."""
+    """How a call ended. All but `UNAVAILABLE` and `INVALID` are the code's doing; neither is ever scored as 0."""
 
     OK = "ok"
     """Ran to its end with exit code 0."""
@@ -42,7 +42,9 @@ class Status(StrEnum):
     KILLED = "killed"
     """Died of a signal that was not ours: a crash in C code, for instance."""
     UNAVAILABLE = "unavailable"
-    """No verdict: the service could not run it (retries used up), or the call itself was malformed."""
+    """No verdict, and the service's doing: it could not run the call (retries used up)."""
+    INVALID = "invalid"
+    """No verdict, and the caller's doing: the call is malformed and never ran. `error.message` names the field."""
 
 
 class Profile(StrEnum):
@@ -63,7 +65,7 @@ class Profile(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What came of comparing an answer with the right one. A trainer must never score `UNAVAILABLE` as 0."""
+    """What came of comparing an answer with the right one. `UNAVAILABLE` and `INVALID` are never a score of 0."""
 
     EQUIVALENT = "equivalent"
     """They mean the same, as far as math-verify can tell."""
@@ -72,7 +74,9 @@ class Outcome(StrEnum):
     UNPARSABLE = "unparsable"
     """One of the two cannot be read, or comparing them used up its limits. `Verdict.status` says which."""
     UNAVAILABLE = "unavailable"
-    """No verdict: the service could not check it, or the pair itself was malformed."""
+    """No verdict, and the service's doing: it could not check the pair."""
+    INVALID = "invalid"
+    """No verdict, and the caller's doing: the pair is malformed. `Verdict.message` names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +308,13 @@ class Verdict:
 
 
 def unavailable(call_id: str, kind: str, message: str, attempts: int = 0) -> Result:
-    """The result of a call that got no verdict; `kind` says whose move is next (`InvalidCall`: the caller's)."""
+    """The result of a call that got no verdict through the service's fault; `kind` names which."""
     return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(kind, message), attempts=attempts)
+
+
+def invalid(call_id: str, message: str) -> Result:
+    """The result of a malformed call in a batch."""
+    return Result(id=call_id, status=Status.INVALID, error=CallError("InvalidCall", message), attempts=0)
 
 
 CALL_FIELDS: dict[str, str] = {
@@ -389,7 +398,17 @@ def _files(value: Any, where: str) -> Mapping[str, bytes]:
     mapping = _mapping(value, where)
     if len(mapping) > MAX_FILES:
         raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
-    return {_path(path, where): _bytes(data, f"{where}[{_show(path)}]") for path, data in mapping.items()}
+    files = {_path(path, where): _bytes(data, f"{where}[{_show(path)}]") for path, data in mapping.items()}
+    for path in files:
+        end = path.find("/")
+        while end >= 0:
+            if path[:end] in files:
+                raise InvalidCall(
+                    f"{where}: expected each path to be a file or a directory, but {_show(path[:end])} is a file "
+                    f"and a directory in {_show(path)}; rename one"
+                )
+            end = path.find("/", end + 1)
+    return files
 
 
 def _paths(value: Any, where: str) -> tuple[str, ...]:
