@@ -287,9 +287,10 @@ def _page(name: str) -> web.Response:
     return web.Response(body=text, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
 
 
-_CALL_REFUSALS = (400, 401, 403, 408, 413, 415, 429, 500, 503)
+_CALL_REFUSALS = (400, 401, 403, 408, 413, 415, 429, 503)
 _RESULT = dict.fromkeys(BODY_TYPES, "Result")
 _RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
+_VERDICTS = dict.fromkeys(BODY_TYPES, "Verdicts")
 
 _AFTER = {"after": "only steps after this number"}
 
@@ -304,19 +305,21 @@ ROUTES: tuple[Route, ...] = (
         "Batch",
         BODY_TYPES,
         _CALL_REFUSALS,
+        gives_if_invalid=_RESULTS,
     ),
     Route(
         "POST",
         "/v1/verify",
         run_checks,
         "Check answers of mathematics: verdicts in order",
-        dict.fromkeys(BODY_TYPES, "Verdicts"),
+        _VERDICTS,
         "Verify",
         BODY_TYPES,
         _CALL_REFUSALS,
+        gives_if_invalid=_VERDICTS,
     ),
-    Route("GET", "/health", health, "Is the service alive?", {JSON: "State"}, refuses=(503,)),
-    Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "State"}, refuses=(503,)),
+    Route("GET", "/health", health, "Is the service alive?", {JSON: "State"}, refuses=(403, 503)),
+    Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "State"}, refuses=(403, 503)),
     Route("GET", "/metrics", scrape, "Numbers for Prometheus", {"text/plain": None}, refuses=(401, 403)),
     Route(
         "GET", "/v1/stats", stats, "What the dashboard shows", {JSON: "Stats"}, refuses=(400, 401, 403), query=_AFTER
