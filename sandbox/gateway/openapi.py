@@ -157,7 +157,7 @@ def document(routes: Iterable[Route], needs_token: bool) -> Schema:
             "title": "rstar-sandbox",
             "version": VERSION,
             "description": "Runs Python that nobody vouches for, each call in a fresh, isolated process. "
-            "What the code did is the result's status; what the service failed to do is an HTTP error, or `unavailable`. "
+            "What the code did is the result's status; what the service failed to do is an HTTP error or unavailable. "
             + ("Requests need a token." if needs_token else "This server was started without a token."),
         },
         "paths": paths,
