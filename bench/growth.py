@@ -2,7 +2,8 @@
 
 The slope is the median of those between all pairs (Theil and Sen), which a third of wild values does not move. What is
 left around it is the noise; neighbouring values that waver together count for fewer than they are, since a slow wave
-seen once looks like growth.
+seen once looks like growth. The fewer they count for, the less is known of the noise, so the more of it is needed
+(Student's t). What is found depends on the noise alone, so a line of any height is found once there are values enough.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ MOST = 300
 """More than so many are taken together, by their medians: all pairs are compared."""
 SURE = 3.0
 """Growth counts if it is so many times what noise alone would make of it, one time in a thousand."""
-MOST_ALIKE = 0.95
+MOST_ALIKE = 0.98
+STEP_FIT = 0.75
+"""A series is a step if one step leaves less than this share of the deviations that a line leaves."""
 _MAD_TO_SIGMA = 1.4826
+_NORMAL = 3.09
+"""The normal distribution's quantile at one in a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +34,17 @@ class Growth:
 
     by: float
     noise: float
+    is_step: bool = False
+    """One step fits the series better than a line does: an allocator took a block, say, and took no other since."""
 
     def is_over(self, tolerance: float) -> bool:
         """Whether it is more than noise, and more than `tolerance`."""
         return self.by > tolerance + SURE * self.noise
+
+    @property
+    def is_line(self) -> bool:
+        """Whether the series rises throughout, by however little, rather than once or by chance."""
+        return self.is_over(0.0) and not self.is_step
 
 
 def of(values: Sequence[float]) -> Growth:
@@ -47,7 +59,8 @@ def of(values: Sequence[float]) -> Growth:
     sigma = _MAD_TO_SIGMA * statistics.median(map(abs, rest))
     worth = n * (1 - (alike := _alike(rest))) / (1 + alike)
     # The slope's error is sigma / (sqrt(worth) * spread of x), and n even steps spread by n / sqrt(12).
-    return Growth(slope * (n - 1), sigma * math.sqrt(12 / worth))
+    noise = sigma * math.sqrt(12 / worth) * _student(worth - 2) / _NORMAL
+    return Growth(slope * (n - 1), noise, _steps(values) < STEP_FIT * sum(map(abs, rest)))
 
 
 def _alike(rest: Sequence[float]) -> float:
@@ -56,4 +69,21 @@ def _alike(rest: Sequence[float]) -> float:
     if not whole:
         return 0.0
     together = sum(one * other for one, other in pairwise(rest)) / whole
-    return min(MOST_ALIKE, max(0.0, together))
+    # The line has taken some of it away, by about (2 + 4 r) / n (Kendall 1954).
+    return min(MOST_ALIKE, max(0.0, together + (2 + 4 * together) / len(rest))) if together > 0 else 0.0
+
+
+def _student(freedom: float) -> float:
+    """Student's quantile at one in a thousand, by its series in 1 / freedom (Abramowitz and Stegun, 26.7.5)."""
+    z, f = _NORMAL, max(2.0, freedom)
+    return z + (z**3 + z) / (4 * f) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * f * f)
+
+
+def _steps(values: Sequence[float]) -> float:
+    """The sum of deviations that the best single step leaves. It has a tenth of the values on either side."""
+    n = len(values)
+    sides = ((values[:at], values[at:]) for at in range(n // 10, n - n // 10 + 1))
+    return min(
+        sum(abs(value - level) for side in both for level in [statistics.median(side)] for value in side)
+        for both in sides
+    )

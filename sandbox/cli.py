@@ -68,7 +68,8 @@ def serve(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run one piece of code as the service would, and end as it ended."""
     call = _call(args)
-    wanted = [_destination(path, overwrite=args.force) for path in call.return_files]
+    for path in call.return_files:
+        _destination(path, overwrite=args.force)  # raises before anything runs
     config = _with_python(_config(args, _RUN_SETTINGS), args)
     from sandbox.executor import run_once
 
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result.encode()))
     else:
-        _print_like_python(result, [path for path in wanted if not path.exists()])
+        _print_like_python(result)
     return exit_code(result)
 
 
@@ -368,16 +369,16 @@ def _save(target: Path, data: bytes) -> None:
         raise SandboxError(f"--return {target}: cannot be written ({why.strerror})") from why
 
 
-def _print_like_python(result: Result, missing: Sequence[Path]) -> None:
+def _print_like_python(result: Result) -> None:
     _write(sys.stdout, result.stdout)
     if result.value is not None:
         _write(sys.stdout, result.value + "\n")
     _write(sys.stderr, result.stderr)
-    for line in _remarks(result, missing):
+    for line in _remarks(result):
         print(f"rstar-sandbox: {line}", file=sys.stderr)
 
 
-def _remarks(result: Result, missing: Sequence[Path]) -> list[str]:
+def _remarks(result: Result) -> list[str]:
     """What Python itself would not have said."""
     said = f": {result.error.message}" if result.error else ""
     ends = {
@@ -386,10 +387,12 @@ def _remarks(result: Result, missing: Sequence[Path]) -> list[str]:
         Status.OUTPUT_LIMIT: f"wrote too much{said}; --output-kb keeps more",
         Status.KILLED: f"died of signal {result.signal}{said}",
         Status.UNAVAILABLE: f"no verdict{said}",
+        Status.INVALID: f"malformed call{said}",
     }
     remarks = [ends[result.status]] if result.status in ends else []
     remarks += [f"{', '.join(result.truncated)} cut"] if result.truncated else []
-    return remarks + [f"--return {path}: the code left no such file" for path in missing]
+    why = "it did not fit, or the code left" if "files" in result.truncated else "the code left"
+    return remarks + [f"--return {path}: {why} no such file" for path in result.missing_files]
 
 
 def _write(stream: Any, text: str) -> None:

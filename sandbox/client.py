@@ -365,7 +365,7 @@ class AsyncClient:
             async with self._opened().post(
                 f"{endpoint.url}/v1/batch", data=io.BytesIO(body), headers=headers
             ) as response:
-                if response.status != 200:
+                if response.status != 200 and not _is_all_invalid(response):
                     raise await _failure(endpoint.url, response)
                 unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
                 async for chunk in response.content.iter_any():
@@ -607,6 +607,12 @@ class _Post:
         self.wanted -= 1
         if not self.wanted:
             self.task.cancel()
+
+
+def _is_all_invalid(response: aiohttp.ClientResponse) -> bool:
+    """Whether it is a stream of results for calls that are all malformed: they are read as in any other stream, so that
+    a call's result does not depend on which calls were sent with it."""
+    return response.status == 400 and response.content_type == STREAM
 
 
 async def _failure(url: str, response: aiohttp.ClientResponse) -> ServiceError:

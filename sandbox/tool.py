@@ -64,10 +64,12 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Call:
 
 
 def render(result: Result, *, max_chars: int = MAX_CHARS) -> str:
-    """`result` as the model reads it. Raises `ServiceError` for `unavailable`, which it must never read."""
-    if result.status is Status.UNAVAILABLE:
+    """`result` as the model reads it. Raises `ServiceError` for `unavailable` and `invalid`, which it must never read:
+    the model's arguments have been checked by then (`parse_arguments`), so a malformed call is the caller's bug."""
+    if result.status in (Status.UNAVAILABLE, Status.INVALID):
         error = result.error
-        raise ServiceError(f"no verdict on the call: {error.type}: {error.message}" if error else "no verdict")
+        whose = "the caller sent a malformed call" if result.status is Status.INVALID else "no verdict on the call"
+        raise ServiceError(f"{whose}: {error.type}: {error.message}" if error else whose)
     parts = [_stdout(result), _reason(result)]
     text = "\n".join(part for part in parts if part)
     return _cut(text or "(no output)", max_chars)

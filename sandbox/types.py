@@ -27,7 +27,7 @@ MAX_PATH_BYTES = 1024
 
 
 class Status(StrEnum):
-    """How a call ended. All but `UNAVAILABLE` are the code's doing; a trainer must never score `UNAVAILABLE` as 0."""
+    """How a call ended. All but `UNAVAILABLE` and `INVALID` are the code's doing; neither is ever scored as 0."""
 
     OK = "ok"
     """Ran to its end with exit code 0."""
@@ -42,7 +42,9 @@ class Status(StrEnum):
     KILLED = "killed"
     """Died of a signal that was not ours: a crash in C code, for instance."""
     UNAVAILABLE = "unavailable"
-    """No verdict: the service could not run it (retries used up), or the call itself was malformed."""
+    """No verdict, and the service's doing: it could not run the call (retries used up)."""
+    INVALID = "invalid"
+    """No verdict, and the caller's doing: the call is malformed and never ran. `error.message` names the field."""
 
 
 class Profile(StrEnum):
@@ -63,7 +65,7 @@ class Profile(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What came of comparing an answer with the right one. A trainer must never score `UNAVAILABLE` as 0."""
+    """What came of comparing an answer with the right one. `UNAVAILABLE` and `INVALID` are never a score of 0."""
 
     EQUIVALENT = "equivalent"
     """They mean the same, as far as math-verify can tell."""
@@ -72,7 +74,9 @@ class Outcome(StrEnum):
     UNPARSABLE = "unparsable"
     """One of the two cannot be read, or comparing them used up its limits. `Verdict.status` says which."""
     UNAVAILABLE = "unavailable"
-    """No verdict: the service could not check it, or the pair itself was malformed."""
+    """No verdict, and the service's doing: it could not check the pair."""
+    INVALID = "invalid"
+    """No verdict, and the caller's doing: the pair is malformed. `Verdict.message` names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the call cost: milliseconds waiting for a slot, running, and on a CPU; MiB at the peak."""
+    """What the call cost. `USAGE_FIELDS` has the units and how exact each number is."""
 
     queue_ms: float = 0.0
     run_ms: float = 0.0
@@ -232,8 +236,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to one call. `truncated` names what was cut (`stdout`, `stderr`, `value`, `traceback`, `files`);
-    `clamped` names limits that were above the operator's ceiling, with the value that held."""
+    """The answer to one call. `RESULT_FIELDS` describes each field."""
 
     id: str
     status: Status
@@ -248,6 +251,7 @@ class Result:
     usage: Usage = Usage()
     attempts: int = 1
     clamped: Mapping[str, float] = field(default_factory=dict)
+    missing_files: tuple[str, ...] = ()
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         """A mapping fit for JSON, or for msgpack with raw file contents if `binary`."""
@@ -273,6 +277,7 @@ class Result:
             },
             "attempts": self.attempts,
             "clamped": dict(self.clamped),
+            "missing_files": list(self.missing_files),
         }
 
     @classmethod
@@ -295,6 +300,7 @@ class Result:
             usage=Usage(**{n: usage[n] for n in ("queue_ms", "run_ms", "cpu_ms", "peak_memory_mb") if n in usage}),
             attempts=raw.get("attempts", 1),
             clamped=raw.get("clamped", {}),
+            missing_files=tuple(raw.get("missing_files", ())),
         )
 
 
@@ -319,8 +325,13 @@ class Verdict:
 
 
 def unavailable(call_id: str, kind: str, message: str, attempts: int = 0) -> Result:
-    """The result of a call that got no verdict; `kind` says whose move is next (`InvalidCall`: the caller's)."""
+    """The result of a call that got no verdict through the service's fault; `kind` names which."""
     return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(kind, message), attempts=attempts)
+
+
+def invalid(call_id: str, message: str) -> Result:
+    """The result of a malformed call in a batch."""
+    return Result(id=call_id, status=Status.INVALID, error=CallError("InvalidCall", message), attempts=0)
 
 
 CALL_FIELDS: dict[str, str] = {
@@ -334,6 +345,44 @@ CALL_FIELDS: dict[str, str] = {
     "id": "your name for this call, returned with its result",
     "priority": "lower runs first among waiting calls",
     "tenant": "whose call this is; tenants share the node fairly",
+}
+CALL_ERROR_FIELDS: dict[str, str] = {
+    "type": "name of the exception's type, of the signal, or of what ended the call",
+    "message": "the exception's text, or what was expected and what came",
+    "traceback": "the traceback as Python prints it, with frames of the code alone; empty where there is none",
+    "line": "line of the code, from 1; null where it is not known",
+}
+USAGE_FIELDS: dict[str, str] = {
+    "queue_ms": "milliseconds that the call waited for a slot, all attempts together",
+    "run_ms": "milliseconds from the start of the call's process to its end, by the wall clock",
+    "cpu_ms": "milliseconds of CPU time of all processes of the call; without control groups, of the first one and of "
+    "those that it has waited for",
+    "peak_memory_mb": "MiB that the call added to the memory which it inherits from its warm interpreter, at the peak. "
+    "With control groups: all its processes and its files, and the inherited pages that it wrote to, about 0.5 MiB for "
+    "the smallest call. Without: the largest of its processes alone, without files and without inherited pages",
+}
+RESULT_FIELDS: dict[str, str] = {
+    "id": "the call's id; without one, its place in the batch, from 0",
+    "status": "how the call ended",
+    "stdout": "what was written to standard output, at most output_kb of it",
+    "stderr": "what was written to standard error, at most output_kb of it",
+    "value": "repr() of the last expression, if echo was asked for and the call ended as ok; else null",
+    "error": "why the call did not end as ok; null if it did",
+    "exit_code": "exit code of the call's process; null if a signal ended it, or nothing ran",
+    "signal": "number of the signal that ended the call's process; else null",
+    "truncated": "what was cut for size: stdout, stderr, value, traceback or files",
+    "files": "returned files, by path: base64 text in JSON, raw bytes in msgpack",
+    "usage": "what the call cost",
+    "attempts": "how often the call was started; 0 for one that never was",
+    "clamped": "limits above the operator's ceiling, with the value that held instead",
+    "missing_files": "paths of return_files that are not in files: the code left no readable regular file there, the "
+    "file did not fit (truncated then has files), or the call was ended before its files were read",
+}
+VERDICT_FIELDS: dict[str, str] = {
+    "outcome": "what came of the comparison",
+    "status": "how the check itself ended, on its own clock and within its own limits: ok for one that came to its end",
+    "message": "why there is no comparison; else empty",
+    "usage": "what the check cost",
 }
 PRIORITY = Number(-100, 100, True, 0, CALL_FIELDS["priority"])
 _DEFAULTS = {one.name: one.default for one in fields(Call)}
@@ -406,7 +455,17 @@ def _files(value: Any, where: str) -> Mapping[str, bytes]:
     mapping = _mapping(value, where)
     if len(mapping) > MAX_FILES:
         raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
-    return {_path(path, where): _bytes(data, f"{where}[{_show(path)}]") for path, data in mapping.items()}
+    files = {_path(path, where): _bytes(data, f"{where}[{_show(path)}]") for path, data in mapping.items()}
+    for path in files:
+        end = path.find("/")
+        while end >= 0:
+            if path[:end] in files:
+                raise InvalidCall(
+                    f"{where}: expected each path to be a file or a directory, but {_show(path[:end])} is a file "
+                    f"and a directory in {_show(path)}; rename one"
+                )
+            end = path.find("/", end + 1)
+    return files
 
 
 def _paths(value: Any, where: str) -> tuple[str, ...]:

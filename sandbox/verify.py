@@ -6,6 +6,7 @@ one that hangs or crashes costs itself alone.
 Invariants:
 - Both answers are data. They travel as standard input and meet no code but the checker's.
 - Whatever the pair does to its checker is a verdict about the pair: `unparsable`. What we fail to do is `unavailable`.
+  A malformed pair is `invalid`.
 """
 
 from __future__ import annotations
@@ -68,4 +69,6 @@ def verdict_of(result: Result) -> Verdict:
     message = f"{result.error.type}: {result.error.message}" if result.error else "the checker said nothing"
     if result.status in _THE_PAIRS_OWN:
         return Verdict(Outcome.UNPARSABLE, result.status, message, result.usage)
+    if result.status is Status.INVALID:
+        return Verdict(Outcome.INVALID, Status.INVALID, message)
     return Verdict(Outcome.UNAVAILABLE, Status.UNAVAILABLE, message, result.usage)

@@ -229,7 +229,7 @@ def test_a_file_that_the_code_did_not_leave_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _answers(monkeypatch, Result("", Status.OK))
+    _answers(monkeypatch, Result("", Status.OK, missing_files=("out.csv",)))
     assert cli.main(["run", "-c", "1", "--return", "out.csv"]) == 0
     assert "--return out.csv: the code left no such file" in capfd.readouterr().err
 

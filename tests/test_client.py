@@ -19,10 +19,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from sandbox import verify
-from sandbox.client import RETRYABLE_ERRORS, TIMEOUT_S, AsyncClient, Client, backoff_s
+from sandbox.client import RETRYABLE_ERRORS, STREAM, TIMEOUT_S, AsyncClient, Client, backoff_s
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.gateway import codec
-from sandbox.types import Call, Limits, Result, Status, unavailable
+from sandbox.types import Call, Limits, Result, Status, invalid, unavailable
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until
 
@@ -50,6 +50,11 @@ async def torn(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamR
 
 async def garbage(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
     return web.Response(body=b"\xc1 no msgpack")
+
+
+async def all_invalid(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
+    results = [{"index": index, **invalid("", "no such field").encode(binary=True)} for index in range(len(calls))]
+    return web.Response(status=400, content_type=STREAM, body=b"".join(map(msgpack.packb, results)))
 
 
 def refusing(status: int, **headers: str) -> Respond:
@@ -359,6 +364,14 @@ async def test_a_call_waits_for_a_slot_no_longer_than_its_client_asks() -> None:
         assert [one.status for one in await both] == [Status.OK] * 2
     assert result.status is Status.UNAVAILABLE and result.error is not None and result.error.type == "QueueTimeout"
     assert re.match(r"waited \S+ s for a slot, at most 0\.01 s; .*--queue-timeout-s", result.error.message)
+
+
+@pytest.mark.asyncio
+async def test_calls_that_are_all_malformed_have_results_like_those_among_others() -> None:
+    async with scripted(all_invalid) as server, AsyncClient(server.url) as client:
+        results = await client.run_batch(["a", "b"])
+    assert [(result.id, result.status) for result in results] == [("0", Status.INVALID), ("1", Status.INVALID)]
+    assert len(server.seen) == 1
 
 
 @pytest.mark.asyncio

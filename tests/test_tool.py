@@ -6,7 +6,7 @@ import pytest
 
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.tool import TOOL_NAMES, TOOL_SCHEMA, parse_arguments, render, tool_schema
-from sandbox.types import CallError, Result, Status, unavailable
+from sandbox.types import CallError, Result, Status, invalid, unavailable
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "main.py", line 1\nZeroDivisionError: division by zero\n'
 
@@ -53,13 +53,15 @@ def test_limits_and_crashes_are_said(result: Result, expected: str) -> None:
 
 def test_every_status_but_unavailable_renders() -> None:
     for status in Status:
-        if status is not Status.UNAVAILABLE:
+        if status not in (Status.UNAVAILABLE, Status.INVALID):
             assert render(Result("", status))
 
 
 def test_our_failure_never_reads_as_tool_output() -> None:
     with pytest.raises(ServiceError, match="QueueTimeout: waited"):
         render(unavailable("", "QueueTimeout", "waited"))
+    with pytest.raises(ServiceError, match=r"the caller sent a malformed call: InvalidCall: call\.code"):
+        render(invalid("", "call.code: expected text"))
 
 
 def test_long_output_keeps_both_ends_and_says_what_is_missing() -> None:

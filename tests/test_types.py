@@ -24,6 +24,7 @@ from sandbox.types import (
     Result,
     Status,
     Usage,
+    invalid,
     unavailable,
 )
 
@@ -31,7 +32,9 @@ any_text = st.text(st.characters(codec=None, categories=None), max_size=40)  # l
 labels = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
 segments = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 paths = st.lists(segments, min_size=1, max_size=3).map("/".join)
-file_maps = st.dictionaries(paths, st.binary(max_size=40), max_size=3)
+file_maps = st.dictionaries(paths, st.binary(max_size=40), max_size=3).filter(
+    lambda files: not any(path.startswith(f"{other}/") for path in files for other in files)
+)
 limits = st.builds(
     Limits,
     timeout_s=st.floats(0.01, 1e9),
@@ -149,6 +152,13 @@ def test_paths_that_leave_the_folder_are_refused(path: str) -> None:
             Call.decode(call)
 
 
+@pytest.mark.parametrize("paths", [("a", "a/b"), ("a/b/c", "x", "a/b"), ("a-b", "a/b", "a")])
+def test_a_path_is_a_file_or_a_directory(paths: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidCall, match=r"^call\.files: expected each path to be a file or a directory, but 'a"):
+        Call.decode({"code": "", "files": dict.fromkeys(paths, "")})
+    assert set(Call.decode({"code": "", "files": {"a-b": "", "a/b": "", "a.c": ""}}).files) == {"a-b", "a/b", "a.c"}
+
+
 def test_too_many_files_are_refused() -> None:
     with pytest.raises(InvalidCall, match=f"at most {MAX_FILES} files, got {MAX_FILES + 1}"):
         Call.decode({"code": "", "files": {f"f{i}": "" for i in range(MAX_FILES + 1)}})
@@ -191,8 +201,9 @@ def test_the_limits_are_described_once_and_completely() -> None:
 
 
 def test_no_verdict_says_whose_move_is_next() -> None:
-    result = unavailable("a", "InvalidCall", "no code")
-    assert (result.status, result.error) == (Status.UNAVAILABLE, CallError("InvalidCall", "no code"))
+    ours, theirs = unavailable("a", "ExecutorLost", "it died"), invalid("a", "no code")
+    assert (ours.status, ours.error) == (Status.UNAVAILABLE, CallError("ExecutorLost", "it died"))
+    assert (theirs.status, theirs.error) == (Status.INVALID, CallError("InvalidCall", "no code"))
 
 
 def test_an_older_client_reads_a_newer_server() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from sandbox import verify
 from sandbox.errors import InvalidCall
-from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Status, Verdict
+from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Status, Verdict, invalid
 from tests.executor.calling import Caller, executor
 
 MATH_500 = Path(__file__).parents[2] / "shared" / "data" / "math500.jsonl"
@@ -56,6 +56,11 @@ def test_anything_else_is_ours(result: Result) -> None:
     verdict = verify.verdict_of(result)
     assert (verdict.outcome, verdict.status) == (Outcome.UNAVAILABLE, Status.UNAVAILABLE)
     assert verdict.message
+
+
+def test_a_malformed_pair_is_the_callers() -> None:
+    verdict = verify.verdict_of(invalid("", "pairs[0]: expected an object"))
+    assert verdict == Verdict(Outcome.INVALID, Status.INVALID, "InvalidCall: pairs[0]: expected an object")
 
 
 def test_a_check_is_a_call_with_both_texts_as_input() -> None:

@@ -3,6 +3,8 @@
 Invariants:
 - What the code did is a reply; what we failed to do is `UNAVAILABLE` with `error`, has no text for the model, and is
   never an exception: one failed call must not end the other episodes.
+- A malformed call (`invalid`) is a bug of the trainer: arguments and answers of the model are checked or encoded before
+  they become one. It is `UNAVAILABLE` too, so that nothing is scored, and is logged as an error.
 - A service that is misconfigured (no such address, wrong token, no isolation) is an exception, before any episode.
 - A service that we started ends with us, even if we are killed.
 """
@@ -24,7 +26,7 @@ from sandbox.client import AsyncClient
 from sandbox.errors import InvalidCall, SandboxError, ServiceError
 from sandbox.local import local_service
 from sandbox.tool import TOOL_NAMES, parse_arguments, render
-from sandbox.types import Limits
+from sandbox.types import Limits, Outcome, Result, Status
 from trainer.reward import Verdict
 from trainer.trajectory import CallStatus, ToolCall
 
@@ -58,10 +60,13 @@ class Tools:
             return ToolCall(name, "", "", CallStatus.MALFORMED, str(why))
         asked = partial(ToolCall, name, call.code, call.stdin)
         start = time.monotonic()
+        result: Result | None = None
         try:
             result = await self._client.execute(replace(call, limits=self._limits))
             response = render(result, max_chars=sys.maxsize)
         except ServiceError as why:
+            if result is not None and result.status is Status.INVALID:
+                log.error("%s", why)
             return asked(CallStatus.UNAVAILABLE, "", seconds=time.monotonic() - start, error=str(why))
         is_cut = not {"stdout", "value"}.isdisjoint(result.truncated)
         return asked(CallStatus(result.status), response, time.monotonic() - start, is_cut)
@@ -73,7 +78,12 @@ class Tools:
         except ServiceError as why:
             log.warning("%d answers could not be checked: %s", len(pairs), why)
             return [Verdict.UNAVAILABLE] * len(pairs)
-        return [Verdict(verdict.outcome.value) for verdict in verdicts]
+        for bad in (verdict for verdict in verdicts if verdict.outcome is Outcome.INVALID):
+            log.error("the trainer sent a malformed pair of answers: %s", bad.message)
+        return [
+            Verdict.UNAVAILABLE if verdict.outcome is Outcome.INVALID else Verdict(verdict.outcome.value)
+            for verdict in verdicts
+        ]
 
 
 @asynccontextmanager

@@ -77,6 +77,7 @@ def judge(
         "traceback": report.bits & _TRACEBACK_CUT,
         "files": report.bits & _FILES_CUT,
     }
+    returned = _files(files, asked_files) if files else {}
     return {
         "id": call_id,
         "status": status.value,
@@ -87,7 +88,7 @@ def judge(
         "exit_code": code,
         "signal": ended_by,
         "truncated": [name for name, cut in cuts.items() if cut],
-        "files": _files(files, asked_files) if files else {},
+        "files": returned,
         "usage": {
             "queue_ms": 0.0,
             "run_ms": number(done, "wall_ms"),
@@ -96,6 +97,7 @@ def judge(
         },
         "attempts": attempts,
         "clamped": {},
+        "missing_files": [path for path in dict.fromkeys(asked_files) if path not in returned],
     }
 
 
@@ -107,7 +109,8 @@ def cpu_ms(done: dict[str, Any], spent: Spent | None) -> float:
 
 
 def _peak_bytes(done: dict[str, Any], spent: Spent | None) -> float:
-    """Of all its processes together, without what they share with the zygote; else of the largest, with that."""
+    """What it added to the memory that it inherits from the zygote: all its processes and files together; without a
+    control group the largest of its processes, where neither files nor copies of inherited pages count."""
     largest = number(done, "peak_kb") * 1024
     return largest if spent is None or spent.peak_bytes is None else max(0, spent.peak_bytes)
 

@@ -70,8 +70,9 @@ class Ticket:
         "tenant",
     )  # fmt: skip
 
-    def __init__(self, batch: Batch, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
-        self.batch = batch
+    def __init__(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
+        self.batch: Batch
+        """Set when its batch is admitted."""
         self.index = index
         self.call: Call | None = call
         """None once it is answered or dropped, so that nothing of it is kept."""
@@ -118,17 +119,25 @@ class Batch:
 
     def add(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
         """Make `call` the one in slot `index`."""
-        self.tickets.append(Ticket(self, index, call, call_id, clamped))
+        self.tickets.append(Ticket(index, call, call_id, clamped))
 
     def fill(self, index: int, answer: Answer) -> None:
         """Put the one answer for slot `index`."""
         assert self.answers[index] is None
         self.answers[index] = answer
         self.left -= 1
+        if not self.left:
+            self.forget()
         if self.on_answer is not None:
             self.on_answer(index)
         if not self.left and self.on_done is not None:
             self.on_done()
+
+    def forget(self) -> None:
+        """Drop the tickets, which refer to this batch: no cycle of references outlives the last answer."""
+        self.tickets.clear()
+        self.line.clear()
+        self.first = 0
 
     def take(self, index: int) -> Answer:
         """The answer in slot `index`, which is there; it is not kept here any longer."""
@@ -185,7 +194,7 @@ class Ledger:
                 held.bytes += more.bytes
         batch.admitted_at = now
         for ticket in batch.tickets:
-            ticket.since = now
+            ticket.batch, ticket.since = batch, now
         for group in groups:
             self._queue.push(*group)
 
@@ -287,9 +296,7 @@ class Ledger:
                 self._end(ticket.node, ticket)
                 cancelled.setdefault(ticket.node, []).append(ticket.seq)
             self._close(ticket)
-        batch.tickets.clear()
-        batch.line.clear()
-        batch.first = 0
+        batch.forget()
         return cancelled
 
     def give_up_waiting(self, kind: str, message: str, most: int) -> list[Ticket]:

@@ -20,6 +20,7 @@ from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError, NodeError, Overloaded
 from sandbox.gateway.admission import Batch, Bounds, Ledger, Ticket
+from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import Counters, Sample, executor_samples
 from sandbox.gateway.node import ExecutorProcess, Launch, Node, Sized
 from sandbox.types import Status
@@ -67,6 +68,7 @@ class Dispatcher:
         self.nodes = [Node(n, self._launch, share.settings(), self) for n, share in enumerate(shares)]
         await self._tasks.__aenter__()
         self._lives = [self._tasks.create_task(node.run()) for node in self.nodes]
+        self._lives.append(self._tasks.create_task(trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)))
         return self
 
     async def __aexit__(
@@ -198,6 +200,9 @@ class Dispatcher:
             self._arm(batch)
         self._schedule_pump()
         self._check_idle()
+
+    def _is_at_rest(self) -> bool:
+        return not self.ledger.calls and not self.ledger.results
 
     def _schedule_pump(self) -> None:
         if not self._pump_is_due:

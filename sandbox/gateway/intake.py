@@ -1,6 +1,7 @@
 """From a decoded body to a `Batch`: validation, defaults, ids and the operator's ceilings.
 
-One call that is malformed fills its own slot and leaves the others alone; a malformed batch is `InvalidCall`.
+One call that is malformed fills its own slot, as `invalid`, and leaves the others alone; a malformed batch is
+`InvalidCall`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.gateway.admission import Batch
-from sandbox.types import CALL_FIELDS, Call, Limits, unavailable
+from sandbox.types import CALL_FIELDS, Call, Limits, invalid
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results come back in this order",
@@ -73,18 +74,18 @@ async def _read(
 ) -> tuple[Batch, int]:
     """A batch of what `items` decode to, and how many of them do not."""
     batch = Batch(len(items), timeout_s)
-    invalid = 0
+    malformed = 0
     for index, one in enumerate(items):
         if index % CHUNK == CHUNK - 1:
             await asyncio.sleep(0)
         try:
             call = decode(one, index)
         except InvalidCall as why:
-            invalid += 1
-            batch.fill(index, unavailable(_id_of(one, index), "InvalidCall", str(why)).encode(binary=True))
+            malformed += 1
+            batch.fill(index, invalid(_id_of(one, index), str(why)).encode(binary=True))
         else:
             _add(batch, index, call, call.id or str(index), config.max_limits)
-    return batch, invalid
+    return batch, malformed
 
 
 def _fields(raw: Any, fields: Mapping[str, str], where: str, first: str) -> None:

@@ -28,7 +28,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "clients_stalled_total": ("counter", "connections cut because their client did not read"),
     "calls_retried_total": ("counter", "calls put back because their executor was lost"),
     "calls_cancelled_total": ("counter", "calls dropped because their client went away"),
-    "calls_invalid_total": ("counter", "calls in batches that were malformed"),
     "requests_refused_total": ("counter", "requests answered with an error, by HTTP status"),
     "queue_seconds": ("histogram", "seconds a call waited for a slot"),
     "run_seconds": ("histogram", "seconds a call ran"),
@@ -95,7 +94,6 @@ class Counters:
         self.refused: Counter[int] = Counter()
         self.retried = 0
         self.cancelled = 0
-        self.invalid = 0
         self.stalled = 0
         self.bytes_in = 0
         self.bytes_out = 0
@@ -111,7 +109,6 @@ class Counters:
             yield "requests_refused_total", {"status": str(code)}, count
         yield "calls_retried_total", {}, self.retried
         yield "calls_cancelled_total", {}, self.cancelled
-        yield "calls_invalid_total", {}, self.invalid
         yield "clients_stalled_total", {}, self.stalled
         yield "body_bytes_total", {"direction": "in"}, self.bytes_in
         yield "body_bytes_total", {"direction": "out"}, self.bytes_out

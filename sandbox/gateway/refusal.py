@@ -49,7 +49,7 @@ def refusals_as_json(dispatcher: Dispatcher) -> Middleware:
         try:
             return await handler(request)
         except Refusal as why:
-            refusal = why
+            refusal = why.with_traceback(None)  # it has this frame, which has it: a cycle that keeps body and request
         except InvalidCall as why:
             refusal = Refusal(400, str(why))
         except Overloaded as why:
@@ -59,6 +59,7 @@ def refusals_as_json(dispatcher: Dispatcher) -> Middleware:
             refusal = Refusal(413, str(why))
         except web.HTTPException as why:
             refusal = _of_aiohttp(request, why)
+            why.__traceback__ = None  # likewise: the request has it
         except ConnectionError:
             raise
         except Exception:  # the boundary between a bug of ours and the client, who gets no traceback

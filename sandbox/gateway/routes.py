@@ -23,7 +23,7 @@ from sandbox.gateway.openapi import MOST, Route, document
 from sandbox.gateway.refusal import Refusal, refusals_as_json
 from sandbox.gateway.siblings import Siblings, State
 from sandbox.gateway.stats import Stats
-from sandbox.types import Result
+from sandbox.types import Result, Status
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 CONFIG = web.AppKey("config", ServeConfig)
@@ -63,23 +63,23 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher, siblings: Siblings | 
 
 
 async def run_call(request: web.Request) -> web.StreamResponse:
-    async with _admitted(request, intake.read_call) as (batch, sent):
+    async with _admitted(request, intake.read_call) as (batch, sent, _):
         kind = codec.answer_type(request, sent, BODY_TYPES)
         await _all_answered(batch)
-        return await _respond(request, codec.encode_answer(_all(batch)[0], kind), kind)
+        return await _respond(request, 200, codec.encode_answer(_all(batch)[0], kind), kind)
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
-    async with _admitted(request, intake.read_batch) as (batch, sent):
+    async with _admitted(request, intake.read_batch) as (batch, sent, status):
         kind = codec.answer_type(request, sent, BATCH_TYPES)
         if kind in (NDJSON, MSGPACK_STREAM):
-            return await _stream(request, batch, kind)
+            return await _stream(request, status, batch, kind)
         await _all_answered(batch)
-        return await _respond(request, await codec.encode_answers(_all(batch), kind), kind)
+        return await _respond(request, status, await codec.encode_answers(_all(batch), kind), kind)
 
 
 async def run_checks(request: web.Request) -> web.StreamResponse:
-    async with _admitted(request, intake.read_pairs) as (batch, sent):
+    async with _admitted(request, intake.read_pairs) as (batch, sent, status):
         kind = codec.answer_type(request, sent, BODY_TYPES)
         await _all_answered(batch)
         verdicts = []
@@ -87,7 +87,7 @@ async def run_checks(request: web.Request) -> web.StreamResponse:
             if index % codec.CHUNK == codec.CHUNK - 1:
                 await asyncio.sleep(0)
             verdicts.append(verify.verdict_of(Result.decode(answer)).encode())
-        return await _respond(request, await codec.encode_answers(verdicts, kind), kind)
+        return await _respond(request, status, await codec.encode_answers(verdicts, kind), kind)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -164,9 +164,10 @@ async def _stop_stats(app: web.Application) -> None:
 @asynccontextmanager
 async def _admitted(
     request: web.Request, read: Callable[[Any, ServeConfig], Awaitable[tuple[Batch, int]]]
-) -> AsyncIterator[tuple[Batch, str]]:
-    """The batch that `read` makes of the body, admitted, and the body's type. A client that goes away before the end
-    takes its calls along. What is read counts until the queue does the counting."""
+) -> AsyncIterator[tuple[Batch, str, int]]:
+    """The batch that `read` makes of the body, admitted, the body's type, and the HTTP status of the answer: 400 where
+    every call is malformed. A client that goes away before the end takes its calls along. What is read counts until the
+    queue does the counting."""
     dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
     dispatcher.check_is_open()
     kind = codec.body_type(request)
@@ -178,12 +179,16 @@ async def _admitted(
         del body
         batch, invalid = await read(raw, request.app[CONFIG])
         del raw
-        dispatcher.counters.invalid += invalid
         dispatcher.submit(batch)
     finally:
         bodies.give_back(size)
+    status = 400 if invalid == len(batch.answers) else 200
+    if invalid:
+        dispatcher.counters.by_status[Status.INVALID.value] += invalid
+    if status == 400:
+        dispatcher.counters.refused[status] += 1
     try:
-        yield batch, kind
+        yield batch, kind, status
     finally:
         dispatcher.cancel(batch)
 
@@ -196,7 +201,7 @@ async def _all_answered(batch: Batch) -> None:
         await done.wait()
 
 
-async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamResponse:
+async def _stream(request: web.Request, status: int, batch: Batch, kind: str) -> web.StreamResponse:
     """Results as they finish; while the client is slow to read, they gather into larger writes."""
     dispatcher = request.app[DISPATCHER]
     finished = deque(index for index, answer in enumerate(batch.answers) if answer is not None)
@@ -207,7 +212,7 @@ async def _stream(request: web.Request, batch: Batch, kind: str) -> web.StreamRe
         wake.set()
 
     batch.on_answer = note
-    response = web.StreamResponse(headers={"Content-Type": kind, "X-Accel-Buffering": "no"})
+    response = web.StreamResponse(status=status, headers={"Content-Type": kind, "X-Accel-Buffering": "no"})
     await response.prepare(request)
     left = len(batch.answers)
     while left:
@@ -243,13 +248,13 @@ def _all(batch: Batch) -> list[dict[str, Any]]:
     return [batch.take(index) for index in range(len(batch.answers))]
 
 
-async def _respond(request: web.Request, body: bytes, kind: str) -> web.StreamResponse:
+async def _respond(request: web.Request, status: int, body: bytes, kind: str) -> web.StreamResponse:
     """Send `body`, and return once the client has read all but what the kernel holds for it."""
     if len(body) <= codec.PIECE:
-        response = web.Response(body=body, headers={"Content-Type": kind})
+        response = web.Response(status=status, body=body, headers={"Content-Type": kind})
         await _send(request, response, body)
         return response
-    stream = web.StreamResponse(headers={"Content-Type": kind, "Content-Length": str(len(body))})
+    stream = web.StreamResponse(status=status, headers={"Content-Type": kind, "Content-Length": str(len(body))})
     await stream.prepare(request)
     for start in range(0, len(body), codec.PIECE):
         await _send(request, stream, body[start : start + codec.PIECE])
@@ -282,9 +287,10 @@ def _page(name: str) -> web.Response:
     return web.Response(body=text, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
 
 
-_CALL_REFUSALS = (400, 401, 403, 408, 413, 415, 429, 500, 503)
+_CALL_REFUSALS = (400, 401, 403, 408, 413, 415, 429, 503)
 _RESULT = dict.fromkeys(BODY_TYPES, "Result")
 _RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
+_VERDICTS = dict.fromkeys(BODY_TYPES, "Verdicts")
 
 _AFTER = {"after": "only steps after this number"}
 
@@ -299,19 +305,21 @@ ROUTES: tuple[Route, ...] = (
         "Batch",
         BODY_TYPES,
         _CALL_REFUSALS,
+        gives_if_invalid=_RESULTS,
     ),
     Route(
         "POST",
         "/v1/verify",
         run_checks,
         "Check answers of mathematics: verdicts in order",
-        dict.fromkeys(BODY_TYPES, "Verdicts"),
+        _VERDICTS,
         "Verify",
         BODY_TYPES,
         _CALL_REFUSALS,
+        gives_if_invalid=_VERDICTS,
     ),
-    Route("GET", "/health", health, "Is the service alive?", {JSON: "State"}, refuses=(503,)),
-    Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "Ready"}, refuses=(503,)),
+    Route("GET", "/health", health, "Is the service alive?", {JSON: "State"}, refuses=(403, 503)),
+    Route("GET", "/ready", ready, "Does it take calls now?", {JSON: "Ready"}, refuses=(403, 503)),
     Route("GET", "/metrics", scrape, "Numbers for Prometheus", {"text/plain": None}, refuses=(401, 403)),
     Route(
         "GET", "/v1/stats", stats, "What the dashboard shows", {JSON: "Stats"}, refuses=(400, 401, 403), query=_AFTER

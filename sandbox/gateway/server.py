@@ -21,7 +21,7 @@ from aiohttp import web
 from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
-from sandbox.gateway import gateways
+from sandbox.gateway import gateways, heap
 from sandbox.gateway.dispatch import Dispatcher
 from sandbox.gateway.doors import SPARE_FILES, Doors, grant_files
 from sandbox.gateway.gateways import Post
@@ -53,6 +53,7 @@ def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
 
 def _run(config: ServeConfig, launch: Launch, post: Post | None = None) -> int:
     """One gateway, alone or at its post among several."""
+    heap.use_one_arena()
     gc.freeze()
     gc.set_threshold(*GARBAGE)
     try:

@@ -176,7 +176,6 @@ class Stats:
         events = Counter({f"refused_{code}": count for code, count in counters.refused.items()})
         events["retried"] = counters.retried
         events["cancelled"] = counters.cancelled
-        events["invalid"] = counters.invalid
         events["executor_restarts"] = sum(node.restarts for node in nodes)
         for node in nodes:
             self._lasting.see(node.number, node.stats)

@@ -114,6 +114,7 @@ class Zygote:
         self.running: dict[int, Running] = {}  # by process id
         self.ending: list[tuple[Running, int, resource.struct_rusage]] = []  # its first process is dead
         self.lasting_s = 0.0
+        self.inherited_kb = 0  # resident memory of a call that does nothing
         self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
         self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
         self.deaths = _signal_fd()
@@ -310,7 +311,7 @@ class Zygote:
                 "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
                 "wall_ms": wall_ms,
                 "cpu_ms": (usage.ru_utime + usage.ru_stime) * 1e3,
-                "peak_kb": usage.ru_maxrss,
+                "peak_kb": max(0, usage.ru_maxrss - self.inherited_kb),
                 "out_cut": out_cut,
                 "err_cut": err_cut,
             }
@@ -406,11 +407,20 @@ def live(sock: socket.socket, layers: confine.Confinement, profile: str) -> None
     zygote = Zygote(frames.Frames(sock), layers)
     rehearsal.play(zygote, 2)  # what settling has put out of the interpreter's caches comes back
     pages.trim()
+    zygote.inherited_kb = _inherited_kb()
     modules = sorted({name.partition(".")[0] for name in sys.modules})
     about = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
     zygote.send({"op": "ready", **about})
     zygote.outbox.flush()
     zygote.serve()
+
+
+def _inherited_kb() -> int:
+    """The largest resident set of a fork that ends at once: the pages of this process that it has without any copy."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    return int(os.wait4(pid, 0)[2].ru_maxrss)
 
 
 @contextlib.contextmanager

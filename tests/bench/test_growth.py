@@ -53,6 +53,26 @@ def test_wild_values_are_no_leak() -> None:
     assert not _grows([500.0 + (x * 40 if x % 5 == 0 else 0) for x in range(60)])
 
 
+@pytest.mark.parametrize(("alike", "most"), [(0.0, 1), (0.5, 1), (0.8, 3), (0.9, 4)])
+def test_noise_without_a_tolerance_is_hardly_ever_a_line(alike: float, most: int) -> None:
+    assert sum(growth.of(_noise(seed, n=100, alike=alike)).is_line for seed in range(200)) <= most
+
+
+@pytest.mark.parametrize("height", [1e-6, 0.1, 20.0])
+def test_any_line_is_found_where_there_is_no_noise(height: float) -> None:
+    assert growth.of([height * x for x in range(40)]).is_line
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_line_lower_than_its_noise_is_found_in_enough_values(seed: int) -> None:
+    assert growth.of([value + x * 4 / 1199 for x, value in enumerate(_noise(seed, n=1200))]).is_line
+
+
+@pytest.mark.parametrize("at", [20, 30, 50, 70, 80])
+def test_one_step_is_no_line(at: int) -> None:
+    assert not growth.of([value + 30 * (x >= at) for x, value in enumerate(_noise(2, n=100))]).is_line
+
+
 def test_what_falls_does_not_grow() -> None:
     assert not _grows([value - x for x, value in enumerate(_noise(1))])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from sandbox.jail import choose
 from tests.executor.calling import OWN_PYTHON
 
 REST = Holdings(1000, 8, 0, 200, 90, 4, 0, 120.0)
-WORK = Sight(0.0, 0, 150.0, 260, 30, 2, 200, 4, 80.0)
+WORK = Sight(0.0, 0, 150.0, 260, 30, 2, 200, 4, 80.0, 90.0)
 
 
 def _tally(**more: Any) -> Tally:
@@ -47,10 +48,35 @@ def test_steady_traffic_holds() -> None:
     assert len(soak.summarise(_tally(), _sights() * 20, _marks(), [])["at_work"]) == 200
 
 
-@pytest.mark.parametrize("name", soak.TOLERANCE)
+@pytest.mark.parametrize("name", [*soak.MEMORY, *soak.TOLERANCE])
 def test_whatever_grows_at_work_is_named(name: str) -> None:
     figures = soak.summarise(_tally(), _sights(**{name: 1}), _marks(), [])
     assert [line.split()[0] for line in figures["missed"]] == [name]
+
+
+def _wavering(seed: int, rise_mb: float) -> list[Sight]:
+    """A run of 1,000,000 calls: the gateway's memory wavers by 1 MiB, and rises by so much over the last half."""
+    rng = random.Random(seed)
+    return [
+        replace(WORK, calls=5000 * turn, gateway_mb=90 + rng.gauss(0, 1) + rise_mb * turn / 100)
+        for turn in range(1, 201)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_that_is_as_low_as_the_noise_is_named_and_noise_alone_is_not(seed: int) -> None:
+    tally = Tally(1_000_000, answered=1_000_000, latencies_ms=[1.0])
+    marks = [replace(REST, calls=250_000 * turn) for turn in range(1, 5)]
+    leak, noise = (soak.summarise(tally, _wavering(seed, rise_mb), marks, []) for rise_mb in (3.0, 0.0))
+    assert [line.split()[0] for line in leak["missed"]] == ["gateway_mb"]
+    assert noise["holds"], noise["missed"]
+
+
+def test_a_block_that_an_allocator_takes_once_is_no_line() -> None:
+    tally = Tally(1_000_000, answered=1_000_000, latencies_ms=[1.0])
+    sights = [replace(one, gateway_mb=one.gateway_mb + 4 * (one.calls > 750_000)) for one in _wavering(1, 0.0)]
+    marks = [replace(REST, calls=250_000 * turn) for turn in range(1, 5)]
+    assert soak.summarise(tally, sights, marks, [])["holds"]
 
 
 def test_the_slab_is_the_machines() -> None:

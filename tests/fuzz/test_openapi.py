@@ -28,7 +28,12 @@ def address() -> Iterator[str]:
         yield address_of(process)
 
 
-UNSAID = ("expected a relative path", "expected printable text", "expected base64 text")
+UNSAID = (
+    "expected a relative path",
+    "expected printable text",
+    "expected base64 text",
+    "expected each path to be a file or a directory",
+)
 POSTED = [(route, mode) for route in ROUTES if route.takes for mode in GenerationMode]
 FETCHED = [(route, GenerationMode.POSITIVE) for route in ROUTES if not route.takes]
 
@@ -49,7 +54,6 @@ def test_the_service_does_as_it_says(route: Route, mode: GenerationMode, address
     def ask(case: Case) -> None:
         response = case.call_and_validate(base_url=address, excluded_checks=not_ours)
         if mode is GenerationMode.POSITIVE and response.status_code != 200:
-            message = response.json()["error"]["message"]
-            assert any(rule in message for rule in UNSAID), message
+            assert any(rule in response.text for rule in UNSAID), response.text
 
     ask()

@@ -70,17 +70,27 @@ async def test_a_bad_call_never_spoils_its_batch() -> None:
         _, scraped = await served.get("/metrics")
     results = body["results"]
     assert status == 200
-    assert [r["status"] for r in results] == ["unavailable"] * 5 + ["ok"]
+    assert [r["status"] for r in results] == ["invalid"] * 5 + ["ok"]
     assert {r["error"]["type"] for r in results[:5]} == {"InvalidCall"}
     assert [r["id"] for r in results] == ["0", "1", "x", "3", "4", "5"]
     assert results[3]["error"]["message"].startswith("calls[3]: unknown field 'colour'")
-    assert "rstar_sandbox_calls_invalid_total 5" in scraped
+    assert 'rstar_sandbox_calls_total{status="invalid"} 5' in scraped
 
 
-async def test_a_batch_of_bad_calls_only_is_answered() -> None:
-    async with serving(wait=False) as served:
-        status, body = await served.post("/v1/batch", {"calls": [{}, {}]})
-    assert (status, len(body["results"])) == (200, 2)
+@pytest.mark.parametrize("kind", ["application/json", "application/x-ndjson"])
+async def test_a_batch_of_bad_calls_only_is_a_400_that_says_what_is_wrong_with_each(kind: str) -> None:
+    body = {"calls": [{"codee": "1"}, {}]}
+    async with (
+        serving(wait=False) as served,
+        served.http.post(served.url + "/v1/batch", json=body, headers={"Accept": kind}) as response,
+    ):
+        assert (response.status, response.content_type) == (400, kind)
+        text = await response.text()
+        assert served.dispatcher.counters.refused == {400: 1}
+    results = json.loads(text)["results"] if kind == "application/json" else list(map(json.loads, text.splitlines()))
+    assert [result["status"] for result in results] == ["invalid", "invalid"]
+    assert "unknown field 'codee'" in results[0]["error"]["message"]
+    assert "expected Python source" in results[1]["error"]["message"]
 
 
 async def test_defaults_fill_in_and_ceilings_clamp() -> None:
@@ -275,7 +285,7 @@ async def test_results_stream_as_they_finish(kind: str) -> None:
         unpacker.feed(data)
         lines = list(unpacker)
     assert [line["index"] for line in lines] == [2, 1, 0]
-    assert [line["status"] for line in lines] == ["unavailable", "ok", "ok"]
+    assert [line["status"] for line in lines] == ["invalid", "ok", "ok"]
 
 
 @pytest.mark.parametrize("kind", ["application/x-ndjson", "application/x-msgpack-stream"])

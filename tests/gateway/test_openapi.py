@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
+from enum import StrEnum
 from typing import Any
 
 import pytest
 
 from sandbox.gateway.guard import OPEN_PATHS
-from sandbox.gateway.openapi import document
+from sandbox.gateway.openapi import EXAMPLES, MEANINGS, document
 from sandbox.gateway.routes import ROUTES, build_app
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Call, Limits, Profile, Result, Status
 from tests.gateway.serving import serving
@@ -107,6 +109,60 @@ def test_a_token_is_in_the_description_when_it_is_needed() -> None:
     assert document(ROUTES, needs_token=True)["security"] == [{"token": []}]
     paths = document(ROUTES, needs_token=True)["paths"]
     assert {path for path in paths if paths[path].get("get", {}).get("security") == []} == OPEN_PATHS
+
+
+def test_every_field_is_described() -> None:
+    bare = [
+        f"{name}.{field}"
+        for name, schema in SCHEMAS.items()
+        for field, one in schema.get("properties", {}).items()
+        if not one.get("description")
+    ]
+    assert (bare, [name for name, schema in SCHEMAS.items() if not schema.get("description")]) == ([], [])
+
+
+@pytest.mark.parametrize("kind", MEANINGS)
+def test_every_value_of_an_enum_has_its_meaning(kind: type[StrEnum]) -> None:
+    assert list(MEANINGS[kind]) == list(kind)
+    assert all(f"{value}: " in SCHEMAS[kind.__name__]["description"] for value in kind)
+
+
+def test_no_name_of_the_source_is_in_the_description() -> None:
+    """Such as a constant, or a member of an enum as Python has it."""
+    assert re.findall(r"\b[A-Z]+_[A-Z_]+\b|`[A-Z]{4,}`", json.dumps(DOCUMENT)) == []
+
+
+@pytest.mark.parametrize("needs_token", [False, True])
+def test_the_token_has_a_scheme(needs_token: bool) -> None:
+    made = document(ROUTES, needs_token)
+    token = made["components"]["securitySchemes"]["token"]
+    assert (token["type"], token["scheme"], bool(token["description"])) == ("http", "bearer", True)
+
+
+@pytest.mark.asyncio
+async def test_examples_are_true() -> None:
+    for name, example in EXAMPLES.items():
+        check(example, SCHEMAS[name])
+    async with serving() as served:
+        for path, methods in DOCUMENT["paths"].items():
+            if body := methods.get("post", {}).get("requestBody"):
+                for media in (*body["content"].values(), *methods["post"]["responses"]["200"]["content"].values()):
+                    assert "example" in media
+                sent = body["content"]["application/json"]["example"]
+                with_no_loop = json.loads(json.dumps(sent).replace("while True: pass", "1"))
+                assert (await served.post(path, with_no_loop))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_a_batch_of_malformed_calls_is_as_described() -> None:
+    described = DOCUMENT["paths"]["/v1/batch"]["post"]["responses"]["400"]["content"]
+    async with serving() as served:
+        for accept, media in described.items():
+            headers = {"Accept": accept}
+            async with served.http.post(served.url + "/v1/batch", json={"calls": [{}]}, headers=headers) as response:
+                assert (response.status, response.content_type) == (400, accept)
+                if accept == "application/json":
+                    check(await response.json(), media["schema"])
 
 
 def test_results_encode_to_their_schema() -> None:

@@ -64,9 +64,17 @@ async def test_a_malformed_pair_spoils_no_other_and_is_no_verdict() -> None:
     assert status == 200
     check(body, SCHEMAS["Verdicts"])
     verdicts = [(verdict["outcome"], verdict["status"]) for verdict in body["results"]]
-    assert verdicts == [("unavailable", "unavailable")] * 4 + [("equivalent", "ok"), ("unparsable", "timeout")]
+    assert verdicts == [("invalid", "invalid")] * 4 + [("equivalent", "ok"), ("unparsable", "timeout")]
     assert body["results"][2]["message"].startswith("InvalidCall: pairs[2].answer: expected text")
-    assert "rstar_sandbox_calls_invalid_total 4" in scraped
+    assert 'rstar_sandbox_calls_total{status="invalid"} 4' in scraped
+
+
+async def test_malformed_pairs_alone_are_a_400() -> None:
+    async with serving(wait=False) as served:
+        status, body = await served.post("/v1/verify", {"pairs": [{"gold": "1"}]})
+    assert status == 400
+    assert [verdict["outcome"] for verdict in body["results"]] == ["invalid"]
+    assert "expected an object of gold and answer, got the fields gold" in body["results"][0]["message"]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,15 @@ def test_files_come_back_from_where_the_call_began(guest: Caller) -> None:
 )
 def test_what_is_no_readable_file_does_not_come_back(guest: Caller, make: str) -> None:
     result = guest.run(f"import os\n{make}\nNone", return_files=("f",))
-    assert result.files == {}
+    assert (result.files, result.missing_files) == ({}, ("f",))
     assert result.truncated == ()
+
+
+def test_every_file_that_does_not_come_back_is_missing(guest: Caller) -> None:
+    result = guest.run("open('a', 'w').write('1')\nNone", return_files=("a", "none", "none"))
+    assert (result.files, result.missing_files, result.truncated) == ({"a": b"1"}, ("none",), ())
+    stopped = guest.run("open('a', 'w').write('1')\nwhile True: pass", return_files=("a",), timeout_s=0.3)
+    assert (stopped.status, stopped.files, stopped.missing_files) == (Status.TIMEOUT, {}, ("a",))
 
 
 def test_a_link_in_the_middle_of_a_path_leads_nowhere_else(guest: Caller) -> None:
@@ -74,7 +81,7 @@ def test_a_file_over_what_may_come_back_is_said(guest: Caller) -> None:
 
 def test_a_sparse_file_costs_what_it_seems(guest: Caller) -> None:
     result = guest.run("open('big', 'wb').truncate(60 << 20)\nNone", return_files=("big",))
-    assert (result.files, result.truncated) == ({}, ("files",))
+    assert (result.files, result.truncated, result.missing_files) == ({}, ("files",), ("big",))
 
 
 def test_files_that_do_not_fit_are_the_callers_to_see(guest: Caller) -> None:

@@ -17,7 +17,7 @@ from sandbox.client import AsyncClient
 from sandbox.errors import ConfigError, IsolationError, Overloaded
 from sandbox.jail import choose
 from sandbox.tool import TOOL_NAMES
-from sandbox.types import CallError, Limits, Outcome, Result, Status
+from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.reward import Verdict
 from trainer.tools import ServiceFailed, Tools, service
@@ -130,6 +130,15 @@ def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception
     assert verdicts == [Verdict.UNAVAILABLE] * 2
 
 
+def test_a_malformed_call_is_a_bug_of_ours_and_no_reward(caplog: pytest.LogCaptureFixture) -> None:
+    tools = Tools(Refusing(invalid("", "call.limits: expected an object")), limits=Limits())
+    reply = asyncio.run(tools.run(*code("1")))
+    assert (reply.status, reply.response) == (CallStatus.UNAVAILABLE, "")
+    assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error
+    assert asyncio.run(tools.verify([("1", "1")])) == [Verdict.UNAVAILABLE]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
 def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
     async def main() -> list[Verdict]:
         async with service(address) as found:
@@ -139,8 +148,8 @@ def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
 
 
 def test_every_outcome_of_the_sandbox_is_a_verdict_and_every_status_one_of_a_call() -> None:
-    assert {verdict.value for verdict in Verdict} == {outcome.value for outcome in Outcome}
-    assert {status.value for status in Status} == {status.value for status in CallStatus} - {"malformed"}
+    assert {verdict.value for verdict in Verdict} == {outcome.value for outcome in Outcome} - {"invalid"}
+    assert {status.value for status in Status} - {"invalid"} == {status.value for status in CallStatus} - {"malformed"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""`peak_memory_mb` means the same with control groups and without: what a call adds to what it inherits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.executor.calling import Caller, executor
+
+
+@pytest.fixture(params=["auto", "none"], scope="module")
+def caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
+    """With control groups, where this machine grants them, and without."""
+    with executor(isolation=request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("code", "mib"),
+    [
+        ("1 + 1", 0),
+        ("kept = bytearray(64 << 20)", 64),
+        ("kept = bytearray(32 << 20)\ndel kept\nbytearray(8 << 20)[:1]", 32),
+    ],
+)
+def test_the_peak_is_what_the_call_adds(caller: Caller, code: str, mib: int) -> None:
+    peaks = [caller.run(code).usage.peak_memory_mb for _ in range(3)]
+    assert all(mib <= peak < mib + 3 for peak in peaks), peaks

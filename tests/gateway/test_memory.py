@@ -1,0 +1,130 @@
+"""What a request leaves behind: nothing, even while the cyclic garbage collector is off."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+import tracemalloc
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import pytest
+from aiohttp import web
+
+from bench import procs
+from bench.gateway import _serving as stubbed_server
+from sandbox.gateway.admission import Batch, Ticket
+from sandbox.gateway.history import STEPS, History, Snapshot
+from sandbox.gateway.refusal import Refusal
+from sandbox.types import Call, Status
+from tests.gateway.serving import Served, serving, until
+from tests.gateway.test_stats import EMPTY
+
+CALLS = [{"code": str(n)} for n in range(20)]
+REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {
+    "a call": ("/v1/execute", {"code": "1"}, {}, 200),
+    "a batch": ("/v1/batch", {"calls": CALLS}, {}, 200),
+    "a check": ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}] * 20}, {}, 200),
+    "malformed calls": ("/v1/batch", {"calls": [*CALLS, {}]}, {}, 200),
+    "a malformed batch": ("/v1/batch", {"call": CALLS}, {}, 400),
+    "no JSON": ("/v1/batch", b"{", {"Content_Type": "application/json"}, 400),
+    "another type": ("/v1/batch", b"{}", {"Content_Type": "text/plain"}, 415),
+    "a full queue": ("/v1/batch", {"calls": CALLS + CALLS}, {}, 413),
+    "no such path": ("/v1/nothing", {"calls": CALLS}, {}, 404),
+}
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Garbage in cycles stays."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _left() -> Counter[str]:
+    kinds = (Batch, Ticket, Call, Refusal, web.Request)
+    return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+
+
+async def _stream(served: Served) -> None:
+    headers = {"Accept": "application/x-ndjson"}
+    async with served.http.post(served.url + "/v1/batch", json={"calls": CALLS}, headers=headers) as response:
+        assert len((await response.read()).splitlines()) == len(CALLS)
+
+
+async def _leave(served: Served) -> None:
+    """Go before there is an answer."""
+    asked = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
+    await until(lambda: served.dispatcher.ledger.running(0) > 0)
+    asked.cancel()
+    await until(lambda: served.dispatcher.ledger.calls == 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", [*REQUESTS, "a stream", "a client that leaves"])
+async def test_no_request_waits_for_the_garbage_collector(name: str) -> None:
+    async with serving(queue_calls=30) as served:
+        with _no_collector():
+            before = _left()
+            for _ in range(3):
+                if name in REQUESTS:
+                    path, body, headers, expected = REQUESTS[name]
+                    status, _ = await served.post(path, body, **headers)
+                    assert status == expected
+                else:
+                    await (_stream if name == "a stream" else _leave)(served)
+            for _ in range(20):  # the server has turns of its own after the last byte
+                await asyncio.sleep(0)
+            assert not _left() - before - Counter(Request=1), "an open connection has its last request"
+
+
+def _at(second: int) -> Snapshot:
+    """After a second in which everything that a busy server counts has changed."""
+    rng = random.Random(second)
+    return Snapshot(
+        second + rng.random(),
+        dict.fromkeys(Status, 1000 * second),
+        {f"refused_{code}": second for code in (400, 413, 429, 503)},
+        {
+            name: tuple(second * (place % 7) for place in range(len(EMPTY)))
+            for name in ("queue_ms", "run_ms", "answer_ms")
+        },
+        {f"gauge_of_a_name_as_long_as_{number}": rng.random() * 1e10 for number in range(16)},
+    )
+
+
+def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
+    """They come one by one after the start of a server, so what they take would look like a leak."""
+    tracemalloc.start()
+    try:
+        history = History(_at(0))
+        for second in range(1, STEPS + 1):
+            history.add(_at(second))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 1 << 20
+    assert history.after(STEPS - 1)[0]["statuses"]["ok"] == 1000
+
+
+def test_a_gateway_at_rest_does_not_hold_the_memory_of_its_largest_requests() -> None:
+    body = msgpack.packb({"calls": [{"code": "#" * 100_000}] * 250})
+    with stubbed_server() as server:
+        for _ in range(3):  # the first block of a size is one of its own, later ones are taken from the heap
+            request = urllib.request.Request(f"{server.url}/v1/batch", body, {"Content-Type": "application/msgpack"})
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert len(msgpack.unpackb(response.read())["results"]) == 250
+        give_up = time.monotonic() + 10
+        while procs.pss_mb([server.pid]) > 40 and time.monotonic() < give_up:
+            time.sleep(0.1)
+        assert procs.pss_mb([server.pid]) < 40
