@@ -262,6 +262,7 @@ class Family:
                 self._owner.on_failed(work, why)
             case "lasting":
                 wall_s = frames.number(header, "wall_ms") / 1e3
+                work.zygote_pid, work.inner_pid = zygote.link.peer_pid, int(frames.number(header, "pid"))
                 if not zygote.link.fds or work.watch is not None:
                     raise ProtocolError("lasting without a pidfd, or for the second time")
                 self._owner.on_lasting(self, work, wall_s, zygote.link.fds.pop(0))

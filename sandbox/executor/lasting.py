@@ -172,7 +172,7 @@ class Watch:
         return pause_s(left_s, own.guess_s, slowness, crowd, has_share=work.has_share, was_alone=own.was_alone)
 
     def _find(self) -> CallTree | None:
-        pid = host_pid(self._pidfd)
+        pid = host_pid(self._pidfd, self._work.zygote_pid, self._work.inner_pid)
         return None if pid is None else CallTree(pid, self._slots.group(self._work.slot))
 
     def _count(self, tree: CallTree, wall_s: float) -> None:

@@ -43,6 +43,9 @@ class Work:
     give_up_at: float = 0.0
     whereabouts: tuple[Any, int] | None = None
     """The zygote that has it, and its number there."""
+    zygote_pid: int = 0
+    inner_pid: int = 0
+    """The zygote's process, and the number that the zygote gives for the call's first process, which only it knows."""
     watch: Any = None
     """Of its own clock, if it lasts (`lasting.Watch`)."""
     is_long: bool = False
