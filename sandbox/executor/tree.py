@@ -43,8 +43,8 @@ _GONE = OSError, IndexError, ValueError
 
 def host_pid(pidfd: int, zygote: int = 0, inner: int = 0) -> int | None:
     """The process a pidfd refers to, as this /proc numbers it; None if it is gone. Where the kernel does not give a
-    pidfd's number, it is that child of `zygote` which has the number `inner` in the zygote's PID namespace; `UNKNOWN` if
-    there is none."""
+    pidfd's number, it is that child of `zygote` which has the number `inner` in the zygote's PID namespace; `UNKNOWN`
+    if there is none."""
     for line in _read(f"/proc/self/fdinfo/{pidfd}").splitlines():
         if line.startswith(b"Pid:"):
             pid = int(line.split()[1])
