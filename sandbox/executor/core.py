@@ -144,7 +144,7 @@ class Executor:
             trees = [stack.enter_context(closing(jail.Tree())) for _ in self.families]
         except IsolationError as why:
             stack.close()
-            log.warning("no control groups, so limits hold for each process of a call: %s", why)
+            log.warning("no control groups, so the memory of a call's processes is summed by looking at them: %s", why)
             return
         log.info("control groups: %s", "; ".join(map(str, trees)))
         for family, tree in zip(self.families, trees, strict=True):
@@ -278,7 +278,7 @@ class Executor:
                 asked_files=work.call.get("return_files", []),
                 timeout_s=work.timeout_s,
                 late=is_spent or (work.out_of_time and was_killed),
-                spent=work.spent,
+                spent=jail.Spent(None, None, was_oom=True) if work.out_of_memory else work.spent,
             )
         except ProtocolError as why:
             self._retry(work, str(why))
@@ -350,7 +350,8 @@ class Executor:
             return
         self.counts["retried"] += 1
         work.attempts += not is_free
-        work.out_of_time = work.starved = work.is_long = work.has_long_place = work.has_share = False
+        work.out_of_time = work.out_of_memory = work.starved = False
+        work.is_long = work.has_long_place = work.has_share = False
         work.most_cpu_s = math.inf
         self._queue.appendleft(work)
 

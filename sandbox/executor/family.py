@@ -277,7 +277,8 @@ class Family:
 
     def take(self, slot: int, work: Work, zygote: Zygote) -> None:
         """Make a slot ready for a call. Raises `OSError`; then it is not to be used now."""
-        self.slots.begin(slot, work.most_memory(self.inherited), work.most_processes)
+        work.inherited_bytes, work.memory_bytes = self.inherited, work.most_memory(self.inherited)
+        self.slots.begin(slot, work.memory_bytes, work.most_processes)
         if self._tree is not None:
             zygote.let_in(slot, self._tree)
 

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -36,6 +36,9 @@ _EXITING = 0x4
 """Of the flags (PF_EXITING): it runs no code of its own any more. To end it waits for a core and for locks that others
 hold, on a swamped machine for seconds, as when all that leave a mount namespace queue for the same one."""
 _SLEEPS = b"\nvoluntary_ctxt_switches:"
+_RESIDENT = b"RssAnon:", b"RssShmem:", b"VmSwap:"
+_PROPORTIONAL, _OF_FILES = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
+"""Lines of /proc/PID/status and /proc/PID/smaps_rollup, in KiB."""
 _NORMAL = os.sched_param(0)
 _GONE = OSError, IndexError, ValueError
 """What reading raises of what has just ended."""
@@ -92,6 +95,7 @@ class CallTree:
         self._waits = None if counts_waits() else _Waits()
         self._is_crowd = root == UNKNOWN
         """And stays one. A call whose first process is not known is treated as one: only its wall time is known."""
+        self._pids: list[int] = []  # of the last look
         self._policies: dict[int, int] = {}  # by thread
         self._is_inside: bool | None = None  # they are to be in the group of those that give way; None: none ever was
         self._moved: set[int] = set()  # threads that are where they are to be
@@ -113,7 +117,8 @@ class CallTree:
         if self._waits is not None:
             self._waits.begin()
         self.ran_s = 0.0
-        for pid in self._numbers():
+        self._pids = self._numbers()
+        for pid in self._pids:
             with suppress(*_GONE):
                 process = self._read(pid)
                 if process is not None:
@@ -168,11 +173,21 @@ class CallTree:
                 with suppress(OSError):
                     found += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
 
+    def resident(self) -> dict[int, int]:
+        """Bytes that each process of the last look has in memory, those of files aside, if there are several: one alone
+        is bounded by its own limit. What they share counts for each, so together they have no more than the sum."""
+        found = {}
+        for pid in self._pids if len(self._pids) > 1 else ():
+            with suppress(*_GONE):
+                found[pid] = _kilobytes(f"/proc/{pid}/status", _RESIDENT) << 10
+        return found
+
     def _skim(self) -> None:
         before, tids = self._policies, []
         with suppress(OSError):
             if self._members is None:
-                tids = [tid for pid in self._descendants() for tid in _threads(pid)]
+                self._pids = [*self._descendants()]
+                tids = [tid for pid in self._pids for tid in _threads(pid)]
             else:
                 tids = self._members.threads()
         self._policies = {tid: before.get(tid, _NO_POLICY) for tid in tids if tid}
@@ -209,6 +224,33 @@ class CallTree:
             known = turns, _slept(path)
         self._sleeps[tid] = known
         return known[1]
+
+
+def hold_more(resident: Mapping[int, int], limit: int, inherited: int) -> bool:
+    """Whether processes, with what each has `resident`, hold more than `limit` bytes together, where what several share
+    counts once. The kernel takes milliseconds for each 100 MiB to say, so the largest are asked about first, and no
+    more than decide it.
+
+    Where the server may not ask (at level `landlock` as root without CAP_SYS_PTRACE), what is shared counts for each,
+    but for the `inherited` bytes of a zygote's.
+    """
+    held, rest = 0, sum(resident.values())
+    for pid, most in sorted(resident.items(), key=lambda item: -item[1]):
+        if held > limit or held + rest <= limit:
+            break
+        rest -= most
+        path = f"/proc/{pid}/smaps_rollup"
+        try:
+            held += max(0, _kilobytes(path, _PROPORTIONAL) - _kilobytes(path, _OF_FILES)) << 10
+        except PermissionError:
+            held += max(0, most - inherited)
+        except _GONE:
+            continue
+    return held > limit
+
+
+def _kilobytes(path: str, names: tuple[bytes, ...]) -> int:
+    return sum(int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(names))
 
 
 @dataclass(slots=True)
