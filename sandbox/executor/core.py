@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ class Executor:
         self._window = self.window
 
     def _family(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> Family:
-        base, count = jail.host_uids(number, slots.count, self.level)
+        base, count = jail.host_uids(number, slots.count, self.level, self.python)
+        shares_uid = base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
         scratch = f"{tempfile.gettempdir()}/rstar-sandbox-{secrets.token_hex(8)}"
         spec = jail.JailSpec(
             self.level,
@@ -117,9 +119,18 @@ class Executor:
             env=GUEST_ENV,
             uid_base=base,
             uid_count=count,
+            own_namespaces=shares_uid and self._may_count_processes,
             scratch=scratch if self.level is jail.Level.LANDLOCK else None,
         )
         return Family(spec, profiles, slots, self, lasting_s=self.demote_after_s, hurry=self._hurry)
+
+    @cached_property
+    def _may_count_processes(self) -> bool:
+        """Whether each call can have a limit of processes though all share one uid."""
+        counts = jail.process_counts()
+        if not counts.ok:
+            log.warning("no limit of processes for each call but by control groups: %s", counts.found)
+        return counts.ok
 
     async def run(self) -> None:
         """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""

@@ -13,7 +13,7 @@ from sandbox.jail.group import Group, Spent
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import may_set_priorities
 from sandbox.jail.plan import call_plan, command
-from sandbox.jail.probe import Layer, choose, probe
+from sandbox.jail.probe import Layer, choose, probe, process_counts
 from sandbox.jail.spec import SLOT_UID, JailSpec, Level
 from sandbox.jail.uids import host_uids
 
@@ -34,5 +34,6 @@ __all__ = [
     "may_set_priorities",
     "most_slots",
     "probe",
+    "process_counts",
     "want_files",
 ]

@@ -54,18 +54,19 @@ def main() -> NoReturn:
 def enter(spec: JailSpec) -> None:
     """Put this process into the jail, all but its PID, which only children can change.
 
-    The order: no_new_privs first, it costs nothing and holds for all that follows. The root is built with the host's
-    rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they end those rights.
+    The order: no_new_privs as soon as it can be, it costs nothing and holds for all that follows. The root is built
+    with the host's rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they
+    end those rights.
     """
     proc = userns.own_proc()  # while there is a /proc: the id maps are written through it when there is none
     privileged = lay_out_root(spec)
     with layer("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root.enter()
     with layer("namespaces and id map", ID_MAP_REMEDY):
-        userns.enter(INNER, userns.id_map(spec.uid_base, spec.uid_count, proc), proc)
+        userns.enter(INNER, inner_map(spec, privileged, proc), proc)
     os.close(proc)
     with layer("user ids"):
-        userns.become_first_id(privileged=privileged)
+        userns.become_first_id(privileged=privileged or spec.uid_base is not None)
     with layer("hostname"):
         kernel.set_hostname(HOSTNAME)
     with layer("capabilities"):
@@ -74,20 +75,27 @@ def enter(spec: JailSpec) -> None:
 
 def lay_out_root(spec: JailSpec) -> bool:
     """The first half of `enter`, up to a root that is ready in an own mount namespace. Returns whether the host's
-    rights were there for it; without them it is in a user namespace of its own."""
-    with layer("no_new_privs"):
-        kernel.no_new_privileges()
+    rights were there for it; without them it is in a user namespace of its own, which has the range of ids."""
     privileged = kernel.CAP_SYS_ADMIN in kernel.effective_capabilities()
+    if (privileged or spec.uid_base is not None) and (hidden := root.unreadable(spec.python)):
+        raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
     if not privileged:
         with layer("user namespace", "enable unprivileged user namespaces, or start as root"):
-            userns.become_root()
-    elif hidden := root.unreadable(spec.python):
-        raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
+            userns.become_root(spec.uid_base, spec.uid_count)
+    with layer("no_new_privs"):  # not before newuidmap has run, which is set-uid
+        kernel.no_new_privileges()
     with layer("mount namespace", "grant CAP_SYS_ADMIN"):
         kernel.unshare(kernel.CLONE_NEWNS)
     with layer("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root.lay_out(spec)
     return privileged
+
+
+def inner_map(spec: JailSpec, privileged: bool, proc: int) -> str:
+    """The id map of the guest's user namespace. The range is there under the host's numbers or, in a namespace that has
+    no more ids than ours and the range, from `userns.RANGE` on."""
+    base = spec.uid_base if privileged or spec.uid_base is None else userns.RANGE
+    return userns.id_map(base, spec.uid_count, proc)
 
 
 @contextmanager

@@ -43,8 +43,9 @@ ON_THE_HOST = (Level.LANDLOCK, Level.NONE)
 @dataclass(frozen=True, slots=True)
 class JailSpec:
     """One jail. Without `argv` it runs the zygote of `guest_dir`; `argv` is for tests, with `{fd}` for the socket's
-    number. `uid_base` is the first of `uid_count` host ids, or None for a single uid. `scratch`, for level `landlock`
-    alone, is the folder that the jail makes for itself and removes."""
+    number. `uid_base` is the first of `uid_count` host ids, or None for a single uid. With `own_namespaces` each call
+    has a user namespace of its own, in which alone its processes are counted, though all have one uid. `scratch`, for
+    level `landlock` alone, is the folder that the jail makes for itself and removes."""
 
     level: Level
     python: Interpreter
@@ -53,6 +54,7 @@ class JailSpec:
     argv: tuple[str, ...] = ()
     uid_base: int | None = None
     uid_count: int = 0
+    own_namespaces: bool = False
     scratch: str | None = None
 
     def __post_init__(self) -> None:

@@ -1,17 +1,28 @@
 """User namespaces and their id maps: one id for anyone, a range for those whom the kernel lets write one.
 
-A map is one line, `inside outside count`. The single map of an ordinary user may be written from within; a range only
-from outside, by a process with CAP_SETUID and CAP_SETGID there.
+A map has lines `inside outside count`. The single map of an ordinary user may be written from within; a range only from
+outside, by a process with CAP_SETUID and CAP_SETGID there: us, or newuidmap(1), which is set-uid and gives ordinary
+users the ids that /etc/subuid and /etc/subgid list for them. With no_new_privs it gives nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import pwd
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
 
 NOBODY = 65_534
+RANGE = 1
+"""Where a range begins in the namespace of `become_root`; id 0 is who we were."""
+MAPPERS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
+SUBORDINATE = "/etc/subuid", "/etc/subgid"
 
 
 def own_proc() -> int:
@@ -19,13 +30,43 @@ def own_proc() -> int:
     return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
 
 
-def become_root() -> None:
-    """As an ordinary user: a user namespace in which we may mount. Groups cannot be changed in it, by kernel rule."""
+def become_root(uid_base: int | None = None, uid_count: int = 0) -> None:
+    """As an ordinary user: a user namespace in which we may mount. It has the range if there is one; without one,
+    groups cannot be changed in it, by kernel rule."""
     uid, gid, proc = os.geteuid(), os.getegid(), own_proc()
-    kernel.unshare(kernel.CLONE_NEWUSER)
-    for name, text in (("setgroups", "deny"), ("gid_map", f"0 {gid} 1"), ("uid_map", f"0 {uid} 1")):
-        _write(proc, name, text)
+    if uid_base is None:
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("gid_map", f"0 {gid} 1"), ("uid_map", f"0 {uid} 1")):
+            _write(proc, name, text)
+    else:
+        maps = {
+            name: f"0 {own} 1\n{RANGE} {uid_base} {uid_count}\n" for name, own in (("gid_map", gid), ("uid_map", uid))
+        }
+        _unshare(kernel.CLONE_NEWUSER, lambda: _write_range(proc, maps), f"the ids from {uid_base}")
     os.close(proc)
+
+
+def may_have(uid_base: int, uid_count: int) -> bool:
+    """Whether `become_root` gets this range, tried in a child."""
+    child = os.fork()
+    if child == 0:
+        try:
+            become_root(uid_base, uid_count)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def subordinate() -> tuple[int, int]:
+    """The largest run of ids that belong to this user as uids and as gids (subuid(5)): first, and one past the last.
+    Empty if there is none."""
+    owners = [str(os.geteuid())]
+    with suppress(KeyError):
+        owners.append(pwd.getpwuid(os.geteuid()).pw_name)
+    uids, gids = (_ranges_of(owners, path) for path in SUBORDINATE)
+    common = [(max(u[0], g[0]), min(u[1], g[1])) for u, g in product(uids, gids)]
+    return max(common, key=lambda run: run[1] - run[0], default=(0, 0))
 
 
 def id_map(uid_base: int | None, uid_count: int, proc: int) -> str:
@@ -40,20 +81,25 @@ def id_map(uid_base: int | None, uid_count: int, proc: int) -> str:
 
 def enter(flags: int, mapped: str, proc: int) -> None:
     """Unshare a user namespace, mapped as said, and all of `flags` in it. `proc` is from `own_proc`."""
+    _unshare(kernel.CLONE_NEWUSER | flags, lambda: _write_maps(proc, dict.fromkeys(MAPPERS, mapped)), repr(mapped))
+
+
+def _unshare(flags: int, write: Callable[[], None], what: str) -> None:
+    """Unshare a user namespace whose maps a child, forked before, writes from outside."""
     entered, enter = os.pipe()
     mapper = os.fork()
     if mapper == 0:
         os.close(enter)
-        os._exit(_write_maps(proc, mapped) if os.read(entered, 1) else 0)
+        os._exit(_error_of(write) if os.read(entered, 1) else 0)
     os.close(entered)
     try:
-        kernel.unshare(kernel.CLONE_NEWUSER | flags)
+        kernel.unshare(flags)
         os.write(enter, b".")
     finally:
         os.close(enter)
         number = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
     if number:
-        raise OSError(number, f"writing the id map {mapped!r}: {os.strerror(number)}")
+        raise OSError(number, f"writing the id map, {what}: {os.strerror(number)}")
 
 
 def become_first_id(*, privileged: bool) -> None:
@@ -64,14 +110,44 @@ def become_first_id(*, privileged: bool) -> None:
     os.setresuid(0, 0, 0)
 
 
-def _write_maps(proc: int, mapped: str) -> int:
+def _error_of(write: Callable[[], None]) -> int:
     """0, or the error's number, as an exit status."""
     try:
-        for name in ("gid_map", "uid_map"):
-            _write(proc, name, mapped)
+        write()
     except OSError as why:
         return why.errno or 1
     return 0
+
+
+def _write_maps(proc: int, maps: dict[str, str]) -> None:
+    for name, text in maps.items():
+        _write(proc, name, text)
+
+
+def _write_range(proc: int, maps: dict[str, str]) -> None:
+    """Of our parent, by our own privilege or by newuidmap."""
+    if kernel.effective_capabilities() >= {kernel.CAP_SETUID, kernel.CAP_SETGID}:
+        _write_maps(proc, maps)
+        return
+    for name, text in maps.items():
+        argv = [MAPPERS[name], str(os.getppid()), *text.split()]
+        if subprocess.run(argv, capture_output=True, check=False).returncode:
+            raise PermissionError(errno.EPERM, argv[0])
+
+
+def _ranges_of(owners: list[str], path: str) -> list[tuple[int, int]]:
+    """What a file of subordinate ids lists for a user: first, and one past the last."""
+    found = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                owner, _, rest = line.strip().partition(":")
+                first, _, count = rest.partition(":")
+                if owner in owners and first.isdecimal() and count.isdecimal():
+                    found.append((int(first), int(first) + int(count)))
+    except OSError:
+        return []
+    return found
 
 
 def _write(proc: int, name: str, text: str) -> None:

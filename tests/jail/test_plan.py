@@ -63,6 +63,8 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
     assert plan == {
         "level": level.value,
         "unshare_pid": True,
+        "unshare_user": False,
+        "bounds_processes": True,
         "tmpfs": "/tmp",
         "inodes": 4096,
         "uid_base": SLOT_UID,
@@ -86,6 +88,14 @@ def test_no_machine_but_x86_64_gets_machine_code_for_it(level: Level, monkeypatc
 
 def test_plan_of_one_uid_leaves_calls_at_it() -> None:
     assert call_plan(spec())["uid_base"] is None
+
+
+@pytest.mark.parametrize("own_namespaces", [True, False])
+def test_calls_that_share_a_uid_have_a_limit_of_processes_only_where_each_is_counted_apart(
+    own_namespaces: bool,
+) -> None:
+    plan = call_plan(spec(own_namespaces=own_namespaces))
+    assert plan["unshare_user"] == plan["bounds_processes"] == own_namespaces
 
 
 def test_plan_of_none_does_nothing() -> None:
