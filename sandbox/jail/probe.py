@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from sandbox.errors import ConfigError, IsolationError
@@ -148,25 +149,33 @@ def _process_counts() -> str:
     _become_root()
     userns.enter(0, userns.id_map(None, 0, proc), proc)
     userns.become_first_id(privileged=False)
-    _start_one()
-    kernel.unshare(kernel.CLONE_NEWUSER)
-    resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
-    try:
-        _start_one()
-    except BlockingIOError:
-        raise OSError("the kernel counts them by uid (before Linux 5.14), and all calls have one") from None
-    try:
-        _start_one()
-    except BlockingIOError:
-        return "in a user namespace of each call"
-    raise OSError("a third process was started under a limit of two")
+    with ExitStack() as ends:
+        ends.callback(_end, _start_one())
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+        try:
+            ends.callback(_end, _start_one())
+        except BlockingIOError:
+            raise OSError("the kernel counts them by uid (before Linux 5.14), and all calls have one") from None
+        try:
+            ends.callback(_end, _start_one())
+        except BlockingIOError:
+            return "in a user namespace of each call"
+        raise OSError("a third process was started under a limit of two")
 
 
-def _start_one() -> None:
-    """A process that waits until this one ends."""
-    if os.fork() == 0:
+def _start_one() -> int:
+    """A process that waits to be killed."""
+    pid = os.fork()
+    if pid == 0:
         kernel.die_with_parent()
         signal.pause()
+    return pid
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def _pid_namespace() -> str:
