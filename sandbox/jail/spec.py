@@ -54,8 +54,8 @@ class JailSpec:
     argv: tuple[str, ...] = ()
     uid_base: int | None = None
     uid_count: int = 0
-    own_namespaces: bool = False
     scratch: str | None = None
+    own_namespaces: bool = False
 
     def __post_init__(self) -> None:
         if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= SLOT_UID):

@@ -66,7 +66,7 @@ def subordinate() -> tuple[int, int]:
         owners.append(pwd.getpwuid(os.geteuid()).pw_name)
     uids, gids = (_ranges_of(owners, path) for path in SUBORDINATE)
     common = [(max(u[0], g[0]), min(u[1], g[1])) for u, g in product(uids, gids)]
-    return max(common, key=lambda run: run[1] - run[0], default=(0, 0))
+    return max(((0, 0), *common), key=lambda run: run[1] - run[0])
 
 
 def id_map(uid_base: int | None, uid_count: int, proc: int) -> str:

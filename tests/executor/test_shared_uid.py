@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,15 +90,13 @@ def test_who_may_write_id_maps_and_no_more_gives_each_slot_a_uid() -> None:
 
 @pytest.mark.skipif(shutil.which("newuidmap") is None, reason="needs newuidmap (Debian: uidmap)")
 def test_subordinate_ids_give_each_slot_a_uid(ordinary: dict[str, Any]) -> None:
-    if not all(f"{USER}:" in Path(path).read_text() for path in ("/etc/subuid", "/etc/subgid")):
-        pytest.skip(f"needs subordinate ids of uid {USER} in /etc/subuid and /etc/subgid")
+    if not all(f"{USER}:" in Path(f"/etc/{name}").read_text() for name in ("passwd", "subuid", "subgid")):
+        pytest.skip(f"needs a user {USER}, with ids in /etc/subuid and /etc/subgid")
     options = {**ordinary["process_options"], "preexec_fn": None}
     check_uids(ordinary["python"], (), ordinary["server"][0], options)
 
 
 def check_uids(guest: str, prefix: tuple[str, ...], python: str = "", options: dict[str, Any] | None = None) -> None:
-    import sys
-
     server = (*prefix, python or sys.executable)
     with executor(guest, isolation="namespaces", server=server, process_options=options or {}) as caller:
         before = {*caller.processes()}

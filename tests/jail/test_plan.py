@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp
+from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp, userns
 from sandbox.jail.uids import HIGH_UIDS, LOWEST, place
 
 PYTHON = Interpreter(
@@ -122,6 +123,23 @@ def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int, shif
         assert ids.stop <= first + length
         assert all(ids.start >= other.stop or ids.stop <= other.start for other in seen)
         seen.append(ids)
+
+
+def test_subordinate_ids_are_those_that_a_user_has_as_uids_and_as_gids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "subuid", tmp_path / "subgid"
+    monkeypatch.setattr(userns, "SUBORDINATE", tuple(map(str, files)))
+    monkeypatch.setattr("os.geteuid", lambda: 4242)
+    assert userns.subordinate() == (0, 0), "there are no such files"
+    files[0].write_text("other:1:9\n4242:100000:65536\n4242:300000:10\nnonsense\n4242:x:5\n")
+    files[1].write_text("4242:120000:65536\n")
+    assert userns.subordinate() == (120_000, 165_536)
+    monkeypatch.setattr("pwd.getpwuid", lambda _uid: SimpleNamespace(pw_name="other"))
+    files[1].write_text("other:1:5\n")
+    assert userns.subordinate() == (1, 6)
+    files[1].write_text("4242:400000:65536\n")
+    assert userns.subordinate() == (0, 0)
 
 
 def test_servers_begin_at_places_of_their_own() -> None:
