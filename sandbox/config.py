@@ -212,8 +212,9 @@ class ServeConfig:
         """The part that an executor needs, if there is only one."""
         return ExecutorConfig(**{f.name: getattr(self, f.name) for f in fields(ExecutorConfig)})
 
-    def resolved(self, cores: int) -> ServeConfig:
-        """With numbers in place of zeros, on a machine that grants `cores`. Raises `ConfigError`."""
+    def resolved(self, cores: int, memory_mb: int | None = None) -> ServeConfig:
+        """With numbers in place of zeros, and no call granted more memory than there is, on a machine that grants
+        `cores` and `memory_mb`. Raises `ConfigError`."""
         shared: dict[str, Any] = in_numbers(self, cores)
         cores, slots = shared["cores"], shared["slots"]
         gateways = self.gateways or -(-cores // CORES_PER_GATEWAY)
@@ -222,7 +223,8 @@ class ServeConfig:
             raise ConfigError(f"executors={executors} for gateways={gateways}: expected one each; lower gateways")
         if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
-        return replace(self, **shared, gateways=gateways, executors=executors)
+        max_limits = self.max_limits if memory_mb is None else within_memory(self.max_limits, memory_mb)
+        return replace(self, **shared, gateways=gateways, executors=executors, max_limits=max_limits)
 
     def parts(self) -> list[ServeConfig]:
         """What each gateway gets, once all is resolved."""
@@ -252,6 +254,11 @@ def in_numbers(config: ExecutorConfig | ServeConfig, cores: int) -> dict[str, in
         "long_slots": config.long_slots or max(LONG_PER_CORE * cores, LEAST_LONG),
         "zygotes": config.zygotes or -(-cores // CORES_PER_FAMILY),
     }
+
+
+def within_memory(limits: Limits, memory_mb: int) -> Limits:
+    """No more than a machine of so much memory has; a call's least limit at the least."""
+    return replace(limits, memory_mb=min(limits.memory_mb, max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low))))
 
 
 def divided(total: int, parts: int) -> list[int]:

@@ -57,6 +57,8 @@ class Thread:
     """How often it has let go of one by itself; need not be known of a thread that is not ready."""
     is_ready: bool
     """It runs, or waits for a core, or for others to let it end."""
+    is_estimate: bool = False
+    """`waited_s` is estimated, since the kernel does not count it, and contains the wait that the thread may be in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ def _present_wait_s(thread: Thread, seen: _Seen, unknown: float, span: float) ->
     kernel counts a wait when it is over. Since it was last seen ready, without a turn, it has waited; with a turn since
     the last look, at most since then, and if it has not slept since, all that time. What was sleep of a guess comes out
     at the next look."""
-    if not thread.is_ready:
+    if not thread.is_ready or thread.is_estimate:
         return 0.0, 0.0
     if not thread.turns or (seen.is_ready and seen.turns == thread.turns):
         return unknown, seen.guess_s

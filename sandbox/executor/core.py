@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ class Executor:
         self._window = self.window
 
     def _family(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> Family:
-        base, count = jail.host_uids(number, slots.count, self.level)
+        base, count = jail.host_uids(number, slots.count, self.level, self.python)
+        shares_uid = base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
         scratch = f"{self._scratch_parent}/rstar-sandbox-{secrets.token_hex(8)}"
         spec = jail.JailSpec(
             self.level,
@@ -122,9 +124,18 @@ class Executor:
             env=GUEST_ENV,
             uid_base=base,
             uid_count=count,
+            own_namespaces=shares_uid and self._may_count_processes,
             scratch=scratch if self.level is jail.Level.LANDLOCK else None,
         )
         return Family(spec, profiles, slots, self, lasting_s=self.demote_after_s, hurry=self._hurry)
+
+    @cached_property
+    def _may_count_processes(self) -> bool:
+        """Whether each call can have a limit of processes though all share one uid."""
+        counts = jail.process_counts()
+        if not counts.ok:
+            log.warning("no limit of processes for each call but by control groups: %s", counts.found)
+        return counts.ok
 
     async def run(self) -> None:
         """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""
@@ -149,7 +160,7 @@ class Executor:
             trees = [stack.enter_context(closing(jail.Tree())) for _ in self.families]
         except IsolationError as why:
             stack.close()
-            log.warning("no control groups, so limits hold for each process of a call: %s", why)
+            log.warning("no control groups, so the memory of a call's processes is summed by looking at them: %s", why)
             return
         log.info("control groups: %s", "; ".join(map(str, trees)))
         for family, tree in zip(self.families, trees, strict=True):
@@ -283,7 +294,7 @@ class Executor:
                 asked_files=work.call.get("return_files", []),
                 timeout_s=work.timeout_s,
                 late=is_spent or (work.out_of_time and was_killed),
-                spent=work.spent,
+                spent=jail.Spent(None, None, was_oom=True) if work.out_of_memory else work.spent,
             )
         except ProtocolError as why:
             self._retry(work, str(why))
@@ -355,7 +366,8 @@ class Executor:
             return
         self.counts["retried"] += 1
         work.attempts += not is_free
-        work.out_of_time = work.starved = work.is_long = work.has_long_place = work.has_share = False
+        work.out_of_time = work.out_of_memory = work.starved = False
+        work.is_long = work.has_long_place = work.has_share = False
         work.most_cpu_s = math.inf
         self._queue.appendleft(work)
 

@@ -275,6 +275,7 @@ class Family:
                 self._owner.on_failed(work, why)
             case "lasting":
                 wall_s = frames.number(header, "wall_ms") / 1e3
+                work.zygote_pid, work.inner_pid = zygote.link.peer_pid, int(frames.number(header, "pid"))
                 if not zygote.link.fds or work.watch is not None:
                     raise ProtocolError("lasting without a pidfd, or for the second time")
                 self._owner.on_lasting(self, work, wall_s, zygote.link.fds.pop(0))
@@ -300,7 +301,8 @@ class Family:
 
     def take(self, slot: int, work: Work, zygote: Zygote) -> None:
         """Make a slot ready for a call. Raises `OSError`; then it is not to be used now."""
-        self.slots.begin(slot, work.most_memory(self.inherited), work.most_processes)
+        work.inherited_bytes, work.memory_bytes = self.inherited, work.most_memory(self.inherited)
+        self.slots.begin(slot, work.memory_bytes, work.most_processes)
         if self._tree is not None:
             zygote.let_in(slot, self._tree)
 

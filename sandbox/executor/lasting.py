@@ -18,13 +18,14 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import trio
 
 from sandbox.executor import clock
 from sandbox.executor.slot import Slots
-from sandbox.executor.tree import CallTree, Eagerness, host_pid
+from sandbox.executor.tree import CallTree, Eagerness, hold_more, host_pid
 from sandbox.executor.work import Work
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ SLOWEST = 4
 SLACK_S = 0.05
 """Of its own time, by which it may fall behind, and in proportion more in a crowd: to move a thread between groups
 takes a lock for which all that fork or end on the machine wait."""
+_weigher = ThreadPoolExecutor(1, "memory")
+"""Asks the kernel what processes hold, one call at a time: on one core, and beside the event loop."""
 
 
 class Host(Protocol):
@@ -109,6 +112,7 @@ class Watch:
         self.is_over = False
         self._work, self._slots, self._pidfd, self._started, self._host = work, slots, pidfd, started, host
         self._tree: CallTree | None = None
+        self._weighing: Future[bool] | None = None
         self._own = clock.OwnClock(host.all_cores)
         self._cap_left_s = clock.hard_cap_s(work.timeout_s)
         self._before = self._long_since = 0.0, 0.0
@@ -153,7 +157,8 @@ class Watch:
         # A fork bomb waits for itself: were that our fault, it would be free of charge.
         work.out_of_time = left_s <= 0 or (self._cap_left_s <= 0 and not own.was_alone)
         work.starved = self._cap_left_s <= 0 and not work.out_of_time
-        if work.out_of_time or work.starved:
+        work.out_of_memory = self._slots.group(work.slot) is None and self._holds_too_much(tree)
+        if work.out_of_time or work.starved or work.out_of_memory:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             if work.is_long:  # to end takes a core, too, and locks that others wait for; but not to move, first
                 host.eagerness.set(tree, self._slots.idle, is_idle=False)
@@ -172,7 +177,7 @@ class Watch:
         return pause_s(left_s, own.guess_s, slowness, crowd, has_share=work.has_share, was_alone=own.was_alone)
 
     def _find(self) -> CallTree | None:
-        pid = host_pid(self._pidfd)
+        pid = host_pid(self._pidfd, self._work.zygote_pid, self._work.inner_pid)
         return None if pid is None else CallTree(pid, self._slots.group(self._work.slot))
 
     def _count(self, tree: CallTree, wall_s: float) -> None:
@@ -185,6 +190,20 @@ class Watch:
             own.look(wall_s, processes, ran_s)
             cores = 1 if own.was_alone else self._host.all_cores
             work.most_cpu_s = ran_s + (work.timeout_s - own.own_s) * cores
+
+    def _holds_too_much(self, tree: CallTree) -> bool:
+        """Whether its processes together hold more memory than the call may, where no control group counts it. The
+        kernel takes milliseconds to say, so its answer is read by a later look."""
+        work, asked = self._work, self._weighing
+        if asked is None:
+            resident = tree.resident()
+            if sum(resident.values()) > work.memory_bytes:
+                self._weighing = _weigher.submit(hold_more, resident, work.memory_bytes, work.inherited_bytes)
+            return False
+        if not asked.done():
+            return False
+        self._weighing = None
+        return asked.result()
 
     def _give_way(self, tree: CallTree, wall_s: float, crowd: float) -> None:
         """To short calls; or have its share, where it has fallen behind that."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import trio
 
-from sandbox.config import ExecutorConfig
+from sandbox import machine
+from sandbox.config import ExecutorConfig, within_memory
 from sandbox.errors import SandboxError
 from sandbox.executor import imports
 from sandbox.executor.core import Executor
@@ -18,8 +19,9 @@ def run_once(call: Call, config: ExecutorConfig) -> Result:
     """Run one call and wait for it. Raises `SandboxError` when the machine cannot run any."""
     profile = imports.choose(imports.imported(call.code)) if call.profile is Profile.AUTO else call.profile
     alone = replace(config, profiles=(profile.value,), zygotes=1, slots=1)
+    limits, clamped = call.limits.clamped(within_memory(call.limits, machine.memory_limit() >> 20))
     try:
-        return Result.decode(trio.run(_run, call, alone))
+        return replace(Result.decode(trio.run(_run, replace(call, limits=limits), alone)), clamped=clamped)
     except BaseExceptionGroup as errors:
         if errors.subgroup(KeyboardInterrupt):
             raise KeyboardInterrupt from None

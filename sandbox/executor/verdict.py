@@ -140,7 +140,7 @@ def _error(
         name = _signal_name(ended_by)
         return _words(name, f"killed by signal {ended_by} ({name})")
     if status is Status.MEMORY_LIMIT and code is None:
-        return _words("MemoryLimit", "its processes together used up memory_mb; the kernel ended them")
+        return _words("MemoryLimit", "its processes together used up memory_mb")
     if report.error is None:
         return _words("SystemExit", str(code))
     kind, message, trace, line = report.error

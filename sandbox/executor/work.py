@@ -45,6 +45,12 @@ class Work:
     give_up_at: float = 0.0
     whereabouts: tuple[Any, int] | None = None
     """The zygote that has it, and its number there."""
+    memory_bytes: int = 0
+    inherited_bytes: int = 0
+    """What its processes may hold together, and how much of that is its zygote's."""
+    zygote_pid: int = 0
+    inner_pid: int = 0
+    """The zygote's process, and the number that the zygote gives for the call's first process, which only it knows."""
     watch: Any = None
     """Of its own clock, if it lasts (`lasting.Watch`)."""
     is_long: bool = False
@@ -56,6 +62,7 @@ class Work:
     """With more, it was out of time however it ended: its own time is no less than what it computes."""
     out_of_time: bool = False
     starved: bool = False
+    out_of_memory: bool = False
     spent: Spent | None = None
     cancelled: bool = False
 

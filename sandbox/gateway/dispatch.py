@@ -44,7 +44,7 @@ class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
 
     def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
-        self.config = config.resolved(machine.cores())
+        self.config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
         self.counters = Counters()
         bounds = Bounds(
             config.queue_calls, config.queue_mb << 20, config.attempts, config.tenant_share, config.results_mb << 20

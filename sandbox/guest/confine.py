@@ -29,7 +29,8 @@ _prctl, _capset, _syscall, _fork = _libc.prctl, _libc.capset, _libc.syscall, _li
 _SYS_WRITE, _SYS_OPEN, _SYS_CLOSE, _SYS_SIGPROCMASK, _SYS_DUP2, _SYS_CLONE = 1, 2, 3, 14, 33, 56
 _SYS_CHDIR, _SYS_SETPGID, _SYS_SETGROUPS, _SYS_SETRESUID, _SYS_SETRESGID, _SYS_CAPSET = 80, 109, 116, 117, 119, 126
 _SYS_PRCTL, _SYS_SETRLIMIT, _SYS_MOUNT, _SYS_CLOCK_GETTIME, _SYS_UNSHARE, _SYS_CLONE3 = 157, 160, 165, 228, 272, 435
-_CLONE_CHILD_SETTID, _CLONE_NEWPID, _CLONE_INTO_CGROUP = 0x01000000, 0x20000000, 0x200000000
+_CLONE_CHILD_SETTID, _CLONE_NEWUSER, _CLONE_NEWPID = 0x01000000, 0x10000000, 0x20000000
+_CLONE_INTO_CGROUP = 0x200000000
 _CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 2, 4, 10
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_GET_TID_ADDRESS = 1, 24, 38, 40
@@ -53,6 +54,8 @@ class Confinement:
 
     def __init__(self, plan: dict) -> None:
         self._unshare: int = plan["unshare"]
+        self._unshare_user: bool = plan["unshare_user"]
+        self._bounds_processes: bool = plan["bounds_processes"]
         self.tmpfs: str | None = plan["tmpfs"]
         self._inodes: int = plan["inodes"]
         self._uid_base: int | None = plan["uid_base"]
@@ -166,6 +169,8 @@ class Confinement:
             steps += _step(_SYS_SETRESGID, uid, uid, uid)
             steps += _step(_SYS_SETRESUID, uid, uid, uid)  # away from 0: no capability is left (capabilities(7))
         else:
+            if self._unshare_user:  # before limits: the one of processes would be that of all namespaces below, too
+                steps += _step(_SYS_UNSHARE, _CLONE_NEWUSER)
             steps += _step(_SYS_CAPSET, at["cap header"], at["no caps"])
         steps += _step(_SYS_CHDIR, at["home"])  # as the owner: whoever mounted it may not even look inside
         for number, (what, _most) in enumerate(limits):
@@ -202,7 +207,7 @@ class Confinement:
     def _limits(self, call: dict) -> list[tuple[int, int]]:
         limits = [(_BOUNDED[name], call[name]) for name in ("file_bytes", "open_files")]
         limits.append((_BOUNDED["memory"], call["memory"] + self.address_space))
-        if self.ground is None or self._uid_base is not None:  # else the kernel counts all that the server's uid has
+        if self._bounds_processes:
             limits.append((_BOUNDED["processes"], call["processes"]))
         return limits
 

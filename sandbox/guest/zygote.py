@@ -9,8 +9,8 @@ takes orders over one socket from the executor, which alone decides about time:
     serve {address_space, ...}  limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
     call {id, slot, ...} + code, stdin, names, files
                                                   failed  {id, why}      the call did not start; nothing ran
-    kill {id}                                     lasting {id, wall_ms} + a pidfd, once, when lasting_s (of serve) or
-                                                  timeout_s has passed
+    kill {id}                                     lasting {id, pid, wall_ms} + a pidfd, once, when lasting_s (of serve)
+                                                  or timeout_s has passed
     spawn {profile} + a socket                    fork a child zygote that adds a profile and serves the socket
 
 End of file on the socket ends the zygote and with it every call.
@@ -363,7 +363,7 @@ class Zygote:
             except OSError:  # out of descriptors, say
                 self._await_deadline(running, now + _AGAIN_S)
                 continue
-            late = {"op": "lasting", "id": call_id, "wall_ms": (now - running.started) * 1e3}
+            late = {"op": "lasting", "id": call_id, "pid": pid, "wall_ms": (now - running.started) * 1e3}
             self.outbox.add_with(late, fd)
             os.close(fd)
 

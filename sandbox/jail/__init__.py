@@ -13,7 +13,7 @@ from sandbox.jail.group import Group, Spent
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import may_set_priorities
 from sandbox.jail.plan import call_plan, command
-from sandbox.jail.probe import AUTO, Choice, Layer, choose, decide, probe
+from sandbox.jail.probe import AUTO, Choice, Layer, choose, decide, probe, process_counts
 from sandbox.jail.rules import scratch_parent
 from sandbox.jail.spec import SLOT_UID, JailSpec, Level
 from sandbox.jail.uids import host_uids
@@ -39,6 +39,7 @@ __all__ = [
     "may_set_priorities",
     "most_slots",
     "probe",
+    "process_counts",
     "scratch_parent",
     "want_files",
 ]

@@ -86,7 +86,7 @@ class Spent:
     cpu_ms: float | None
     peak_bytes: int | None
     was_oom: bool = False
-    """The kernel killed one of its processes, since together they were at their limit of memory."""
+    """One of its processes was killed, since together they were at their limit of memory."""
     was_squeezed: bool = False
     """The kernel killed one of its processes for want of memory, but the limit was another's: the machine's, or that of
     whoever runs the server."""

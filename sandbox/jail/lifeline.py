@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from typing import NoReturn
 
@@ -21,6 +22,9 @@ from sandbox.jail.spec import JailSpec
 NO_CORE = (1, 1)
 """Not 0: then a dump still goes where kernel.core_pattern is a pipe, to a program of the host's root. At exactly 1 the
 kernel drops that too (fs/coredump.c), and no file is so small."""
+FIRST_TO_GO = "1000"
+"""The oom_score_adj of all in a jail (proc_pid_oom_score_adj(5)), which they cannot lower without CAP_SYS_RESOURCE:
+when the machine is out of memory, the kernel kills the largest process in a jail and none of the server's."""
 CANNOT_START = 127
 """Exit status when the guest's program could not be run at all, as shells have it."""
 
@@ -35,6 +39,8 @@ def begin() -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.umask(0o022)
     resource.setrlimit(resource.RLIMIT_CORE, NO_CORE)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(FIRST_TO_GO)
     return parent
 
 

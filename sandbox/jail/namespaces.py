@@ -49,8 +49,9 @@ def main() -> NoReturn:
 def enter(spec: JailSpec) -> None:
     """Put this process into the jail, all but its PID, which only children can change.
 
-    The order: no_new_privs first, it costs nothing and holds for all that follows. The root is built with the host's
-    rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they end those rights.
+    The order: no_new_privs as soon as it can be, it costs nothing and holds for all that follows. The root is built
+    with the host's rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they
+    end those rights.
     """
     proc = userns.own_proc()  # while there is a /proc: the id maps are written through it when there is none
     privileged = lay_out_root(spec)
@@ -66,11 +67,11 @@ def enter(spec: JailSpec) -> None:
 
 def lay_out_root(spec: JailSpec) -> bool:
     """The first half of `enter`, up to a root that is ready in an own mount namespace. Returns whether the host's
-    rights were there for it; without them it is in a user namespace of its own."""
-    with layer("no_new_privs"):
+    rights were there for it; without them it is in a user namespace of its own, which has the range of ids."""
+    privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
+    with layer("no_new_privs"):  # not before newuidmap has run, which is set-uid
         kernel.no_new_privileges()
-    privileged = userns.become_privileged()
-    if privileged and (hidden := root.unreadable(spec.python)):
+    if (privileged or spec.uid_base is not None) and (hidden := root.unreadable(spec.python)):
         raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
     with layer("mount namespace", "grant CAP_SYS_ADMIN"):
         kernel.unshare(kernel.CLONE_NEWNS)

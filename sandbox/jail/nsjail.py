@@ -61,7 +61,7 @@ def _run(spec: JailSpec, fd: int, parent: int) -> int:
 def prepare(spec: JailSpec) -> str:
     """Bring this process where nsjail can start: the root laid out, and a private folder for its work. Returns the id
     map for it to write."""
-    namespaces.lay_out_root(spec)
+    privileged = namespaces.lay_out_root(spec)
     with layer("work folder", f"nsjail works in {STAGE}; make that folder"):
         kernel.mount("nsjail", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
         work = f"{STAGE}/user/{os.getuid()}/nsjail"  # where it looks first, and already as the jail's first uid
@@ -72,7 +72,7 @@ def prepare(spec: JailSpec) -> str:
         # Some versions remount it for a moment with no flag but this one, which would be to unlock any other.
         kernel.mount("none", ROOT, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
     with layer("id map", userns.ID_MAP_REMEDY):
-        return userns.id_map(spec.uid_base, spec.uid_count, userns.own_proc())
+        return userns.inner_map(spec.uid_base, spec.uid_count, userns.own_proc(), privileged=privileged)
 
 
 def _become_nsjail(binary: int, launcher: int, fd: int, alive: int, held: int) -> NoReturn:

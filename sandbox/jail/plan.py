@@ -40,6 +40,8 @@ def call_plan(spec: JailSpec) -> dict[str, Any]:
         "level": spec.level.value,
         "unshare_pid": confined,
         "unshare": kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS if confined else 0,
+        "unshare_user": confined and spec.own_namespaces,
+        "bounds_processes": confined and (spec.uid_base is not None or spec.own_namespaces),
         "tmpfs": "/tmp" if confined else None,
         "inodes": CALL_INODES,
         "uid_base": SLOT_UID if confined and spec.uid_base is not None else None,
@@ -63,6 +65,8 @@ def _landlock_plan(spec: JailSpec) -> dict[str, Any]:
         "level": spec.level.value,
         "unshare_pid": False,
         "unshare": 0,
+        "unshare_user": False,
+        "bounds_processes": has_uids,  # else the kernel counts all that the server's uid has
         "tmpfs": None,
         "inodes": CALL_INODES,
         "uid_base": uid_base,

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from sandbox.errors import ConfigError, IsolationError
@@ -161,18 +162,62 @@ def _user_namespace() -> str:
     """By the jail's own steps: which of them are refused depends on who we are, and in which user namespace."""
     proc = userns.own_proc()
     base, count = host_uids(0, 1)
-    userns.enter_guests(base, count, proc, privileged=userns.become_privileged())
+    userns.enter_guests(base, count, proc, privileged=userns.become_privileged(base, count))
     return "single id map" if base is None else "a range of ids"
 
 
 def _uid_range() -> str:
     base, count = host_uids(0, 1)
     if base is None:
-        raise IsolationError("needs root with CAP_SETUID and enough ids; without it all calls share one host uid")
-    userns.enter(0, userns.id_map(base, count, proc := userns.own_proc()), proc)
-    userns.become_first_id(privileged=True)
+        raise IsolationError(
+            "needs root with CAP_SETUID and enough ids, or newuidmap with ids in /etc/subuid and /etc/subgid, and no "
+            "no_new_privs; all calls share one host uid"
+        )
+    proc = userns.own_proc()
+    userns.enter_guests(base, count, proc, privileged=userns.become_privileged(base, count))
     os.setresuid(count - 1, count - 1, count - 1)
     return f"host uids from {base}"
+
+
+def process_counts() -> Layer:
+    """Whether calls that share a uid can have a limit of processes each."""
+    return _tried(*_PROCESS_COUNTS)
+
+
+def _process_counts() -> str:
+    """With two processes of its uid outside a user namespace, one within may have two, as is the limit there, and no
+    third."""
+    proc = userns.own_proc()
+    userns.become_privileged()
+    userns.enter(0, userns.id_map(None, 0, proc), proc)
+    userns.become_first_id(privileged=False)
+    with ExitStack() as ends:
+        ends.callback(_end, _start_one())
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+        try:
+            ends.callback(_end, _start_one())
+        except BlockingIOError:
+            raise OSError("the kernel counts them by uid (before Linux 5.14), and all calls have one") from None
+        try:
+            ends.callback(_end, _start_one())
+        except BlockingIOError:
+            return "in a user namespace of each call"
+        raise OSError("a third process was started under a limit of two")
+
+
+def _start_one() -> int:
+    """A process that waits to be killed."""
+    pid = os.fork()
+    if pid == 0:
+        kernel.die_with_parent()
+        signal.pause()
+    return pid
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def _pid_namespace() -> str:
@@ -363,6 +408,11 @@ def _expect(holds: bool, found: str, otherwise: str) -> str:
 
 
 _Attempt = tuple[str, Callable[[], str], str]
+_PROCESS_COUNTS: _Attempt = (
+    "process counts",
+    _process_counts,
+    "a limit of processes for each call where all have one uid; else control groups bound them, or nothing",
+)
 _REQUIRED: tuple[_Attempt, ...] = (
     ("user namespace", _user_namespace, "root inside is nobody outside"),
     ("PID namespace", _pid_namespace, "calls see and signal only their own processes, and end with them"),
@@ -378,11 +428,16 @@ _REQUIRED: tuple[_Attempt, ...] = (
 )
 _OPTIONAL: tuple[_Attempt, ...] = (
     ("uid range", _uid_range, "a host uid of its own for every call at once"),
+    _PROCESS_COUNTS,
     ("schedstat", _schedstat, "time limits on a call's own clock, whatever the load"),
     ("priorities", _priorities, "long calls give way to short ones; else all wait for a core alike"),
     ("executable memory", _executable_memory, "calls are forked in a row by machine code; else by Python, more slowly"),
     ("Landlock", _landlock, "level landlock, for containers without namespaces"),
-    ("control groups", _control_groups, "limits and counts of a whole call; else limits hold for each process"),
+    (
+        "control groups",
+        _control_groups,
+        "limits and counts of a whole call; else the executor sums its memory, a moment later",
+    ),
 )
 _STRONGEST_FIRST: tuple[Level, ...] = (Level.NSJAIL, Level.NAMESPACES, Level.LANDLOCK)
 _NEEDED = {

@@ -43,8 +43,9 @@ ON_THE_HOST = (Level.LANDLOCK, Level.NONE)
 @dataclass(frozen=True, slots=True)
 class JailSpec:
     """One jail. Without `argv` it runs the zygote of `guest_dir`; `argv` is for tests, with `{fd}` for the socket's
-    number. `uid_base` is the first of `uid_count` host ids, or None for a single uid. `scratch`, for level `landlock`
-    alone, is the folder that the jail makes for itself and removes."""
+    number. `uid_base` is the first of `uid_count` host ids, or None for a single uid. With `own_namespaces` each call
+    has a user namespace of its own, in which alone its processes are counted, though all have one uid. `scratch`, for
+    level `landlock` alone, is the folder that the jail makes for itself and removes."""
 
     level: Level
     python: Interpreter
@@ -54,6 +55,7 @@ class JailSpec:
     uid_base: int | None = None
     uid_count: int = 0
     scratch: str | None = None
+    own_namespaces: bool = False
 
     def __post_init__(self) -> None:
         if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= SLOT_UID):

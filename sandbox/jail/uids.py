@@ -1,11 +1,13 @@
-"""Which host uids a jail may use: a range of its own, far from any that belongs to someone."""
+"""Which host uids a jail may use: a range of its own, far from any that belongs to someone, or of those that belong to
+the server's user."""
 
 from __future__ import annotations
 
 import os
 import secrets
 
-from sandbox.jail import kernel
+from sandbox.jail import kernel, root, userns
+from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.spec import SLOT_UID, UIDS_OF_A_SLOT, Level
 
 HIGH_UIDS = 1_381_171_200
@@ -19,17 +21,26 @@ _OWN = secrets.randbelow(1 << 28)
 a uid. At level `landlock` no namespace keeps the signals of theirs apart, and elsewhere limits count by uid."""
 
 
-def host_uids(jail: int, slots: int, level: Level = Level.NAMESPACES) -> tuple[int | None, int]:
+def host_uids(
+    jail: int, slots: int, level: Level = Level.NAMESPACES, python: Interpreter | None = None
+) -> tuple[int | None, int]:
     """(`uid_base`, `uid_count`) for this node's jail number `jail`, counted from 0: ranges of different jails are
-    disjoint. (None, 0) where this process may not map a range: not root, or in a container with too few ids.
+    disjoint. (None, 0) where this process may not map a range: it is neither privileged nor has subordinate ids, or
+    has too few, or is an ordinary user's whose `python` others cannot read.
     """
+    if level is Level.NONE:
+        return None, 0
     if level is Level.LANDLOCK:
         if os.getresuid() != (0, 0, 0) or not kernel.effective_capabilities() >= NEEDED:
             return None, 0
         return _place(jail, SLOT_UID + UIDS_OF_A_SLOT * slots)
-    if not {kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SYS_ADMIN} <= kernel.effective_capabilities():
-        return None, 0
-    return _place(jail, SLOT_UID + slots)
+    capabilities, count = kernel.effective_capabilities(), SLOT_UID + slots
+    has_any = {kernel.CAP_SETUID, kernel.CAP_SETGID} <= capabilities
+    if has_any and kernel.CAP_SYS_ADMIN in capabilities:
+        return _place(jail, count)
+    uids = _place(jail, count) if has_any else place(jail, count, *userns.subordinate(), _OWN)
+    is_readable = python is None or root.unreadable(python) is None
+    return uids if uids[0] is not None and is_readable and userns.may_have(uids[0], count) else (None, 0)
 
 
 def _place(jail: int, count: int) -> tuple[int | None, int]:

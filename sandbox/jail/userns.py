@@ -1,14 +1,19 @@
 """User namespaces and their id maps: one id for anyone, a range for those whom the kernel lets write one.
 
-A map is one line, `inside outside count`. The single map of an ordinary user may be written from within; a range only
-from outside, by a process with CAP_SETUID and CAP_SETGID there.
+A map has lines `inside outside count`. The single map of an ordinary user may be written from within; a range only from
+outside, by a process with CAP_SETUID and CAP_SETGID there: us, or newuidmap(1), which is set-uid and gives ordinary
+users the ids that /etc/subuid and /etc/subgid list for them. With no_new_privs it gives nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import pwd
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import product
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
@@ -18,6 +23,10 @@ ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 # The user namespace comes with the others, so that it owns them. No cgroup namespace: it only changes what /proc and
 # /sys show, and neither is there. No time namespace: clocks are not secret.
 INNER = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+RANGE = 1
+"""Where a range begins in the namespace of `become_root`; id 0 is who we were."""
+MAPPERS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
+SUBORDINATE = "/etc/subuid", "/etc/subgid"
 
 
 def own_proc() -> int:
@@ -25,13 +34,43 @@ def own_proc() -> int:
     return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
 
 
-def become_root() -> None:
-    """As an ordinary user: a user namespace in which we may mount. Groups cannot be changed in it, by kernel rule."""
+def become_root(uid_base: int | None = None, uid_count: int = 0) -> None:
+    """As an ordinary user: a user namespace in which we may mount. It has the range if there is one; without one,
+    groups cannot be changed in it, by kernel rule."""
     uid, gid, proc = os.geteuid(), os.getegid(), own_proc()
-    kernel.unshare(kernel.CLONE_NEWUSER)
-    for name, text in (("setgroups", "deny"), ("gid_map", f"0 {gid} 1"), ("uid_map", f"0 {uid} 1")):
-        _write(proc, name, text)
+    if uid_base is None:
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("gid_map", f"0 {gid} 1"), ("uid_map", f"0 {uid} 1")):
+            _write(proc, name, text)
+    else:
+        maps = {
+            name: f"0 {own} 1\n{RANGE} {uid_base} {uid_count}\n" for name, own in (("gid_map", gid), ("uid_map", uid))
+        }
+        _unshare(kernel.CLONE_NEWUSER, lambda: _write_range(proc, maps), f"the ids from {uid_base}")
     os.close(proc)
+
+
+def may_have(uid_base: int, uid_count: int) -> bool:
+    """Whether `become_root` gets this range, tried in a child."""
+    child = os.fork()
+    if child == 0:
+        try:
+            become_root(uid_base, uid_count)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def subordinate() -> tuple[int, int]:
+    """The largest run of ids that belong to this user as uids and as gids (subuid(5)): first, and one past the last.
+    Empty if there is none."""
+    owners = [str(os.geteuid())]
+    with suppress(KeyError):
+        owners.append(pwd.getpwuid(os.geteuid()).pw_name)
+    uids, gids = (_ranges_of(owners, path) for path in SUBORDINATE)
+    common = [(max(u[0], g[0]), min(u[1], g[1])) for u, g in product(uids, gids)]
+    return max(((0, 0), *common), key=lambda run: run[1] - run[0])
 
 
 def id_map(uid_base: int | None, uid_count: int, proc: int) -> str:
@@ -46,20 +85,25 @@ def id_map(uid_base: int | None, uid_count: int, proc: int) -> str:
 
 def enter(flags: int, mapped: str, proc: int) -> None:
     """Unshare a user namespace, mapped as said, and all of `flags` in it. `proc` is from `own_proc`."""
+    _unshare(kernel.CLONE_NEWUSER | flags, lambda: _write_maps(proc, dict.fromkeys(MAPPERS, mapped)), repr(mapped))
+
+
+def _unshare(flags: int, write: Callable[[], None], what: str) -> None:
+    """Unshare a user namespace whose maps a child, forked before, writes from outside."""
     entered, enter = os.pipe()
     mapper = os.fork()
     if mapper == 0:
         os.close(enter)
-        os._exit(_write_maps(proc, mapped) if os.read(entered, 1) else 0)
+        os._exit(_error_of(write) if os.read(entered, 1) else 0)
     os.close(entered)
     try:
-        kernel.unshare(kernel.CLONE_NEWUSER | flags)
+        kernel.unshare(flags)
         os.write(enter, b".")
     finally:
         os.close(enter)
         number = kernel.exit_status(mapper)
     if number:
-        raise OSError(number, f"writing the id map {mapped!r}: {os.strerror(number)}")
+        raise OSError(number, f"writing the id map, {what}: {os.strerror(number)}")
 
 
 def become_first_id(*, privileged: bool) -> None:
@@ -70,23 +114,30 @@ def become_first_id(*, privileged: bool) -> None:
     os.setresuid(0, 0, 0)
 
 
-def become_privileged() -> bool:
-    """Have the rights to mount: those that this process has on the host, or those of a user namespace of its own.
-    Returns whether they are the host's. A "host" may itself be a user namespace, with fewer ids and rights."""
+def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
+    """Have the rights to mount: those that this process has on the host, or those of a user namespace of its own, which
+    has the range of ids. Returns whether they are the host's. A "host" may itself be a user namespace, with fewer ids
+    and rights."""
     if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
         return True
     with layer("user namespace", "enable unprivileged user namespaces, or start as root"):
-        become_root()
+        become_root(uid_base, uid_count)
     return False
+
+
+def inner_map(uid_base: int | None, uid_count: int, proc: int, *, privileged: bool) -> str:
+    """The id map of the guest's user namespace. The range is there under the host's numbers or, in a namespace that has
+    no more ids than ours and the range, from `RANGE` on."""
+    return id_map(uid_base if privileged or uid_base is None else RANGE, uid_count, proc)
 
 
 def enter_guests(uid_base: int | None, uid_count: int, proc: int, *, privileged: bool) -> None:
     """Enter the guest's namespaces and be their first id. `proc` is from `own_proc`, `privileged` from
-    `become_privileged`."""
+    `become_privileged` with the same range."""
     with layer("namespaces and id map", ID_MAP_REMEDY):
-        enter(INNER, id_map(uid_base, uid_count, proc), proc)
+        enter(INNER, inner_map(uid_base, uid_count, proc, privileged=privileged), proc)
     with layer("user ids"):
-        become_first_id(privileged=privileged)
+        become_first_id(privileged=privileged or uid_base is not None)
 
 
 @contextmanager
@@ -98,14 +149,44 @@ def layer(name: str, remedy: str = "") -> Iterator[None]:
         raise IsolationError(f"{name}: the kernel refused ({why})" + (f"; {remedy}" if remedy else "")) from None
 
 
-def _write_maps(proc: int, mapped: str) -> int:
+def _error_of(write: Callable[[], None]) -> int:
     """0, or the error's number, as an exit status."""
     try:
-        for name in ("gid_map", "uid_map"):
-            _write(proc, name, mapped)
+        write()
     except OSError as why:
         return why.errno or 1
     return 0
+
+
+def _write_maps(proc: int, maps: dict[str, str]) -> None:
+    for name, text in maps.items():
+        _write(proc, name, text)
+
+
+def _write_range(proc: int, maps: dict[str, str]) -> None:
+    """Of our parent, by our own privilege or by newuidmap."""
+    if kernel.effective_capabilities() >= {kernel.CAP_SETUID, kernel.CAP_SETGID}:
+        _write_maps(proc, maps)
+        return
+    for name, text in maps.items():
+        argv = [MAPPERS[name], str(os.getppid()), *text.split()]
+        if subprocess.run(argv, capture_output=True, check=False).returncode:
+            raise PermissionError(errno.EPERM, argv[0])
+
+
+def _ranges_of(owners: list[str], path: str) -> list[tuple[int, int]]:
+    """What a file of subordinate ids lists for a user: first, and one past the last."""
+    found = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                owner, _, rest = line.strip().partition(":")
+                first, _, count = rest.partition(":")
+                if owner in owners and first.isdecimal() and count.isdecimal():
+                    found.append((int(first), int(first) + int(count)))
+    except OSError:
+        return []
+    return found
 
 
 def _write(proc: int, name: str, text: str) -> None:

@@ -41,7 +41,7 @@ class Machine:
         self._share, self._alone, self._patch = share, alone, monkeypatch
         self._started = 0.0
         self._peers: list[tuple[Peer, int]] = []
-        monkeypatch.setattr(lasting, "host_pid", lambda _fd: 77)
+        monkeypatch.setattr(lasting, "host_pid", lambda *_: 77)
         monkeypatch.setattr(CallTree, "look", lambda _tree: self._look())
         monkeypatch.setattr(Eagerness, "set", lambda _self, _tree, _group, is_idle: self.idle.append(is_idle))
         monkeypatch.setattr(signal, "pidfd_send_signal", self._kill)
@@ -354,7 +354,7 @@ async def test_what_the_machine_lacks_for_a_moment_is_no_end_of_a_watch(
     """A table of files that is full: were nobody to look any more, the call would end with all its jail."""
     machine, lacks = Machine(monkeypatch, 0.0), iter([True, True, False, True])
 
-    def found(_fd: int) -> int:
+    def found(*_: int) -> int:
         if next(lacks, False):
             raise OSError(errno.ENFILE, "Too many open files in system")
         return 77
@@ -559,3 +559,46 @@ def test_what_lasts_gives_way_to_everything_and_not_only_in_its_session(narrow: 
     narrow.until(lambda: groups() == {"rstar"})
     narrow.send("cancel", [seq])
     narrow.until(lambda: narrow.stats.get("running") == 0)
+
+
+BARE_PROC = """
+import errno, runpy, sys
+from sandbox import errors, jail
+from sandbox.executor import tree
+hidden, has_groups = sys.argv.pop(1), sys.argv.pop(1) == "groups"
+read = tree._read
+def bare(path):
+    if "schedstat" in hidden and path.endswith("/schedstat"):
+        raise FileNotFoundError(errno.ENOENT, "no such file", path)
+    data = read(path)
+    return b"".join(
+        line
+        for line in data.splitlines(keepends=True)
+        if not ("Pid" in hidden and line.startswith(b"Pid:") or "NSpid" in hidden and line.startswith(b"NSpid:"))
+    )
+tree._read = bare
+class Nothing:
+    def __init__(self): raise errors.IsolationError("cgroups: hidden")
+if not has_groups: jail.Tree = Nothing
+del sys.argv[:2]
+runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
+"""
+"""An executor for which the kernel does not have some files of /proc, or lines in them, nor control groups."""
+LOOPS = {
+    "loops": ENDLESS,
+    "sleeps": "import time\ntime.sleep(1000)",
+    "has a child loop": f"import os\nif os.fork() == 0:\n    {ENDLESS}\nos.wait()",
+    "has a thread loop": f"import threading\ndef f():\n    {ENDLESS}\nthreading.Thread(target=f).start()",
+}
+
+
+@pytest.mark.parametrize("groups", ["groups", "no groups"])
+@pytest.mark.parametrize("hidden", ["schedstat", "Pid", "schedstat Pid NSpid"])
+def test_an_endless_call_is_timed_out_whatever_the_kernel_does_not_count(hidden: str, groups: str) -> None:
+    server = (sys.executable, "-c", BARE_PROC, hidden, groups)
+    with executor(server=server, slots=len(LOOPS), demote_after_ms=50.0) as caller:
+        results = caller.run_all([call(code, timeout_s=0.5) for code in LOOPS.values()])
+        assert [(one.status, one.attempts) for one in results] == [(Status.TIMEOUT, 1)] * len(LOOPS)
+        assert all(one.usage.run_ms < 20_000 for one in results)
+        assert caller.run("1").value == "1"
+        assert caller.stats.get("zygote_restarts_total", 0) == 0

@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import math
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from sandbox.executor import tree
+from sandbox.executor.clock import OwnClock
 from sandbox.executor.tree import CallTree, Eagerness, host_pid
 from sandbox.jail import Idle
 
@@ -82,7 +85,89 @@ def test_a_pidfd_leads_to_its_process_while_there_is_one() -> None:
         assert host_pid(fd) is None
         os.close(fd)
     with open(os.devnull) as null:
-        assert host_pid(null.fileno()) is None
+        assert host_pid(null.fileno()) == tree.UNKNOWN
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *ends: str) -> None:
+    """Files of /proc that a kernel may lack, by how their paths end."""
+    read = tree._read
+
+    def hidden(path: str) -> bytes:
+        if path.endswith(ends):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return read(path)
+
+    monkeypatch.setattr(tree, "_read", hidden)
+
+
+def test_a_pidfd_whose_number_the_kernel_does_not_give_leads_to_a_child_of_its_zygote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = tree._read
+    monkeypatch.setattr(tree, "_read", lambda path: b"" if "fdinfo" in path else read(path))
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        fd = os.pidfd_open(child.pid)
+        assert host_pid(fd, HERE, child.pid) == child.pid, "here a process has one number alone"
+        assert host_pid(fd, HERE, 2**22 + 1) == tree.UNKNOWN
+        assert host_pid(fd, child.pid, child.pid) == tree.UNKNOWN
+        monkeypatch.setattr(tree, "_inner_pids", lambda pid: [1, 2] if pid == HERE else [pid, 57, 1])
+        assert host_pid(fd, HERE, 57) == child.pid, "as the zygote's namespace numbers it"
+        child.kill()
+        child.wait()
+        assert host_pid(fd, HERE, 57) == tree.UNKNOWN
+        os.close(fd)
+
+
+def test_a_call_whose_first_process_is_unknown_has_wall_time_and_gives_way_with_its_group() -> None:
+    with running(THREADS, "2") as pid:
+        own = CallTree(tree.UNKNOWN, Members(pid))
+        assert own.look() is None
+        assert len(own._policies) == 3
+        assert own.ran_s == math.inf
+        assert CallTree(tree.UNKNOWN).look() is None
+
+
+BUSY = "import os, time\nprint(flush=True)\nwhile True: {what}"
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("pass", 0.1), ("time.sleep(0.3)", 0.4), ("time.sleep(0.02); [0 for _ in range(400_000)]", 0.6)],
+    ids=["computes", "sleeps", "does both"],
+)
+def test_without_counted_waits_own_time_is_wall_time_less_an_estimate_of_them(
+    what: str, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six others want the same core, so that it waits most of the time that it does not sleep."""
+    hide(monkeypatch, "/schedstat")
+    assert not tree.counts_waits()
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=on_one_core) for _ in range(6)]
+    argv = [sys.executable, "-c", BUSY.format(what=what)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, preexec_fn=on_one_core) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            own, calls, wall_s = OwnClock(2), CallTree(child.pid), 0.0
+            start = time.monotonic() - tree._age_s(tree._stat(f"/proc/{child.pid}/stat"))
+            while wall_s < 3:
+                time.sleep(random.uniform(0.05, 0.15))
+                wall_s, look = time.monotonic() - start, calls.look()
+                assert look
+                own.look(wall_s, look, calls.ran_s)
+            assert own.own_s == pytest.approx(wall_s - counted_wait_s(child.pid), rel=error, abs=0.15)
+        finally:
+            for one in (child, *others):
+                one.kill()
+                one.wait()
+
+
+def on_one_core() -> None:
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+
+
+def counted_wait_s(pid: int) -> float:
+    with open(f"/proc/{pid}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
 
 
 def test_every_thread_and_process_is_seen() -> None:

@@ -206,23 +206,23 @@ class Peer:
         self.say(answer(ticket)[:-20])
 
     def late(self, ticket: int) -> None:
-        self.say(frame({"op": "lasting", "id": ticket, "wall_ms": "soon"}))
+        self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": "soon"}))
 
     def no_pidfd(self, ticket: int) -> None:
-        self.say(frame({"op": "lasting", "id": ticket, "wall_ms": 10.0}))
+        self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": 10.0}))
 
     def fake_pidfd(self, ticket: int) -> None:
         self.lasting(ticket, -1e14)
 
     def lasting(self, ticket: int, wall_ms: float) -> None:
         with open(os.devnull) as null:
-            self.say(frame({"op": "lasting", "id": ticket, "wall_ms": wall_ms}), (null.fileno(),))
+            self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": wall_ms}), (null.fileno(),))
 
     def two_lasting(self, ticket: int) -> None:
         with subprocess.Popen(["sleep", "1000"]) as victim:
             own = os.pidfd_open(victim.pid)
             for _ in range(2):
-                self.say(frame({"op": "lasting", "id": ticket, "wall_ms": 0.0}), (own,))
+                self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": 0.0}), (own,))
             os.close(own)
             victim.kill()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp
+from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp, userns
 from sandbox.jail.uids import HIGH_UIDS, LOWEST, place
 
 PYTHON = Interpreter(
@@ -63,6 +64,8 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
     assert plan == {
         "level": level.value,
         "unshare_pid": True,
+        "unshare_user": False,
+        "bounds_processes": True,
         "tmpfs": "/tmp",
         "inodes": 4096,
         "uid_base": SLOT_UID,
@@ -86,6 +89,14 @@ def test_no_machine_but_x86_64_gets_machine_code_for_it(level: Level, monkeypatc
 
 def test_plan_of_one_uid_leaves_calls_at_it() -> None:
     assert call_plan(spec())["uid_base"] is None
+
+
+@pytest.mark.parametrize("own_namespaces", [True, False])
+def test_calls_that_share_a_uid_have_a_limit_of_processes_only_where_each_is_counted_apart(
+    own_namespaces: bool,
+) -> None:
+    plan = call_plan(spec(own_namespaces=own_namespaces))
+    assert plan["unshare_user"] == plan["bounds_processes"] == own_namespaces
 
 
 def test_plan_of_none_does_nothing() -> None:
@@ -112,6 +123,23 @@ def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int, shif
         assert ids.stop <= first + length
         assert all(ids.start >= other.stop or ids.stop <= other.start for other in seen)
         seen.append(ids)
+
+
+def test_subordinate_ids_are_those_that_a_user_has_as_uids_and_as_gids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "subuid", tmp_path / "subgid"
+    monkeypatch.setattr(userns, "SUBORDINATE", tuple(map(str, files)))
+    monkeypatch.setattr("os.geteuid", lambda: 4242)
+    assert userns.subordinate() == (0, 0), "there are no such files"
+    files[0].write_text("other:1:9\n4242:100000:65536\n4242:300000:10\nnonsense\n4242:x:5\n")
+    files[1].write_text("4242:120000:65536\n")
+    assert userns.subordinate() == (120_000, 165_536)
+    monkeypatch.setattr("pwd.getpwuid", lambda _uid: SimpleNamespace(pw_name="other"))
+    files[1].write_text("other:1:5\n")
+    assert userns.subordinate() == (1, 6)
+    files[1].write_text("4242:400000:65536\n")
+    assert userns.subordinate() == (0, 0)
 
 
 def test_servers_begin_at_places_of_their_own() -> None:
