@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import random
 import re
 import sys
@@ -20,8 +19,6 @@ from typing import Any
 
 MAX_CHARS = 4096
 """The longest answer that is looked at (`sandbox.verify` has the same number)."""
-
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that its alarms are off
 
 _NUMBERS = re.compile(r"(?:Integer|Float|Symbol|'[\w.+-]*'|[\d\s.()+*/-])*\Z", re.ASCII)
 """What sympy makes of numbers before it evaluates them: `Integer (1 )/Float ('2.5' )`. Symbols are its units' own."""
@@ -72,4 +69,6 @@ def refuse_code() -> None:
 
 
 def _libraries() -> tuple[Any, Any]:
+    logging = importlib.import_module("logging")  # as math_verify does; zygotes that verify nothing do without it
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that its alarms are off
     return importlib.import_module("math_verify"), importlib.import_module("sympy.core.random")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import choose, kernel
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor
-from tests.jail.jails import host_uid, python_for_all, system_python
+from tests.jail.jails import host_uid, open_folder, python_for_all, system_python
 
 USER = 10_001
 FORK = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]"
@@ -41,8 +40,8 @@ def ordinary() -> Iterator[dict[str, Any]]:
         choose("namespaces")
     except IsolationError as why:
         pytest.skip(str(why))
-    with tempfile.TemporaryDirectory() as folder:
-        python = python_for_all(Path(folder))
+    with open_folder() as folder:
+        python = python_for_all(folder)
         user = {"user": USER, "group": USER, "extra_groups": [], "cwd": "/", "preexec_fn": kernel.no_new_privileges}
         yield {"python": str(Path(python).resolve()), "server": (python,), "process_options": user}
 

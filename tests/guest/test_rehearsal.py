@@ -10,6 +10,7 @@ GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 PLAN = {
     **{"unshare": 0, "unshare_pid": False, "tmpfs": "/tmp", "inodes": 1, "uid_base": None, "drop_caps": True},
     **{"no_new_privs": True, "seccomp": "", "landlock": None, "drop_bounding": False, "own_pid_at": []},
+    **{"unshare_user": False, "bounds_processes": True},
 }
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
