@@ -180,7 +180,9 @@ class Confinement:
         steps += _step(_SYS_PRCTL, _PR_SET_NO_NEW_PRIVS, 1)
         if self._filter:
             steps += _step(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._filter.address)
-        return steps, [0, 0, *(most for _, most in limits for _ in range(2)), *clone3, *options]
+        words = [most for _, most in limits for _ in range(2)]
+        words += [0] * (_CLONE_ARGS - _LIMITS - len(words))  # not every plan has every limit
+        return steps, [0, 0, *words, *clone3, *options]
 
     def enter(self, slot: int, limits: dict) -> None:
         """Without namespaces: confine this process for good, the identity first."""

@@ -54,20 +54,43 @@ def caller(ordinary: dict[str, Any]) -> Iterator[Caller]:
 
 def test_sleepers_and_a_fork_storm_change_no_other_verdict(caller: Caller) -> None:
     """500 sleepers are many times the processes that one call may have."""
-    sleepers = [caller.submit(call(f"import time; time.sleep(12); {n}", timeout_s=60)) for n in range(500)]
-    caller.until(lambda: caller.stats.get("running_long", 0) >= 490)
+    sleepers = [caller.submit(call("import time; time.sleep(1000)", timeout_s=1000)) for _ in range(500)]
+    caller.until(lambda: caller.stats.get("running_long") == 500)
     storms = [caller.submit(call(STORM, timeout_s=3)) for _ in range(2)]
+    more = [caller.submit(call("import time; time.sleep(1); 7", timeout_s=60)) for _ in range(10)]
     for result in caller.run_all([call(FORK, timeout_s=60) for _ in range(40)]):
         assert (result.status, result.value, result.attempts) == (Status.OK, "0", 1), result
     assert [caller.answer(seq).status for seq in storms] == [Status.TIMEOUT] * 2
-    for n, seq in enumerate(sleepers):
-        result = caller.answer(seq)
-        assert (result.status, result.value, result.attempts) == (Status.OK, str(n), 1), result
+    assert [caller.answer(seq).value for seq in more] == ["7"] * 10
+    caller.send("cancel", sleepers)
+    caller.until(lambda: caller.stats.get("running") == 0)
+    assert caller.stats["retried_total"] == 0
 
 
 def test_each_call_has_its_own_limit_of_processes(caller: Caller) -> None:
     for result in caller.run_all([call(COUNT, processes=6, timeout_s=60) for _ in range(8)]):
         assert result.stdout == "5 BlockingIOError\n"
+
+
+UNCOUNTED = """
+import runpy, sys
+from sandbox import jail
+jail.process_counts = lambda: jail.Layer("process counts", False, "not here", "")
+del sys.argv[:2]
+runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_where_processes_cannot_be_counted_apart_no_call_is_bounded_by_what_others_have(
+    ordinary: dict[str, Any],
+) -> None:
+    server = (*ordinary["server"], "-c", UNCOUNTED)
+    with executor(**{**ordinary, "server": server}, isolation="namespaces", demote_after_ms=20.0) as caller:
+        many = "import os, time\nfor _ in range(30):\n    if os.fork() == 0: break\ntime.sleep(1000)"
+        seq = caller.submit(call(many, processes=6, timeout_s=1000))
+        caller.until(lambda: len(caller.processes()) > 30)
+        assert caller.run(FORK, processes=6, timeout_s=60).value == "0"
+        caller.send("cancel", [seq])
 
 
 def test_a_call_has_no_privilege_in_its_namespace(caller: Caller) -> None:
