@@ -229,7 +229,8 @@ def _mixed(figures: Figures) -> list[str]:
         rows.append((f"the same, {loops} endless loops among it", traffic["with_loops"]["short_ms"]))
     if storm := figures.get("storm"):
         rows.append(("one `print` after another", storm["calm_ms"]))
-        rows.append((f"the same under {storm['loops']} endless loops", storm["storm_ms"]))
+        rows.append((f"the same in the first second of {storm['loops']} endless loops", storm["arriving_ms"]))
+        rows.append(("the same after that second", storm["storm_ms"]))
     points = ("p50", "p90", "p99")
     return _table(
         ("short calls", " / ".join(points) + " ms"),

@@ -59,6 +59,9 @@ GUEST_ENV = {
 MEMORY_KEPT = 1 / 8
 """Of the machine's memory: with less than that available, no call more is taken beside those in short places."""
 MEMORY_LOOK_S = 0.25
+STALL_S = 0.08
+"""Seconds without the end of a call, while calls wait for a short slot, after which calls are demoted earlier. It is
+below `demote_after_ms`, so that calls which hold all short slots are demoted when they are first sampled."""
 RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
 FREE_REFUSALS = 8
 """So often a call may fail to start, over a quarter of a minute, before that counts as one of its attempts."""
@@ -77,7 +80,9 @@ class Executor:
         """With fewer descriptors there are fewer slots than asked for."""
         self.slots = max(1, min(shared["slots"], jail.most_slots()))
         self.long_slots = max(0, min(shared["long_slots"], jail.most_slots() - self.slots))
-        self.demote_after_s = config.demote_after_ms / 1e3
+        self._demote_after_s = config.demote_after_ms / 1e3
+        self._progress_at = -math.inf
+        """When a call last ended, or the first of those that wait for a short slot came."""
         self.eagerness = Eagerness()
         self.on_window: Callable[[int], None] = lambda _window: None
         """Told whenever `window` has changed."""
@@ -127,7 +132,7 @@ class Executor:
             own_namespaces=shares_uid and self._may_count_processes,
             scratch=scratch if self.level is jail.Level.LANDLOCK else None,
         )
-        return Family(spec, profiles, slots, self, lasting_s=self.demote_after_s, hurry=self._hurry)
+        return Family(spec, profiles, slots, self, lasting_s=self._demote_after_s, hurry=self._hurry)
 
     @cached_property
     def _may_count_processes(self) -> bool:
@@ -174,6 +179,8 @@ class Executor:
         """Take over a validated call (`Call.encode(binary=True)`)."""
         work = Work.decode(seq, call)
         self._works[seq] = work
+        if not self._queue:
+            self._progress_at = time.monotonic()
         self._queue.append(work)
 
     def cancel(self, seq: int) -> None:
@@ -240,6 +247,19 @@ class Executor:
         return 2 * self.slots + self.running_long
 
     @property
+    def demote_after_s(self) -> float:
+        """Virtual time after which a running call becomes a long call: `demote_after_ms`, divided by the calls in short
+        slots per core, since each of them has that part of a core and a new short call competes with all of them.
+
+        It is not divided while calls wait and others end: calls that become long then would let more calls start, which
+        takes memory, and no call that waits would end sooner. When all short slots are held by calls that do not end,
+        nothing ends for `STALL_S`, and it is divided.
+        """
+        if self._queue and time.monotonic() - self._progress_at < STALL_S:
+            return self._demote_after_s
+        return self._demote_after_s / max(1.0, (self.running - self.running_long) / self._cores)
+
+    @property
     def calls_per_core(self) -> float:
         return self.running / self._cores
 
@@ -279,6 +299,7 @@ class Executor:
 
     def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None:
         self._stop_watch(work)
+        self._progress_at = time.monotonic()
         was_killed = header.get("signal") == signal.SIGKILL
         if was_killed and work.spent is not None and work.spent.was_squeezed and not work.out_of_time:
             self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")

@@ -62,8 +62,12 @@ class Host(Protocol):
     """What a lasting call needs of the executor."""
 
     all_cores: int
-    demote_after_s: float
     eagerness: Eagerness
+
+    @property
+    def demote_after_s(self) -> float:
+        """Virtual time after which a call becomes a long call."""
+        ...
 
     @property
     def calls_per_core(self) -> float: ...
@@ -164,7 +168,8 @@ class Watch:
                 host.eagerness.set(tree, self._slots.idle, is_idle=False)
             return None
         host.allow(work, self._cap_left_s / pace)
-        if not work.is_long and own.own_s >= host.demote_after_s:
+        demote_after_s = host.demote_after_s
+        if not work.is_long and own.own_s >= demote_after_s:
             work.is_long = True
             self._long_since = self._before
             self._slots.outlive(work.slot, tree.root)
@@ -172,7 +177,7 @@ class Watch:
             work.has_long_place = work.has_long_place or host.lengthen(self._slots, work)
             self._give_way(tree, wall_s, crowd)
         else:
-            left_s = min(left_s, host.demote_after_s - own.own_s)
+            left_s = min(left_s, demote_after_s - own.own_s)
         slowness = span / max(gained_s, 1e-9) if own.is_sure else 1.0
         return pause_s(left_s, own.guess_s, slowness, crowd, has_share=work.has_share, was_alone=own.was_alone)
 

@@ -108,12 +108,13 @@ def test_what_a_short_call_costs_is_its_own_cpu_and_a_share_of_the_services() ->
 @pytest.mark.parametrize(
     ("storm", "missed"),
     [
-        (Storm(40, 40, 0, [5.0], [99.0] * 10), None),
-        (Storm(40, 40, 0, [5.0], [50.0] * 8 + [101.0] * 2), "p90 of a short call"),
-        (Storm(40, 39, 0, [5.0], [9.0]), "39 of 40"),
-        (Storm(40, 40, 1, [5.0], [9.0]), "1 loops ended"),
-        (Storm(40, 40, 0, [5.0], [9.0], wrong=1), "1 short calls wrong"),
-        (Storm(40, 40, 0, [5.0], [9.0] * 98 + [20_000.0] * 2, in_vain=2), "2 short calls without an answer"),
+        (Storm(40, 40, 0, [5.0], [24.0] * 10, [9.0] * 10), None),
+        (Storm(40, 40, 0, [5.0], [9.0], [9.0] * 8 + [11.0] * 2), "p90 of a short call from 1 s after 40"),
+        (Storm(40, 40, 0, [5.0], [9.0] * 8 + [26.0] * 2, [9.0]), "p90 of a short call just after 40"),
+        (Storm(40, 39, 0, [5.0], [9.0], [9.0]), "39 of 40"),
+        (Storm(40, 40, 1, [5.0], [9.0], [9.0]), "1 loops ended"),
+        (Storm(40, 40, 0, [5.0], [9.0], [9.0], wrong=1), "1 short calls wrong"),
+        (Storm(40, 40, 0, [5.0], [9.0], [9.0] * 98 + [20_000.0] * 2, in_vain=2), "2 short calls without an answer"),
     ],
 )
 def test_a_storm_holds_if_every_loop_runs_and_short_calls_do_not_notice(storm: Storm, missed: str | None) -> None:

@@ -78,6 +78,42 @@ class Machine:
         peer.say(done(ticket, code=None, signal=number))
 
 
+    async def demoted_after_s(self, calls: int, short: str | None = None) -> float:
+        """Wall time after which half of some endless calls are long. Calls of `short` keep one more slot busy, and one
+        of them always waits for it."""
+        settings = {"zygotes": 1, "slots": calls + (short is not None), "cores": 1, "profiles": ("bare",)}
+        async with driven(self._patch, **settings) as driver:
+            self._started = trio.current_time()
+            driver.submit(*["outlast"] * calls, limits=Limits(timeout_s=60.0))
+            if short is not None:
+                driver.submit(*[short] * 100)
+            while driver.executor.running_long < calls / 2:  # noqa: ASYNC110  there is no event for it
+                await trio.sleep(0.001)
+            return trio.current_time() - self._started
+
+
+@pytest.mark.trio
+async def test_calls_of_a_crowd_are_demoted_when_they_are_first_sampled(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Eight calls on a core have an eighth of it each: 100 ms of virtual time would take them 800 ms."""
+    assert await Machine(monkeypatch, 7 / 8).demoted_after_s(8) < 0.2
+
+
+@pytest.mark.trio
+async def test_calls_that_hold_all_short_slots_are_demoted_early_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    assert await Machine(monkeypatch, 7 / 8).demoted_after_s(8, short="hang") < 0.2
+
+
+@pytest.mark.trio
+async def test_calls_are_not_demoted_early_while_others_wait_and_end(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    assert await Machine(monkeypatch, 7 / 8).demoted_after_s(8, short="slow") >= 0.8
+
+
 @pytest.mark.trio
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 0.89])
 async def test_waiting_for_a_core_is_not_the_calls_time(
