@@ -77,7 +77,6 @@ class Machine:
         peer, ticket = self._peers.pop(0)
         peer.say(done(ticket, code=None, signal=number))
 
-
     async def demoted_after_s(self, calls: int, short: str | None = None) -> float:
         """Wall time after which half of some endless calls are long. Calls of `short` keep one more slot busy, and one
         of them always waits for it."""
