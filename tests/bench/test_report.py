@@ -40,7 +40,7 @@ MADE_UP: dict[str, dict[str, Any]] = {
     },
     "mixed": {
         "traffic": {"rate": 9.5, "without_loops": {"short_ms": POINTS}, "with_loops": {"short_ms": POINTS, "loops": 6}},
-        "storm": {"loops": 40, "calm_ms": POINTS, "storm_ms": POINTS},
+        "storm": {"loops": 40, "calm_ms": POINTS, "arriving_ms": POINTS, "storm_ms": POINTS},
     },
     "invariance": {
         "calls": 100, "known": 40, "loops": 5, "load": 4, "changed": [{}], "misjudged": ["a", "b"], "unstable": ["c"],
@@ -135,7 +135,8 @@ EXPECTED = {
     ],
     "mixed": [
         "| the same, 6 endless loops among it | 5.0 / 60.5 / 200 |",
-        "under 40 endless loops | 5.0 / 60.5 / 200 |",
+        "| the same in the first second of 40 endless loops | 5.0 / 60.5 / 200 |",
+        "| the same after that second | 5.0 / 60.5 / 200 |",
     ],
     "invariance": [
         "100 calls alone",
