@@ -19,12 +19,12 @@ from sandbox.jail.syscalls import X86_64
 PROFILE = Path(__file__).parent / "seccomp.json"
 
 _SERVER = """
-    bind listen accept accept4 connect setsockopt
+    bind listen accept accept4 connect setsockopt sendmsg sendmmsg
     memfd_create sendfile
     seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
     capset setresuid setresgid setgroups
 """
-"""HTTP and its executors; what calls print, and files; layers around calls, and identities they are given up for."""
+"""HTTP and its executors, which pass descriptors; what calls print, and files; layers around calls, and identities they are given up for."""
 _RUNTIME = "setuid setgid"
 """The engine's runtime loads the profile before it becomes the container's user."""
 
