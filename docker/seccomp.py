@@ -24,7 +24,8 @@ _SERVER = """
     seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
     capset setresuid setresgid setgroups
 """
-"""HTTP and its executors, which pass descriptors; what calls print, and files; layers around calls, and identities they are given up for."""
+"""HTTP and its executors, which pass descriptors; what calls print, and files; layers around calls, and identities they
+are given up for."""
 _RUNTIME = "setuid setgid"
 """The engine's runtime loads the profile before it becomes the container's user."""
 

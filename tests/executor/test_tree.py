@@ -110,7 +110,9 @@ def test_a_pidfd_whose_number_the_kernel_does_not_give_leads_to_a_child_of_its_z
         assert host_pid(fd, HERE, child.pid) == child.pid, "here a process has one number alone"
         assert host_pid(fd, HERE, 2**22 + 1) == tree.UNKNOWN
         assert host_pid(fd, child.pid, child.pid) == tree.UNKNOWN
-        monkeypatch.setattr(tree, "_inner_pids", lambda pid: [1, 2] if pid == HERE else [pid, 57 if pid == child.pid else 58, 1])
+        monkeypatch.setattr(
+            tree, "_inner_pids", lambda pid: [1, 2] if pid == HERE else [pid, 57 if pid == child.pid else 58, 1]
+        )
         assert host_pid(fd, HERE, 57) == child.pid, "as the zygote's namespace numbers it"
         child.kill()
         child.wait()
