@@ -428,7 +428,7 @@ def _to_the_end() -> Iterator[None]:
     """What runs in here ends this process: with 0 when the executor has gone, else with 1 and a traceback."""
     try:
         yield
-    except EOFError:
+    except (EOFError, ConnectionError):  # the second if this process was writing to the executor when that ended
         os._exit(0)
     except BaseException:  # the last frame of a process: whatever it is, it is told and nothing runs after it
         traceback.print_exc()

@@ -53,7 +53,7 @@ def _no_collector() -> Iterator[None]:
 
 def _left() -> Counter[str]:
     kinds = (Batch, Ticket, Call, Refusal, web.Request)
-    return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+    return Counter(type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kinds))
 
 
 async def _stream(served: Served) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 
 
@@ -122,3 +124,10 @@ print(said["op"], len(fds), said["wall_ms"] < 50_000)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "nothing\nlasting 1 True\n"
+
+
+@pytest.mark.parametrize(("error", "ends"), [("EOFError", 0), ("BrokenPipeError", 0), ("ValueError", 1)])
+def test_an_executor_that_is_gone_ends_it_without_a_traceback(error: str, ends: int) -> None:
+    code = f"import sys; sys.path.insert(0, {str(GUEST)!r}); import zygote\nwith zygote._to_the_end(): raise {error}"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, check=False)
+    assert (done.returncode, bool(done.stderr)) == (ends, bool(ends))
