@@ -61,7 +61,7 @@ MEMORY_KEPT = 1 / 8
 MEMORY_LOOK_S = 0.25
 STALL_S = 0.08
 """Seconds without the end of a call, while calls wait for a short slot, after which calls are demoted earlier. It is
-below `demote_after_ms`, so that calls which hold all short slots are demoted when they are first sampled."""
+below the default of `demote_after_ms`, so that calls which hold all short slots are demoted when first sampled."""
 RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
 FREE_REFUSALS = 8
 """So often a call may fail to start, over a quarter of a minute, before that counts as one of its attempts."""

@@ -5,30 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from sandbox.gateway.history import History
 from sandbox.gateway.routes import STATS
 from sandbox.types import Status
 from tests.fakes import FakeFleet
-from tests.gateway.browser import CHROMIUM, Browser, Page, chromium
+from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import Served, serving, until
 
 PAGE = files("sandbox.gateway").joinpath("dashboard.html").read_text(encoding="utf-8")
 SHOWN = "!document.getElementById('all').hidden"
-
-in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as one:
-        yield one
 
 
 def test_the_page_makes_no_markup_of_data() -> None:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from importlib.resources import files
 
 import pytest
-import pytest_asyncio
 
-from tests.gateway.browser import CHROMIUM, Browser, Page, chromium
+from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import serving
 
 PAGE = files("sandbox.gateway").joinpath("docs.html").read_text(encoding="utf-8")
 SHOWN = "!document.getElementById('all').hidden"
 ASKED = "!document.getElementById('ask').hidden"
 TOKEN = "s3cret"
-
-in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as one:
-        yield one
 
 
 def test_the_page_makes_no_markup_of_data() -> None:
