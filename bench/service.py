@@ -22,7 +22,7 @@ from typing import BinaryIO
 from bench import procs
 from bench.output import BenchFailed
 from sandbox import runtime
-from sandbox.gateway.node import EXECUTOR
+from sandbox.gateway.calls.executor_handle import EXECUTOR
 
 START_S = 120.0
 """Warming the interpreters takes seconds; on a loaded machine, more of them."""

@@ -33,7 +33,7 @@ def main() -> int:
         return answer_all(socket.socket(fileno=args.fd))
     from sandbox.config import ServeConfig
     from sandbox.gateway import serve
-    from sandbox.gateway.node import ExecutorProcess
+    from sandbox.gateway.calls.executor_handle import ExecutorProcess
 
     config = ServeConfig(port=args.port, executors=args.executors)
     return serve(config, functools.partial(ExecutorProcess.launch, "bench.stub"))

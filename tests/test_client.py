@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer, unused_port
 from sandbox import verify
 from sandbox.client import RETRYABLE_ERRORS, STREAM, TIMEOUT_S, AsyncClient, Client, backoff_s
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
-from sandbox.gateway import codec
+from sandbox.gateway.http import codec
 from sandbox.types import Call, Limits, Result, Status, invalid, unavailable
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from sandbox.config import ServeConfig
-from sandbox.gateway.doors import cannot_listen
+from sandbox.gateway.http.listener import cannot_listen
 from sandbox.gateway.siblings import Siblings
 
 log = logging.getLogger(__name__)

@@ -22,12 +22,12 @@ from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
 from sandbox.gateway import gateways, heap
-from sandbox.gateway.dispatch import Dispatcher
-from sandbox.gateway.doors import SPARE_FILES, Doors, grant_files
+from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch
 from sandbox.gateway.gateways import Post
+from sandbox.gateway.http.listener import SPARE_FILES, Doors, grant_files
+from sandbox.gateway.http.routes import build_app, state_of
 from sandbox.gateway.metrics import VERSION
-from sandbox.gateway.node import ExecutorProcess, Launch
-from sandbox.gateway.routes import build_app, state_of
 from sandbox.gateway.siblings import Siblings
 
 log = logging.getLogger(__name__)

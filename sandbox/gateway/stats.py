@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sandbox import machine
-from sandbox.gateway.dispatch import Dispatcher
+from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.calls.executor_handle import Node
 from sandbox.gateway.history import History, Snapshot
 from sandbox.gateway.metrics import VERSION
-from sandbox.gateway.node import Node
 from sandbox.gateway.siblings import Siblings, State
 
 Others = Mapping[int, State]

@@ -20,8 +20,8 @@ from bench import service
 from bench.chaos import Target
 from sandbox.errors import IsolationError
 from sandbox.executor import core
-from sandbox.gateway import dispatch
-from sandbox.gateway.admission import DrainRate
+from sandbox.gateway.calls import dispatcher
+from sandbox.gateway.calls.call_table import DrainRate
 from sandbox.jail import choose
 from sandbox.types import Status
 from tests.chaos.test_kills import FLAGS, ask
@@ -64,7 +64,7 @@ def test_a_wall_clock_that_jumps_by_years_changes_nothing(mad: Target, tmp_path:
 @pytest.mark.asyncio
 async def test_a_gateway_whose_clock_jumps_answers_once(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     offset = 0.0
-    monkeypatch.setattr(dispatch, "monotonic", lambda: time.monotonic() + offset)
+    monkeypatch.setattr(dispatcher, "monotonic", lambda: time.monotonic() + offset)
     async with serving() as served:
         await served.post("/v1/execute", {"code": "1"})
         body = {"calls": [{"code": "hang"}] * 4 + [{"code": str(n)} for n in range(40)]}

@@ -13,7 +13,7 @@ from sandbox.config import ExecutorConfig, ServeConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import run_once
 from sandbox.executor.tree import CallTree, hold_more
-from sandbox.gateway.dispatch import Dispatcher
+from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose
 from sandbox.types import Call, Limits, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor

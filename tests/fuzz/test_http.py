@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sandbox.gateway.refusal import KINDS
+from sandbox.gateway.http.errors import KINDS
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Status
 from tests.gateway.serving import Served, serving
 

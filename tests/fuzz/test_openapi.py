@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
-from sandbox.gateway.openapi import Route, document
-from sandbox.gateway.routes import ROUTES
+from sandbox.gateway.http.openapi import Route, document
+from sandbox.gateway.http.routes import ROUTES
 from tests.gateway.test_server import address_of, server
 
 SCHEMA = schemathesis.openapi.from_dict(document(ROUTES, needs_token=False))

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from sandbox.config import ServeConfig
 from sandbox.gateway import build_app
-from sandbox.gateway.dispatch import Dispatcher
+from sandbox.gateway.calls.dispatcher import Dispatcher
 from tests.fakes import FakeFleet
 
 

@@ -19,9 +19,9 @@ from aiohttp import web
 
 from bench import procs
 from bench.gateway import _serving as stubbed_server
-from sandbox.gateway.admission import Batch, Ticket
+from sandbox.gateway.calls.call_table import Batch, Ticket
 from sandbox.gateway.history import STEPS, History, Snapshot
-from sandbox.gateway.refusal import Refusal
+from sandbox.gateway.http.errors import Refusal
 from sandbox.types import Call, Status
 from tests.gateway.serving import Served, serving, until
 from tests.gateway.test_stats import EMPTY

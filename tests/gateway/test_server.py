@@ -28,7 +28,7 @@ SERVE = """
 import functools, sys
 from sandbox.config import ServeConfig
 from sandbox.gateway import serve
-from sandbox.gateway.node import ExecutorProcess
+from sandbox.gateway.calls.executor_handle import ExecutorProcess
 config = ServeConfig(port={port}, drain_s={drain_s}, gateways={gateways})
 sys.exit(serve(config, functools.partial(ExecutorProcess.launch, {module!r})))
 """

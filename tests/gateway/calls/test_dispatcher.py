@@ -10,7 +10,8 @@ import pytest
 
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError
-from sandbox.gateway import dispatch, node
+from sandbox.gateway.calls import dispatcher
+from sandbox.gateway.calls import executor_handle as node
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
 
@@ -208,7 +209,7 @@ async def test_what_waits_when_the_service_stops_is_answered_at_once(
     stop_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a stream, in a batch and in checks, while what the executor has goes on."""
-    monkeypatch.setattr(dispatch, "STOP_CALLS", stop_calls)
+    monkeypatch.setattr(dispatcher, "STOP_CALLS", stop_calls)
     async with serving(FakeFleet(slots=1)) as served:
         headers = {"Accept": "application/x-ndjson"}
         async with served.http.post(served.url + "/v1/batch", json=batch(*["hang"] * 5), headers=headers) as stream:
@@ -259,7 +260,7 @@ async def test_health_fails_when_there_is_no_executor_for_long(monkeypatch: pyte
         served.fleet.last.exit()
         await until(lambda: len(served.fleet.executors) == 2)
         assert (await served.get("/health"))[0] == 200
-        monkeypatch.setattr(dispatch, "DEAD_S", 0.0)
+        monkeypatch.setattr(dispatcher, "DEAD_S", 0.0)
         assert (await served.get("/health"))[0] == 503
         assert (await served.get("/ready"))[0] == 503
 

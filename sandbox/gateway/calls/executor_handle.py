@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 
 from sandbox import wire
 from sandbox.errors import NodeError, ProtocolError
-from sandbox.gateway.admission import size_of
+from sandbox.gateway.calls.call_table import size_of
 from sandbox.types import Status
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from sandbox.config import ServeConfig
-from sandbox.gateway.refusal import Refusal
+from sandbox.gateway.http.errors import Refusal
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready"})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.gateway.queue import FairQueue
+from sandbox.gateway.calls.fair_queue import FairQueue
 
 
 @dataclass(eq=False)

@@ -13,14 +13,15 @@ from aiohttp import web
 
 from sandbox import verify
 from sandbox.config import ServeConfig
-from sandbox.gateway import codec, intake, metrics
-from sandbox.gateway.admission import Batch, size_of
-from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
-from sandbox.gateway.dispatch import Dispatcher
-from sandbox.gateway.doors import IDLE_S
-from sandbox.gateway.guard import guard
-from sandbox.gateway.openapi import MOST, Route, document
-from sandbox.gateway.refusal import Refusal, refusals_as_json
+from sandbox.gateway import metrics
+from sandbox.gateway.calls.call_table import Batch, size_of
+from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.http import codec, validation
+from sandbox.gateway.http.auth import guard
+from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
+from sandbox.gateway.http.errors import Refusal, refusals_as_json
+from sandbox.gateway.http.listener import IDLE_S
+from sandbox.gateway.http.openapi import MOST, Route, document
 from sandbox.gateway.siblings import Siblings, State
 from sandbox.gateway.stats import Stats
 from sandbox.types import Result, Status
@@ -63,14 +64,14 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher, siblings: Siblings | 
 
 
 async def run_call(request: web.Request) -> web.StreamResponse:
-    async with _admitted(request, intake.read_call) as (batch, sent, _):
+    async with _admitted(request, validation.read_call) as (batch, sent, _):
         kind = codec.answer_type(request, sent, BODY_TYPES)
         await _all_answered(batch)
         return await _respond(request, 200, codec.encode_answer(_all(batch)[0], kind), kind)
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
-    async with _admitted(request, intake.read_batch) as (batch, sent, status):
+    async with _admitted(request, validation.read_batch) as (batch, sent, status):
         kind = codec.answer_type(request, sent, BATCH_TYPES)
         if kind in (NDJSON, MSGPACK_STREAM):
             return await _stream(request, status, batch, kind)
@@ -79,7 +80,7 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
 
 
 async def run_checks(request: web.Request) -> web.StreamResponse:
-    async with _admitted(request, intake.read_pairs) as (batch, sent, status):
+    async with _admitted(request, validation.read_pairs) as (batch, sent, status):
         kind = codec.answer_type(request, sent, BODY_TYPES)
         await _all_answered(batch)
         verdicts = []

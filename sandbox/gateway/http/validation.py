@@ -14,7 +14,7 @@ from typing import Any
 from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
-from sandbox.gateway.admission import Batch
+from sandbox.gateway.calls.call_table import Batch
 from sandbox.types import CALL_FIELDS, Call, Limits, invalid
 
 BATCH_FIELDS: dict[str, str] = {

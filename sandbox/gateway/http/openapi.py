@@ -10,12 +10,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
-from sandbox.gateway.codec import QUIET_S
-from sandbox.gateway.guard import OPEN_PATHS
 from sandbox.gateway.history import PERCENTILES
-from sandbox.gateway.intake import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
+from sandbox.gateway.http.auth import OPEN_PATHS
+from sandbox.gateway.http.codec import QUIET_S
+from sandbox.gateway.http.errors import KINDS
+from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
-from sandbox.gateway.refusal import KINDS
 from sandbox.types import (
     CALL_ERROR_FIELDS,
     CALL_FIELDS,

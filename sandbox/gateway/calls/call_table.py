@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox.errors import Overloaded, RequestRefused
-from sandbox.gateway.queue import FairQueue
+from sandbox.gateway.calls.fair_queue import FairQueue
 from sandbox.types import Call, unavailable
 
 Node = int

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sandbox.errors import Overloaded, RequestRefused
-from sandbox.gateway.admission import EXPIRE_CALLS, MAX_RETRY_AFTER_S, Batch, Bounds, DrainRate, Ledger
+from sandbox.gateway.calls.call_table import EXPIRE_CALLS, MAX_RETRY_AFTER_S, Batch, Bounds, DrainRate, Ledger
 from sandbox.types import Call
 
 BOUNDS = Bounds(calls=12, bytes=6000, attempts=3, tenant_share=0.75)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sandbox.gateway.history import History
-from sandbox.gateway.routes import STATS
+from sandbox.gateway.http.routes import STATS
 from sandbox.types import Status
 from tests.fakes import FakeFleet
 from tests.gateway.browser import Browser, Page, in_a_browser

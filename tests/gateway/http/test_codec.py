@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
-from sandbox.gateway import codec, intake
-from sandbox.gateway.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
-from sandbox.gateway.refusal import Refusal
+from sandbox.gateway.http import codec, validation
+from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
+from sandbox.gateway.http.errors import Refusal
 from sandbox.types import CALL_FIELDS, Result, Status
 from tests.gateway.serving import until
 
@@ -80,7 +80,7 @@ def test_msgpack_comes_in_as_it_was_sent(value: Any) -> None:
 @given(BATCHES)
 def test_any_decoded_body_is_a_batch_or_a_refusal(raw: Any) -> None:
     try:
-        batch, invalid = asyncio.run(intake.read_batch(raw, ServeConfig()))
+        batch, invalid = asyncio.run(validation.read_batch(raw, ServeConfig()))
     except (InvalidCall, RequestRefused) as why:
         assert str(why)
         return
@@ -91,7 +91,7 @@ def test_any_decoded_body_is_a_batch_or_a_refusal(raw: Any) -> None:
 @given(VALUES)
 def test_any_decoded_body_is_a_call_or_a_refusal(raw: Any) -> None:
     try:
-        assert len(asyncio.run(intake.read_call(raw, ServeConfig()))[0].tickets) == 1
+        assert len(asyncio.run(validation.read_call(raw, ServeConfig()))[0].tickets) == 1
     except InvalidCall as why:
         assert str(why)
 

@@ -11,8 +11,8 @@ import pytest
 from sandbox import verify
 from sandbox.types import Result, Status
 from tests import fakes
+from tests.gateway.http.test_openapi import SCHEMAS, check
 from tests.gateway.serving import serving
-from tests.gateway.test_openapi import SCHEMAS, check
 
 pytestmark = pytest.mark.asyncio
 

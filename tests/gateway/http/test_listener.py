@@ -15,7 +15,8 @@ from aiohttp import web
 
 from sandbox import client
 from sandbox.errors import ConfigError
-from sandbox.gateway import build_app, codec, doors, routes, server
+from sandbox.gateway import build_app, server
+from sandbox.gateway.http import codec, listener, routes
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
@@ -24,7 +25,7 @@ LARGE = "x" * (1 << 20)
 
 
 @asynccontextmanager
-async def through_doors(served: Served, *, senders_s: float = 60.0) -> AsyncIterator[tuple[doors.Doors, str, int]]:
+async def through_doors(served: Served, *, senders_s: float = 60.0) -> AsyncIterator[tuple[listener.Doors, str, int]]:
     """The same service on a port of its own, whose doors `serve` opens; `stall_s` is for reading alone."""
     app = build_app(served.dispatcher.config, served.dispatcher)
     app[routes.BODIES].stall_s = senders_s
@@ -77,7 +78,7 @@ async def test_a_connection_too_many_is_told_so() -> None:
 
 
 async def test_even_telling_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "MAX_TOLD", 0)
+    monkeypatch.setattr(listener, "MAX_TOLD", 0)
     async with serving(port=0, connections=1) as served, through_doors(served) as (opened, host, port):
         _, writer = await asyncio.open_connection(host, port)
         await until(lambda: opened.connections == 1)
@@ -112,27 +113,27 @@ class Line(asyncio.Transport):
     ],
 )
 async def test_a_head_is_whole_however_it_comes(pieces: tuple[bytes, ...], is_whole: bool) -> None:
-    connection = doors._Served(doors.Doors(asyncio.Protocol, 1, 0.0, lambda: None))
+    connection = listener._Served(listener.Doors(asyncio.Protocol, 1, 0.0, lambda: None))
     line = Line()
     connection.connection_made(line)
     for piece in pieces:
         connection.data_received(piece)
     if not is_whole:
         await until(lambda: line.was_cut)
-    await asyncio.sleep(doors.LAST_LOOK_S + 0.05)
+    await asyncio.sleep(listener.LAST_LOOK_S + 0.05)
     assert line.was_cut != is_whole
     connection.connection_lost(None)
 
 
 async def test_what_came_while_we_were_held_up_is_read_before_a_connection_is_cut() -> None:
     """As a loop does that was held up: the timers that have passed first, then what there is to read."""
-    connection = doors._Served(doors.Doors(asyncio.Protocol, 1, 0.0, lambda: None))
+    connection = listener._Served(listener.Doors(asyncio.Protocol, 1, 0.0, lambda: None))
     line = Line()
     connection.connection_made(line)
     timer = connection._timer
     await until(lambda: connection._timer is not timer)
     connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
-    await asyncio.sleep(doors.LAST_LOOK_S + 0.05)
+    await asyncio.sleep(listener.LAST_LOOK_S + 0.05)
     assert not line.was_cut
     connection.connection_lost(None)
 
@@ -255,11 +256,11 @@ async def test_the_results_of_a_stream_that_is_read_are_let_go() -> None:
 
 async def test_more_connections_than_descriptors_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(100, 1000)]
-    monkeypatch.setattr(doors.resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(doors.resource, "setrlimit", lambda _, limit: limits.append(limit))
-    assert doors.grant_files(10_000) == 1000 - doors.SPARE_FILES
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(listener.resource, "setrlimit", lambda _, limit: limits.append(limit))
+    assert listener.grant_files(10_000) == 1000 - listener.SPARE_FILES
     assert limits[-1] == (1000, 1000)
-    assert doors.grant_files(5) == 5
+    assert listener.grant_files(5) == 5
 
 
 @pytest.mark.parametrize(("connections", "needed"), [(10_000, 612), (256, 612), (5, 361)])
@@ -267,13 +268,13 @@ async def test_too_few_descriptors_for_a_single_client_are_refused_with_the_numb
     connections: int, needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hard = needed
-    monkeypatch.setattr(doors.resource, "getrlimit", lambda _: (hard, hard))
-    monkeypatch.setattr(doors.resource, "setrlimit", lambda *_: None)
-    assert doors.grant_files(connections) == needed - doors.SPARE_FILES
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr(listener.resource, "setrlimit", lambda *_: None)
+    assert listener.grant_files(connections) == needed - listener.SPARE_FILES
     hard -= 1
     with pytest.raises(ConfigError, match=rf"\(ulimit -Hn\) is {hard}, but \d+ connections need {needed}; raise it"):
-        doors.grant_files(connections)
+        listener.grant_files(connections)
 
 
 async def test_the_floor_is_what_one_client_opens() -> None:
-    assert doors.LEAST_CONNECTIONS == client.MAX_CONNECTIONS
+    assert listener.LEAST_CONNECTIONS == client.MAX_CONNECTIONS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox.gateway.guard import check_is_local
-from sandbox.gateway.refusal import Refusal
+from sandbox.gateway.http.auth import check_is_local
+from sandbox.gateway.http.errors import Refusal
 from tests.gateway.serving import serving
 
 

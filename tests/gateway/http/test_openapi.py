@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sandbox.gateway.guard import OPEN_PATHS
-from sandbox.gateway.openapi import EXAMPLES, MEANINGS, document
-from sandbox.gateway.routes import ROUTES, build_app
+from sandbox.gateway.http.auth import OPEN_PATHS
+from sandbox.gateway.http.openapi import EXAMPLES, MEANINGS, document
+from sandbox.gateway.http.routes import ROUTES, build_app
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Call, Limits, Profile, Result, Status
 from tests.gateway.serving import serving
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused
-from sandbox.gateway.dispatch import Dispatcher
+from sandbox.gateway.calls.dispatcher import Dispatcher
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any
 from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError, NodeError, Overloaded
-from sandbox.gateway.admission import Batch, Bounds, Ledger, Ticket
+from sandbox.gateway.calls.call_table import Batch, Bounds, Ledger, Ticket
+from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch, Node, Sized
 from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import Counters, Sample, executor_samples
-from sandbox.gateway.node import ExecutorProcess, Launch, Node, Sized
 from sandbox.types import Status
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from sandbox.gateway import codec
-from sandbox.gateway.routes import BODIES
+from sandbox.gateway.http import codec
+from sandbox.gateway.http.routes import BODIES
 from sandbox.types import Limits
 from tests.gateway.serving import serving, until
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 from aiohttp import web
 
-from sandbox.gateway.refusal import Refusal
+from sandbox.gateway.http.errors import Refusal
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
