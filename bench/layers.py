@@ -49,8 +49,8 @@ from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.executor import core
-from sandbox.executor.work import Work
+from sandbox.executor import executor as core
+from sandbox.executor.call_state import Work
 from sandbox.types import Call
 
 CODES = {

@@ -15,7 +15,7 @@ import pytest
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError, IsolationError, NodeError, SandboxError
 from sandbox.executor import run_once
-from sandbox.executor.family import Family
+from sandbox.executor.zygote_pool import Family
 from sandbox.jail import choose
 from sandbox.types import Call, Limits, Profile, Result, Status
 from tests.executor.calling import OWN_PYTHON, wait_gone

@@ -3,6 +3,6 @@
 `run_once` is one call without a service; `python -m sandbox.executor --fd N` is the process that a gateway starts.
 """
 
-from sandbox.executor.once import run_once
+from sandbox.executor.run_once import run_once
 
 __all__ = ["run_once"]

@@ -10,7 +10,7 @@ import sys
 
 import trio
 
-from sandbox.executor.service import serve
+from sandbox.executor.connection import serve
 
 
 def main() -> int:

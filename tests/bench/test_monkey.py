@@ -9,7 +9,7 @@ from bench import monkey
 from bench.monkey import Monkey
 from sandbox.types import Status
 from tests.executor.calling import call, executor, wait_gone
-from tests.executor.test_service import SLEEP, jail_of, start_sleeper
+from tests.executor.test_connection import SLEEP, jail_of, start_sleeper
 
 
 def test_a_call_that_looks_like_its_zygote_is_let_go_on() -> None:

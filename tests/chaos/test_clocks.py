@@ -19,7 +19,7 @@ from trio.testing import MockClock
 from bench import service
 from bench.chaos import Target
 from sandbox.errors import IsolationError
-from sandbox.executor import core
+from sandbox.executor import executor
 from sandbox.gateway.calls import dispatcher
 from sandbox.gateway.calls.call_table import DrainRate
 from sandbox.jail import choose
@@ -97,7 +97,7 @@ async def test_an_executor_whose_clock_jumps_answers_once(
 ) -> None:
     offset = 0.0
     async with driven(monkeypatch) as driver:
-        monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=lambda: trio.current_time() + offset))
+        monkeypatch.setattr(executor, "time", SimpleNamespace(monotonic=lambda: trio.current_time() + offset))
         seqs = driver.submit(*(f"slow 99 {n}" for n in range(30)))
         offset = jump_s
         seqs += driver.submit(*(f"slow 99 {n}" for n in range(30, 60)))

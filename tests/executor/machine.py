@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from sandbox.executor.clock import Look, OwnClock, Process, Thread
+from sandbox.executor.virtual_clock import Look, OwnClock, Process, Thread
 
 TICK_S = 0.001
 SLICE = 3

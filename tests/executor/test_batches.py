@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sandbox import wire
-from sandbox.executor.service import FRAME_BYTES, FRAME_CALLS, _batches, _packed
+from sandbox.executor.connection import FRAME_BYTES, FRAME_CALLS, _batches, _packed
 from sandbox.types import Result, Status
 
 

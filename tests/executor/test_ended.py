@@ -11,9 +11,9 @@ import trio
 
 from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.executor import core
-from sandbox.executor.core import Executor
-from sandbox.executor.slot import Slots
+from sandbox.executor import executor as core
+from sandbox.executor.executor import Executor
+from sandbox.executor.slots import Slots
 from sandbox.jail import Tree, choose
 from sandbox.types import Call, Profile, Result
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, is_gone

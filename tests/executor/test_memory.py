@@ -12,12 +12,12 @@ from sandbox import machine
 from sandbox.config import ExecutorConfig, ServeConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import run_once
-from sandbox.executor.tree import CallTree, hold_more
+from sandbox.executor.process_tree import CallTree, hold_more
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose
 from sandbox.types import Call, Limits, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
-from tests.executor.test_lasting import BARE_PROC
+from tests.executor.test_monitor import BARE_PROC
 from tests.jail.jails import is_passable, system_python
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ def test_where_the_server_may_not_ask_all_but_the_zygotes_counts(monkeypatch: py
     def refuse(_path: str) -> bytes:
         raise PermissionError
 
-    monkeypatch.setattr("sandbox.executor.tree._read", refuse)
+    monkeypatch.setattr("sandbox.executor.process_tree._read", refuse)
     resident = {1: 100, 2: 60, 3: 10}
     assert hold_more(resident, 119, 20)
     assert not hold_more(resident, 120, 20)

@@ -28,8 +28,8 @@ import pytest
 import trio
 
 from sandbox.config import ExecutorConfig
-from sandbox.executor import core, family
-from sandbox.executor.core import Executor
+from sandbox.executor import executor, zygote_pool
+from sandbox.executor.executor import Executor
 from sandbox.jail import Interpreter
 from sandbox.types import Call, Limits, Result
 from tests.executor.calling import OWN_PYTHON
@@ -261,7 +261,7 @@ class Fleet:
         self.on_start = Peer.warm
         self._nursery = nursery
 
-    def start_jail(self, _family: family.Family, sock: socket.socket) -> Jail:
+    def start_jail(self, _family: zygote_pool.Family, sock: socket.socket) -> Jail:
         self.jails.append(Jail())
         self.begin(self.jails[-1], sock.dup())
         return self.jails[-1]
@@ -328,13 +328,13 @@ async def driven(monkeypatch: pytest.MonkeyPatch, *, hurry: bool = False, **sett
     """An executor whose zygotes are fakes and whose clock is Trio's; ready, and at rest at the end."""
     settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygotes": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
-        patch.setattr(core, "time", SimpleNamespace(monotonic=trio.current_time))
+        patch.setattr(executor, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)
         driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings), hurry)
         before = len(os.listdir("/proc/self/fd"))
         async with trio.open_nursery() as nursery:
             driver.fleet = Fleet(nursery)
-            patch.setattr(family.Family, "_start_jail", lambda self, sock: driver.fleet.start_jail(self, sock))
+            patch.setattr(zygote_pool.Family, "_start_jail", lambda self, sock: driver.fleet.start_jail(self, sock))
             nursery.start_soon(driver.executor.run)
             await driver.executor.wait_ready()
             yield driver

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox.executor import frames
+from sandbox.executor import zygote_frames
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 NAMES = ("apart", "frames")
@@ -36,7 +36,7 @@ def guest() -> Iterator[Any]:
     st.lists(st.integers(1, 500), max_size=8),
 )
 def test_frames_survive_any_cut(guest: Any, sent: list[list[bytes]], places: list[int]) -> None:
-    stream = b"".join(frames.pack({"op": "call", "n": n}, blobs) for n, blobs in enumerate(sent))
+    stream = b"".join(zygote_frames.pack({"op": "call", "n": n}, blobs) for n, blobs in enumerate(sent))
     ends = sorted({0, *(min(place, len(stream)) for place in places), len(stream)})
     ours, theirs = socket.socketpair()
     got = []

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from sandbox import wire
 from sandbox.errors import ProtocolError
-from sandbox.executor import frames
+from sandbox.executor import zygote_frames
 from tests.executor.zygotes import answer, frame
 
 Codec = tuple[Callable[[Any], bytes], Callable[[], Any]]
 
 
-def _zygote_unpacker() -> frames.Unpacker:
-    made = frames.Unpacker()
+def _zygote_unpacker() -> zygote_frames.Unpacker:
+    made = zygote_frames.Unpacker()
     made.max_body_bytes = 1000
     return made
 

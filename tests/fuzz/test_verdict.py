@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sandbox import wire
 from sandbox.errors import ProtocolError
-from sandbox.executor import verdict
-from sandbox.executor.verdict import Report
+from sandbox.executor import result as verdict
+from sandbox.executor.result import Report
 from sandbox.types import Result, Status
 
 NUMBERS = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sandbox.executor import frames
+from sandbox.executor import zygote_frames
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 HEADER = {"op": "call", "n": 2**53, "text": "\u00fc"}
@@ -37,7 +37,7 @@ def _blobs(sizes: tuple[int, ...]) -> list[bytes]:
 
 def test_frames_of_any_size_arrive_whole(guest: Any) -> None:
     ours, theirs = socket.socketpair()
-    stream = b"".join(frames.pack(dict(HEADER), _blobs(sizes)) for sizes in SIZES * 2)
+    stream = b"".join(zygote_frames.pack(dict(HEADER), _blobs(sizes)) for sizes in SIZES * 2)
     sender = threading.Thread(target=ours.sendall, args=(stream,))
     with ours, theirs:
         sender.start()
@@ -54,7 +54,7 @@ def test_frames_of_any_size_arrive_whole(guest: Any) -> None:
 
 def test_frames_of_any_size_leave_whole_and_in_order(guest: Any, tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    unpacker, got = frames.Unpacker(), []
+    unpacker, got = zygote_frames.Unpacker(), []
     unpacker.max_body_bytes = 1 << 23
 
     def read() -> None:
@@ -93,7 +93,7 @@ def test_a_fork_finds_zeros_but_for_its_own_input(guest: Any) -> None:
     with ours, theirs:
         incoming, outbox, inbox = guest.frames.Frames(theirs), guest.frames.Outbox(theirs), guest.apart.Inbox()
         long, short = b"other " * 100, b"mine"
-        ours.sendall(frames.pack(dict(HEADER), [long]) + frames.pack(dict(HEADER), [short]))
+        ours.sendall(zygote_frames.pack(dict(HEADER), [long]) + zygote_frames.pack(dict(HEADER), [short]))
         (_, first), (_, second) = incoming.receive()
         inbox.put(first)
         inbox.put(second)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox.executor.core import GUEST
+from sandbox.executor.executor import GUEST
 from sandbox.types import Status
 from tests.executor.calling import Caller, call
 

@@ -208,7 +208,7 @@ def staged() -> Path:
 
 
 _IMPORTED = """
-import sandbox.executor.service, sys
+import sandbox.executor.connection, sys
 for name in sorted({name.partition(".")[0] for name in sys.modules} - {"sandbox"}):
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     if "-packages" in file and not name.startswith("_"): print(file)

@@ -22,11 +22,11 @@ import trio
 
 from sandbox import jail
 from sandbox.errors import NodeError, ProtocolError
-from sandbox.executor import frames
-from sandbox.executor.imports import ORDER
-from sandbox.executor.link import Link
-from sandbox.executor.slot import Slots
-from sandbox.executor.work import Work
+from sandbox.executor import zygote_frames
+from sandbox.executor.call_state import Work
+from sandbox.executor.profile_choice import ORDER
+from sandbox.executor.slots import Slots
+from sandbox.executor.unix_stream import Link
 from sandbox.types import Profile
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Zygote:
         """Set when no process is left in its jail; None where control groups count them, and at level `none`."""
         self._may_enter: set[int] = set()
         """Slots to whose groups it has the ways."""
-        self._unpacker = frames.Unpacker()
+        self._unpacker = zygote_frames.Unpacker()
 
     def start(self, work: Work, ticket: int, slot: int, now: float) -> None:
         self.calls[ticket] = work
@@ -80,12 +80,12 @@ class Zygote:
         if slot not in self._may_enter:
             for op, fds in (("door", tree.doors(slot)), ("floor", tree.floors(slot))):
                 for fd in fds:
-                    self.link.write(frames.pack({"op": op, "slot": slot}), fd)
+                    self.link.write(zygote_frames.pack({"op": op, "slot": slot}), fd)
                     os.close(fd)
             self._may_enter.add(slot)
 
     def send(self, header: dict[str, Any]) -> None:
-        self.link.write(frames.pack(header))
+        self.link.write(zygote_frames.pack(header))
 
     async def receive(self) -> list[tuple[dict[str, Any], list[bytes]]]:
         """Frames that are whole by now; an empty list at the end. Raises `ProtocolError`."""
@@ -240,14 +240,14 @@ class Family:
             raise NodeError("it ended before it was warm")
         header = whole[0][0]
         if header["op"] != "ready" or len(whole) > 1:
-            raise ProtocolError(f"expected ready, got {frames.text(header, 'op')!r} and {len(whole) - 1} more")
-        zygote.modules = frozenset(frames.texts(header, "modules"))
-        zygote.python = frames.text(header, "python")
-        zygote.lacks = frames.texts(header, "missing")
+            raise ProtocolError(f"expected ready, got {zygote_frames.text(header, 'op')!r} and {len(whole) - 1} more")
+        zygote.modules = frozenset(zygote_frames.texts(header, "modules"))
+        zygote.python = zygote_frames.text(header, "python")
+        zygote.lacks = zygote_frames.texts(header, "missing")
         if zygote.lacks and zygote.profile is Profile.VERIFY:  # it starts later, when all else has been said
             lacks = ", ".join(zygote.lacks)
             log.warning("the Python that runs the calls lacks %s, so answers get no verdict; install them there", lacks)
-        for line in frames.texts(header, "problems")[:20]:
+        for line in zygote_frames.texts(header, "problems")[:20]:
             log.info("zygote %s: %s", zygote.profile, line)
         mapped, private = _memory_of(zygote.link.peer_pid)
         self.inherited = max(self.inherited, private)
@@ -262,7 +262,7 @@ class Family:
         ticket: Any = header.get("id")
         work = zygote.calls.get(ticket) if type(ticket) is int else None
         if work is None:
-            raise ProtocolError(f"{frames.text(header, 'op')!r} about a call that it does not have")
+            raise ProtocolError(f"{zygote_frames.text(header, 'op')!r} about a call that it does not have")
         if sum(map(len, blobs)) > work.most_bytes:
             raise ProtocolError("more came than the call may have written")
         match header["op"]:
@@ -270,17 +270,17 @@ class Family:
                 self._release(zygote, ticket, work)
                 self._owner.on_done(zygote, work, header, blobs)
             case "failed":
-                why = frames.text(header, "why")
+                why = zygote_frames.text(header, "why")
                 self._release(zygote, ticket, work)
                 self._owner.on_failed(work, why)
             case "lasting":
-                wall_s = frames.number(header, "wall_ms") / 1e3
-                work.zygote_pid, work.inner_pid = zygote.link.peer_pid, int(frames.number(header, "pid"))
+                wall_s = zygote_frames.number(header, "wall_ms") / 1e3
+                work.zygote_pid, work.inner_pid = zygote.link.peer_pid, int(zygote_frames.number(header, "pid"))
                 if not zygote.link.fds or work.watch is not None:
                     raise ProtocolError("lasting without a pidfd, or for the second time")
                 self._owner.on_lasting(self, work, wall_s, zygote.link.fds.pop(0))
             case _:
-                raise ProtocolError(f"unexpected {frames.text(header, 'op')!r}")
+                raise ProtocolError(f"unexpected {zygote_frames.text(header, 'op')!r}")
 
     def _release(self, zygote: Zygote, ticket: int, work: Work) -> None:
         del zygote.calls[ticket]
@@ -346,12 +346,12 @@ class Family:
         leaner = self._profiles[: self._place_of(profile)]
         if leaner:
             parent = await self._living(leaner[-1])
-            parent.link.write(frames.pack({"op": "spawn", "profile": profile.value}), theirs.fileno())
+            parent.link.write(zygote_frames.pack({"op": "spawn", "profile": profile.value}), theirs.fileno())
             zygote = Zygote(profile, link, parent.jail)
             zygote.jail_end = parent.jail_end
             return zygote
         self._process = self._start_jail(theirs)
-        link.write(frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
+        link.write(zygote_frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
         return Zygote(profile, link, self._process)
 
     def _place_of(self, profile: Profile) -> int:

@@ -15,11 +15,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from sandbox.executor import clock, lasting
-from sandbox.executor.clock import Look, Process, Thread
-from sandbox.executor.core import Executor
-from sandbox.executor.lasting import behind_s
-from sandbox.executor.tree import CallTree, Eagerness
+from sandbox.executor import monitor, virtual_clock
+from sandbox.executor.executor import Executor
+from sandbox.executor.monitor import behind_s
+from sandbox.executor.process_tree import CallTree, Eagerness
+from sandbox.executor.virtual_clock import Look, Process, Thread
 from sandbox.jail import Tree
 from sandbox.types import Limits, Result, Status
 from tests.executor.calling import Caller, call, executor
@@ -41,7 +41,7 @@ class Machine:
         self._share, self._alone, self._patch = share, alone, monkeypatch
         self._started = 0.0
         self._peers: list[tuple[Peer, int]] = []
-        monkeypatch.setattr(lasting, "host_pid", lambda *_: 77)
+        monkeypatch.setattr(monitor, "host_pid", lambda *_: 77)
         monkeypatch.setattr(CallTree, "look", lambda _tree: self._look())
         monkeypatch.setattr(Eagerness, "set", lambda _self, _tree, _group, is_idle: self.idle.append(is_idle))
         monkeypatch.setattr(signal, "pidfd_send_signal", self._kill)
@@ -134,7 +134,7 @@ async def test_a_call_without_a_core_is_no_verdict_in_the_end(
     assert result.error is not None
     assert result.error.type == "Starved"
     assert machine.killed_after is not None
-    cap_s = clock.hard_cap_s(2.0)
+    cap_s = virtual_clock.hard_cap_s(2.0)
     assert cap_s <= machine.killed_after < cap_s + 3.0
 
 
@@ -147,7 +147,7 @@ async def test_a_call_that_starves_itself_is_timed_out(
     machine = Machine(monkeypatch, 0.999, alone=alone)
     assert (await machine.run(2.0)).status is Status.TIMEOUT
     assert machine.killed_after is not None
-    assert machine.killed_after < clock.hard_cap_s(2.0) + 3.0
+    assert machine.killed_after < virtual_clock.hard_cap_s(2.0) + 3.0
 
 
 @pytest.mark.trio
@@ -184,7 +184,7 @@ async def test_a_starving_call_is_given_its_share_and_comes_to_its_verdict(
     assert machine.idle[0] is True
     assert False in machine.idle
     assert machine.killed_after is not None
-    assert machine.killed_after < clock.hard_cap_s(10.0)
+    assert machine.killed_after < virtual_clock.hard_cap_s(10.0)
 
 
 def test_a_call_that_gives_way_has_a_quarter_of_its_share() -> None:
@@ -198,19 +198,19 @@ def test_a_call_that_gives_way_has_a_quarter_of_its_share() -> None:
 @pytest.mark.parametrize("crowd", [0.5, 10.0, 200.0])
 @pytest.mark.parametrize("left_s", [0.01, 0.1, 1.0])
 def test_who_sleeps_or_may_have_slept_is_looked_at_before_its_time_is_over(crowd: float, left_s: float) -> None:
-    rarest_s = lasting.GUESS_S * lasting.stretched(crowd)
+    rarest_s = monitor.GUESS_S * monitor.stretched(crowd)
     for has_share in (False, True):
         for _ in range(20):
-            assert lasting.pause_s(left_s, 0.0, 1.0, crowd, has_share=has_share, was_alone=True) <= left_s
-            guess = lasting.pause_s(left_s, 0.9 * left_s, 1.0, crowd, has_share=has_share, was_alone=True)
-            assert guess <= max(0.1 * left_s + 1e-9, min(rarest_s, left_s), lasting.LEAST_PAUSE_S)
+            assert monitor.pause_s(left_s, 0.0, 1.0, crowd, has_share=has_share, was_alone=True) <= left_s
+            guess = monitor.pause_s(left_s, 0.9 * left_s, 1.0, crowd, has_share=has_share, was_alone=True)
+            assert guess <= max(0.1 * left_s + 1e-9, min(rarest_s, left_s), monitor.LEAST_PAUSE_S)
 
 
 def test_at_the_slowest_a_call_comes_to_its_verdict_before_the_hard_cap() -> None:
     for calls_per_core in (0.1, 1.0, 4.0, 8.0, 40.0):
         for timeout_s in (0.1, 10.0, 1000.0):
-            slowest_s = timeout_s * lasting.SLOWEST * max(1.0, calls_per_core)
-            assert slowest_s < clock.hard_cap_s(timeout_s) / clock.pace(calls_per_core)
+            slowest_s = timeout_s * monitor.SLOWEST * max(1.0, calls_per_core)
+            assert slowest_s < virtual_clock.hard_cap_s(timeout_s) / virtual_clock.pace(calls_per_core)
 
 
 @pytest.mark.trio
@@ -277,7 +277,7 @@ async def test_looks_cost_no_more_however_many_calls_last(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     looks: list[float] = []
-    for running in (1, 20 * lasting.CROWDED):
+    for running in (1, 20 * monitor.CROWDED):
         machine = Machine(monkeypatch, 0.0)
         before = len(looks)
 
@@ -291,12 +291,12 @@ async def test_looks_cost_no_more_however_many_calls_last(
             result = await machine.run(100.0)
         assert result.status is Status.TIMEOUT
         assert machine.killed_after == pytest.approx(100.0, rel=0.01)
-        least_s, most_s = lasting.LOOK_S
-        expected = 100 / ((least_s + most_s) / 2) / max(1, running / lasting.CROWDED)
+        least_s, most_s = monitor.LOOK_S
+        expected = 100 / ((least_s + most_s) / 2) / max(1, running / monitor.CROWDED)
         assert len(looks) - before == pytest.approx(expected, rel=0.3)
 
 
-class Watch(lasting.Watch):
+class Watch(monitor.Watch):
     """One whose looks are told beforehand."""
 
     def __init__(self, looks: Iterator[float], pidfd: int = -1) -> None:
@@ -321,7 +321,7 @@ def no_process() -> Iterator[float]:
 async def test_what_is_watched_no_more_holds_no_descriptor(looks: Iterator[float], autojump_clock: MockClock) -> None:
     """It is out of time, has ended by itself, or the executor has."""
     fd = os.open(os.devnull, os.O_RDONLY)
-    watches, watch = lasting.Watches(NOBODY), Watch(looks, fd)
+    watches, watch = monitor.Watches(NOBODY), Watch(looks, fd)
     watches._add(trio.current_time(), watch)
     with trio.move_on_after(10):
         await watches.run()
@@ -340,12 +340,12 @@ async def test_a_crowd_that_is_due_leaves_others_their_turn() -> None:
         while True:
             at_once += 1
             most = max(most, at_once)
-            until = time.thread_time() + lasting.TURN_S / 4
+            until = time.thread_time() + monitor.TURN_S / 4
             while time.thread_time() < until:
                 pass
             yield 0.01
 
-    watches = lasting.Watches(NOBODY)
+    watches = monitor.Watches(NOBODY)
     for _ in range(40):
         watches._add(trio.current_time(), Watch(looks()))
     async with trio.open_nursery() as nursery:
@@ -374,7 +374,7 @@ async def test_looks_that_take_long_are_rare(
             yield 0.05
 
     monkeypatch.setattr(time, "thread_time", lambda: spent)
-    watches = lasting.Watches(NOBODY)
+    watches = monitor.Watches(NOBODY)
     for _ in range(calls):
         watches._add(trio.current_time(), Watch(looks()))
     with trio.move_on_after(100):
@@ -399,7 +399,7 @@ async def test_what_the_machine_lacks_for_a_moment_is_no_end_of_a_watch(
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return machine._look()
 
-    monkeypatch.setattr(lasting, "host_pid", found)
+    monkeypatch.setattr(monitor, "host_pid", found)
     monkeypatch.setattr(CallTree, "look", look)
     assert (await machine.run(2.0)).status is Status.TIMEOUT
     assert machine.killed_after == pytest.approx(2.0, rel=0.05)
@@ -431,7 +431,7 @@ async def test_the_end_of_a_call_among_many_takes_no_more_looks_and_comes_when_i
 ) -> None:
     """One that gets a thousandth of a core must not be looked at a thousand times to see its last second end."""
     looks = 0
-    for running, share in ((lasting.CROWDED, 1 - 1 / lasting.CROWDED), (20 * lasting.CROWDED, 1 - 1 / 960)):
+    for running, share in ((monitor.CROWDED, 1 - 1 / monitor.CROWDED), (20 * monitor.CROWDED, 1 - 1 / 960)):
         machine, before = Machine(monkeypatch, share), looks
 
         def look(_tree: CallTree, machine: Machine = machine) -> Look:

@@ -8,8 +8,8 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
-from sandbox.executor import clock, frames, imports
-from sandbox.executor.verdict import WireResult
+from sandbox.executor import profile_choice, virtual_clock, zygote_frames
+from sandbox.executor.result import WireResult
 from sandbox.jail import Spent
 from sandbox.types import LIMIT_FIELDS, Profile, unavailable
 
@@ -71,9 +71,9 @@ class Work:
         """From the wire; the gateway has validated it."""
         given = call.get("limits", {})
         limits = {name: given.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
-        modules = imports.imported(call["code"])
+        modules = profile_choice.imported(call["code"])
         asked = Profile(call.get("profile", Profile.AUTO))
-        return cls(seq, call, limits, modules, imports.choose(modules) if asked is Profile.AUTO else asked)
+        return cls(seq, call, limits, modules, profile_choice.choose(modules) if asked is Profile.AUTO else asked)
 
     @property
     def timeout_s(self) -> float:
@@ -118,7 +118,7 @@ class Work:
         call, limits = self.call, self.limits
         self.slot = slot
         self.ordered_at = now
-        self.give_up_at = now + clock.hard_cap_s(self.timeout_s) + GRACE_S
+        self.give_up_at = now + virtual_clock.hard_cap_s(self.timeout_s) + GRACE_S
         files, returned = call.get("files", {}), call.get("return_files", [])
         names = json.dumps([list(files), returned]).encode() if files or returned else b""
         header = {
@@ -136,7 +136,7 @@ class Work:
             "echo": call.get("echo", True),
             "returns": len(returned),
         }
-        return frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), names, *files.values()])
+        return zygote_frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), names, *files.values()])
 
     def no_verdict(self, kind: str, message: str) -> WireResult:
         """The result that says it is us."""

@@ -16,9 +16,9 @@ import trio
 from sandbox import wire
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError, ProtocolError, SandboxError
-from sandbox.executor.core import Executor
-from sandbox.executor.link import Link
-from sandbox.executor.verdict import WireResult
+from sandbox.executor.executor import Executor
+from sandbox.executor.result import WireResult
+from sandbox.executor.unix_stream import Link
 from sandbox.jail import AUTO
 from sandbox.types import unavailable
 

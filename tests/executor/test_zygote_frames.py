@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sandbox.errors import ProtocolError
-from sandbox.executor import frames
+from sandbox.executor import zygote_frames
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -21,8 +21,8 @@ JSON = st.recursive(
 HEADERS = st.dictionaries(st.text(), JSON).filter(lambda header: "op" not in header and "blobs" not in header)
 
 
-def unpacker(most: int = 1 << 20) -> frames.Unpacker:
-    made = frames.Unpacker()
+def unpacker(most: int = 1 << 20) -> zygote_frames.Unpacker:
+    made = zygote_frames.Unpacker()
     made.max_body_bytes = most
     return made
 
@@ -135,7 +135,7 @@ def test_frames_before_a_broken_one_are_given_once() -> None:
 @example(2**70)
 def test_a_number_is_finite_or_an_error(value: Any) -> None:
     try:
-        got = frames.number({"n": value}, "n")
+        got = zygote_frames.number({"n": value}, "n")
     except ProtocolError as why:
         assert len(str(why)) < 500
     else:
@@ -150,7 +150,7 @@ def test_a_number_is_finite_or_an_error(value: Any) -> None:
 @example("\x1b[31m")
 @example("\ud800")
 def test_a_text_is_short_and_printable_or_an_error(value: Any) -> None:
-    for read, header in ((frames.text, value), (frames.texts, [value])):
+    for read, header in ((zygote_frames.text, value), (zygote_frames.texts, [value])):
         try:
             got = read({"t": header}, "t")
         except ProtocolError as why:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from sandbox.executor import tree
-from sandbox.executor.clock import OwnClock
-from sandbox.executor.tree import CallTree, Eagerness, host_pid
+from sandbox.executor import process_tree
+from sandbox.executor.process_tree import CallTree, Eagerness, host_pid
+from sandbox.executor.virtual_clock import OwnClock
 from sandbox.jail import Idle
 
 HERE = os.getpid()
@@ -62,15 +62,18 @@ def test_what_is_about_to_end_sleeps_no_more(
     monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_ready: bool
 ) -> None:
     """It runs no code any more, and how long it waits for others to end is not the call's time."""
-    read = tree._stat
+    read = process_tree._stat
 
     def changed(path: str) -> list[bytes]:
         fields = read(path)
-        fields[tree._STATE], fields[tree._FLAGS] = state, b"%d" % (int(fields[tree._FLAGS]) | flags)
+        fields[process_tree._STATE], fields[process_tree._FLAGS] = (
+            state,
+            b"%d" % (int(fields[process_tree._FLAGS]) | flags),
+        )
         return fields
 
     with running("print(flush=True); input()") as pid:
-        monkeypatch.setattr(tree, "_stat", changed)
+        monkeypatch.setattr(process_tree, "_stat", changed)
         look = CallTree(pid).look()
         assert look is not None
         assert look[pid].is_ready == is_ready
@@ -85,48 +88,48 @@ def test_a_pidfd_leads_to_its_process_while_there_is_one() -> None:
         assert host_pid(fd) is None
         os.close(fd)
     with open(os.devnull) as null:
-        assert host_pid(null.fileno()) == tree.UNKNOWN
+        assert host_pid(null.fileno()) == process_tree.UNKNOWN
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *ends: str) -> None:
     """Files of /proc that a kernel may lack, by how their paths end."""
-    read = tree._read
+    read = process_tree._read
 
     def hidden(path: str) -> bytes:
         if path.endswith(ends):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return read(path)
 
-    monkeypatch.setattr(tree, "_read", hidden)
+    monkeypatch.setattr(process_tree, "_read", hidden)
 
 
 def test_a_pidfd_whose_number_the_kernel_does_not_give_leads_to_a_child_of_its_zygote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = tree._read
-    monkeypatch.setattr(tree, "_read", lambda path: b"" if "fdinfo" in path else read(path))
+    read = process_tree._read
+    monkeypatch.setattr(process_tree, "_read", lambda path: b"" if "fdinfo" in path else read(path))
     with subprocess.Popen(["sleep", "1000"]) as child:
         fd = os.pidfd_open(child.pid)
         assert host_pid(fd, HERE, child.pid) == child.pid, "here a process has one number alone"
-        assert host_pid(fd, HERE, 2**22 + 1) == tree.UNKNOWN
-        assert host_pid(fd, child.pid, child.pid) == tree.UNKNOWN
+        assert host_pid(fd, HERE, 2**22 + 1) == process_tree.UNKNOWN
+        assert host_pid(fd, child.pid, child.pid) == process_tree.UNKNOWN
         monkeypatch.setattr(
-            tree, "_inner_pids", lambda pid: [1, 2] if pid == HERE else [pid, 57 if pid == child.pid else 58, 1]
+            process_tree, "_inner_pids", lambda pid: [1, 2] if pid == HERE else [pid, 57 if pid == child.pid else 58, 1]
         )
         assert host_pid(fd, HERE, 57) == child.pid, "as the zygote's namespace numbers it"
         child.kill()
         child.wait()
-        assert host_pid(fd, HERE, 57) == tree.UNKNOWN
+        assert host_pid(fd, HERE, 57) == process_tree.UNKNOWN
         os.close(fd)
 
 
 def test_a_call_whose_first_process_is_unknown_has_wall_time_and_gives_way_with_its_group() -> None:
     with running(THREADS, "2") as pid:
-        own = CallTree(tree.UNKNOWN, Members(pid))
+        own = CallTree(process_tree.UNKNOWN, Members(pid))
         assert own.look() is None
         assert len(own._policies) == 3
         assert own.ran_s == math.inf
-        assert CallTree(tree.UNKNOWN).look() is None
+        assert CallTree(process_tree.UNKNOWN).look() is None
 
 
 BUSY = "import os, time\nprint(flush=True)\nwhile True: {what}"
@@ -142,7 +145,7 @@ def test_without_counted_waits_own_time_is_wall_time_less_an_estimate_of_them(
 ) -> None:
     """Six others want the same core, so that it waits most of the time that it does not sleep."""
     hide(monkeypatch, "/schedstat")
-    assert not tree.counts_waits()
+    assert not process_tree.counts_waits()
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=on_one_core) for _ in range(6)]
     argv = [sys.executable, "-c", BUSY.format(what=what)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, preexec_fn=on_one_core) as child:
@@ -150,7 +153,7 @@ def test_without_counted_waits_own_time_is_wall_time_less_an_estimate_of_them(
             assert child.stdout is not None
             child.stdout.readline()
             own, calls, wall_s = OwnClock(2), CallTree(child.pid), 0.0
-            start = time.monotonic() - tree._age_s(tree._stat(f"/proc/{child.pid}/stat"))
+            start = time.monotonic() - process_tree._age_s(process_tree._stat(f"/proc/{child.pid}/stat"))
             while wall_s < 3:
                 time.sleep(random.uniform(0.05, 0.15))
                 wall_s, look = time.monotonic() - start, calls.look()
@@ -205,7 +208,7 @@ def test_how_often_a_thread_has_slept_is_read_once_a_turn(monkeypatch: pytest.Mo
     """As the kernel counts it; to read that takes as long as all else."""
     code = "import time\nfor _ in range(50): time.sleep(0.001)\nprint(flush=True)\nwhile True: pass"
     turns, reads = [7], []
-    read = tree._read
+    read = process_tree._read
 
     def counted(path: str) -> bytes:
         if path.endswith("/schedstat"):
@@ -218,7 +221,7 @@ def test_how_often_a_thread_has_slept_is_read_once_a_turn(monkeypatch: pytest.Mo
         try:
             assert child.stdout is not None
             child.stdout.readline()
-            monkeypatch.setattr(tree, "_read", counted)
+            monkeypatch.setattr(process_tree, "_read", counted)
             calls = CallTree(child.pid)
             for turn, wanted in ((7, 1), (7, 1), (8, 2), (8, 2)):
                 turns[0] = turn
@@ -240,7 +243,7 @@ class Members:
         return [pid for pid in self._pids if pid != first]
 
     def threads(self) -> list[int]:
-        return [tid for pid in self._pids for tid in tree._threads(pid)]
+        return [tid for pid in self._pids for tid in process_tree._threads(pid)]
 
 
 def test_a_group_says_who_is_there_and_the_first_is_first() -> None:
@@ -281,7 +284,7 @@ ctypes.CDLL(None).syscall(60, 0)  # exit(2) of this thread alone
 
 
 def test_a_crowd_is_not_looked_at() -> None:
-    with running(THREADS, str(tree.CROWD + 1)) as pid:
+    with running(THREADS, str(process_tree.CROWD + 1)) as pid:
         own = CallTree(pid)
         assert own.look() is None
         assert own.ran_s == math.inf, "of all its time only some is known"
@@ -311,7 +314,7 @@ def test_who_starts_and_ends_threads_without_pause_is_seen_all_the_same() -> Non
             process.stdout.readline()
             own, vanished = CallTree(process.pid), 0
             for _ in range(50):
-                listed = len(tree._threads(process.pid))
+                listed = len(process_tree._threads(process.pid))
                 look = own.look()
                 assert look is not None
                 assert len(look[process.pid].threads) > 40
@@ -342,13 +345,13 @@ def test_a_crowd_gives_way_as_a_whole(has_group: bool) -> None:
     eagerness = Eagerness()
     if not eagerness.can_change:
         pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
-    with running(THREADS, str(3 * tree.CROWD)) as pid, running(THREADS, "0") as last:
+    with running(THREADS, str(3 * process_tree.CROWD)) as pid, running(THREADS, "0") as last:
         own = CallTree(pid, Members(pid, last) if has_group else None)
         for is_idle, policy in ((True, os.SCHED_IDLE), (False, os.SCHED_OTHER)):
             for _ in range(2):
                 assert own.look() is None
                 eagerness.set(own, is_idle=is_idle)
-            threads = tree._threads(pid) + [last] * has_group
+            threads = process_tree._threads(pid) + [last] * has_group
             assert {os.sched_getscheduler(tid) for tid in threads} == {policy}
 
 
@@ -393,7 +396,7 @@ def test_of_a_crowd_some_are_moved_at_a_time() -> None:
     for _ in range(4):
         own.move(group, inside=True)
         sizes.append(len(group.taken()))
-    assert sizes == [tree.CROWD, tree.CROWD, 299 - 2 * tree.CROWD, 0]
+    assert sizes == [process_tree.CROWD, process_tree.CROWD, 299 - 2 * process_tree.CROWD, 0]
 
 
 def test_a_thread_that_cannot_be_moved_yet_is_moved_later() -> None:
@@ -416,7 +419,7 @@ def test_without_the_right_nothing_is_changed_and_it_is_said_once(
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(tree, "may_set_priorities", lambda: True)
+    monkeypatch.setattr(process_tree, "may_set_priorities", lambda: True)
     eagerness = Eagerness()
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     with running(THREADS, "0") as pid:

@@ -12,7 +12,7 @@ import trio.testing
 from pytest_trio import trio_fixture
 
 from sandbox.errors import ProtocolError
-from sandbox.executor.link import MAX_FDS, Link
+from sandbox.executor.unix_stream import MAX_FDS, Link
 
 pytestmark = pytest.mark.trio
 

@@ -30,12 +30,13 @@ import trio
 from sandbox import jail, machine, runtime
 from sandbox.config import ExecutorConfig, in_numbers
 from sandbox.errors import IsolationError, ProtocolError
-from sandbox.executor import clock, frames, lasting, verdict
-from sandbox.executor.family import MAX_SLOTS, Family, Zygote
-from sandbox.executor.slot import Slots
-from sandbox.executor.tree import Eagerness
-from sandbox.executor.verdict import WireResult
-from sandbox.executor.work import GRACE_S, Work
+from sandbox.executor import monitor, virtual_clock, zygote_frames
+from sandbox.executor import result as verdict
+from sandbox.executor.call_state import GRACE_S, Work
+from sandbox.executor.process_tree import Eagerness
+from sandbox.executor.result import WireResult
+from sandbox.executor.slots import Slots
+from sandbox.executor.zygote_pool import MAX_SLOTS, Family, Zygote
 from sandbox.types import Profile
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Executor:
         """Calls for which no zygote can stand in until theirs has come (`Family.must_wait`)."""
         self._works: dict[int, Work] = {}
         self._tickets = itertools.count(1)
-        self._watches = lasting.Watches(self)
+        self._watches = monitor.Watches(self)
         self._nursery: trio.Nursery | None = None
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
@@ -305,7 +306,9 @@ class Executor:
             self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
             return
         try:
-            has_lasted = frames.number(header, "wall_ms") >= 1e3 * work.timeout_s  # its own time is no more than that
+            has_lasted = (
+                zygote_frames.number(header, "wall_ms") >= 1e3 * work.timeout_s
+            )  # its own time is no more than that
             is_spent = has_lasted and verdict.cpu_ms(header, work.spent) >= 1e3 * work.most_cpu_s
             result = verdict.judge(
                 header,
@@ -321,7 +324,7 @@ class Executor:
             self._retry(work, str(why))
             raise
         if work.starved and was_killed:
-            cap_s = clock.hard_cap_s(work.timeout_s)
+            cap_s = virtual_clock.hard_cap_s(work.timeout_s)
             result = work.no_verdict("Starved", f"not {work.timeout_s:g} s of a core in {cap_s:g} s")
         self._settle(work, result)
         self.pump()

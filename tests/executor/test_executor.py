@@ -17,9 +17,11 @@ from trio.testing import MockClock
 
 from sandbox.config import ExecutorConfig
 from sandbox.errors import NodeError
-from sandbox.executor import core, family, imports
-from sandbox.executor.core import Executor
-from sandbox.executor.slot import Slots
+from sandbox.executor import executor as core
+from sandbox.executor import profile_choice
+from sandbox.executor import zygote_pool as family
+from sandbox.executor.executor import Executor
+from sandbox.executor.slots import Slots
 from sandbox.jail import Spent
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
@@ -287,7 +289,7 @@ async def test_a_machine_that_lacks_what_a_zygote_takes_for_a_while_costs_no_exe
             if what == "a jail":
                 patch.setattr(family.Family, "_start_jail", missing)
             else:
-                patch.setattr("sandbox.executor.family.socket.socketpair", missing)
+                patch.setattr("sandbox.executor.zygote_pool.socket.socketpair", missing)
             results = await driver.run("kill_jail 1", "ok")
             assert next(lacking, None) is None
         assert {result.status for result in results} == {Status.OK}
@@ -451,7 +453,7 @@ async def _live_through(driver: Driven, calls: list[Any]) -> None:
 
 def test_a_glance_at_imports_is_only_a_glance() -> None:
     endless = "import sympy\nimport " + ",".join(f"a{n}" for n in range(500_000))
-    found = imports.imported(endless)
+    found = profile_choice.imported(endless)
     assert "sympy" in found
-    assert len(found) < imports.GLANCE
-    assert imports.imported("#" * imports.GLANCE + "\nimport numpy") == set()
+    assert len(found) < profile_choice.GLANCE
+    assert profile_choice.imported("#" * profile_choice.GLANCE + "\nimport numpy") == set()

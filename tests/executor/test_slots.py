@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from sandbox.executor.slot import KILL_AFTER_S, Slots
+from sandbox.executor.slots import KILL_AFTER_S, Slots
 from sandbox.jail import Spent, Tree
 from sandbox.jail.group import V1, Group
 

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from sandbox.executor.frames import number
+from sandbox.executor.zygote_frames import number
 from sandbox.jail import Spent
 from sandbox.types import Status
 

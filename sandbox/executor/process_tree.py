@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from sandbox.executor.clock import Look, Process, Thread
+from sandbox.executor.virtual_clock import Look, Process, Thread
 from sandbox.jail import Idle, may_set_priorities
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sandbox.executor import clock
-from sandbox.executor.clock import OwnClock, Process, Thread
+from sandbox.executor import virtual_clock
+from sandbox.executor.virtual_clock import OwnClock, Process, Thread
 from tests.executor.machine import Fork, Give, Join, Machine, Program, Run, Sleep, Spawn, Take, own_time
 
 LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
@@ -203,7 +203,7 @@ def test_who_was_once_not_alone_never_was() -> None:
 
 
 def test_the_hard_cap_is_ten_times_and_a_minute_and_further_where_many_share_a_core() -> None:
-    assert clock.hard_cap_s(0.5) == 60.0
-    assert clock.hard_cap_s(10.0) == 100.0
-    assert clock.pace(0.0) == clock.pace(clock.CALLS_PER_CORE) == 1.0
-    assert clock.pace(4 * clock.CALLS_PER_CORE) == 0.25
+    assert virtual_clock.hard_cap_s(0.5) == 60.0
+    assert virtual_clock.hard_cap_s(10.0) == 100.0
+    assert virtual_clock.pace(0.0) == virtual_clock.pace(virtual_clock.CALLS_PER_CORE) == 1.0
+    assert virtual_clock.pace(4 * virtual_clock.CALLS_PER_CORE) == 0.25

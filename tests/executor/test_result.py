@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sandbox.errors import ProtocolError
-from sandbox.executor.verdict import Report, judge
+from sandbox.executor.result import Report, judge
 from sandbox.types import Result, Status
-from tests.executor.test_frames import JSON
+from tests.executor.test_zygote_frames import JSON
 
 ENDED: dict[str, Any] = {"code": 0, "signal": None, "wall_ms": 1.5, "cpu_ms": 1.0, "peak_kb": 2048}
 

@@ -9,15 +9,17 @@ import trio
 from sandbox import machine
 from sandbox.config import ExecutorConfig, within_memory
 from sandbox.errors import SandboxError
-from sandbox.executor import imports
-from sandbox.executor.core import Executor
-from sandbox.executor.verdict import WireResult
+from sandbox.executor import profile_choice
+from sandbox.executor.executor import Executor
+from sandbox.executor.result import WireResult
 from sandbox.types import Call, Profile, Result
 
 
 def run_once(call: Call, config: ExecutorConfig) -> Result:
     """Run one call and wait for it. Raises `SandboxError` when the machine cannot run any."""
-    profile = imports.choose(imports.imported(call.code)) if call.profile is Profile.AUTO else call.profile
+    profile = (
+        profile_choice.choose(profile_choice.imported(call.code)) if call.profile is Profile.AUTO else call.profile
+    )
     alone = replace(config, profiles=(profile.value,), zygotes=1, slots=1)
     limits, clamped = call.limits.clamped(within_memory(call.limits, machine.memory_limit() >> 20))
     try:

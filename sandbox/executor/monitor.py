@@ -23,10 +23,10 @@ from typing import Protocol
 
 import trio
 
-from sandbox.executor import clock
-from sandbox.executor.slot import Slots
-from sandbox.executor.tree import CallTree, Eagerness, hold_more, host_pid
-from sandbox.executor.work import Work
+from sandbox.executor import virtual_clock
+from sandbox.executor.call_state import Work
+from sandbox.executor.process_tree import CallTree, Eagerness, hold_more, host_pid
+from sandbox.executor.slots import Slots
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ class Watch:
         self._work, self._slots, self._pidfd, self._started, self._host = work, slots, pidfd, started, host
         self._tree: CallTree | None = None
         self._weighing: Future[bool] | None = None
-        self._own = clock.OwnClock(host.all_cores)
-        self._cap_left_s = clock.hard_cap_s(work.timeout_s)
+        self._own = virtual_clock.OwnClock(host.all_cores)
+        self._cap_left_s = virtual_clock.hard_cap_s(work.timeout_s)
         self._before = self._long_since = 0.0, 0.0
         """Wall time and own time of the last look, and of when it became a long one."""
 
@@ -154,7 +154,7 @@ class Watch:
             return None
         wall_s, crowd = trio.current_time() - self._started, host.calls_per_core
         self._count(tree, wall_s)
-        pace, span, gained_s = clock.pace(crowd), wall_s - self._before[0], own.own_s - self._before[1]
+        pace, span, gained_s = virtual_clock.pace(crowd), wall_s - self._before[0], own.own_s - self._before[1]
         self._before = wall_s, own.own_s
         self._cap_left_s -= span * pace
         left_s = work.timeout_s - own.own_s
