@@ -8,15 +8,15 @@
 Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
 """
 
-from sandbox.jail.cgroups import Idle, Tree, files_of, most_slots, want_files
-from sandbox.jail.group import Group, Spent
+from sandbox.jail.cgroup import Group, Spent
+from sandbox.jail.cgroup_tree import Idle, Tree, files_of, most_slots, want_files
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import may_set_priorities
+from sandbox.jail.landlock_rules import scratch_parent
 from sandbox.jail.plan import call_plan, command
 from sandbox.jail.probe import AUTO, Choice, Layer, choose, decide, probe, process_counts
-from sandbox.jail.rules import scratch_parent
 from sandbox.jail.spec import SLOT_UID, JailSpec, Level
-from sandbox.jail.uids import host_uids
+from sandbox.jail.uid_range import host_uids
 
 __all__ = [
     "AUTO",

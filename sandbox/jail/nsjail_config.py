@@ -1,4 +1,4 @@
-"""Level `nsjail`: from a spec to the text of nsjail's configuration. Pure; `sandbox.jail.nsjail` starts nsjail with it.
+"""Level `nsjail`: from a spec to the text of nsjail's configuration. Pure; `sandbox.jail.launch_nsjail` starts nsjail with it.
 
 - Every field is one that config.proto has since nsjail 3.1, by the name that it has had since.
 - What the zygote must not have is refused here: the host's namespaces, capabilities but the few that set up a call.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Union
 
-from sandbox.jail.namespaces import HOSTNAME
+from sandbox.jail.launch_namespaces import HOSTNAME
 from sandbox.jail.spec import GUEST, JailSpec
 
 CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL")

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from sandbox.jail import kernel, seccomp
-from sandbox.jail.rules import refuse_unfit, rules
+from sandbox.jail.landlock_rules import refuse_unfit, rules
 from sandbox.jail.spec import SLOT_UID, JailSpec, Level
 
 CALL_INODES = 4096

@@ -22,11 +22,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import cgroups, kernel, nsjail_binary, rules, seccomp, userns
+from sandbox.jail import cgroup_tree, kernel, landlock_rules, nsjail_binary, seccomp, userns
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.plan import command
 from sandbox.jail.spec import JailSpec, Level
-from sandbox.jail.uids import host_uids
+from sandbox.jail.uid_range import host_uids
 
 AUTO = "auto"
 MIB = 1 << 20
@@ -324,12 +324,14 @@ def _priorities() -> str:
 
 def _landlock() -> str:
     abi = kernel.landlock_abi()
-    handled = rules.handled(abi)
+    handled = landlock_rules.handled(abi)
     may_change_uids = host_uids(0, 1, Level.LANDLOCK)[0] is not None
-    if abi < rules.TRUNCATES and not may_change_uids:
-        raise IsolationError(f"ABI {abi}; without root and Docker's default capabilities it takes {rules.TRUNCATES}")
+    if abi < landlock_rules.TRUNCATES and not may_change_uids:
+        raise IsolationError(
+            f"ABI {abi}; without root and Docker's default capabilities it takes {landlock_rules.TRUNCATES}"
+        )
     kernel.no_new_privileges()
-    kernel.landlock(handled, [(_STAGE, rules.READ_FILE)], 0)
+    kernel.landlock(handled, [(_STAGE, landlock_rules.READ_FILE)], 0)
     os.close(os.open(f"{_STAGE}/self/stat", os.O_RDONLY))
     try:
         os.close(os.open("/", os.O_RDONLY))
@@ -341,7 +343,7 @@ def _landlock() -> str:
 
 def _control_groups() -> str:
     """A group is made, a process goes in, uses 4 MiB under a limit of one process, and is counted."""
-    tree = cgroups.Tree()
+    tree = cgroup_tree.Tree()
     try:
         group, doors = tree.group(0), list(tree.doors(0))
         group.begin(64 * MIB, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import Tree
-from sandbox.jail.cgroups import MOST_DOORS, PREFIX, own_folders
+from sandbox.jail.cgroup_tree import MOST_DOORS, PREFIX, own_folders
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 

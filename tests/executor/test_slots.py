@@ -17,7 +17,7 @@ from trio.testing import MockClock
 
 from sandbox.executor.slots import KILL_AFTER_S, Slots
 from sandbox.jail import Spent, Tree
-from sandbox.jail.group import V1, Group
+from sandbox.jail.cgroup import V1, Group
 
 FILES = {
     "memory.limit_in_bytes": "0",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.jail import JailSpec, Level, kernel, namespaces
+from sandbox.jail import JailSpec, Level, kernel, launch_namespaces
 from sandbox.jail.nsjail_config import CAPABILITIES, Start, config, quoted
 from tests.jail.test_plan import PYTHON
 
@@ -63,7 +63,7 @@ def test_whole_text() -> None:
 
 
 def test_capabilities_are_those_that_calls_need() -> None:
-    assert {getattr(kernel, name) for name in CAPABILITIES} == namespaces.KEPT
+    assert {getattr(kernel, name) for name in CAPABILITIES} == launch_namespaces.KEPT
 
 
 def unquoted(literal: str) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp, userns
-from sandbox.jail.uids import HIGH_UIDS, LOWEST, place
+from sandbox.jail.uid_range import HIGH_UIDS, LOWEST, place
 
 PYTHON = Interpreter(
     executable="/opt/guest/bin/python",

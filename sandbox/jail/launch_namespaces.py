@@ -16,7 +16,7 @@ import sys
 from typing import NoReturn
 
 from sandbox.errors import IsolationError
-from sandbox.jail import kernel, lifeline, root, userns
+from sandbox.jail import kernel, launcher, root_fs, userns
 from sandbox.jail.spec import JailSpec
 from sandbox.jail.userns import layer
 
@@ -29,7 +29,7 @@ KEPT = frozenset({kernel.CAP_SYS_ADMIN, kernel.CAP_SETUID, kernel.CAP_SETGID, ke
 
 def main() -> NoReturn:
     spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = lifeline.begin()
+    parent = launcher.begin()
     try:
         enter(spec)
     except IsolationError as why:
@@ -43,7 +43,7 @@ def main() -> NoReturn:
         os._exit(_be_init(spec, fd, alive))
     os.close(fd)  # so that the guest's end of the socket is the only one
     retire()
-    os._exit(lifeline.watch(parent, init))
+    os._exit(launcher.watch(parent, init))
 
 
 def enter(spec: JailSpec) -> None:
@@ -56,7 +56,7 @@ def enter(spec: JailSpec) -> None:
     proc = userns.own_proc()  # while there is a /proc: the id maps are written through it when there is none
     privileged = lay_out_root(spec)
     with layer("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
-        root.enter()
+        root_fs.enter()
     userns.enter_guests(spec.uid_base, spec.uid_count, proc, privileged=privileged)
     os.close(proc)
     with layer("hostname"):
@@ -71,12 +71,12 @@ def lay_out_root(spec: JailSpec) -> bool:
     privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
     with layer("no_new_privs"):  # not before newuidmap has run, which is set-uid
         kernel.no_new_privileges()
-    if (privileged or spec.uid_base is not None) and (hidden := root.unreadable(spec.python)):
+    if (privileged or spec.uid_base is not None) and (hidden := root_fs.unreadable(spec.python)):
         raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
     with layer("mount namespace", "grant CAP_SYS_ADMIN"):
         kernel.unshare(kernel.CLONE_NEWNS)
     with layer("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
-        root.lay_out(spec)
+        root_fs.lay_out(spec)
     return privileged
 
 
@@ -91,10 +91,10 @@ def _be_init(spec: JailSpec, fd: int, alive: int) -> int:
         pass
     guest = os.fork()
     if guest == 0:
-        lifeline.become_guest(spec, fd)
-    lifeline.close_all_but()
+        launcher.become_guest(spec, fd)
+    launcher.close_all_but()
     retire()
-    return lifeline.reap(guest)
+    return launcher.reap(guest)
 
 
 def retire() -> None:

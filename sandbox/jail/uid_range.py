@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from sandbox.jail import kernel, root, userns
+from sandbox.jail import kernel, root_fs, userns
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.spec import SLOT_UID, UIDS_OF_A_SLOT, Level
 
@@ -39,7 +39,7 @@ def host_uids(
     if has_any and kernel.CAP_SYS_ADMIN in capabilities:
         return _place(jail, count)
     uids = _place(jail, count) if has_any else place(jail, count, *userns.subordinate(), _OWN)
-    is_readable = python is None or root.unreadable(python) is None
+    is_readable = python is None or root_fs.unreadable(python) is None
     return uids if uids[0] is not None and is_readable and userns.may_have(uids[0], count) else (None, 0)
 
 

@@ -16,7 +16,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import kernel
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.private import private_folders, used_paths
-from sandbox.jail.root import unreadable
+from sandbox.jail.root_fs import unreadable
 from sandbox.jail.spec import JailSpec
 
 # linux/landlock.h

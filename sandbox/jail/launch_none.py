@@ -10,18 +10,18 @@ import os
 import sys
 from typing import NoReturn
 
-from sandbox.jail import lifeline
+from sandbox.jail import launcher
 from sandbox.jail.spec import JailSpec
 
 
 def main() -> NoReturn:
     spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = lifeline.begin()
+    parent = launcher.begin()
     guest = os.fork()
     if guest == 0:
-        lifeline.become_guest(spec, fd)
+        launcher.become_guest(spec, fd)
     os.close(fd)
-    os._exit(lifeline.watch(parent, guest))
+    os._exit(launcher.watch(parent, guest))
 
 
 if __name__ == "__main__":

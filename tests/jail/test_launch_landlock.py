@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import Interpreter, JailSpec, Level, call_plan, choose, host_uids, kernel, rules
-from sandbox.jail.uids import NEEDED
+from sandbox.jail import Interpreter, JailSpec, Level, call_plan, choose, host_uids, kernel, landlock_rules
+from sandbox.jail.uid_range import NEEDED
 from tests.jail import jails
 from tests.jail.conftest import find
 from tests.jail.test_plan import PYTHON
@@ -27,16 +27,16 @@ ALL_FILES = (1 << 13) - 1
     ("abi", "handled"),
     [
         (1, (ALL_FILES, 0, 0)),
-        (2, (ALL_FILES | rules.REFER, 0, 0)),
-        (3, (ALL_FILES | rules.REFER | rules.TRUNCATE, 0, 0)),
-        (4, (ALL_FILES | rules.REFER | rules.TRUNCATE, 0b11, 0)),
-        (5, (ALL_FILES | rules.REFER | rules.TRUNCATE | rules.IOCTL_DEV, 0b11, 0)),
-        (6, (ALL_FILES | rules.REFER | rules.TRUNCATE | rules.IOCTL_DEV, 0b11, 0b11)),
-        (99, (ALL_FILES | rules.REFER | rules.TRUNCATE | rules.IOCTL_DEV, 0b11, 0b11)),
+        (2, (ALL_FILES | landlock_rules.REFER, 0, 0)),
+        (3, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE, 0, 0)),
+        (4, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE, 0b11, 0)),
+        (5, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE | landlock_rules.IOCTL_DEV, 0b11, 0)),
+        (6, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE | landlock_rules.IOCTL_DEV, 0b11, 0b11)),
+        (99, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE | landlock_rules.IOCTL_DEV, 0b11, 0b11)),
     ],
 )
 def test_all_that_an_abi_can_refuse_is_handled(abi: int, handled: tuple[int, int, int]) -> None:
-    assert rules.handled(abi) == handled
+    assert landlock_rules.handled(abi) == handled
 
 
 def pure_spec(**more: object) -> JailSpec:
@@ -45,10 +45,14 @@ def pure_spec(**more: object) -> JailSpec:
 
 @pytest.mark.parametrize("abi", range(1, 8))
 def test_nothing_but_devices_is_written_outside_the_folder_of_calls(abi: int) -> None:
-    given = rules.rules(pure_spec(), abi)
-    writing = [path for path, access in given.paths if access & ~(rules.READ_FILE | rules.READ_DIR | rules.EXECUTE)]
-    assert writing == [f"/dev/{name}" for name in rules.DEVICES]
-    assert given.scratch & rules.EXECUTE == 0
+    given = landlock_rules.rules(pure_spec(), abi)
+    writing = [
+        path
+        for path, access in given.paths
+        if access & ~(landlock_rules.READ_FILE | landlock_rules.READ_DIR | landlock_rules.EXECUTE)
+    ]
+    assert writing == [f"/dev/{name}" for name in landlock_rules.DEVICES]
+    assert given.scratch & landlock_rules.EXECUTE == 0
     assert all(access & ~given.handled[0] == 0 for _, access in (*given.paths, ("", given.scratch)))
 
 
@@ -60,8 +64,8 @@ def test_guest_finds_its_things_on_the_host() -> None:
 
 def test_old_kernels_are_no_ground_for_ordinary_users() -> None:
     with pytest.raises(IsolationError, match=r"needs Landlock ABI 3 \(Linux 6.2\), got 2"):
-        rules.refuse_unfit(pure_spec(), 2)
-    rules.refuse_unfit(pure_spec(), 3)
+        landlock_rules.refuse_unfit(pure_spec(), 2)
+    landlock_rules.refuse_unfit(pure_spec(), 3)
 
 
 def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +77,11 @@ def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.M
         spec = replace(pure_spec(uid_base=5000, uid_count=2000), python=python)
         monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED)
         with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
-            rules.refuse_unfit(spec, 7)
+            landlock_rules.refuse_unfit(spec, 7)
         monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED | {kernel.CAP_SYS_ADMIN})
-        rules.refuse_unfit(spec, 7)  # the launcher mounts it where calls can reach it
+        landlock_rules.refuse_unfit(spec, 7)  # the launcher mounts it where calls can reach it
         with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
-            rules.refuse_unfit(replace(spec, scratch=f"{folder}/closed/calls"), 7)
+            landlock_rules.refuse_unfit(replace(spec, scratch=f"{folder}/closed/calls"), 7)
 
 
 @pytest.fixture(params=["uids of their own", "one uid"])

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import Interpreter, JailSpec, Layer, Level, choose, nsjail, nsjail_binary, nsjail_config, probe
-from sandbox.jail.namespaces import REFUSED
+from sandbox.jail import Interpreter, JailSpec, Layer, Level, choose, nsjail_binary, nsjail_config, probe
+from sandbox.jail import launch_nsjail as nsjail
+from sandbox.jail.launch_namespaces import REFUSED
 from tests.executor.calling import call, executor, wait_gone
 from tests.jail import jails
 from tests.jail.conftest import Way

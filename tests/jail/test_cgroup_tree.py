@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import Tree, cgroups
+from sandbox.jail import Tree, cgroup_tree
 
 MIB = 1 << 20
 DEADLINE_S = 60
@@ -205,14 +205,14 @@ def test_the_tree_of_a_killed_owner_is_removed_by_the_next_and_that_of_a_living_
 
 
 def test_too_few_descriptors_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups.resource, "getrlimit", lambda _what: (1024, 1024))
+    monkeypatch.setattr(cgroup_tree.resource, "getrlimit", lambda _what: (1024, 1024))
     with pytest.raises(IsolationError, match=r"1000 slots need \d+ descriptors, got 1024; raise ulimit -n"):
-        cgroups.want_files(1000)
-    cgroups.want_files(cgroups.most_slots())
+        cgroup_tree.want_files(1000)
+    cgroup_tree.want_files(cgroup_tree.most_slots())
 
 
 def test_no_hierarchies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "_mounts", lambda: iter([("/", "/", "ext4", "rw")]))
+    monkeypatch.setattr(cgroup_tree, "_mounts", lambda: iter([("/", "/", "ext4", "rw")]))
     with pytest.raises(IsolationError, match="2: it is not mounted; version 1: no hierarchy of memory or pids is"):
         Tree()
 
@@ -235,9 +235,9 @@ def test_own_groups_are_found_where_they_are_mounted(
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cgroups, "_own_paths", lambda: iter(own))
-    monkeypatch.setattr(cgroups, "_mounts", lambda: iter(mounts))
-    assert cgroups.own_folders() == expected
+    monkeypatch.setattr(cgroup_tree, "_own_paths", lambda: iter(own))
+    monkeypatch.setattr(cgroup_tree, "_mounts", lambda: iter(mounts))
+    assert cgroup_tree.own_folders() == expected
 
 
 class Kernel:
@@ -251,7 +251,7 @@ class Kernel:
         (home / "cgroup.controllers").write_text("cpu memory pids\n")
         (home / "cgroup.subtree_control").write_text("\n")
         self.show()
-        monkeypatch.setattr(cgroups, "_write", self.write)
+        monkeypatch.setattr(cgroup_tree, "_write", self.write)
 
     def show(self) -> None:
         (self.home / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in [0, *self.members]))
@@ -261,7 +261,7 @@ class Kernel:
             if self.members:
                 raise OSError(errno.EBUSY, "Device or resource busy")
             Path(path).write_text(text.replace("+", ""))
-        elif path == f"{self.home}/{cgroups.OWN}/cgroup.procs":
+        elif path == f"{self.home}/{cgroup_tree.OWN}/cgroup.procs":
             self.members.remove(int(text))
             self.moved.append(int(text))
             if int(text) == 10:
@@ -277,55 +277,55 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def own_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(cgroups, "_own_paths", lambda: iter([("", path)]))
+    monkeypatch.setattr(cgroup_tree, "_own_paths", lambda: iter([("", path)]))
 
 
 def test_a_containers_group_is_divided_and_whoever_was_in_it_moves(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_path(monkeypatch, "/")
-    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
     assert kernel.moved == [10, 11, 12]
     assert (kernel.home / "cgroup.subtree_control").read_text() == "memory pids"
     kernel.members = [13]  # somebody new is no reason to do it again
-    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
-    assert cgroups._divisible({"": f"{kernel.home}/{cgroups.OWN}"}) == str(kernel.home)
+    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert cgroup_tree._divisible({"": f"{kernel.home}/{cgroup_tree.OWN}"}) == str(kernel.home)
     assert kernel.moved == [10, 11, 12]
 
 
 def test_an_empty_group_is_divided_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     own_path(monkeypatch, "/elsewhere")
     kernel.members = []
-    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
-    assert not (kernel.home / cgroups.OWN).exists()
+    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert not (kernel.home / cgroup_tree.OWN).exists()
 
 
 def test_a_group_that_others_manage_is_left_alone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     own_path(monkeypatch, "/user.slice/session-1.scope")
     with pytest.raises(OSError, match="is not ours to divide; run in a container, or under systemd with Delegate=yes"):
-        cgroups._divisible({"": str(kernel.home)})
+        cgroup_tree._divisible({"": str(kernel.home)})
     assert not kernel.moved
     monkeypatch.setattr(os, "getxattr", lambda _path, name: b"1" if name == "user.delegate" else b"")
-    assert cgroups._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
     assert kernel.moved == [10, 11, 12]
 
 
 def test_controllers_that_are_elsewhere_are_named(kernel: Kernel) -> None:
     (kernel.home / "cgroup.controllers").write_text("cpu pids\n")
     with pytest.raises(OSError, match=r"home has no memory$"):
-        cgroups._divisible({"": str(kernel.home)})
+        cgroup_tree._divisible({"": str(kernel.home)})
 
 
 def test_what_another_user_left_does_not_stop_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f"{cgroups.PREFIX}1-abc" / "0").mkdir(parents=True)
+    (tmp_path / f"{cgroup_tree.PREFIX}1-abc" / "0").mkdir(parents=True)
 
     def rmdir(path: str) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", path)
 
-    monkeypatch.setattr(cgroups.os, "rmdir", rmdir)
+    monkeypatch.setattr(cgroup_tree.os, "rmdir", rmdir)
     before = time.monotonic()
-    cgroups._sweep(str(tmp_path))
-    assert time.monotonic() - before < cgroups.LONGEST_END_S
+    cgroup_tree._sweep(str(tmp_path))
+    assert time.monotonic() - before < cgroup_tree.LONGEST_END_S
 
 
 def test_a_thread_can_be_put_among_those_that_give_way_and_back(tree: Tree) -> None:

@@ -15,7 +15,8 @@ import sys
 from typing import NoReturn
 
 from sandbox.errors import IsolationError
-from sandbox.jail import kernel, lifeline, namespaces, nsjail_binary, nsjail_config, root, userns
+from sandbox.jail import kernel, launch_namespaces, nsjail_binary, nsjail_config, root_fs, userns
+from sandbox.jail import launcher as lifeline
 from sandbox.jail.spec import JailSpec
 from sandbox.jail.userns import layer
 
@@ -36,7 +37,7 @@ def main() -> NoReturn:
             raise IsolationError(f"namespaces and id map: nsjail did not make them ({_last_words()})")
     except IsolationError as why:
         print(f"jail: {why}", file=sys.stderr, flush=True)
-        status = namespaces.REFUSED
+        status = launch_namespaces.REFUSED
     os._exit(status)
 
 
@@ -54,21 +55,21 @@ def _run(spec: JailSpec, fd: int, parent: int) -> int:
         _become_nsjail(binary, launcher, fd, alive, held)
     for ours in (binary, fd, alive, held):  # the socket's last end is the guest's, the pipe's is nsjail's
         os.close(ours)
-    namespaces.retire()
+    launch_namespaces.retire()
     return lifeline.watch(parent, child)
 
 
 def prepare(spec: JailSpec) -> str:
     """Bring this process where nsjail can start: the root laid out, and a private folder for its work. Returns the id
     map for it to write."""
-    privileged = namespaces.lay_out_root(spec)
+    privileged = launch_namespaces.lay_out_root(spec)
     with layer("work folder", f"nsjail works in {STAGE}; make that folder"):
         kernel.mount("nsjail", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
         work = f"{STAGE}/user/{os.getuid()}/nsjail"  # where it looks first, and already as the jail's first uid
         os.makedirs(work)
         os.chmod(work, 0o777)
         os.mkdir(ROOT)
-        root.move_to(ROOT)
+        root_fs.move_to(ROOT)
         # Some versions remount it for a moment with no flag but this one, which would be to unlock any other.
         kernel.mount("none", ROOT, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
     with layer("id map", userns.ID_MAP_REMEDY):

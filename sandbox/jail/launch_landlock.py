@@ -27,12 +27,12 @@ from functools import partial
 from typing import NoReturn
 
 from sandbox.errors import IsolationError
-from sandbox.jail import kernel, lifeline
-from sandbox.jail.namespaces import REFUSED
+from sandbox.jail import kernel, launcher
+from sandbox.jail.landlock_rules import REMOVE_DIR, rules
+from sandbox.jail.launch_namespaces import REFUSED
 from sandbox.jail.private import share
-from sandbox.jail.rules import REMOVE_DIR, rules
 from sandbox.jail.spec import SLOT_UID, JailSpec
-from sandbox.jail.uids import NEEDED
+from sandbox.jail.uid_range import NEEDED
 
 SWEEP_S = 60.0
 """For one slot's folder; what hostile code can fill in its time can be removed in less."""
@@ -40,7 +40,7 @@ SWEEP_S = 60.0
 
 def main() -> NoReturn:
     spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = lifeline.begin()
+    parent = launcher.begin()
     try:
         folder = _Folder(spec)
         folder.make()
@@ -57,7 +57,7 @@ def main() -> NoReturn:
     ended = _first_of(parent, os.pidfd_open(init))
     if ended == parent:
         os._exit(1)
-    code = lifeline.reap(init)
+    code = launcher.reap(init)
     folder.sweep()  # nothing is left to do, unless init was killed
     os._exit(code)
 
@@ -69,7 +69,7 @@ def _be_init(spec: JailSpec, folder: _Folder, fd: int, alive: int) -> int:
         _become_guest(spec, fd)
     with suppress(PermissionError):  # it has done so itself, and runs its program already
         os.setpgid(guest, guest)
-    lifeline.close_all_but(alive, folder.lock)
+    launcher.close_all_but(alive, folder.lock)
     kernel.hide_memory()
     _first_of(alive, os.pidfd_open(guest))
     code = _end_all(spec, guest)
@@ -94,7 +94,7 @@ def _become_guest(spec: JailSpec, fd: int) -> NoReturn:
     except OSError as why:
         print(f"jail: landlock: the kernel refused ({why})", file=sys.stderr, flush=True)
         os._exit(REFUSED)
-    lifeline.become_guest(spec, fd)
+    launcher.become_guest(spec, fd)
 
 
 def _end_all(spec: JailSpec, guest: int) -> int:

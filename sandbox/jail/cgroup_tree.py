@@ -32,7 +32,7 @@ from contextlib import suppress
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
-from sandbox.jail.group import V1, V2, Dialect, Group, kill_members
+from sandbox.jail.cgroup import V1, V2, Dialect, Group, kill_members
 
 log = logging.getLogger(__name__)
 
