@@ -10,11 +10,11 @@ kernel says of the calls' processes (fork to exit) and `own_cpu_ms` is the zygot
 
 from __future__ import annotations
 
-import pages
+import fork_memory
 
 if __name__ == "__main__":  # as the real one begins
-    pages.gather()
-    pages.restart()
+    fork_memory.gather()
+    fork_memory.restart()
 
 import os
 import resource
@@ -22,9 +22,9 @@ import sys
 import time
 from typing import Any, NoReturn
 
-import burst
-import capture
 import confine
+import fork_batch
+import output_files
 import runner
 import zygote
 
@@ -76,7 +76,7 @@ class MeasuringZygote(zygote.Zygote):
 
     def _bare(self, step: str, call: dict[str, Any], source: bytes) -> None:
         """Fork, confine as far as `step`, compile and run, leave; output goes to a memory file as in the real thing."""
-        out = capture.bounded_file(call["output"])
+        out = output_files.bounded_file(call["output"])
         pid = self._fork_plainly(step) if step in ("floor", "os.fork") else self._fork_confined(step, call, out)
         if pid == 0:
             self._bare_child(source, out)
@@ -96,7 +96,7 @@ class MeasuringZygote(zygote.Zygote):
         """By the zygote's own means, of whose steps those that belong to later layers are left out."""
         steps, room = self.layers.steps(call["slot"], call, [(out, 1)], self.burst.rooms[0])
         later = set().union(*(LAYERS[name] for name in STEPS[STEPS.index(step) + 1 :]))
-        size = burst.STEP
+        size = fork_batch.STEP
         kept = [word for at in range(0, len(steps), size) if steps[at] not in later for word in steps[at : at + size]]
         self.burst.put(0, (0, 0, 0, 0), kept, room)
         if self.burst.run(1) is None:

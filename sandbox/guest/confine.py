@@ -16,8 +16,8 @@ import os
 import resource
 import struct
 
-import burst
-import landlock
+import fork_batch
+import landlock_slots
 
 # Without the interpreter lock let go and without ctypes' own copy of errno, each of which would write to more pages
 # that a call must first copy: the zygote and a call have one thread.
@@ -62,7 +62,7 @@ class Confinement:
         self._drop_caps: bool = plan["drop_caps"]
         self._no_new_privs: bool = plan["no_new_privs"]
         self._filter = _Filter(base64.b64decode(plan["seccomp"]), plan["own_pid_at"]) if plan["seccomp"] else None
-        self.ground = landlock.Ground(plan["landlock"]) if plan["landlock"] else None
+        self.ground = landlock_slots.Ground(plan["landlock"]) if plan["landlock"] else None
         self.address_space = 0  # bytes the zygote itself maps; the executor says so, since there is no /proc here
         if plan["drop_bounding"]:
             _drop_bounding_set()
@@ -224,7 +224,7 @@ def lower_for_good(plan: dict) -> None:
 
 
 def _step(number: int, *arguments: int) -> tuple[int, ...]:
-    return (number, *arguments, *(0,) * (burst.STEP - 1 - len(arguments)))
+    return (number, *arguments, *(0,) * (fork_batch.STEP - 1 - len(arguments)))
 
 
 def _scratch_options(size: int, inodes: int, uid: int | None) -> memoryview:

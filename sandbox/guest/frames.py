@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 
-import apart
+import wiped_memory
 
 _LENGTHS = struct.Struct("<II")
 _DONE = struct.Struct("<BQiiQQQB")
@@ -30,7 +30,7 @@ class Frames:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.fds: list[int] = []
-        self._room = apart.room(apart.ROOM)
+        self._room = wiped_memory.room(wiped_memory.ROOM)
         self._start = self._end = 0  # of what has come and was not given yet
 
     def receive(self) -> list[tuple[dict, memoryview]]:
@@ -56,11 +56,11 @@ class Frames:
 
     def _make_room(self) -> None:
         """Move what is left to the front, into room that takes the rest of its frame."""
-        left, room, size = self._room[self._start : self._end], self._room, apart.ROOM
+        left, room, size = self._room[self._start : self._end], self._room, wiped_memory.ROOM
         if len(left) >= 8:
             size = max(size, 8 + sum(_LENGTHS.unpack_from(left)))
         if len(room) != size:
-            self._room = apart.room(size)
+            self._room = wiped_memory.room(size)
         if self._start or self._room is not room:
             self._room[: len(left)] = left
             self._start, self._end = 0, len(left)
@@ -71,7 +71,7 @@ class Outbox:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._room = apart.room(apart.ROOM)
+        self._room = wiped_memory.room(wiped_memory.ROOM)
         self._end = 0
 
     def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
@@ -83,7 +83,7 @@ class Outbox:
         if self._end + whole > len(self._room):
             self.flush()
             if whole > len(self._room):
-                self._room = apart.room(whole)
+                self._room = wiped_memory.room(whole)
         room, at = self._room, self._end
         _LENGTHS.pack_into(room, at, len(head), body_size)
         at += 8
@@ -109,8 +109,8 @@ class Outbox:
         if self._end:
             self._sock.sendall(self._room[: self._end])
             self._end = 0
-            if len(self._room) > apart.ROOM:
-                self._room = apart.room(apart.ROOM)
+            if len(self._room) > wiped_memory.ROOM:
+                self._room = wiped_memory.room(wiped_memory.ROOM)
 
 
 def _done(header: dict) -> bytes:

@@ -18,11 +18,11 @@ End of file on the socket ends the zygote and with it every call.
 
 from __future__ import annotations
 
-import pages
+import fork_memory
 
 if __name__ == "__main__":
-    pages.gather()  # what is imported from here on lies together
-    pages.restart()
+    fork_memory.gather()  # what is imported from here on lies together
+    fork_memory.restart()
 
 import contextlib
 import ctypes
@@ -40,15 +40,15 @@ import time
 import traceback
 from collections.abc import Iterator
 
-import apart
-import burst
-import capture
+import wiped_memory
+import fork_batch
+import output_files
 import checker
 import confine
 import descriptors
 import frames
 import profiles
-import rehearsal
+import fork_warmup
 import runner
 
 sys.modules["rstar_checker"] = checker  # under a name that files of calls do not bear
@@ -107,9 +107,9 @@ class Zygote:
     def __init__(self, incoming: frames.Frames, layers: confine.Confinement) -> None:
         self.frames = incoming
         self.layers = layers
-        self.inbox = apart.Inbox()
+        self.inbox = wiped_memory.Inbox()
         self.outbox = frames.Outbox(incoming.sock)
-        self.burst = burst.Burst() if layers.has_steps else None
+        self.burst = fork_batch.Burst() if layers.has_steps else None
         self.ready: list[tuple[Running, dict, list[tuple[int, int]], memoryview]] = []  # to be forked
         self.running: dict[int, Running] = {}  # by process id
         self.ending: list[tuple[Running, int, resource.struct_rusage]] = []  # its first process is dead
@@ -156,8 +156,8 @@ class Zygote:
 
     def _do_call(self, call: dict, body: memoryview) -> None:
         running = Running(call)
-        is_large = len(body) > apart.ROOM
-        if is_large or len(self.ready) == burst.MOST:
+        is_large = len(body) > wiped_memory.ROOM
+        if is_large or len(self.ready) == fork_batch.MOST:
             self._launch()
         try:
             self.ready.append((running, call, self._open(running, call, body), body))
@@ -168,20 +168,20 @@ class Zygote:
 
     def _open(self, running: Running, call: dict, body: memoryview) -> list[tuple[int, int]]:
         """The files of a call, and the descriptors that it has them by."""
-        out = capture.bounded_file(running.output_limit)
+        out = output_files.bounded_file(running.output_limit)
         running.fds.append(out)
-        err = capture.bounded_file(running.output_limit)
+        err = output_files.bounded_file(running.output_limit)
         running.fds.append(err)
-        report = capture.bounded_file(runner.report_size(running.output_limit))
+        report = output_files.bounded_file(runner.report_size(running.output_limit))
         running.fds.append(report)
         fds = [(out, 1), (err, 2), (report, runner.REPORT_FD)]
         code_size, stdin_size = call["blobs"][:2]
         if stdin_size:
-            stdin = capture.readable(body[code_size : code_size + stdin_size])
+            stdin = output_files.readable(body[code_size : code_size + stdin_size])
             running.fds.append(stdin)
             fds.append((stdin, 0))
         if call["returns"]:
-            running.files_fd = capture.bounded_file(running.disk_limit)
+            running.files_fd = output_files.bounded_file(running.disk_limit)
             running.fds.append(running.files_fd)
             fds.append((running.files_fd, runner.FILES_FD))
         if self.layers.ground is not None:
@@ -214,7 +214,7 @@ class Zygote:
             self._note(running, call)
         self.inbox.shrink()
 
-    def _fork_all(self, ready: list, jobs: burst.Burst) -> None:
+    def _fork_all(self, ready: list, jobs: fork_batch.Burst) -> None:
         for number, (running, call, fds, body) in enumerate(ready):
             steps, room = self.layers.steps(running.slot, call, fds, jobs.rooms[number])
             jobs.put(number, self.inbox.order(body), steps, room)
@@ -297,9 +297,9 @@ class Zygote:
         wall_ms = (time.monotonic() - running.started) * 1e3
         limit = running.output_limit
         out, err, report = running.fds[:3]
-        out_size, out_cut = capture.written(out, limit)
-        err_size, err_cut = capture.written(err, limit)
-        report_size, _ = capture.written(report, runner.report_size(limit))
+        out_size, out_cut = output_files.written(out, limit)
+        err_size, err_cut = output_files.written(err, limit)
+        report_size, _ = output_files.written(report, runner.report_size(limit))
         if self.marks[running.slot] != _CONFINED:
             why = os.pread(report, report_size, 0).decode("utf-8", "replace")
             self.send({"op": "failed", "id": running.id, "why": why})
@@ -317,7 +317,7 @@ class Zygote:
             }
             blobs = [(out, out_size), (err, err_size), (report, report_size)]
             if running.files_fd >= 0:
-                blobs.append((running.files_fd, capture.written(running.files_fd, running.disk_limit)[0]))
+                blobs.append((running.files_fd, output_files.written(running.files_fd, running.disk_limit)[0]))
             self.send(done, blobs)
         running.close()
 
@@ -391,22 +391,22 @@ class Zygote:
 
 def live(sock: socket.socket, layers: confine.Confinement, profile: str) -> None:
     """Import, work, settle, and serve: what is in memory by then is shared by every call and touched by none."""
-    pages.gather()
+    fork_memory.gather()
     missing, problems = profiles.load(profile)
     runner.settle()
     warming = Zygote(frames.Frames(sock), layers)
-    rehearsal.play(warming, 20)
+    fork_warmup.play(warming, 20)
     if threading.active_count() != 1:
         raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
     os.close(warming.deaths)
     del warming
-    pages.settle_code()
-    pages.settle()
+    fork_memory.settle_code()
+    fork_memory.settle()
     # Made now, what changes with each call lies apart from what never does. A write into a huge page splits it, and
     # then each fork copies 512 entries instead of one.
     zygote = Zygote(frames.Frames(sock), layers)
-    rehearsal.play(zygote, 2)  # what settling has put out of the interpreter's caches comes back
-    pages.trim()
+    fork_warmup.play(zygote, 2)  # what settling has put out of the interpreter's caches comes back
+    fork_memory.trim()
     zygote.inherited_kb = _inherited_kb()
     modules = sorted({name.partition(".")[0] for name in sys.modules})
     about = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
@@ -481,8 +481,8 @@ def main() -> None:
         confine.lower_for_good(header["plan"])
         runner.prepare(layers.tmpfs or "")
         first_steps = Zygote(frames.Frames(sock), layers)
-        rehearsal.play(first_steps, 20)
-        pages.gather_code(os.path.dirname(__file__))
+        fork_warmup.play(first_steps, 20)
+        fork_memory.gather_code(os.path.dirname(__file__))
         os.close(first_steps.deaths)
         del first_steps
         live(sock, layers, header["profile"])

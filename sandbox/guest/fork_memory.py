@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-import immortal
+import fork_refcounts
 
 _HUGE = 2 << 20
 _EMPTY = sys.getsizeof(b"")
@@ -198,7 +198,7 @@ def _holes(size: int) -> Iterator[int]:
 def settle() -> int:
     """Give back what is free, freeze what is left, collapse it. Returns the number of huge pages."""
     gc.collect()
-    immortal.immortalize()
+    fork_refcounts.immortalize()
     blocks = {id(thing) // _HUGE for thing in gc.get_objects()}
     gc.freeze()
     gc.disable()

@@ -23,9 +23,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import burst
 import confine
 import descriptors
+import fork_batch
 import frames
 import runner
 
@@ -112,10 +112,10 @@ def _apart(zygote: Any) -> Iterator[None]:
 
 def _pretend(jobs: Any, listed: int, _count: int) -> int:
     """In the place of the machine code: as in the child of the first job, of whose steps only files are of interest."""
-    _result, source, target, size, zeros, *steps = jobs.words[burst.MOST : burst.MOST + burst.ROOM]
+    _result, source, target, size, zeros, *steps = jobs.words[fork_batch.MOST : fork_batch.MOST + fork_batch.ROOM]
     ctypes.memmove(target, source, size)
     ctypes.memset(target + size, 0, zeros)
-    for at in range(0, steps.index(burst._LAST), burst.STEP):
+    for at in range(0, steps.index(fork_batch._LAST), fork_batch.STEP):
         if steps[at] == confine._SYS_DUP2:
             os.dup2(*steps[at + 1 : at + 3])
     return listed

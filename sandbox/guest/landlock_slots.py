@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterator
 
 import descriptors
-import scratch
+import scratch_cleanup
 
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
@@ -94,7 +94,7 @@ class Ground:
             return False
         place = f"{self._scratch}/{slot}"
         try:
-            is_removed = self._uid_base is not None and scratch.is_removed(f"{place}/tmp")
+            is_removed = self._uid_base is not None and scratch_cleanup.is_removed(f"{place}/tmp")
             is_removed = is_removed or self._remove(slot, place)
         except OSError:
             is_removed = False
@@ -105,9 +105,9 @@ class Ground:
     def _remove(self, slot: int, place: str) -> bool:
         """Empty the folder and remove it, unless that takes long. With one uid for all, calls write beside it too."""
         with self._as_owner(slot):
-            if not scratch.empty(place if self._uid_base is None else f"{place}/tmp", _AT_ONCE):
+            if not scratch_cleanup.empty(place if self._uid_base is None else f"{place}/tmp", _AT_ONCE):
                 return False
-        return self._uid_base is None or scratch.is_removed(f"{place}/tmp")
+        return self._uid_base is None or scratch_cleanup.is_removed(f"{place}/tmp")
 
     def _place(self, slot: int) -> str:
         place = f"{self._scratch}/{slot}"
@@ -183,11 +183,11 @@ class Ground:
                 cleaner = self._uid_base + 2 * self._slots + slot
                 os.setresuid(cleaner, self._uid_base + slot, 0)
                 self._die_with_parent()
-                scratch.empty(f"{place}/tmp")
+                scratch_cleanup.empty(f"{place}/tmp")
                 os.setresuid(0, 0, 0)
                 os.rmdir(f"{place}/tmp")
             else:
-                scratch.empty(place)
+                scratch_cleanup.empty(place)
             os.rmdir(place)
         finally:
             os._exit(0)
