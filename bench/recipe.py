@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import output
 from trainer.config import load
-from trainer.recipe import Run, UnitFailed, recipe
+from trainer.recipe.runner import Run, UnitFailed, recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 MOST_S, LEAST_GAIN, MOST_ALONE = 1200.0, 0.15, 0.05

@@ -24,8 +24,8 @@ from typing import Any
 
 from bench import output
 from trainer.config import RunConfig, load
-from trainer.evaluate import outcomes_of, report
-from trainer.recipe import Run, Unit, UnitFailed, recipe
+from trainer.recipe.evaluation import outcomes_of, report
+from trainer.recipe.runner import Run, Unit, UnitFailed, recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 GROUP = 8

@@ -25,9 +25,9 @@ from rich.progress import Progress
 from bench.output import BenchFailed
 from bench.rollout_sim import Hardware, Plan, Turn, tell
 from bench.rollouts import Counts
-from trainer.engine import Sampling, VllmEngine
-from trainer.pool import Pool, Served
-from trainer.vllm_server import Servers
+from trainer.engines.pool import Pool, Served
+from trainer.engines.vllm_client import Sampling, VllmEngine
+from trainer.engines.vllm_servers import Servers
 
 BLOCK = 32
 """Tokens of a block: the least that vLLM's attention on the CPU takes."""
@@ -143,9 +143,9 @@ def make_model(folder: Path) -> None:
     recomputed would be free, which it is on no engine that anyone uses."""
     from transformers import AutoConfig, Qwen3ForCausalLM
 
-    from trainer import tiny
+    from trainer.data.problems import tiny_model
 
-    tiny.make(folder)
+    tiny_model.make(folder)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS}
     config = AutoConfig.from_pretrained(folder, **sizes, layer_types=["full_attention"] * LAYERS)
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from bench.rollout_sim import Plan
-from trainer.lengths import Lengths
-from trainer.scheduler import APPETITE, Placement, Scheduler
+from trainer.scheduling.length_model import Lengths
+from trainer.scheduling.scheduler import APPETITE, Placement, Scheduler
 
 
 class _Known(Lengths):

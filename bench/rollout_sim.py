@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.scheduler import Gauge, Placement, Scheduler
+from trainer.scheduling.scheduler import Gauge, Placement, Scheduler
 
 
 @dataclass(frozen=True, slots=True)

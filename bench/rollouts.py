@@ -41,9 +41,9 @@ from typing import Any
 
 from bench import output
 from bench.rollout_sim import ORACLE, Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
-from trainer.arithmetic import plan as plan_of
 from trainer.config import load
-from trainer.scheduler import POLICIES
+from trainer.recipe.resource_plan import plan as plan_of
+from trainer.scheduling.scheduler import POLICIES
 
 FITTED = Path(__file__).with_name("profiles") / "cpu-tiny.json"
 VLLM_PYTHON = "RSTAR_VLLM_PYTHON"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
-    from trainer.recipe import Run, Unit
+    from trainer.recipe.runner import Run, Unit
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -83,7 +83,7 @@ def recipe(args: argparse.Namespace) -> None:
     """Run SFT and all stages, evaluated one by one; the same command goes on after a kill."""
     if args.dry_run:
         return _dry_run(args)
-    from trainer.recipe import recipe
+    from trainer.recipe.runner import recipe
 
     summary = recipe(_config(args), has_preflight=not args.no_preflight).summary()
     if args.json:
@@ -95,8 +95,8 @@ def recipe(args: argparse.Namespace) -> None:
 def preflight(args: argparse.Namespace) -> None:
     """Look for all that a run needs of this machine, and name what is missing; run nothing."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else it prints each retry of a hub that cannot be reached
-    from trainer.preflight import require
-    from trainer.recipe import Run
+    from trainer.recipe.preflight import require
+    from trainer.recipe.runner import Run
 
     run = Run(_config(args))
     units = [one for one in run.units() if not run.done(one)]
@@ -106,14 +106,14 @@ def preflight(args: argparse.Namespace) -> None:
 
 def unit(args: argparse.Namespace) -> None:
     """Run one unit of a recipe, as `recipe` does."""
-    from trainer.recipe import Unit
+    from trainer.recipe.runner import Unit
 
     run, one = _run(args), Unit(args.unit, args.stage)
     if run.done(one):
         print(f"{one} is done; to do it anew, delete {run.done_file(one).parent} first", file=sys.stderr)
         return
     _require(args, run, one)
-    from trainer import stages
+    from trainer.recipe.runner import phase_work as stages
 
     stages.WORK[args.unit](run, one)
 
@@ -122,15 +122,15 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure a model: accuracy, tool use, format, lengths."""
     from rich.console import Console
 
-    from trainer.evaluate import ALL, read_reports, summary
-    from trainer.recipe import Unit
+    from trainer.recipe.evaluation import ALL, read_reports, summary
+    from trainer.recipe.runner import Unit
 
     run = _run(args)
     one = Unit("eval", args.stage) if args.stage else None
     reports = read_reports((run.done(one) or {}).get("reports", {})) if one else {}
     if not reports or reports[ALL].unavailable:  # it is not over, or an outage left something to do
         _require(args, run, one or Unit("eval", stage=""))
-        from trainer import stages
+        from trainer.recipe.runner import phase_work as stages
 
         reports = stages.evaluate(run, one) if one else stages.evaluate_model(run, args.model, args.out)
     if args.json:
@@ -141,19 +141,19 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def rollout(args: argparse.Namespace) -> None:
     """Sample episodes into a folder that `show` opens."""
-    from trainer.recipe import Unit
+    from trainer.recipe.runner import Unit
 
     run = _run(args)
     _require(args, run, Unit("rollout", args.stage))
-    from trainer import stages
+    from trainer.recipe.runner import phase_work as stages
 
     stages.rollout(run, args.stage, problems=args.problems, samples=args.samples, out=args.out)
 
 
 def data(args: argparse.Namespace) -> None:
     """Bring problems from files and hub names into one format, filtered and decontaminated."""
-    from trainer.bar import bar
-    from trainer.data import prepare, write
+    from trainer.data.problems import prepare, write
+    from trainer.progress_bar import bar
 
     how = {"against": args.against, "is_integer_only": not args.any_answer, "seed": args.seed}
     with bar("rows") as advance:
@@ -164,7 +164,7 @@ def data(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace) -> None:
     """Look at a run, in the terminal or as a page; it may be going on."""
-    from trainer.show import run
+    from trainer.runs.show import run
 
     run(args)
 
@@ -256,7 +256,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
 
 
 def _run(args: argparse.Namespace) -> Run:
-    from trainer.recipe import Run
+    from trainer.recipe.runner import Run
 
     return Run(_config(args))
 
@@ -267,7 +267,7 @@ def _require(args: argparse.Namespace, run: Run, one: Unit) -> None:
         return
     if one.command != "prepare" and one.stage:
         run.trained(one.stage, before=one.command in ("sft", "filter", "grpo"))
-    from trainer.preflight import require
+    from trainer.recipe.preflight import require
 
     require(run, [one])
 
@@ -276,8 +276,8 @@ def _require(args: argparse.Namespace, run: Run, one: Unit) -> None:
 
 
 def _dry_run(args: argparse.Namespace) -> None:
-    from trainer.arithmetic import known_shape, plan
     from trainer.config import ConfigError
+    from trainer.recipe.resource_plan import known_shape, plan
 
     config = _config(args)
     if not (shape := known_shape(config)):
@@ -295,7 +295,7 @@ def _dry_run(args: argparse.Namespace) -> None:
 
 def _by_source(row: dict[str, Any]) -> dict[str, Any]:
     """A stage's row with the accuracies of its sources, of a single one in place of that of all."""
-    from trainer.evaluate import Estimate
+    from trainer.recipe.evaluation import Estimate
 
     by_source = row.pop("accuracy_by_source", {})
     names = {source: f"accuracy, {source}" if len(by_source) > 1 else "accuracy" for source in by_source}
@@ -308,7 +308,7 @@ def _print_columns(about: str, columns: Mapping[str, Mapping[str, Any]]) -> None
     from rich.console import Console
     from rich.filesize import decimal
 
-    from trainer.show import figure, table
+    from trainer.runs.show import figure, table
 
     def text(name: str, value: Any) -> str:
         return value if isinstance(value, str) else decimal(value) if name.endswith("bytes") else figure(value)

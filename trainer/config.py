@@ -327,7 +327,7 @@ def _read(file: Path) -> dict[str, Any]:
     kind, parse = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     try:
         tree = parse(file.read_text(encoding="utf-8"))
-        return dict(tree.get("config", tree) if kind == "JSON" else tree)  # as `trainer.record` writes it
+        return dict(tree.get("config", tree) if kind == "JSON" else tree)  # as `trainer.runs.run_folder` writes it
     except OSError as why:
         raise ConfigError(f"{file}: cannot be read ({why.strerror})") from None
     except (ValueError, AttributeError) as why:

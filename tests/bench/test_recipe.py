@@ -11,8 +11,8 @@ from bench import recipe
 from bench.output import BenchFailed
 from bench.report import table_of
 from trainer.config import load
-from trainer.recipe import Run, Unit
-from trainer.record import write_json
+from trainer.recipe.runner import Run, Unit
+from trainer.runs.run_folder import write_json
 
 MACHINE = {"cpu": "a", "cores": 2, "kernel": "6", "load": [0.0], "commit": "b", "date": "2026-01-01T00:00:00"}
 

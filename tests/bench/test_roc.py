@@ -10,9 +10,9 @@ import pytest
 
 from bench import roc
 from trainer.config import load
-from trainer.evaluate import write_outcomes
-from trainer.recipe import Run, Unit
-from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.recipe.evaluation import write_outcomes
+from trainer.recipe.runner import Run, Unit
 
 SHARED = load(roc.CONFIG, {})
 

@@ -21,7 +21,7 @@ from bench.rollout_sim import (
     simulate,
     workload,
 )
-from trainer.scheduler import POLICIES
+from trainer.scheduling.scheduler import POLICIES
 
 ROOMY = Hardware("roomy", 10**6, 512, base_s=0.01, per_sequence_s=0.0, per_context_s=0.0, prefill_s=0.0)
 TIGHT = Hardware("tight", 12_000, 512, base_s=0.01, per_sequence_s=5e-5, per_context_s=5e-7, prefill_s=5e-5)

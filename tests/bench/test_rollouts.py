@@ -12,7 +12,7 @@ import pytest
 from bench import rollouts
 from bench.rollout_sim import Plan, Turn
 from tests.trainer.fake_vllm import TableEngine
-from trainer.scheduler import POLICIES
+from trainer.scheduling.scheduler import POLICIES
 
 SMALL = ("--simulate", "--engines", "2", "--groups", "6", "--samples", "4")
 

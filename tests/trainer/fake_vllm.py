@@ -15,8 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
-from trainer.engine import Capacity, EngineFailed, Generation, Sampling
-from trainer.scheduler import Gauge
+from trainer.engines.vllm_client import Capacity, EngineFailed, Generation, Sampling
+from trainer.scheduling.scheduler import Gauge
 
 
 @dataclass

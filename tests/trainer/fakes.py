@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from trainer.engine import Generation, Sampling
-from trainer.pool import Busy
-from trainer.reward import Verdict
-from trainer.trajectory import CallStatus, ToolCall
+from trainer.engines.pool import Busy
+from trainer.engines.vllm_client import Generation, Sampling
+from trainer.episodes.episode import CallStatus, ToolCall
+from trainer.episodes.reward import Verdict
 
 TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response") for slash in ("", "/")]
 TEXTS = [

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.trainer.test_local import VOCABULARY, model
-from trainer.engine import VllmEngine
-from trainer.vllm_server import Servers
+from tests.trainer.engines.test_local import VOCABULARY, model
+from trainer.engines.vllm_client import VllmEngine
+from trainer.engines.vllm_servers import Servers
 
 
 def saved(folder: Path) -> Path:

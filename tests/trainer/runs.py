@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import metrics, roc
-from trainer.record import RunFolder
-from trainer.trajectory import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.episodes import metrics, roc
+from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.runs.run_folder import RunFolder
 
 KEEP = 4
 STAGES = {"sft": 6, "rl1": 8, "rl2": 4}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer import tiny
-from trainer.trajectory import Episode, Problem, StopReason, Turn
+from trainer.data.problems import tiny_model
+from trainer.episodes.episode import Episode, Problem, StopReason, Turn
 
 Score = Callable[[Problem, int, Sequence[int]], float | None]
 
@@ -117,5 +117,5 @@ class Sampler:
 
 
 def model_folder(folder: Path) -> Path:
-    tiny.make(folder, seed=0)
+    tiny_model.make(folder, seed=0)
     return folder

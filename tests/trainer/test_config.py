@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from trainer.config import ConfigError, Policy, RunConfig, StageConfig, load, urls
-from trainer.scheduler import POLICIES
+from trainer.scheduling.scheduler import POLICIES
 
 RUN = """
 seed = 3

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer import bar, cli
+from trainer import cli, progress_bar
 from trainer.config import load
-from trainer.evaluate import ALL, Outcome, report, scores
-from trainer.recipe import Run
-from trainer.record import write_json
+from trainer.recipe.evaluation import ALL, Outcome, report, scores
+from trainer.recipe.runner import Run
+from trainer.runs.run_folder import write_json
 
 HELP_S = 0.5
 """What any `--help` may take."""
@@ -192,6 +192,6 @@ def test_data_writes_problems_and_says_what_became_of_the_rows(
 def test_data_says_how_many_rows_are_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bar, "A_LINE", 2000)
+    monkeypatch.setattr(progress_bar, "A_LINE", 2000)
     assert cli.main(["data", "generated:5000", "--out", str(tmp_path / "many.jsonl")]) == 0
     assert capsys.readouterr().err.splitlines() == ["rows: 2000", "rows: 4000"]

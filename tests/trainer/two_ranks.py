@@ -23,12 +23,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from tests.trainer.sampling import Sampler, problems
-from trainer import grpo
-from trainer.background import Background
 from trainer.config import HardwareConfig, StageConfig
-from trainer.grpo import Rollouts, train_stage
-from trainer.progress import Training, ranks
-from trainer.record import RunFolder
+from trainer.rollout.loop_thread import Background
+from trainer.runs.run_folder import RunFolder
+from trainer.training import grpo
+from trainer.training.context import Training, ranks
+from trainer.training.grpo import Rollouts, train_stage
 
 TIMEOUT_S = 5
 """Seconds that the default group allows once training has begun."""

@@ -1,0 +1,312 @@
+"""Data: every format of a row, what becomes of bad ones, and decontamination against a slow obvious version."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config import load
+from trainer.data.problems import DataError, Report, grams_of, integer, prepare, read, read_conversations, shared, write
+from trainer.data.problems import problems as data
+from trainer.episodes.episode import Problem
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SHARED = Path(__file__).parents[3].parent / "shared/data"
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is 2+3?\n\nAnd why?\n\nRemember to "
+    'put your answer on its own line after "Answer:".'
+)
+
+
+def rows(path: Path, *some: Any) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in some))
+    return str(path)
+
+
+def problems(*texts: str, source: str = "s") -> list[Problem]:
+    return [Problem(f"{source}-{number}", text, "1", source) for number, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {
+                "data_source": "math_dapo",
+                "prompt": [{"role": "user", "content": DAPO}],
+                "ability": "MATH",
+                "reward_model": {"ground_truth": "5", "style": "rule"},
+                "extra_info": {"index": "9a9b"},
+            },
+            ("9a9b", "What is 2+3?\n\nAnd why?", "5"),
+        ),
+        ({"prompt": "How many?", "solution": "34"}, ("file-0", "How many?", "34")),
+        (
+            [
+                {"from": "human", "value": "How many?"},
+                {"from": "assistant", "ground_truth": {"value": "\\frac{1}{2}", "pass_at_n": 0.1}},
+            ],
+            ("file-0", "How many?", "\\frac{1}{2}"),
+        ),
+        (
+            {"0": {"value": "How many?"}, "1": {"ground_truth": {"value": "12"}}},
+            ("file-0", "How many?", "12"),
+        ),
+        ({"question": "How many?", "answer": "1 + 1 = <<1+1=2>>2 ducks\n#### 1,002"}, ("file-0", "How many?", "1,002")),
+        (
+            {"ID": "2024-I-1", "Problem": "How many? ", "Solution": "Long.", "Answer": 204},
+            ("2024-I-1", "How many?", "204"),
+        ),
+        (
+            {"problem": "p", "solution": "So \\boxed{1}, no: $\\boxed{\\frac{1}{2}}$."},
+            ("file-0", "p", "\\frac{1}{2}"),
+        ),
+        ({"id": "a/b.json", "problem": "p", "answer": "p - q", "level": 5}, ("a/b.json", "p", "p - q")),
+        ({"id": 7, "problem": "p", "answer": 7.0}, ("7", "p", "7")),
+        ({"Question": "p", "answer": 0, "solution": "1"}, ("file-0", "p", "0")),
+    ],
+)
+def test_every_format_becomes_a_problem(tmp_path: Path, row: Any, expected: tuple[str, str, str]) -> None:
+    (problem,) = read(rows(tmp_path / "file.jsonl", row))
+    assert (problem.id, problem.text, problem.answer, problem.source) == (*expected, "file")
+
+
+BAD: list[Any] = [
+    *({}, 1, None, "text", [1, 2], {"problem": "p"}, {"problem": " ", "answer": "1"}, {"problem": "p", "answer": True}),
+    *({"problem": "p", "answer": float("nan")}, {"problem": ["p"], "answer": "1"}, {"answer": "1", "prompt": []}),
+    *({"problem": "p", "solution": "a proof without a box"}, {"problem": "p", "solution": "\\boxed{1"}),
+]
+
+
+@pytest.mark.parametrize("row", BAD)
+def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any) -> None:
+    source = rows(tmp_path / "file.jsonl", {"problem": "p", "answer": "1"}, row)
+    with pytest.raises(DataError, match=r"file\.jsonl: row 1: expected an? (problem|answer)"):
+        read(source)
+    kept, report = prepare([source])
+    assert len(kept) == 1
+    assert report.counts["file"] == {"rows": 2, "bad": 1, "kept": 1}
+    assert [(one["row"], one["what"]) for one in report.examples] == [("row 1", "bad")]
+
+
+def test_lines_that_are_no_json_are_bad_rows(tmp_path: Path) -> None:
+    file = tmp_path / "file.jsonl"
+    file.write_bytes(b'{"problem": "p", "answer": "1"}\n\n{"problem"\n\xff\n')
+    kept, report = prepare([str(file)])
+    assert (len(kept), report.counts["file"]["bad"]) == (1, 2)
+
+
+def test_arrays_and_parquet_are_read_like_lines(tmp_path: Path) -> None:
+    some = [{"problem": f"p{number}", "answer": str(number)} for number in range(5)]
+    array = tmp_path / "file.json"
+    array.write_text(json.dumps(some))
+    assert read(str(array)) == read(rows(tmp_path / "file.jsonl", *some))
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / "file.parquet")
+    assert read(str(tmp_path / "file.parquet")) == read(str(array))
+
+
+def test_hub_names_carry_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+        asked.append((name, config, split))
+        if name == "no/such":
+            raise FileNotFoundError("no/such is not there")
+        return [{"question": "How many?", "answer": "#### 3"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    source = "openai/gsm8k@main:test"
+    assert read(source) == [Problem(f"{source}-0", "How many?", "3", source)]
+    read("BytedTsinghua-SIA/DAPO-Math-17k")
+    assert asked == [("openai/gsm8k", "main", "test"), ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
+    with pytest.raises(DataError, match=r"^no/such: cannot be had from the hub"):
+        read("no/such")
+
+
+HUB = {
+    "BytedTsinghua-SIA/DAPO-Math-17k": {"default": {"train"}},
+    "HuggingFaceH4/MATH-500": {"default": {"test"}},
+    "HuggingFaceH4/aime_2024": {"default": {"train"}},
+    "Open-Reasoner-Zero/orz_math_57k_collection": {"default": {"train"}},
+    "math-ai/aime25": {"default": {"test"}},
+    "openai/gsm8k": {"main": {"train", "test"}, "socratic": {"train", "test"}},
+}
+"""Configurations and splits of the data sets that our configs name, as their cards and public code have them."""
+
+
+def of_hub(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+    """As `datasets.load_dataset`, which takes a configuration unsaid only where it is the one that there is."""
+    configs = HUB[name]
+    if config is None and len(configs) > 1:
+        raise ValueError(f"Config name is missing. Please pick one among the available configs: {list(configs)}")
+    splits = configs[config or next(iter(configs))]
+    if split not in splits:
+        raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+    return [{"question": "How many?", "answer": "#### 3"}]
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_what_our_configs_name_is_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=of_hub))
+    config = load(file, {})
+    of_stages = [source for stage in config.stages.values() for source in stage.data]
+    for source in (*config.data.train, *config.data.against, *config.evaluate.data, *of_stages):
+        assert read(source)
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "no-such-thing", "a/b/c", "generated:", "generated:-1", ""])
+def test_a_source_that_is_none_is_an_error_by_name(source: str) -> None:
+    with pytest.raises(DataError, match=f"^{source}: (expected|no such file)"):
+        read(source)
+
+
+def test_json_that_is_no_array_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text("{}")
+    with pytest.raises(DataError, match="expected an array of rows, got dict"):
+        read(str(tmp_path / "file.json"))
+
+
+def test_generated_problems_are_a_source() -> None:
+    assert read("generated:5", seed=3) == read("generated:9", seed=3)[:5]
+    assert not set(read("generated:50", seed=3)) & set(read("generated:50", seed=3, fresh=True))
+    kept, report = prepare(["generated:50"], seed=3)
+    assert len(kept) == 50
+    assert report.counts == {"tiny": {"rows": 50, "kept": 50}}
+    assert len(read_conversations("generated:5", seed=1)) == 5
+
+
+def test_conversations_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
+    good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    assert read_conversations(rows(tmp_path / "a.jsonl", {"messages": good, "id": 1})) == [good]
+    for row in ({"messages": []}, {}, [], {"messages": [{"role": "user"}]}, {"messages": ["hi"]}):
+        with pytest.raises(DataError, match="row 1: expected messages"):
+            read_conversations(rows(tmp_path / "b.jsonl", {"messages": good}, row))
+
+
+@given(
+    st.lists(
+        st.builds(Problem, id=st.text(min_size=1), text=st.text(min_size=1), answer=st.text(min_size=1)), max_size=5
+    )
+)
+def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, some: list[Problem]) -> None:
+    file = tmp_path_factory.mktemp("data") / "file.jsonl"
+    write(some, file)
+    assert read(str(file)) == some
+    assert [path.name for path in file.parent.iterdir()] == ["file.jsonl"]
+
+
+INTEGERS = {"12": "12", "1,234": "1234", "-0": "0", "073": "73", " +5 ": "5", "$-7$": "-7", "1,234,567": "1234567"}
+OTHERS = ("1,23", "", "1.0", "\\frac{1}{2}", "2 apples", "x", "1e3", "$", "1-1", "²")
+
+
+@pytest.mark.parametrize(("answer", "value"), [*INTEGERS.items(), *((other, None) for other in OTHERS)])
+def test_integers_are_told_from_the_rest(answer: str, value: str | None) -> None:
+    assert integer(answer) == value
+
+
+def test_rows_are_conserved_and_ids_differ(tmp_path: Path) -> None:
+    some = [
+        {"id": "x", "problem": "one two three four five six seven eight", "answer": "1"},
+        {"id": "x", "problem": "another", "answer": "1,000"},
+        {"id": "y", "problem": "another", "answer": "2"},
+        {"id": "z", "problem": "third", "answer": "a half"},
+        {"id": "w", "problem": "zero one Two, three four\nfive six seven -- EIGHT nine", "answer": "1"},
+        "nonsense",
+    ]
+    held_out = rows(
+        tmp_path / "test.jsonl", {"id": "t", "problem": "one two three four five six seven eight?", "answer": "1"}
+    )
+    kept, report = prepare([rows(tmp_path / "train.jsonl", *some)], against=[held_out])
+    assert kept == [Problem("x~2", "another", "1000", "train")]
+    assert report.counts == {
+        "train": {"rows": 6, "bad": 1, "duplicate": 1, "not integer": 1, "contaminated": 2, "kept": 1}
+    }
+    why = [one["why"] for one in report.examples]
+    assert "of x~2 of train: '1,000' there, '2' here" in why
+    assert "shares 'one two three four five six seven eight' with t of test" in why
+    assert json.loads(json.dumps(asdict(report)))["counts"]["train"]["kept"] == 1
+
+
+def test_examples_are_bounded_and_counts_are_not(tmp_path: Path) -> None:
+    _, report = prepare([rows(tmp_path / "file.jsonl", *[{}] * 100)])
+    assert report.counts["file"]["bad"] == 100
+    assert len(report.examples) == data.EXAMPLES
+    assert asdict(Report()) == {"counts": {}, "examples": []}
+
+
+def _overlap(one: str, other: str, n: int) -> bool:
+    """The definition, slowly: `n` words of `one` stand somewhere in `other`; short texts are met by themselves."""
+    words, others = data._words(one), data._words(other)
+    if len(words) < n or len(others) < n:
+        return words == others
+    return any(words[i : i + n] == others[j : j + n] for i in range(len(words)) for j in range(len(others) - n + 1))
+
+
+_TEXTS = st.lists(
+    st.lists(st.sampled_from(["a", "B", "b,", "1", "\\frac{1}", "é"]), max_size=7).map(" ".join), max_size=6
+)
+
+
+@given(train=_TEXTS, test=_TEXTS, n=st.integers(1, 4))
+def test_decontamination_equals_the_slow_version(train: list[str], test: list[str], n: int) -> None:
+    some, held_out = problems(*train), problems(*test, source="t")
+    grams = grams_of(held_out, n)
+    for one in some:
+        gram = shared(one.text, grams, n)
+        assert (gram is not None) == any(_overlap(one.text, other.text, n) for other in held_out)
+        if gram is not None:
+            assert " ".join(gram) in " ".join(data._words(one.text))
+            assert " ".join(gram) in " ".join(data._words(grams[gram].text))
+
+
+def test_what_is_longer_than_there_is_room_is_left_out(tmp_path: Path) -> None:
+    source = rows(tmp_path / "file.jsonl", *({"problem": "p" * size, "answer": "1"} for size in (3, 4, 5)))
+    kept, report = prepare([source], length=len, room=4)
+    assert [len(problem.text) for problem in kept] == [3, 4]
+    assert report.counts["file"] == {"rows": 3, "kept": 2, "too long": 1}
+    assert report.examples[0]["why"] == "5, and there is room for 4"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs real data sets in {SHARED}")
+def test_real_files_are_read_whole() -> None:
+    sizes = {"aime2024": 30, "aime2025": 30, "gsm8k_test": 1319, "gsm8k_train_3000": 3000, "math500": 500}
+    for name, size in {**sizes, "train_integer": 5230}.items():
+        some = read(str(SHARED / f"{name}.jsonl"))
+        assert len(some) == size
+        if name != "math500":
+            assert [one.answer for one in some if integer(one.answer) is None] == []
+    benchmarks = [str(SHARED / f"{name}.jsonl") for name in ("aime2024", "aime2025", "math500")]
+    kept, report = prepare([str(SHARED / "train_integer.jsonl")], against=benchmarks)
+    counts = report.counts["train_integer"]
+    assert counts["rows"] == 5230 == counts["kept"] + counts.get("duplicate", 0) + counts["contaminated"]
+    grams = grams_of(read(benchmarks[2]))
+    assert not [problem for problem in kept if shared(problem.text, grams)]
+
+
+def test_answers_that_cannot_be_read_are_left_out_and_asked_for_once(tmp_path: Path) -> None:
+    answers = ["12", "?", "x", "?"]
+    file = rows(tmp_path / "some.jsonl", *({"problem": f"Which is {n}?", "answer": a} for n, a in enumerate(answers)))
+    asked: list[Sequence[str]] = []
+
+    def unreadable(answers: Sequence[str]) -> set[str]:
+        asked.append(answers)
+        return {"?"}
+
+    kept, report = prepare([file], is_integer_only=False, unreadable=unreadable)
+    assert asked == [["?", "x"]], "that a plain integer can be read is known"
+    assert [problem.answer for problem in kept] == ["12", "x"]
+    assert report.counts == {"some": {"rows": 4, "kept": 2, "unreadable": 2}}
+    prepare([file], unreadable=unreadable)
+    assert len(asked) == 1, "where all are integers nobody is asked"

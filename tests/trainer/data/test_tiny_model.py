@@ -1,0 +1,69 @@
+"""The tiny model's folder: loads like any other, takes any text, and is the same for the same seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="the tiny model needs torch")
+transformers = pytest.importorskip("transformers", reason="the tiny model needs transformers")
+
+from trainer.data.problems import (
+    synthetic,
+    tiny_model,
+)
+from trainer.episodes.chat_format import rstar2  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    tiny_model.make(made, seed=3)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_folder_is_the_same_for_the_same_seed(folder: Path, tmp_path: Path) -> None:
+    tiny_model.make(tmp_path, seed=3)
+    names = sorted(file.name for file in folder.iterdir())
+    assert [file.name for file in sorted(tmp_path.iterdir())] == names
+    assert [name for name in names if (tmp_path / name).read_bytes() != (folder / name).read_bytes()] == []
+    tiny_model.make(tmp_path, seed=4)
+    weights = "model.safetensors"
+    assert (tmp_path / weights).read_bytes() != (folder / weights).read_bytes()
+
+
+def test_model_loads_by_its_folder_and_is_tiny(folder: Path, tokenizer: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
+    assert model.config.vocab_size == len(tokenizer) == tiny_model.VOCABULARY
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+@given(text=st.text())
+def test_any_text_comes_back(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_conversations_are_short_and_their_digits_stand_alone(tokenizer: Any) -> None:
+    for messages in synthetic.traces(50, 1, faults=1):
+        ids, _ = rstar2(tokenizer, preamble=synthetic.PREAMBLE).encode(messages)
+        assert len(ids) < 100 + 60 * (len(messages) - 4) // 2
+    pieces = [tokenizer.decode([number]) for number in range(len(tokenizer))]
+    assert [piece for piece in pieces if len(piece) > 1 and any(map(str.isdigit, piece))] == []
+
+
+def test_text_that_is_not_trusted_makes_no_tag(tokenizer: Any) -> None:
+    for tag in (tiny_model.PAD, tiny_model.START, tiny_model.END, *tiny_model.TAGS):
+        assert tokenizer.encode(tag) == [tokenizer.convert_tokens_to_ids(tag)]
+        ids = tokenizer.encode(f"a{tag}b", split_special_tokens=True)
+        assert not set(ids) & set(tokenizer.all_special_ids)
+        assert tokenizer.decode(ids) == f"a{tag}b"

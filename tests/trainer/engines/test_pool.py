@@ -1,0 +1,905 @@
+"""The pool: no episode is lost, whatever becomes of engines; only proven weights sample; the books balance."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.jump import jumping
+from trainer.engines.pool import BROKEN_TURNS, GAUGE_S, MISSES, PROOF_S, STALL_S, TRIES, Busy, Pool
+from trainer.engines.vllm_client import Capacity, EngineFailed, Sampling, TurnFailed
+from trainer.scheduling.scheduler import POLICIES
+
+MOST = 200
+LOAD_S = 600
+EMPTY = {"episodes": 0, "running": 0, "held": 0, "reserved": 0}
+
+
+def engines(count, **options):
+    return [TableEngine(f"e{number}", **options) for number in range(count)]
+
+
+def failing(why="gone"):
+    async def fail():
+        raise EngineFailed(why)
+
+    return fail
+
+
+async def forever():
+    await asyncio.Event().wait()
+
+
+def steps(count):
+    """Something that takes `count` steps of the event loop."""
+
+    async def step():
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    return step
+
+
+def working(engine):
+    """What makes an engine say at each scrape that it has computed more."""
+
+    async def work():
+        engine.computed += 1
+
+    return work
+
+
+def test_what_is_done_at_the_same_time_counts_once():
+    now = iter([1.0, 5.0, 6.0, 9.0])
+    busy = Busy(lambda: next(now))
+    with busy:
+        with busy:
+            pass
+        with busy:
+            pass
+    assert busy.seconds == 4.0
+    with busy:
+        pass
+    assert busy.seconds == 7.0
+
+
+@dataclass
+class TableReference:
+    """Another engine with the trainer's weights."""
+
+    ids = (1, 2, 3, 4)
+
+    def logprobs(self, weights):
+        return asyncio.run(TableEngine(salt=weights["salt"]).logprobs(self.ids))
+
+    async def check(self, engine, expected):
+        if await engine.logprobs(self.ids) != expected:
+            raise OSError("SyncFailed")
+
+
+async def carry(engines, weights, version):
+    async def load(engine):
+        try:
+            async with asyncio.timeout(LOAD_S):
+                await engine.before()
+        except (EngineFailed, TimeoutError) as why:
+            return why
+        await engine.load(weights, version)
+        return None
+
+    return [await load(engine) for engine in engines]
+
+
+def pool_of(made, **options):
+    return Pool(made, **{"most_tokens": MOST, "carry": carry, "reference": TableReference()} | options)
+
+
+async def episode(pool, number, turns=5, tool_s=0.0):
+    """The ids of one episode, prompt included."""
+    ids = [number % 50]
+    async with pool.seat(group=number // 4, most_tokens=MOST) as seat:
+        for turn in range(turns):
+            ids += (await seat.generate(ids, Sampling(4, seed=number * 10 + turn))).ids
+            await asyncio.sleep(tool_s)
+            ids += [turn]
+    return ids
+
+
+async def alone(numbers, turns=5):
+    """What comes of episodes where nothing goes wrong."""
+    async with pool_of(engines(1)) as pool:
+        return [await episode(pool, number, turns) for number in numbers]
+
+
+def is_balanced(pool):
+    return all(book == EMPTY for book in pool.scheduler.books().values()) and not pool.scheduler.running
+
+
+async def served_by(pool):
+    async with pool.seat(group="a", most_tokens=MOST) as seat:
+        return (await seat.generate([1], Sampling(4, seed=0))).engine
+
+
+@jumping
+async def test_an_episode_keeps_its_engine_and_engines_share_episodes():
+    made, log = engines(3), []
+    async with pool_of(made, log=log.append) as pool:
+        await asyncio.gather(*(episode(pool, number, tool_s=1.0) for number in range(12)))
+        assert is_balanced(pool)
+    homes = {each.episode: each.engine for each in log}
+    assert all(homes[each.episode] == each.engine for each in log)
+    assert sorted(list(homes.values()).count(engine.name) for engine in made) == [4, 4, 4]
+    assert all(engine.is_closed for engine in made)
+
+
+@jumping
+async def test_a_turn_is_told_with_its_times_and_tokens():
+    made, log = engines(1, before=lambda: asyncio.sleep(3)), []
+    async with pool_of(made, log=log.append) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        pool.busy = Busy(pool.now)
+        first = await seat.generate([1, 2], Sampling(4, seed=0))
+        await asyncio.sleep(2)
+        await seat.generate([1, 2, *first.ids, 7], Sampling(5, seed=0))
+    assert [(each.group, each.engine, each.context, each.sampled, each.has_moved) for each in log] == [
+        ("a", "e0", 2, 4, False),
+        ("a", "e0", 7, 5, False),
+    ]
+    assert [(each.wanted, each.began, each.ended) for each in log] == [(0, 0, 3), (5, 5, 8)]
+    assert pool.busy.seconds == 6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@jumping
+async def test_only_turns_that_have_a_place_are_requests(policy):
+    room = Capacity(300, 5)
+    made = engines(2, room=room, before=lambda: asyncio.sleep(1))
+    most: Counter[str] = Counter()
+
+    async def watch():
+        while True:
+            await asyncio.sleep(0.1)
+            running = sum(engine.running for engine in made)
+            assert running == pool.scheduler.running
+            for book in pool.scheduler.books().values():
+                most.update({name: max(0, value - most[name]) for name, value in book.items()})
+
+    async with pool_of(made, policy=policy) as pool:
+        watching = asyncio.create_task(watch())
+        ended = await asyncio.gather(*(episode(pool, number) for number in range(40)))
+        assert watching.cancel()
+        assert is_balanced(pool)
+    assert ended == await alone(range(40))
+    bounded = {"kv": "held", "reserve_worst_case": "reserved"}.get(policy)
+    assert not bounded or most[bounded] <= room.tokens, "more than fits in an engine's cache"
+
+
+@jumping
+async def test_an_episode_goes_on_elsewhere_token_for_token_when_its_engine_dies():
+    made = engines(2)
+    async with pool_of(made) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        first = await seat.generate([1], Sampling(4, seed=0))
+        home, other = sorted(made, key=lambda engine: engine.name != first.engine)
+        home.before = failing()
+        moved = await seat.generate([1, *first.ids, 7], Sampling(4, seed=0))
+        assert moved.engine == other.name
+        assert other.asked[-1] == home.asked[-1]
+        assert moved.ids == (await TableEngine().generate([1, *first.ids, 7], Sampling(4, seed=0))).ids
+
+
+@pytest.mark.parametrize("how", [failing(), forever], ids=["dies", "hangs"])
+@jumping
+async def test_all_turns_of_a_lost_engine_go_on_elsewhere(how):
+    made = engines(3, before=lambda: asyncio.sleep(1))
+    async with pool_of(made) as pool:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(episode(pool, number)) for number in range(30)]
+            await asyncio.sleep(2.5)
+            made[1].before = how
+            if how is forever:
+                made[1].scraped = forever
+        assert [task.result() for task in running] == await alone(range(30))
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_an_engine_that_answers_scrapes_but_computes_nothing_is_lost():
+    made = engines(2, before=lambda: asyncio.sleep(1))
+    async with pool_of(made) as pool:
+        asked = pool.now()
+        running = [asyncio.create_task(episode(pool, number)) for number in range(8)]
+        await asyncio.sleep(1.5)
+        made[0].before = forever
+        assert await asyncio.gather(*running) == await alone(range(8))
+        assert STALL_S < pool.now() - asked < STALL_S + 60
+        assert "not one token" in pool.desks["e0"].why
+        assert is_balanced(pool)
+
+
+@pytest.mark.parametrize("misses", [MISSES - 1, MISSES])
+@jumping
+async def test_some_missed_scrapes_are_a_suspicion_and_many_are_a_loss(misses):
+    made = engines(1)
+    async with pool_of(made) as pool:
+        await served_by(pool)
+        count = 0
+
+        async def miss():
+            nonlocal count
+            count += 1
+            if count <= misses:
+                raise EngineFailed("refused")
+
+        made[0].scraped = miss
+        await asyncio.sleep(10)
+        assert pool.desks["e0"].is_up == (misses < MISSES)
+        assert await served_by(pool) == "e0"  # a loss ends with its rest
+        assert (pool.now() > 30) == (misses == MISSES)
+
+
+@jumping
+async def test_a_slow_engine_is_given_the_time_that_its_speed_asks_for():
+    made = engines(1, before=lambda: asyncio.sleep(50))
+    async with pool_of(made, turn_s=60) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        first = await seat.generate([1], Sampling(4, seed=0))
+        made[0].before, made[0].scraped = lambda: asyncio.sleep(450), working(made[0])
+        await seat.generate([1, *first.ids], Sampling(4, seed=0))
+        assert pool.now() == 500
+
+
+@jumping
+async def test_a_request_that_a_server_forgot_goes_on_elsewhere():
+    made = engines(2)
+    async with pool_of(made, turn_s=60) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        first = await seat.generate([1], Sampling(4, seed=0))
+        home = next(engine for engine in made if engine.name == first.engine)
+        home.before, home.scraped = forever, working(home)
+        moved = await seat.generate([1, *first.ids], Sampling(4, seed=0))
+        assert moved.engine != first.engine
+        assert pool.desks[first.engine].why == f"engine {first.engine}: no answer in 60 s"
+
+
+@jumping
+async def test_when_all_are_down_for_too_long_what_failed_is_said():
+    made = engines(2)
+    for engine in made:
+        engine.before = engine.scraped = failing(f"{engine.name} burnt")
+    async with pool_of(made, patience_s=100) as pool:
+        for wait_s in (100, 0):
+            asked = pool.now()
+            with pytest.raises(EngineFailed, match=r"no engine is left of 2: e0: e0 burnt; e1: e1 burnt"):
+                await served_by(pool)
+            assert wait_s <= pool.now() - asked <= wait_s + 1
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_episodes_wait_for_the_first_engine_that_comes_back():
+    made = engines(2, before=lambda: asyncio.sleep(1))
+    async with pool_of(made) as pool:
+        running = [asyncio.create_task(episode(pool, number)) for number in range(8)]
+        await asyncio.sleep(2.5)
+        for engine in made:
+            engine.before = engine.scraped = failing()
+        await asyncio.sleep(20)
+        assert pool.scheduler.running == 0
+        made[1].before = made[1].scraped = steps(3)
+        assert await asyncio.gather(*running) == await alone(range(8))
+        assert is_balanced(pool)
+
+
+def breaking(turns):
+    """`turns` of all that are asked have a log-probability that is no number."""
+    left = iter(range(turns))
+
+    async def fail():
+        await asyncio.sleep(0)
+        if next(left, None) is not None:
+            raise TurnFailed("NaN")
+
+    return fail
+
+
+@jumping
+async def test_a_turn_without_numbers_is_asked_for_again_and_takes_no_engine_down():
+    made = engines(1)
+    async with pool_of(made) as pool:
+        made[0].before = breaking(TRIES - 1)
+        assert await episode(pool, 1) == (await alone([1]))[0]
+        assert (pool.nan_turns, pool.desks["e0"].is_up, pool.now()) == (TRIES - 1, True, 0)
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_a_turn_that_never_has_numbers_is_given_up_alone():
+    made = engines(1)
+    async with pool_of(made) as pool:
+        made[0].before = breaking(TRIES)
+        with pytest.raises(EngineFailed, match="NaN"):
+            await episode(pool, 1)
+        assert (pool.nan_turns, pool.desks["e0"].is_up) == (TRIES, True)
+        assert is_balanced(pool)
+        assert await episode(pool, 2) == (await alone([2]))[0]
+
+
+@jumping
+async def test_an_engine_whose_every_turn_has_no_numbers_is_lost_and_no_episode_with_it():
+    made = engines(2)
+    made[0].before = breaking(1 << 30)
+    async with pool_of(made) as pool:
+        ended = await asyncio.gather(*(episode(pool, number) for number in range(2 * BROKEN_TURNS)))
+        assert ended == await alone(range(2 * BROKEN_TURNS))
+        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
+        assert pool.desks["e0"].why == f"{BROKEN_TURNS} episodes in a row, the last: NaN"
+
+
+@jumping
+async def test_an_engine_that_answers_well_in_between_stays_and_after_its_rest_begins_anew():
+    made = engines(1)
+    async with pool_of(made) as pool:
+        for number in range(2 * BROKEN_TURNS):
+            made[0].before = breaking(1)
+            await episode(pool, number)
+        assert (pool.nan_turns, pool.now()) == (2 * BROKEN_TURNS, 0)
+        made[0].before = breaking(BROKEN_TURNS)
+        together = [asyncio.create_task(episode(pool, number)) for number in range(BROKEN_TURNS)]
+        await asyncio.sleep(1)
+        assert not pool.desks["e0"].is_up
+        made[0].before = breaking(1)
+        assert await asyncio.gather(*together) == await alone(range(BROKEN_TURNS))
+        assert 30 <= pool.now() < 60, "it was lost and rested, but not once more for the next one"
+
+
+class Keeping:
+    """Keeps weights in memory."""
+
+    def __init__(self):
+        self.kept = []
+
+    async def keep(self, weights, version):
+        await asyncio.sleep(0)
+        self.kept.append(dict(weights))
+        return self.kept[-1]
+
+    async def drop(self, *, but):
+        self.kept = [one for one in self.kept if one is but]
+
+
+def started_anew(engine):
+    engine.salt, engine.version, engine.before, engine.scraped = 0, 0, steps(1), steps(1)
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+@jumping
+async def test_the_only_engine_is_started_anew_and_its_episodes_go_on_with_the_last_weights(is_noticed):
+    """Its client may not notice that: it takes the version that was there before for that of today."""
+    made, keep = engines(1, before=lambda: asyncio.sleep(1)), Keeping()
+    async with pool_of(made, keep=keep, patience_s=1000) as pool:
+        await pool.sync({"salt": 5})
+        expected = await asyncio.gather(*(episode(pool, number) for number in range(6)))
+        assert expected != await alone(range(6))
+        running = [asyncio.create_task(episode(pool, number)) for number in range(6)]
+        await asyncio.sleep(2.5)
+        made[0].before = made[0].scraped = failing("killed")
+        await asyncio.sleep(900)
+        assert not any(task.done() for task in running)
+        started_anew(made[0])
+        made[0].version = 0 if is_noticed else 1
+        assert await asyncio.gather(*running) == expected
+        assert (made[0].salt, made[0].version, len(keep.kept)) == (5, 1, 1)
+        assert is_balanced(pool)
+    assert not keep.kept
+
+
+@jumping
+async def test_an_engine_that_missed_a_sync_gets_it_once_it_is_back_where_weights_are_kept():
+    class Coarse(TableReference):
+        async def check(self, engine, expected):
+            await engine.logprobs(self.ids)
+
+    made = engines(2)
+    async with pool_of(made, keep=Keeping(), reference=Coarse()) as pool:
+        made[0].before = failing()
+        await pool.sync({"salt": 5})
+        started_anew(made[0])
+        await asyncio.sleep(100)
+        assert pool.desks["e0"].is_up
+        assert [engine.salt for engine in made] == [5, 5]
+
+
+@jumping
+async def test_kept_weights_stay_until_newer_ones_are_proven():
+    made, keep, there = engines(1), Keeping(), []
+
+    class Looking(TableReference):
+        async def check(self, engine, expected):
+            there.append([one["salt"] for one in keep.kept])
+            await super().check(engine, expected)
+
+    async with pool_of(made, keep=keep, reference=Looking()) as pool:
+        for salt in (5, 6, 7):
+            await pool.sync({"salt": salt})
+            assert keep.kept == [{"salt": salt}]
+    assert there == [[5], [5, 6], [6, 7]]
+
+
+@jumping
+async def test_a_sync_waits_for_an_engine_up_to_a_limit_but_not_for_one_that_was_never_there():
+    made = engines(1)
+    async with pool_of(made, keep=Keeping(), patience_s=500) as pool:
+        made[0].before = made[0].scraped = failing("refused")
+        with pytest.raises(EngineFailed, match="no engine is left of 1: e0: refused"):
+            await pool.sync({"salt": 5})
+        assert pool.now() == 0
+        started_anew(made[0])
+        await pool.sync({"salt": 5})
+        made[0].before = made[0].scraped = failing("killed")
+        await asyncio.sleep(2000)  # nobody needs it meanwhile
+        syncing = asyncio.create_task(pool.sync({"salt": 6}))
+        await asyncio.sleep(400)
+        assert not syncing.done()
+        started_anew(made[0])
+        assert await syncing == 3
+        assert made[0].salt == 6
+        made[0].before = made[0].scraped = failing("killed")
+        began = pool.now()
+        with pytest.raises(EngineFailed, match="killed"):
+            await pool.sync({"salt": 7})
+        assert 500 <= pool.now() - began <= 502
+
+
+@jumping
+async def test_a_turn_that_makes_every_engine_fail_is_given_up():
+    made = engines(5)
+    async with pool_of(made) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+        for engine in made:
+            engine.before = failing("it cannot be served")
+        with pytest.raises(EngineFailed, match="3 engines failed at one turn, the last: it cannot be served"):
+            await seat.generate([1], Sampling(4, seed=0))
+        assert sum(desk.is_up for desk in pool.desks.values()) == 2
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_a_wrong_request_is_not_the_engines_failure():
+    async with pool_of(engines(1), most_tokens=400) as pool, pool.seat(group="a", most_tokens=400) as seat:
+        with pytest.raises(ValueError, match="expected"):
+            await seat.generate([1] * 300, Sampling(4, seed=0))
+        assert is_balanced(pool)
+        first = await seat.generate([1, 2, 3], Sampling(4, seed=0))
+        with pytest.raises(ValueError, match="expected 7 to 400 tokens of context, got 2"):
+            await seat.generate([1, 2], Sampling(4, seed=0))
+        assert (await seat.generate([1, 2, 3, *first.ids], Sampling(4, seed=0))).engine == "e0"
+
+
+@jumping
+async def test_preemptions_correct_what_is_promised_but_for_those_before_the_pool():
+    made = engines(1, preemptions=50)
+    async with pool_of(made) as pool:
+        await served_by(pool)
+        before = pool.scheduler.appetite("e0")
+        await asyncio.sleep(5)
+        assert pool.scheduler.appetite("e0") == before
+        made[0].preemptions += 1
+        await asyncio.sleep(1)
+        assert pool.scheduler.appetite("e0") < before
+
+
+@jumping
+async def test_a_failed_engine_is_tried_after_its_rest_though_nobody_asks():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        lost = await served_by(pool)
+        engine = next(engine for engine in made if engine.name == lost)
+        engine.before = failing()
+        assert await served_by(pool) != lost
+        engine.before = steps(1)
+        await asyncio.sleep(29)
+        assert not pool.desks[lost].is_up
+        await asyncio.sleep(2)
+        assert pool.desks[lost].is_up
+
+
+@jumping
+async def test_an_engine_that_was_started_anew_has_to_prove_its_weights_first():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        made[0].scraped = failing()
+        await asyncio.sleep(10)
+        made[0].scraped, made[0].salt = steps(1), "as at its start"
+        await asyncio.sleep(100)
+        assert (pool.desks["e0"].is_up, pool.desks["e0"].why) == (False, "SyncFailed")
+        assert await pool.sync({"salt": 6}) == 2
+        assert pool.desks["e0"].is_up
+
+
+@jumping
+async def test_a_sync_reaches_every_engine_and_is_proven():
+    made = engines(3)
+    async with pool_of(made) as pool:
+        assert (await pool.sync({"salt": 5}), await pool.sync({"salt": 6})) == (1, 2)
+        assert [(engine.salt, engine.version) for engine in made] == [(6, 2)] * 3
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            assert (await seat.generate([1], Sampling(4, seed=0))).version == 2
+
+
+@jumping
+async def test_an_engine_with_other_weights_stops_the_run():
+    class Deaf(TableEngine):
+        async def load(self, weights, version):
+            self.version = version
+
+    async with pool_of([*engines(1), Deaf("deaf")]) as pool:
+        with pytest.raises(OSError, match="SyncFailed"):
+            await pool.sync({"salt": 5})
+        assert not pool.desks["deaf"].is_up
+
+
+@jumping
+async def test_an_engine_that_misses_a_sync_does_not_sample_until_the_next():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        made[0].before = failing()
+        await pool.sync({"salt": 5})
+        made[0].before = steps(1)
+        await asyncio.sleep(1000)
+        assert [await served_by(pool) for _ in range(5)] == ["e1"] * 5
+        await pool.sync({"salt": 6})
+        assert pool.desks["e0"].is_up
+        for engine in made:
+            engine.before = failing()
+        with pytest.raises(EngineFailed, match="no engine is left of 2: e0: gone; e1: gone"):
+            await pool.sync({"salt": 7})
+
+
+@jumping
+async def test_what_missed_a_sync_is_told_apart_though_versions_are_alike_and_the_proof_is_coarse():
+    """As between two stages, and in bfloat16."""
+
+    class Coarse(TableReference):
+        async def check(self, engine, expected):
+            await engine.logprobs(self.ids)
+
+    made = engines(2)
+    async with pool_of(made, reference=Coarse()) as pool:
+        made[0].before = failing()
+        assert await pool.sync({"salt": 5}, 0) == 0
+        made[0].before = steps(1)
+        await asyncio.sleep(1000)
+        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
+        assert await pool.sync({"salt": 5}, 0) == 0
+        assert all(desk.is_up for desk in pool.desks.values())
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["found out by a sync", "known before"])
+@pytest.mark.parametrize("is_scraped", [False, True], ids=["answers nothing", "answers scrapes"])
+@jumping
+async def test_an_engine_that_hangs_keeps_one_sync_waiting_at_most(is_known, is_scraped):
+    class Hanging(TableEngine):
+        async def logprobs(self, ids):
+            await self.before()
+            return await super().logprobs(ids)
+
+    made = [Hanging("e0"), TableEngine("e1")]
+    async with pool_of(made, turn_s=60) as pool:
+        await pool.sync({"salt": 5})
+        made[0].before = forever
+        if not is_scraped:
+            made[0].scraped = forever
+        if is_known:
+            assert await asyncio.gather(*(episode(pool, number) for number in range(4))) is not None
+            assert not pool.desks["e0"].is_up
+        for most_s in (0 if is_known else LOAD_S, 0, 0):
+            asked = pool.now()
+            await pool.sync({"salt": 6})
+            assert pool.now() - asked <= most_s
+            assert {await served_by(pool) for _ in range(3)} == {"e1"}
+            await asyncio.sleep(100)
+        made[0].before = made[0].scraped = steps(1)
+        await asyncio.sleep(PROOF_S + 5)  # what it was asked before is given up by then
+        assert not pool.desks["e0"].is_up
+        await pool.sync({"salt": 7})
+        assert pool.desks["e0"].is_up
+
+
+@jumping
+async def test_an_engine_that_failed_and_works_again_gets_the_next_sync_though_it_rests():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        made[0].before = failing()
+        await episode(pool, 0), await episode(pool, 1)
+        made[0].before = steps(1)
+        await asyncio.sleep(2)
+        assert not pool.desks["e0"].is_up
+        await pool.sync({"salt": 5})
+        assert pool.desks["e0"].is_up
+
+
+@jumping
+async def test_whatever_an_engine_that_failed_says_is_its_own_affair():
+    async def refuse():
+        raise ValueError("this server takes other requests")
+
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        made[0].scraped = failing()
+        await asyncio.sleep(10)
+        made[0].scraped = refuse
+        await asyncio.sleep(100)
+        assert await pool.sync({"salt": 6}) == 2
+        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
+
+
+@jumping
+async def test_a_sync_that_is_cancelled_at_any_step_hinders_no_later_one():
+    for step in itertools.count():
+        made = engines(2, before=steps(3), scraped=steps(3))
+        async with pool_of(made) as pool:
+            running = [asyncio.create_task(episode(pool, number, turns=2)) for number in range(4)]
+            await steps(5)()
+            syncing = asyncio.create_task(pool.sync({"salt": 0}))
+            await steps(step)()
+            is_over = syncing.done()
+            syncing.cancel()
+            await asyncio.wait([syncing])
+            assert await pool.sync({"salt": 0}) in (1, 2)
+            assert await asyncio.gather(*running) == await alone(range(4), turns=2)
+            assert all(desk.is_up and not desk.requests for desk in pool.desks.values())
+            assert is_balanced(pool)
+        if is_over:
+            break
+    assert step > 10
+
+
+@jumping
+async def test_the_only_engine_is_given_weights_though_it_failed():
+    made = engines(1)
+    async with pool_of(made, patience_s=0) as pool:
+        made[0].before = failing()
+        with pytest.raises(EngineFailed, match="no engine is left"):
+            await served_by(pool)
+        made[0].before = steps(1)
+        assert await pool.sync({"salt": 5}) == 1
+
+
+@jumping
+async def test_an_engine_that_cannot_prove_its_weights_in_time_does_not_keep_a_sync_waiting():
+    class Mute(TableEngine):
+        async def logprobs(self, ids):
+            await forever()
+
+    async with pool_of([*engines(1), Mute("mute")], turn_s=60) as pool:
+        assert await pool.sync({"salt": 5}) == 1
+        assert pool.now() == 60
+        assert (pool.desks["e0"].is_up, pool.desks["mute"].is_up) == (True, False)
+
+
+@jumping
+async def test_a_sync_waits_for_turns_that_run_and_others_wait_for_it():
+    made = engines(2, before=lambda: asyncio.sleep(1))
+    versions = []
+    async with pool_of(made) as pool:
+
+        async def talk(number):
+            async with pool.seat(group=number, most_tokens=MOST) as seat:
+                ids = [1]
+                for _ in range(4):
+                    said = await seat.generate(ids, Sampling(4, seed=0))
+                    versions.append(said.version)
+                    ids += said.ids
+                    await asyncio.sleep(0.1 * number)
+
+        running = [asyncio.create_task(talk(number)) for number in range(6)]
+        await asyncio.sleep(1.5)
+        syncing = asyncio.create_task(pool.sync({"salt": 5}))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="one sync at a time"):
+            await pool.sync({"salt": 5})
+        assert await syncing == 1
+        await asyncio.gather(*running)
+        assert is_balanced(pool)
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+
+
+@jumping
+async def test_a_sync_that_is_cancelled_lets_nothing_sample_that_has_not_proven_its_weights():
+    made = engines(2)
+    async with pool_of(made) as pool:
+        await pool.sync({"salt": 5})
+        made[1].before = forever
+        syncing = asyncio.create_task(pool.sync({"salt": 6}))
+        await asyncio.sleep(1)
+        syncing.cancel()
+        await asyncio.wait([syncing])
+        made[1].before = steps(1)
+        assert [await served_by(pool) for _ in range(5)] == ["e0"] * 5
+        assert (made[0].salt, made[1].salt, pool.desks["e1"].is_up) == (6, 5, False)
+        assert await pool.sync({"salt": 7}) == 3
+
+
+@pytest.mark.parametrize("kind", ["one episode", "all", "generate alone"])
+@jumping
+async def test_a_cancellation_at_any_step_leaves_the_books_in_order(kind):
+    for step in itertools.count():
+        made = engines(2, room=Capacity(120, 3), before=steps(3))
+        async with pool_of(made) as pool:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(episode(pool, number, turns=3)) for number in range(6)]
+                await steps(step)()
+                is_over = all(task.done() for task in running)
+                for task in running if kind == "all" else running[:1]:
+                    task.cancel()
+            assert is_balanced(pool)
+            assert not any(engine.running for engine in made)
+            await served_by(pool)
+            left = [number for number, task in enumerate(running) if not task.cancelled()]
+            assert [running[number].result() for number in left] == await alone(left, turns=3)
+        if is_over:
+            break
+    assert step > 20
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**9), policy=st.sampled_from(sorted(POLICIES)))
+def test_no_episode_is_lost_or_doubled_whatever_happens(seed, policy):
+    jumping(disaster)(seed, policy)
+
+
+async def disaster(seed, policy):
+    """Engines die, hang, stop answering scrapes and come back; episodes are cancelled; weights are synced."""
+    draw = random.Random(seed)
+    made, log = engines(3, room=Capacity(draw.randint(150, 900), draw.randint(1, 9))), []
+
+    async def turn():
+        await asyncio.sleep(draw.expovariate(0.3))
+
+    async def accidents():
+        while True:
+            await asyncio.sleep(draw.expovariate(0.05))
+            engine = draw.choice(made)
+            engine.before = draw.choice([failing(), forever, turn, turn])
+            engine.scraped = draw.choice([failing(), forever, steps(2), steps(2), steps(2)])
+            if draw.random() < 0.3:
+                draw.choice(running).cancel()
+            engine.preemptions += draw.randint(0, 1)
+            if draw.random() < 0.1:
+                with suppress(EngineFailed, TimeoutError):  # none took them, or cancelled
+                    async with asyncio.timeout(draw.choice([None, draw.expovariate(0.1)])):
+                        await pool.sync({"salt": 0})
+
+    for engine in made:
+        engine.before = turn
+    async with pool_of(made, policy=policy, patience_s=1e9, log=log.append) as pool:
+        running = [
+            asyncio.create_task(episode(pool, number, draw.randint(1, 5), draw.expovariate(1))) for number in range(25)
+        ]
+        chaos = asyncio.create_task(accidents())
+        await asyncio.wait(running)
+        chaos.cancel()
+        ends = await asyncio.gather(*running, chaos, return_exceptions=True)
+        assert is_balanced(pool)
+    assert not any(desk.requests for desk in pool.desks.values())
+    cancelled = [end for end in ends if isinstance(end, asyncio.CancelledError)]
+    given_up = [end for end in ends if isinstance(end, EngineFailed)]  # by the worst of luck
+    assert all("3 engines failed at one turn" in str(end) for end in given_up)
+    whole = {number: end for number, end in enumerate(ends) if isinstance(end, list)}
+    assert len(whole) + len(cancelled) + len(given_up) == len(ends)
+    for number, ids in whole.items():
+        turns = (len(ids) - 1) // 5
+        assert [ids] == await alone([number], turns)
+        assert sum(each.episode == number for each in log) == turns
+
+
+@jumping
+async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
+    async def broken():
+        if pool.desks["e0"].is_up:
+            raise KeyError("a bug")
+
+    made = engines(1, scraped=broken)
+    pool = pool_of(made)
+    with pytest.raises(ExceptionGroup, match="unhandled errors in a TaskGroup") as raised:
+        async with pool:
+            await forever()
+    assert isinstance(raised.value.exceptions[0], KeyError)
+    assert made[0].is_closed
+
+
+@pytest.mark.parametrize("made", [[], [TableEngine("same"), TableEngine("same")]])
+def test_a_pool_needs_engines_that_can_be_told_apart(made):
+    with pytest.raises(ValueError, match="names of their own"):
+        Pool(made, most_tokens=MOST)
+
+
+@jumping
+async def test_interrupted_turns_return_what_there_is_and_leave_the_books_in_order():
+    """Of four turns at an engine for two: two run, two wait for a place. Their seats are over, other seats are not."""
+    (engine,) = made = engines(1, room=Capacity(300, 2))
+    engine.before = engine.until_halted
+    async with pool_of(made) as pool, AsyncExitStack() as stack:
+        seats = [await stack.enter_async_context(pool.seat(group="a", most_tokens=MOST)) for _ in range(4)]
+        turns = [asyncio.create_task(seat.generate([1], Sampling(9, seed=0))) for seat in seats]
+        await engine.begun.acquire()
+        await engine.begun.acquire()
+        await pool.interrupt(seats)
+        ends = await asyncio.gather(*turns)
+        assert sorted(len(end.ids) for end in ends) == [0, 0, engine.reached, engine.reached]
+        assert all(end.is_interrupted for end in ends)
+        later = await asyncio.gather(*(seat.generate([1] * 20, Sampling(9, seed=0)) for seat in seats))
+        assert all(end.is_interrupted and not end.ids for end in later)
+        assert len(engine.asked) == 2
+        await stack.aclose()
+        assert is_balanced(pool)
+        assert len(await episode(pool, 1)) == 26
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_what_cannot_be_interrupted_ends_in_its_time():
+    class Deaf(TableEngine):
+        async def interrupt(self, requests):
+            raise EngineFailed("no such route")
+
+    async with pool_of([Deaf("deaf", before=lambda: asyncio.sleep(5))]) as pool:
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+            await asyncio.sleep(1)
+            await pool.interrupt([seat])
+            assert len((await turn).ids) == 9
+            assert (await seat.generate([1] * 20, Sampling(9, seed=0))).is_interrupted
+        assert is_balanced(pool)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@jumping
+async def test_an_engine_that_hangs_does_not_keep_an_interrupt_waiting(dies):
+    class Hanging(TableEngine):
+        async def interrupt(self, requests):
+            await forever()
+
+    async with pool_of([Hanging("hanging", before=forever)]) as pool:
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+            await asyncio.sleep(1)
+            interrupting = asyncio.create_task(pool.interrupt([seat]))
+            await asyncio.sleep(1)
+            if dies:
+                pool.fail(pool.desks["hanging"], "gone")
+            await interrupting
+            assert pool.now() == (2 if dies else 1 + GAUGE_S)
+            assert (await turn).is_interrupted
+        assert is_balanced(pool)
+
+
+@jumping
+async def test_an_interrupted_turn_does_not_move_from_an_engine_that_dies():
+    made = engines(2)
+    begun = asyncio.Semaphore(0)
+
+    async def before():
+        begun.release()
+        await forever()
+
+    made[0].before = made[1].before = before
+    async with pool_of(made) as pool:
+        async with pool.seat(group="a", most_tokens=MOST) as seat:
+            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+            await begun.acquire()
+            await pool.interrupt([seat])
+            (asked,) = [engine for engine in made if engine.asked]
+            pool.fail(pool.desks[asked.name], "gone")
+            assert (await turn).is_interrupted
+            assert sum(len(engine.asked) for engine in made) == 1
+        assert is_balanced(pool)

@@ -1,0 +1,356 @@
+"""What every engine keeps, fake, in this process or real, and what `VllmEngine` makes of answers that are wrong.
+
+The real one runs where RSTAR_VLLM_PYTHON names a Python that has vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import re
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from tests.trainer.fake_vllm import FakeVllm, TableEngine
+from trainer.engines.vllm_client import Capacity, EngineFailed, Sampling, TurnFailed, VllmEngine
+from trainer.scheduling.scheduler import Gauge
+
+VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
+KINDS = ["fake", "local", "vllm"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def engine(request, tmp_path_factory):
+    async with AsyncExitStack() as stack:
+        match request.param:
+            case "fake":
+                url = await stack.enter_async_context(FakeVllm(TableEngine()).serve())
+                made = VllmEngine(url, vocabulary=50, max_length=256)
+            case "local":
+                pytest.importorskip("torch")
+                pytest.importorskip("transformers")
+                from tests.trainer.engines.test_local import model
+                from trainer.engines.local import LocalEngine
+
+                made = LocalEngine(model(), slots=8, max_length=256)
+            case "vllm":
+                if not VLLM:
+                    pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
+                pytest.importorskip("torch")
+                from tests.trainer.real_vllm import real
+
+                made = await stack.enter_async_context(real(VLLM, tmp_path_factory.mktemp("vllm")))
+        stack.push_async_callback(made.close)
+        yield made
+
+
+contract = pytest.mark.asyncio(loop_scope="module")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@contract
+async def test_as_many_tokens_as_asked_each_with_its_logprob(engine):
+    made = await engine.generate(PROMPT, Sampling(20, seed=1))
+    assert (len(made.ids), len(made.logprobs), made.is_stopped) == (20, 20, False)
+    assert all(-100 < logprob <= 1e-3 for logprob in made.logprobs)
+    assert (made.engine, made.version) == (engine.name, engine.version)
+
+
+@contract
+async def test_a_seed_says_what_is_sampled(engine):
+    first, again, other = await asyncio.gather(
+        *(engine.generate(PROMPT, Sampling(20, seed=seed)) for seed in (1, 1, 2**63 - 2))
+    )
+    assert first.ids == again.ids != other.ids
+
+
+@contract
+async def test_a_stop_id_ends_it_and_is_its_last(engine):
+    free = await engine.generate(PROMPT, Sampling(12, seed=6))
+    stop = free.ids[3]
+    made = await engine.generate(PROMPT, Sampling(12, seed=6, stop_ids=(stop, 49)))
+    assert made.is_stopped
+    assert made.ids == free.ids[: free.ids.index(stop) + 1]
+    at_the_limit = await engine.generate(PROMPT, Sampling(len(made.ids), seed=6, stop_ids=(stop,)))
+    assert at_the_limit.is_stopped
+
+
+@contract
+async def test_sampled_logprobs_are_those_of_a_score(engine):
+    made = await engine.generate(PROMPT, Sampling(20, seed=5))
+    scores = await engine.logprobs([*PROMPT, *made.ids])
+    assert len(scores) == len(PROMPT) + 19
+    assert scores[len(PROMPT) - 1 :] == pytest.approx(made.logprobs, abs=1e-3)
+
+
+@contract
+@pytest.mark.parametrize(("ids", "tokens"), [([], 4), ([1] * 250, 20), ([1], 0), ([100_000], 4)])
+async def test_a_request_that_no_engine_could_serve_is_the_callers_error(engine, ids, tokens):
+    with pytest.raises(ValueError, match=r"expected|refused"):
+        await engine.generate(ids, Sampling(tokens, seed=0))
+
+
+@contract
+async def test_a_cancelled_request_leaves_the_engine_in_order(engine):
+    tasks = [asyncio.create_task(engine.generate(PROMPT, Sampling(200, seed=seed))) for seed in range(4)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True))
+    assert len((await engine.generate(PROMPT, Sampling(4, seed=0))).ids) == 4
+
+
+@contract
+async def test_what_is_interrupted_says_so_and_can_be_carried_on(engine):
+    ids, logprobs, names = list(PROMPT), [], iter("abcde")
+    while left := len(PROMPT) + 200 - len(ids):
+        name = next(names)
+        asked = asyncio.create_task(engine.generate(ids, Sampling(left, seed=1, request=name)))
+        await asyncio.sleep(0)
+        if name != "e":
+            await engine.interrupt([name, "somebody else's"])
+        made = await asked
+        assert made.is_interrupted == (len(made.ids) < left) and not made.is_stopped
+        ids, logprobs = [*ids, *made.ids], [*logprobs, *made.logprobs]
+    assert (await engine.logprobs(ids))[len(PROMPT) - 1 :] == pytest.approx(logprobs, abs=1e-3)
+
+
+@contract
+async def test_many_at_once_are_all_answered(engine):
+    draw = random.Random(0)
+    prompts = [[draw.randrange(50) for _ in range(draw.randint(1, 30))] for _ in range(20)]
+    made = await asyncio.gather(*(engine.generate(ids, Sampling(8, seed=7)) for ids in prompts))
+    assert [len(each.ids) for each in made] == [8] * 20
+
+
+@asynccontextmanager
+async def vllm(fake, **options):
+    async with fake.serve() as url:
+        engine = VllmEngine(url, vocabulary=50, max_length=256, **options)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+def choice_with(**changes):
+    def twist(route, answer):
+        answer["choices"][0] |= changes
+        return answer
+
+    return twist
+
+
+WRONG = {
+    "no ids": choice_with(token_ids=None),
+    "no log-probabilities": choice_with(logprobs=None),
+    "too few log-probabilities": choice_with(logprobs={"token_logprobs": [-1.0] * 3}),
+    "log-probabilities that are no numbers": choice_with(logprobs={"token_logprobs": [None] * 4}),
+    "log-probabilities above 0": choice_with(logprobs={"token_logprobs": [0.5] * 4}),
+    "a log-probability of NaN": choice_with(logprobs={"token_logprobs": [math.nan] * 4}),
+    "ids out of the vocabulary": choice_with(token_ids=[1, 2, 3, 50]),
+    "ids that are text": choice_with(token_ids=["1", "2", "3", "4"]),
+    "fewer ids than asked without a stop": choice_with(token_ids=[1], logprobs={"token_logprobs": [-1.0]}),
+    "more ids than asked": choice_with(token_ids=[1] * 5, logprobs={"token_logprobs": [-1.0] * 5}),
+    "an abort": choice_with(finish_reason="abort"),
+    "a stop at no stop id": choice_with(finish_reason="stop"),
+    "no choice": lambda route, answer: {"choices": []},
+    "no object": lambda route, answer: [1],
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("twist", WRONG.values(), ids=WRONG.keys())
+async def test_wrong_answers_are_failures_and_are_not_repaired(twist):
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(EngineFailed, match=r"engine http://127.0.0.1:\d+: expected .*, got "):
+            await engine.generate([1], Sampling(4, seed=0))
+
+
+def unencodable(route, answer):
+    raise web.HTTPInternalServerError(text="ValueError: Out of range float values are not JSON compliant: nan")
+
+
+def refused(route, answer):
+    raise web.HTTPBadRequest(text='{"error": {"message": "Out of range float values are not JSON compliant"}}')
+
+
+NO_NUMBERS = {
+    "NaN": choice_with(logprobs={"token_logprobs": [-1.0, math.nan, -1.0, -1.0]}),
+    "minus infinity": choice_with(logprobs={"token_logprobs": [-1.0, -math.inf, -1.0, -1.0]}),
+    "null": choice_with(logprobs={"token_logprobs": [-1.0, None, -1.0, -1.0]}),
+    "an answer that cannot be written": unencodable,
+    "a refusal to write it": refused,
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("twist", NO_NUMBERS.values(), ids=NO_NUMBERS.keys())
+async def test_a_log_probability_that_is_no_number_is_the_turns_failure_alone(twist):
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(TurnFailed, match="finite log-probabilities"):
+            await engine.generate([1], Sampling(4, seed=0))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "twist", [choice_with(logprobs={"token_logprobs": [math.nan] * 4}, token_ids=None), choice_with(token_ids=[None])]
+)
+async def test_what_is_more_than_that_is_the_engines(twist):
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(EngineFailed) as raised:
+            await engine.generate([1], Sampling(4, seed=0))
+        assert not isinstance(raised.value, TurnFailed)
+
+
+@pytest.mark.asyncio
+async def test_scores_of_another_sequence_are_a_failure():
+    async with vllm(FakeVllm(TableEngine(), choice_with(prompt_logprobs=[None, {"7": {"logprob": -1.0}}]))) as engine:
+        with pytest.raises(EngineFailed, match="prompt_logprobs of 2 ids"):
+            await engine.logprobs([1, 2])
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_fails_or_is_gone_is_a_failure():
+    def broken(route, answer):
+        raise web.HTTPInternalServerError(text="EngineDeadError")
+
+    async with vllm(FakeVllm(TableEngine(), broken)) as engine:
+        with pytest.raises(EngineFailed, match="EngineDeadError"):
+            await engine.generate([1], Sampling(4, seed=0))
+    gone = VllmEngine(engine.url, vocabulary=50, max_length=256)
+    with pytest.raises(EngineFailed, match="expected an answer of /v1/completions"):
+        await gone.generate([1], Sampling(4, seed=0))
+    await gone.close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_hangs_is_a_failure():
+    async with vllm(FakeVllm(TableEngine(scraped=asyncio.Event().wait)), timeout_s=0.3) as engine:
+        for ask in (engine.logprobs([1, 2]), engine.gauge(), engine.capacity()):
+            with pytest.raises(EngineFailed, match="got TimeoutError"):
+                await ask
+
+
+@pytest.mark.asyncio
+async def test_a_server_says_its_room_and_how_it_does():
+    fake = FakeVllm(TableEngine(room=Capacity(4096, 7), preemptions=3, computed=99))
+    async with vllm(fake, slots=7) as engine:
+        assert await engine.capacity() == Capacity(4096, 7, 16)
+        assert await engine.gauge() == Gauge(3, tokens=100)
+    async with vllm(FakeVllm(TableEngine(), lambda route, answer: "nothing")) as engine:
+        with pytest.raises(EngineFailed, match="start it without --disable-log-stats"):
+            await engine.capacity()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "many"])
+async def test_metrics_that_are_no_numbers_are_a_failure(value):
+    twist = lambda route, answer: re.sub(r"(?m)^(vllm:num_preemptions_total.*) .*$", rf"\1 {value}", answer)  # noqa: E731
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(EngineFailed, match="vllm:num_preemptions as a number in /metrics, got"):
+            await engine.gauge()
+
+
+@pytest.mark.asyncio
+async def test_what_is_started_anew_where_nobody_listened_has_the_weights_that_it_had_at_first(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    async with FakeVllm(TableEngine()).serve() as url:
+        engine = VllmEngine(url, vocabulary=50, max_length=256)
+        await engine.load(tmp_path, 4)
+        await engine.gauge()
+        assert engine.version == 4
+    with pytest.raises(EngineFailed):
+        await engine.gauge()
+    assert engine.version == 0
+    await engine.close()
+
+
+@pytest.mark.asyncio
+async def test_cancelling_drops_the_request_in_the_server():
+    fake = FakeVllm(TableEngine(before=asyncio.Event().wait))
+    async with vllm(fake) as engine:
+        task = asyncio.create_task(engine.generate([1], Sampling(4, seed=0)))
+        async with fake.changed:
+            await fake.changed.wait_for(lambda: fake.running == 1)
+            task.cancel()
+            await fake.changed.wait_for(lambda: (fake.running, fake.dropped) == (0, 1))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.asyncio
+async def test_a_load_reloads_and_empties_the_prefix_cache(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    fake = FakeVllm(TableEngine())
+    async with vllm(fake) as engine:
+        before = await engine.logprobs([1, 2, 3])
+        await engine.load(tmp_path, 4)
+        assert await engine.logprobs([1, 2, 3]) != before
+        assert (await engine.generate([1], Sampling(2, seed=0))).version == 4
+    assert [route for route, _ in fake.asked][1:3] == ["/collective_rpc", "/reset_prefix_cache"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("said", [{"success": False}, {}, [True], "yes"])
+async def test_a_prefix_cache_that_stays_is_a_failure(tmp_path, said):
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    twist = lambda route, answer: said if route == "/reset_prefix_cache" else answer  # noqa: E731
+    async with vllm(FakeVllm(TableEngine(), twist)) as engine:
+        with pytest.raises(EngineFailed, match="an empty prefix cache"):
+            await engine.load(tmp_path, 4)
+        assert engine.version == 0
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_left_to_a_models_own_generation_config():
+    fake = FakeVllm(TableEngine())
+    async with vllm(fake) as engine:
+        await engine.generate([1], Sampling(4, temperature=0.7, top_p=0.9, stop_ids=(8,), seed=3))
+    ((_, body),) = fake.asked
+    fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
+    said = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 3, "stop_token_ids": [8], "logprobs": 0}
+    assert body == {"prompt": [1], **fixed, **said}
+
+
+@pytest.mark.asyncio
+async def test_a_server_is_asked_again_to_interrupt_what_it_had_not_yet():
+    class Late(TableEngine):
+        """Has the requests only when it is asked for the third time."""
+
+        async def interrupt(self, requests):
+            nonlocal times
+            times += 1
+            if times == 3:
+                await super().interrupt(requests)
+
+    times, table = 0, Late()
+    table.before = table.until_halted
+    async with vllm(FakeVllm(table)) as engine:
+        mine = asyncio.create_task(engine.generate(PROMPT, Sampling(20, seed=1, request="mine")))
+        other = asyncio.create_task(engine.generate(PROMPT, Sampling(20, seed=1, request="other")))
+        await table.begun.acquire()
+        await table.begun.acquire()
+        await engine.interrupt(["mine"])
+        made, whole = await mine, await other
+    assert (made.is_interrupted, whole.is_interrupted) == (True, False)
+    assert made.ids == whole.ids[: table.reached]
+    assert times == 3
+
+
+@pytest.mark.asyncio
+async def test_what_waits_for_a_connection_is_interrupted_without_one(monkeypatch):
+    monkeypatch.setattr("trainer.engines.vllm_client.CONNECTIONS", 1)
+    table = TableEngine()
+    table.before = table.until_halted
+    async with vllm(FakeVllm(table)) as engine:
+        tasks = [asyncio.create_task(engine.generate(PROMPT, Sampling(9, seed=1, request=name))) for name in "ab"]
+        await table.begun.acquire()
+        await engine.interrupt("ab")
+        first, second = await asyncio.gather(*tasks)
+    assert (len(first.ids), second.ids, second.is_interrupted, len(table.asked)) == (table.reached, (), True, 1)

@@ -1,0 +1,204 @@
+"""The tools over a real service, and over services that are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sandbox.client import AsyncClient
+from sandbox.errors import ConfigError, IsolationError, Overloaded
+from sandbox.jail import choose
+from sandbox.tool import TOOL_NAMES
+from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid
+from tests.trainer.fakes import FakePythonTool, FakeVerifier
+from trainer.environments.python_tool import ServiceFailed, Tools, service
+from trainer.episodes.episode import CallStatus, ToolCall
+from trainer.episodes.reward import Verdict
+
+LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
+NAME = TOOL_NAMES[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _isolation() -> None:
+    try:
+        choose("auto")
+    except (ConfigError, IsolationError) as why:
+        pytest.skip(f"needs some isolation: {why}")
+
+
+@pytest.fixture(scope="module")
+def address(guest_python: Path) -> Iterator[str]:
+    """A service of this file's own, by the code under test."""
+    with asyncio.Runner() as runner:
+        local = service("local", timeout_s=2, arguments=LEAN)
+        yield runner.run(local.__aenter__()).endpoints[0]
+        runner.run(local.__aexit__(None, None, None))
+
+
+def run(address: str, *asked: tuple[str, Any], **settings: Any) -> list[ToolCall]:
+    async def main() -> list[ToolCall]:
+        async with service(address, **settings) as found:
+            return await asyncio.gather(*(found.run(name, arguments) for name, arguments in asked))
+
+    return asyncio.run(main())
+
+
+def code(text: str, stdin: str = "") -> tuple[str, str]:
+    return NAME, json.dumps({"code": text, "input": stdin})
+
+
+def test_a_reply_is_what_the_model_reads_and_how_the_call_ended(address: str) -> None:
+    replies = run(
+        address,
+        code("print(input())", "hello"),
+        code("6 * 7"),
+        code("1 / 0"),
+        code("while True: pass"),
+        code("import ctypes; ctypes.string_at(0)"),
+        (TOOL_NAMES[1], {"code": "print(1)"}),
+        timeout_s=0.5,
+    )
+    assert [reply.status.value for reply in replies] == ["ok", "ok", "error", "timeout", "killed", "ok"]
+    assert [reply.response for reply in replies[:2]] == ["hello", "42"]
+    assert "ZeroDivisionError" in replies[2].response
+    assert replies[3].response.startswith("TimeoutError")
+    assert (replies[0].code, replies[0].stdin) == ("print(input())", "hello")
+    assert all(reply.seconds > 0 and not reply.error and not reply.is_cut for reply in replies)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        (NAME, '{"code": 1', "JSONDecodeError"),
+        (NAME, '{"stdin": ""}', "TypeError"),
+        (NAME, '{"code": 1}', "TypeError"),
+        (NAME, "[]", "TypeError"),
+        ("jupyter_code", '{"code": "1"}', "NameError: there is no tool 'jupyter_code'; there is " + NAME),
+        ("x" * 10_000, "{}", "NameError"),
+    ],
+)
+def test_what_is_no_call_is_answered_without_the_service(name: str, arguments: str, says: str) -> None:
+    tool = Tools(AsyncClient("http://127.0.0.1:1"), limits=Limits())
+    reply = asyncio.run(tool.run(name, arguments))
+    assert reply.status is CallStatus.MALFORMED
+    assert reply.response.startswith(says)
+    assert len(reply.response) < 500
+
+
+def test_a_reply_is_whole_but_for_what_the_sandbox_cut_which_it_says(address: str) -> None:
+    whole, flood = run(address, code("print('x' * 50_000)"), code("print('y' * 2_000_000)"))
+    assert (whole.is_cut, flood.is_cut) == (False, True)
+    assert whole.response == "x" * 50_000
+    assert flood.status is CallStatus.OUTPUT_LIMIT
+
+
+class Refusing(AsyncClient):
+    """A client whose service gives what it is told to."""
+
+    def __init__(self, gives: Result | Exception) -> None:
+        super().__init__()
+        self.gives = gives
+
+    async def execute(self, *_: Any, **__: Any) -> Result:
+        if isinstance(self.gives, Exception):
+            raise self.gives
+        return self.gives
+
+    async def run_batch(self, calls: Any, *_: Any) -> list[Result]:
+        return [await self.execute() for _ in calls]
+
+
+NO_VERDICT = Result("", Status.UNAVAILABLE, error=CallError("NodeError", "tried 3 times"))
+
+
+@pytest.mark.parametrize("gives", [NO_VERDICT, Overloaded("the service is full")])
+def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception) -> None:
+    client = Refusing(gives)
+    reply = asyncio.run(Tools(client, limits=Limits()).run(*code("1")))
+    assert (reply.status, reply.response, reply.code) == (CallStatus.UNAVAILABLE, "", "1")
+    assert "tried 3 times" in reply.error or "is full" in reply.error
+    verdicts = asyncio.run(Tools(client, limits=Limits()).verify([("1", "1"), ("1", "2")]))
+    assert verdicts == [Verdict.UNAVAILABLE] * 2
+
+
+def test_a_malformed_call_is_a_bug_of_ours_and_no_reward(caplog: pytest.LogCaptureFixture) -> None:
+    tools = Tools(Refusing(invalid("", "call.limits: expected an object")), limits=Limits())
+    reply = asyncio.run(tools.run(*code("1")))
+    assert (reply.status, reply.response) == (CallStatus.UNAVAILABLE, "")
+    assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error
+    assert asyncio.run(tools.verify([("1", "1")])) == [Verdict.UNAVAILABLE]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
+def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
+    async def main() -> list[Verdict]:
+        async with service(address) as found:
+            return await found.verify([(r"\frac{1}{2}", "0.5"), ("7", "8"), ("7", "")])
+
+    assert asyncio.run(main()) == [Verdict.EQUIVALENT, Verdict.NOT_EQUIVALENT, Verdict.UNPARSABLE]
+
+
+def test_every_outcome_of_the_sandbox_is_a_verdict_and_every_status_one_of_a_call() -> None:
+    assert {verdict.value for verdict in Verdict} == {outcome.value for outcome in Outcome} - {"invalid"}
+    assert {status.value for status in Status} - {"invalid"} == {status.value for status in CallStatus} - {"malformed"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "settings", "says"),
+    [
+        ("http://127.0.0.1:1", {}, "no sandbox at http://127.0.0.1:1"),
+        ("local", {"arguments": ("--no-such-flag",)}, "ended (2)"),
+        ("127.0.0.1:8642", {}, "endpoints[0]: expected a URL such as http://127.0.0.1:8642, got '127.0.0.1:8642'"),
+    ],
+)
+def test_a_service_that_is_not_there_is_told_at_once(
+    endpoint: Any, settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.environments.python_tool.RETRIES", 0)
+
+    async def main() -> None:
+        async with service(endpoint, **settings):
+            pytest.fail("there is none")
+
+    with pytest.raises(ServiceFailed) as raised:
+        asyncio.run(main())
+    assert says in str(raised.value)
+
+
+def test_limits_that_mean_nothing_are_told_at_once(address: str) -> None:
+    with pytest.raises(ServiceFailed, match=r"limits\.memory_mb: expected a whole number from 16"):
+        run(address, memory_mb=1)
+
+
+@asynccontextmanager
+async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
+    if kind == "fake":
+        yield SimpleNamespace(run=FakePythonTool({"6 * 7": "42"}).run, verify=FakeVerifier().verify)
+    else:
+        async with service(address) as found:
+            yield found
+
+
+@pytest.mark.parametrize("kind", ["fake", "real"])
+def test_the_fakes_do_as_the_real_ones(kind: str, address: str) -> None:
+    async def main() -> None:
+        async with tools_of(kind, address) as found:
+            reply = await found.run(*code("6 * 7"))
+            assert replace(reply, seconds=0) == ToolCall(NAME, "6 * 7", "", CallStatus.OK, "42")
+            reply = await found.run(NAME, "{")
+            assert (reply.status, reply.code) == (CallStatus.MALFORMED, "")
+            assert reply.response
+            pairs = [("7", "7"), ("7", "8")]
+            assert await found.verify(pairs) == [Verdict.EQUIVALENT, Verdict.NOT_EQUIVALENT]
+            assert await found.verify([]) == []
+
+    asyncio.run(main())

@@ -1,0 +1,260 @@
+"""A run that cannot end well says so before it starts, with all that is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from trainer import cli
+from trainer.config import RunConfig, load
+from trainer.environments import python_tool
+from trainer.recipe.preflight import missing
+from trainer.recipe.runner import Run, Unit, preflight
+
+pytest.importorskip("torch")
+pytest.importorskip("trl")
+
+from trainer.recipe.runner import phase_work as stages
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SHAPE = """
+num_hidden_layers = 2
+hidden_size = 128
+intermediate_size = 384
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 32
+vocab_size = 640
+"""
+TEXT = f"""
+[model.shape]
+{SHAPE}
+[sft]
+data = ["generated:8"]
+[stages.rl1]
+steps = 3
+"""
+NO = "--no-preflight"
+NOBODY = "http://127.0.0.1:1"
+
+
+def _config(folder: Path, *sets: str, text: str = TEXT) -> RunConfig:
+    file = folder / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    return load(file, {}, [f"run_dir={folder / 'run'}", *sets])
+
+
+def _missing(config: RunConfig, *commands: str) -> list[str]:
+    run = Run(config)
+    return missing(run, [unit for unit in run.units() if not commands or unit.command in commands])
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_tool, "RETRIES", 0)
+
+
+@pytest.fixture
+def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The address of a server with vLLM's routes, and what it says: `max_model_len`, and whether it has `routes`."""
+    says: dict[str, Any] = {"max_model_len": 1 << 20, "routes": True}
+    loop, is_up, addresses = asyncio.new_event_loop(), threading.Event(), list[str]()
+    runners: list[web.AppRunner] = []
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "max_model_len": says["max_model_len"]}]})
+
+    async def rpc(request: web.Request) -> web.Response:
+        return web.Response(status=405 if says["routes"] else 404)
+
+    async def serve() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", models), web.get("/collective_rpc", rpc)])
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        addresses.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        is_up.set()
+
+    thread = threading.Thread(target=lambda: (loop.run_until_complete(serve()), loop.run_forever()))
+    thread.start()
+    assert is_up.wait(60)
+    yield addresses[0], says
+    asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_all_that_is_missing_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    sets = {
+        "sft.data": "conversations.jsonl",
+        "data.train": "problems.jsonl",
+        "model.path": bare,
+        "engines.kind": "vllm",
+        "engines.python": "no-such-python",
+        "hardware.launch": "no-such-torchrun",
+        "track.to": "trackio",
+        "sandbox.endpoints": NOBODY,
+    }
+    config = _config(tmp_path, *(f"{key}={value}" for key, value in sets.items()))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight, "_available_bytes", lambda: 10**6)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(10**6))
+    lines = _missing(config)
+    begins = [
+        "data.train: problems.jsonl: no such file; ",
+        "sft.data: conversations.jsonl: no such file; ",
+        f"model {bare}: has no config.json and no weights; ",
+        f"model {bare}: Couldn't instantiate the backend tokenizer",
+        f"disk: {tmp_path / 'run'}: models and checkpoints need 0.0 GB, but 0.0 GB are free; ",
+        "memory: sft: takes ",
+        "memory: stages.rl1: takes ",
+        "hardware.launch: no-such-torchrun: no such command on PATH; ",
+        "track.to: trackio is not installed; ",
+        "engines: no-such-python has no vLLM; ",
+        f"sandbox: no sandbox at {NOBODY}: ",
+    ]
+    expected = [line for line in lines if any(line.startswith(begin) for begin in begins)]
+    assert (len(lines), expected) == (len(begins), lines)
+    assert all("; " in line and "\n" not in line for line in lines), "each says what to do"
+    assert not (tmp_path / "run").exists()
+
+    argv = ["preflight", str(tmp_path / "run.toml"), *(f"--set={key}={value}" for key, value in sets.items())]
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"rstar-train: {len(begins)} things are missing"
+    assert [line.strip() for line in said[1:]] == [line.replace(str(tmp_path / "run"), "runs/run") for line in lines]
+
+
+def test_a_unit_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
+    config = _config(tmp_path, f"sandbox.endpoints={NOBODY}", "sft.data=gone.jsonl", "data.train=gone.jsonl")
+    assert [line.split(":")[0] for line in _missing(config, "prepare")] == ["data.train"]
+    assert [line.split(":")[0] for line in _missing(config, "sft")] == ["sft.data"]
+    assert [line.split(":")[0] for line in _missing(config, "grpo")] == ["sandbox"]
+    assert [line.split(":")[0] for line in _missing(config, "eval")] == ["sandbox"]
+
+
+def test_a_unit_of_its_own_says_it_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _config(tmp_path, "sft.data=gone.jsonl")
+    run = Run(config)
+    run.finish(Unit("prepare"), {"model": "tiny", "step": 0})
+    argv = ["sft", str(tmp_path / "run.toml"), f"--run-dir={run.folder}", "--set=sft.data=gone.jsonl"]
+    assert cli.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "rstar-train: sft.data: gone.jsonl: no such file; name another source, or put the file there"
+
+
+def test_the_first_conversation_must_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    for row, why in (("{}", "row 0: expected messages"), ("", "expected rows, got none")):
+        file.write_text(row, encoding="utf-8")
+        (line,) = _missing(_config(tmp_path, f"sft.data={file}"), "sft")
+        assert why in line
+
+
+def test_a_plan_that_does_not_fit_the_gpu_is_named(tmp_path: Path) -> None:
+    text = (CONFIGS / "qwen2.5-1.5b-single-gpu.toml").read_text(encoding="utf-8")
+    sets = ["sft.micro_batch=8", "sft.is_checkpointing=false", "engines.gpu_memory=0.03", "hardware.engine_gpus=1"]
+    config = _config(tmp_path, *sets, text=text)
+    shape = config.model.shape
+    assert shape
+    sft, *stages = preflight._memory(config, Run(config).units(), shape)
+    assert sft.startswith(
+        "memory: sft: training and the engine beside it take 201% of a GPU's 80 GB; lower micro_batch"
+    )
+    assert all(line.startswith("memory: stages.rl") and "an engine's cache holds 0 tokens" in line for line in stages)
+    assert len(stages) == 3
+    fits = _config(tmp_path, text=text)
+    assert list(preflight._memory(fits, Run(fits).units(), shape)) == []
+
+
+def test_what_is_on_the_disk_already_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(tmp_path)
+    run, shape = Run(config), config.model.shape
+    assert shape
+    needed = preflight.disk_bytes(config, shape, 2)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(needed - 1000))
+    assert len(list(preflight._disk(run, run.units(), shape))) == 1
+    checkpoint = run.stage("sft") / "checkpoints/checkpoint-1/optimizer.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(bytes(1000))
+    assert list(preflight._disk(run, run.units(), shape)) == []
+
+
+def test_an_engine_must_answer_take_the_run_s_contexts_and_new_weights(
+    tmp_path: Path, vllm: tuple[str, dict[str, Any]]
+) -> None:
+    url, says = vllm
+    config = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={NOBODY}")
+
+    def engines(config: RunConfig = config) -> list[str]:
+        return [line for line in asyncio.run(preflight._services(config)) if line.startswith("engines")]
+
+    assert engines() == []
+    says["routes"] = False
+    assert engines() == [f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"]
+    says["max_model_len"] = 512
+    expected = f"engines: {url}: takes 512 tokens, fewer than engines.max_length=16384; start it with more"
+    assert engines() == [expected]
+    nobody = f"engines.endpoints={NOBODY}", f"sandbox.endpoints={NOBODY}"
+    (line,) = engines(_config(tmp_path, "engines.kind=vllm", *nobody))
+    assert line.startswith(f"engines: {NOBODY}: expected a vLLM server's answer, got ClientConnectorError")
+
+
+def test_a_sandbox_of_its_own_is_started_and_asked(tmp_path: Path, guest_python: Path) -> None:
+    assert _missing(_config(tmp_path), "eval") == []
+
+
+def test_a_sandbox_without_a_runtime_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("no runtime, and no place for one", encoding="utf-8")
+    monkeypatch.setenv("RSTAR_RUNTIME", str(other))
+    (line,) = _missing(_config(tmp_path), "eval")
+    assert line.startswith("sandbox: `rstar-sandbox serve` ended")
+    assert str(other) in line
+
+
+@pytest.mark.parametrize(("rank", "flags", "is_asked"), [("0", [], True), ("1", [], False), ("0", [NO], False)])
+def test_the_first_rank_alone_looks_and_can_be_told_not_to(
+    rank: str, flags: list[str], is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, asked = _config(tmp_path), list[str]()
+    Run(config).finish(Unit("prepare"), {"model": "tiny", "step": 0})
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(preflight, "require", lambda run, units: asked.extend(map(str, units)))
+    monkeypatch.setitem(stages.WORK, "sft", lambda run, unit: None)
+    assert cli.main(["sft", str(tmp_path / "run.toml"), f"--run-dir={config.run_dir}", *flags]) == 0
+    assert asked == (["sft"] if is_asked else [])
+
+
+def test_a_recipe_without_a_sandbox_ends_before_it_starts(tmp_path: Path) -> None:
+    config = _config(tmp_path, f"sandbox.endpoints={NOBODY}", "sft.data=gone.jsonl")
+    command = [sys.executable, "-m", "trainer", "recipe", str(tmp_path / "run.toml"), f"--run-dir={config.run_dir}"]
+    sets = [f"--set=sandbox.endpoints={NOBODY}", "--set=sft.data=gone.jsonl"]
+    done = subprocess.run([*command, *sets], capture_output=True, text=True, timeout=300)
+    said = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert said[0] == "preflight"
+    assert "rstar-train: 2 things are missing" in said
+    assert any(line.startswith("  sft.data: gone.jsonl: no such file") for line in said)
+    assert any(line.startswith(f"  sandbox: no sandbox at {NOBODY}") for line in said)
+    assert said[-1].startswith("rstar-train: nothing was started; mend what is named above")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock"]

@@ -1,0 +1,120 @@
+"""The whole recipe on real vLLM servers, in minutes. Runs where RSTAR_VLLM_PYTHON names a Python that has vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("trl")
+
+from sandbox.errors import NodeError
+from sandbox.runtime import default_python
+from trainer.config import RunConfig, load
+from trainer.data.problems import tiny_model
+from trainer.engines.vllm_servers import Servers
+from trainer.recipe.runner import recipe
+from trainer.runs.run_folder import read_json
+
+VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
+ENGINES = 2
+SLOTS, MAX_LENGTH = 16, 192
+SMALL = f"""
+[model]
+path = "tiny"
+dtype = "float32"
+preamble = "Use Python."
+[engines]
+kind = "vllm"
+python = "{VLLM}"
+count = {ENGINES}
+slots = {SLOTS}
+max_length = {MAX_LENGTH}
+[data]
+train = ["generated:32"]
+[sft]
+data = ["generated:1600"]
+epochs = 1
+batch = 16
+micro_batch = 16
+lr = 4e-3
+max_length = 640
+[rl]
+prompts = 4
+samples = 4
+keep = 2
+micro_batch = 8
+lr = 5e-4
+warmup_steps = 0
+max_tokens = 96
+max_turns = 3
+[stages.rl1]
+steps = 2
+[evaluate]
+data = ["generated:16"]
+max_tokens = 96
+max_turns = 3
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not VLLM, reason="RSTAR_VLLM_PYTHON names no Python that has vLLM"),
+]
+
+
+def _config(folder: Path, *sets: str) -> RunConfig:
+    try:
+        default_python()
+    except NodeError as why:
+        pytest.skip(f"needs the guest runtime: {why}")
+    file = folder / "run.toml"
+    file.write_text(SMALL, encoding="utf-8")
+    return load(file, {}, [f"run_dir={folder / 'run'}", *sets])
+
+
+def _check(config: RunConfig, names: Sequence[str]) -> None:
+    """Everything ran: every engine sampled, the weights went out, and what both sides say of them agrees."""
+    run = recipe(config)
+    assert [row["name"] for row in run.summary()["stages"]] == names
+    rows = [row for row in run.record.metrics() if row["stage"] == "rl1"]
+    assert [row["weight_version"] for row in rows] == [row["step"] - 1 for row in rows]
+    assert all(row["unavailable"] == 0 and row["tokens"] > 0 for row in rows)
+    assert all(row["kl_sampler"] < 1e-3 for row in rows if row["kept"])
+    turns = [turn for row in rows for episode in run.record.episodes(row["step"]) for turn in episode["turns"]]
+    assert len({turn["engine"] for turn in turns}) == ENGINES
+    assert len({turn["version"] for turn in turns}) == len(rows)
+    evaluation = read_json(run.stage("rl1") / "evaluated.json")
+    assert evaluation is not None
+    assert not math.isnan(evaluation["scores"]["accuracy"])
+    assert list((run.folder / "weights").iterdir()) == []
+
+
+def test_servers_that_a_recipe_starts(tmp_path: Path) -> None:
+    _check(_config(tmp_path, "sft.data=[]"), ["rl1"])
+    logs = list((tmp_path / "run" / "engines").glob("*.log"))
+    assert len(logs) == ENGINES
+
+
+def test_servers_that_are_there(tmp_path: Path) -> None:
+    """They were started with other weights than the run's."""
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[list[str]]:
+        tiny_model.make(tmp_path / "other", seed=1)
+        servers = Servers(VLLM, tmp_path / "other", max_length=MAX_LENGTH, slots=SLOTS, dtype="float32")
+        async with servers.serve(ENGINES, tmp_path / "logs") as urls:
+            yield urls
+
+    async def run() -> None:
+        async with serving() as urls:
+            config = _config(tmp_path, f"engines.endpoints={urls}".replace("'", '"'))
+            await asyncio.to_thread(_check, config, ["sft", "rl1"])
+
+    asyncio.run(run())

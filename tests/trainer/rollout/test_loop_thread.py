@@ -1,0 +1,137 @@
+"""Waiting for asynchronous work from synchronous code, and not leaving it behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import wait
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from trainer.rollout.loop_thread import Background
+
+
+async def sleep_bounded() -> str:
+    async with asyncio.timeout(60):  # which counts the cancellations of its task
+        await asyncio.sleep(0)
+    return "slept"
+
+
+def test_work_runs_in_a_thread_of_its_own_and_returns() -> None:
+    async def where(offset: int, *, times: int) -> int:
+        return threading.get_ident() + offset * times
+
+    with Background() as background:
+        assert background.run(where, 0, times=2) != threading.get_ident()
+        assert background.run(where, 3, times=2) - background.run(where, 0, times=2) == 6
+
+
+def test_an_error_surfaces_with_its_own_traceback_and_the_loop_goes_on() -> None:
+    async def fail() -> None:
+        raise LookupError("here")
+
+    async def fine() -> int:
+        return 1
+
+    with Background() as background:
+        with pytest.raises(LookupError, match="here") as caught:
+            background.run(fail)
+        assert caught.traceback[-1].name == "fail"
+        assert background.run(fine) == 1
+
+
+def test_what_was_entered_is_left_in_its_own_task_last_first() -> None:
+    left: list[str] = []
+
+    @asynccontextmanager
+    async def room(name: str) -> AsyncIterator[str]:
+        task = asyncio.current_task()  # task groups and time-outs must be left by the task that entered them
+        try:
+            yield name
+        finally:
+            assert asyncio.current_task() is task
+            left.append(name)
+
+    def leave_badly() -> None:
+        with Background() as background:
+            assert background.enter(room("outer")) == "outer"
+            assert background.enter(room("inner")) == "inner"
+            raise LookupError("in between")
+
+    with pytest.raises(LookupError, match="in between"):
+        leave_badly()
+    assert left == ["inner", "outer"]
+
+
+def test_ctrl_c_cancels_the_work_and_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = threading.Event()
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            has_begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("work")
+
+    waits: list[Any] = []
+
+    def interrupted_once(*args: Any, **more: Any) -> Any:
+        waits.append(args)
+        if len(waits) == 1:
+            has_begun.wait()
+            raise KeyboardInterrupt
+        return wait(*args, **more)
+
+    with Background() as background:
+        with monkeypatch.context() as patch:
+            patch.setattr("trainer.rollout.loop_thread.wait", interrupted_once)
+            with pytest.raises(KeyboardInterrupt):
+                background.run(work)
+        assert ended == ["work"]
+        assert background.run(sleep_bounded) == "slept"
+
+
+def test_work_that_was_left_running_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = threading.Event()
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            has_begun.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    def interrupted(*args: Any, **more: Any) -> Any:  # also while it waits for the end
+        has_begun.wait()
+        raise KeyboardInterrupt
+
+    with Background() as background, monkeypatch.context() as patch:
+        patch.setattr("trainer.rollout.loop_thread.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            background.run(work)
+    assert ended == ["work"]
+
+
+def test_a_loop_that_ended_is_said_and_not_waited_for() -> None:
+    @asynccontextmanager
+    async def broken() -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            yield
+            group.create_task(fail())
+
+    async def fail() -> None:
+        raise LookupError("its own")
+
+    def use() -> None:
+        with Background() as background:
+            background.enter(broken())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        use()
+    assert caught.group_contains(LookupError, match="its own")

@@ -1,0 +1,479 @@
+"""What TRL must do with what it is given: a contract, held against the installed version on a random tiny model."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("trl", reason="needs trl")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments  # noqa: E402
+
+from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder, problems  # noqa: E402
+from trainer.config import ConfigError, HardwareConfig, StageConfig  # noqa: E402
+from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
+from trainer.rollout.loop_thread import Background  # noqa: E402
+from trainer.runs.run_folder import RunFolder  # noqa: E402
+from trainer.training import (
+    context,
+    grpo,
+    sft,
+)
+from trainer.training.context import Trained, Training  # noqa: E402
+from trainer.training.grpo import Outage, Rollouts, in_order, train_stage  # noqa: E402
+
+STAGE = StageConfig(
+    name="rl1", steps=2, max_tokens=16, max_turns=2, prompts=2, samples=8, keep=4, micro_batch=2, lr=1e-3,
+    warmup_steps=0, save_steps=2, max_grad_norm=1e6,
+)  # fmt: skip
+
+
+pytestmark = QUIET_LIBRARIES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def background() -> Iterator[Background]:
+    with Background() as background:
+        yield background
+
+
+@pytest.fixture(autouse=True)
+def _on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where sums have one order, whatever the machine has, and threads do not wait for each other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Stage:
+    """One stage in a folder, run as often as a test asks."""
+
+    def __init__(self, folder: Path, model: Path, background: Background, **changes: Any) -> None:
+        self.folder, self.model, self.background = folder, model, background
+        self.stage = replace(STAGE, **changes)
+        self.record = RunFolder(folder)
+
+    def run(self, sampler: Sampler, count: int = 6, **more: Any) -> Trained:
+        rollouts = Rollouts(self.background, sampler, sampler)
+        out = self.folder / "stages" / self.stage.name
+        keep = more.pop("keep_optimizer", None)
+        training = Training(self.model, out, self.record, seed=3, **more)
+        return train_stage(self.stage, training, problems=problems(count), rollouts=rollouts, keep_optimizer=keep)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_steps_keep_the_contract(
+    tmp_path: Path, model: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    losses: list[dict[str, Any]] = []
+    rollout, compute_loss = grpo._Bridge.rollout, grpo.GRPOTrainer.compute_loss
+    monkeypatch.setattr(
+        grpo._Bridge, "rollout", lambda self, prompts, trainer: seen.append(prompts) or rollout(self, prompts, trainer)
+    )
+    monkeypatch.setattr(
+        grpo.GRPOTrainer,
+        "compute_loss",
+        lambda self, model, inputs, **kw: losses.append(inputs) or compute_loss(self, model, inputs, **kw),
+    )
+    sampler = Sampler(model)
+    trained = Stage(tmp_path, model, background).run(sampler)
+
+    # TRL asks for as many rows as a step has.
+    assert [len(prompts) for prompts in seen] == [8, 8]
+    # One sync before each step's rollouts, with the weights that the step starts from.
+    assert ["sync" if entry == "sync" else "collect" for entry in sampler.log] == ["sync", "collect"] * 2
+    assert same(sampler.weights[0], weights(model))
+    assert not same(sampler.weights[1], sampler.weights[0])
+    assert not same(weights(trained.model), sampler.weights[1])
+    # What was asked for: 2G of each problem, under the stage's limits, with a seed for each step.
+    (ids, samples, asked), (_, _, later) = (entry for entry in sampler.log if entry != "sync")
+    assert len({*ids}) == 2 and samples == 8 and asked["seed"] != later["seed"]
+    assert asked["how"].max_tokens == 16 and asked["how"].temperature == 1.0
+    # The loss has the correction and leaves out what was shown.
+    assert len(losses) == 2 * 4
+    for inputs in losses:
+        assert (inputs["importance_sampling_ratio"] - 1).abs().max() < 1e-3
+        assert set(inputs["tool_mask"][:, [3, 4]].flatten().tolist()) == {0}
+    # The run's folder.
+    first, second = RunFolder(tmp_path).metrics()
+    assert (first["step"], second["step"], first["stage"]) == (1, 2, "rl1")
+    assert (
+        first["kl_sampler"] < 1e-4
+        and first["grad_norm"] > 0
+        and (first["weight_version"], second["weight_version"]) == (0, 1)
+    )
+    assert first["kept"] + first["dropped"] == 16 and first["kept"] == 4 * (2 - first["groups_dropped"])
+    assert first["seconds_step"] >= first["seconds_rollout"] + first["seconds_sync"] + first["seconds_optimise"]
+    rows = list(RunFolder(tmp_path).episodes(1))
+    assert len(rows) == 16 and sum(row["kept"] for row in rows) == 8 and all(row["why"] for row in rows)
+
+
+def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
+    tmp_path: Path, model: Path, background: Background
+) -> None:
+    """One step on four problems, against the same gradient worked out by hand."""
+
+    def score(problem: Problem, sample: int, ids: Any) -> float | None:
+        one_of = {"p0": 1.0, "p1": float(sample == 0), "p2": None if sample < 2 else float(sample == 2), "p3": None}
+        return one_of[problem.id]
+
+    class Failing(Sampler):
+        def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:
+            episode = super().episode(problem, sample, *rest)
+            if problem.id == "p2" and sample == 0:  # failed before its first token
+                return replace(episode, ids=[], logprobs=[], mask=[], steps=[], stop=StopReason.UNAVAILABLE)
+            return episode
+
+    sampler = Failing(model, score=score)
+    stage = Stage(tmp_path, model, background, steps=1, prompts=4, samples=4, keep=4, select="all", micro_batch=4)
+    stage.run(sampler, count=4)
+    (row,) = stage.record.metrics()
+
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    _, _, asked = sampler.log[1]
+    loss, tokens = torch.tensor(0.0), 0
+    for problem in problems(4)[1:3]:
+        group = [sampler.episode(problem, sample, asked["seed"]) for sample in range(4)]
+        rewards = torch.tensor([episode.reward for episode in group if episode.reward is not None])
+        for episode in group:
+            if episode.reward is None:
+                continue
+            advantage = (episode.reward - rewards.mean()) / (rewards.std() + 1e-4)
+            policy_T = policy(torch.tensor([[*episode.prompt_ids, *episode.ids]])).logits[0].log_softmax(-1)
+            start = len(episode.prompt_ids)
+            for t, (token, is_sampled) in enumerate(zip(episode.ids, episode.mask, strict=True)):
+                loss = loss - advantage * policy_T[start + t - 1, token] * is_sampled
+                tokens += is_sampled
+    (loss / tokens).backward()
+    norm = torch.nn.utils.get_total_norm(p.grad for p in policy.parameters() if p.grad is not None)
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert (row["groups_dropped"], row["unavailable"]) == (2, 6)
+
+
+def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_weights(
+    tmp_path: Path, model: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three groups in flight the last two are complete in each step, so the first waits until it is due."""
+    losses: list[dict[str, Any]] = []
+    compute_loss = grpo.GRPOTrainer.compute_loss
+    monkeypatch.setattr(
+        grpo.GRPOTrainer,
+        "compute_loss",
+        lambda self, model, inputs, **kw: losses.append(inputs) or compute_loss(self, model, inputs, **kw),
+    )
+    sampler = Sampler(model)
+    stage = Stage(tmp_path, model, background, steps=5, partial=0.5, max_stale=2, lr=1e-2)
+    stage.run(sampler)
+    metrics = list(stage.record.metrics())
+    assert [row["carried"] for row in metrics] == [1, 1, 1, 1, 0]
+    order = [problem.id for problem in grpo.in_order(problems(6), 2, 5, 3)]
+    by_step = [list(stage.record.episodes(step)) for step in range(1, 6)]
+    groups = [{(row["group"], row["problem"]["id"]) for row in rows} for rows in by_step]
+    assert all(len(rows) == 16 and len(some) == 2 for rows, some in zip(by_step, groups, strict=True))
+    assert sorted(id for some in groups for _, id in some) == sorted(order)
+    assert [id for _, id in sorted(groups[0])] == order[1:3] and (0, order[0]) in groups[2]
+
+    for step, row in enumerate(metrics):
+        behind = [step - version for each in by_step[step] for version in versions_of(each)]
+        assert {0} <= {*behind} <= {0, 1, 2}
+        assert row["stale"] == pytest.approx(sum(map(bool, behind)) / len(behind))
+        assert row["staleness"] == pytest.approx(sum(behind) / len(behind))
+    assert [row["stale"] > 0 for row in metrics] == [False, False, True, False, True]
+
+    # The ratio of the weights that a step starts from to those that sampled, for each token, cut at 2.
+    ratios: list[float] = []
+    for inputs in losses[8:12]:
+        policy = AutoModelForCausalLM.from_pretrained(model)
+        policy.load_state_dict(sampler.weights[2])
+        mask_BT = inputs["completion_mask"] * inputs["tool_mask"]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        with torch.no_grad():
+            logp_BTV = policy(ids).logits.log_softmax(-1)[:, inputs["prompt_ids"].shape[1] - 1 : -1]
+        logp_BT = logp_BTV.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+        ratio_BT = ((logp_BT - inputs["sampling_per_token_logps"]) * mask_BT).exp()
+        torch.testing.assert_close(inputs["importance_sampling_ratio"], ratio_BT.clamp(max=2.0), rtol=1e-3, atol=1e-4)
+        ratios += ratio_BT[mask_BT == 1].clamp(max=2.0).tolist()
+    assert metrics[2]["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-3)
+    assert metrics[0]["ratio_mean"] == pytest.approx(1, abs=1e-3) != metrics[2]["ratio_mean"]
+    assert metrics[2]["kl_sampler"] > 1e-3 > metrics[0]["kl_sampler"]
+
+
+def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
+    tmp_path: Path, model: Path, background: Background
+) -> None:
+    """Six of eight are over, three of them right: two of each are kept, as of six."""
+
+    class Stopping(Sampler):
+        def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:
+            episode = super().episode(problem, sample, *rest)
+            if sample in (2, 5):
+                return replace(episode, stop=StopReason.CANCELLED, reward=None, ids=episode.ids[:4], steps=())
+            return replace(episode, reward=float(sample % 2))
+
+    sampler = Stopping(model)
+    stage = Stage(tmp_path, model, background, steps=1, early_stop=True)
+    stage.run(sampler)
+    is_enough = sampler.log[1][-1]["is_enough"]
+    assert is_enough([0.0] * 3 + [1.0] * 3, 2) and not is_enough([1.0] * 6, 2)
+    (row,) = stage.record.metrics()
+    assert (row["stopped"], row["length_stopped"], row["length"], row["unavailable"]) == (0.25, 4, 8, 0)
+    assert row["tokens_stopped"] == 2 * 2 * 6 and row["kept"] == 8
+    kept = [episode for episode in stage.record.episodes(1) if episode["kept"]]
+    assert sorted(episode["reward"] for episode in kept) == [0.0] * 4 + [1.0] * 4
+
+
+def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, background: Background) -> None:
+    from tests.trainer.fakes import ScriptedTools
+    from trainer.engines.local import LocalEngine
+    from trainer.engines.pool import Pool
+    from trainer.engines.weight_sync import Reference, direct
+    from trainer.episodes.chat_format import rstar2
+    from trainer.rollout.collector import Collector
+
+    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=8, max_length=160)
+    pool = background.enter(Pool([engine], most_tokens=160, carry=direct, reference=Reference(model)))
+    collector = Collector(pool, rstar2(AutoTokenizer.from_pretrained(model), preamble="Go."), ScriptedTools())
+    changes = {"steps": 3, "samples": 4, "keep": 2, "partial": 1.0, "early_stop": True, "max_tokens": 40}
+    stage = Stage(tmp_path, model, background, **changes)
+    out = tmp_path / "stages/rl1"
+    train_stage(
+        stage.stage, Training(model, out, stage.record, seed=3), problems=problems(6),
+        rollouts=Rollouts(background, collector, pool),
+    )  # fmt: skip
+    rows = [list(stage.record.episodes(step)) for step in (1, 2, 3)]
+    assert [len(some) for some in rows] == [8, 8, 8]
+    of_all = [row["problem"]["id"] for some in rows for row in some[::4]]
+    assert sorted(of_all) == sorted(problem.id for problem in grpo.in_order(problems(6), 2, 3, 3))
+    assert all(version <= step for step, some in enumerate(rows) for row in some for version in versions_of(row))
+    assert [row["carried"] for row in stage.record.metrics()] == [2, 2, 0]
+
+
+def versions_of(row: dict[str, Any]) -> list[int]:
+    """Of each sampled token of a recorded episode."""
+    starts = [*(start for start, _ in row["versions"]), len(row["ids"])]
+    of_all = [version for (_, version), start, end in zip(row["versions"], starts, starts[1:], strict=False)
+              for _ in range(start, end)]  # fmt: skip
+    return [of_all[place] for start, end, mask in row["mask"] for place in range(start, end) if mask]
+
+
+def test_an_engine_that_disagrees_is_corrected_and_measured(
+    tmp_path: Path, model: Path, background: Background
+) -> None:
+    agreeing, off = Stage(tmp_path / "a", model, background, steps=1), Stage(tmp_path / "b", model, background, steps=1)
+    agreeing.run(Sampler(model))
+    off.run(Sampler(model, shift=-1.0))  # e^1 is cut at 2: every token counts twice
+    (one,), (other,) = agreeing.record.metrics(), off.record.metrics()
+    assert other["kl_sampler"] == pytest.approx(1.0, abs=1e-3)
+    assert other["grad_norm"] == pytest.approx(2 * one["grad_norm"], rel=1e-3)
+
+
+def test_a_metric_that_trl_has_renamed_is_nan_with_one_warning_and_broken_turns_are_counted(
+    tmp_path: Path,
+    model: Path,
+    background: Background,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(grpo.OF_SAMPLER, "kl_sampler", "sampling/an_older_name")
+    stage = Stage(tmp_path, model, background)
+    stage.run(Sampler(model, nan_turns=3))
+    rows = list(stage.record.metrics())
+    assert [(row["kl_sampler"], row["ratio_mean"] > 0, row["nan_turns"]) for row in rows] == [(None, True, 3)] * 2
+    (warning,) = [record.getMessage() for record in caplog.records if "an_older_name" in record.getMessage()]
+    assert warning.startswith("TRL logs no sampling/an_older_name: expected it among ")
+    assert "sampling/importance_sampling_ratio/mean" in warning
+
+
+def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, background: Background) -> None:
+    stage = Stage(tmp_path, model, background, steps=1)
+    trained = stage.run(Sampler(model, score=lambda *_: 1.0))
+    (row,) = stage.record.metrics()
+    assert (row["loss"], row["grad_norm"], row["kept"], row["groups_dropped"]) == (0, 0, 0, 2)
+    assert same(weights(trained.model), weights(model))
+
+
+def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, background: Background) -> None:
+    stage = Stage(tmp_path, model, background)
+    with pytest.raises(Outage, match=r"step 1: none of 16 episodes has a verdict \(sandbox: gone for the first\)"):
+        stage.run(Sampler(model, score=lambda *_: None, error="sandbox: gone"))
+    assert list(stage.record.metrics()) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"partial": 0.5}])
+def test_resume_after_a_failure_ends_as_if_there_was_none(
+    tmp_path: Path, model: Path, background: Background, changes: dict[str, Any]
+) -> None:
+    whole = Stage(tmp_path / "whole", model, background, steps=5, **changes)
+    straight = Sampler(model)
+    expected = whole.run(straight, first_step=7)
+
+    class Outage(Exception):
+        pass
+
+    def fail(number: int) -> None:
+        if number == 3:
+            raise Outage("the third step's")
+
+    broken = Stage(tmp_path / "broken", model, background, steps=5, **changes)
+    with pytest.raises(Outage) as caught:
+        broken.run(Sampler(model, before=fail), first_step=7)
+    assert caught.traceback[-1].name == "fail"
+    assert [row["step"] for row in broken.record.metrics()] == [8, 9, 10]
+    torn = tmp_path / "broken/stages/rl1/checkpoints/checkpoint-3"  # as a kill leaves one
+    torn.mkdir()
+    resumed = Sampler(model)
+    actual = broken.run(resumed, first_step=7)
+
+    assert resumed.log == straight.log[2 * 2 :]  # the third step again, from the second's checkpoint
+    assert same(weights(actual.model), weights(expected.model))
+    timed = ("seconds_step", "seconds_rollout", "seconds_sync", "seconds_optimise", "seconds_own", "seconds_alone")
+    lasting = [
+        [{name: value for name, value in row.items() if name not in timed} for row in stage.record.metrics()]
+        for stage in (whole, broken)
+    ]
+    # As text, in which what is not a number is equal to itself.
+    assert str(lasting[0]) == str(lasting[1]) and [row["weight_version"] for row in lasting[0]] == [7, 8, 9, 10, 11]
+    for step in range(8, 13):
+        rows = [[row | {"seconds": 0} for row in stage.record.episodes(step)] for stage in (whole, broken)]
+        assert rows[0] == rows[1]
+    # A stage that was over and lost only what came after runs no step again.
+    again = Sampler(model)
+    assert same(weights(broken.run(again, first_step=7).model), weights(expected.model))
+    assert again.log == []
+
+
+def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, background: Background) -> None:
+    first = Stage(tmp_path, model, background).run(Sampler(model))
+    steps = {}
+    for name, checkpoint in {"kept": first.checkpoint, "fresh": None}.items():
+        stage = Stage(tmp_path, first.model, background, name=name, steps=1, lr=5e-4, save_steps=1)
+        sampler = Sampler(first.model)
+        trained = stage.run(sampler, first_step=2, keep_optimizer=checkpoint)
+        assert same(sampler.weights[0], weights(first.model))
+        optimizer = torch.load(trained.checkpoint / "optimizer.pt", weights_only=True)
+        steps[name] = {int(state["step"]) for state in optimizer["state"].values()}
+        assert {group["lr"] for group in optimizer["param_groups"]} == {5e-4}
+        rows = [row["step"] for row in stage.record.metrics() if row["stage"] == name]
+        assert rows == [3]
+    assert steps == {"kept": {3}, "fresh": {1}}
+
+
+def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
+    with pytest.raises(ConfigError, match=r"gpus=0: expected 2 processes that train, got 1; have hardware\.launch"):
+        Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(nodes=2))
+    with pytest.raises(ConfigError, match=r"nodes=1, gpus=1: expected GPUs, got none that torch can use"):
+        Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(gpus=1))
+    with pytest.raises(ConfigError, match=r"expected at least prompts=2 problems .* got 1"):
+        Stage(tmp_path, model, background).run(Sampler(model), count=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"), [(grpo, {"_last_loaded_step"}), (context, {"_keys_to_ignore_on_save"}), (sft, set())]
+)
+def test_of_the_libraries_no_private_names_are_used_but_those_that_are_said(module: Any, names: set[str]) -> None:
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    used = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    theirs = {node.attr for node in used if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "Row"))}
+    assert {name for name in theirs if name.startswith("_") and not name.endswith("__")} == names
+
+
+def test_gpus_that_are_there_do_not_train_unless_they_are_said(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = Training(model, tmp_path, RunFolder(tmp_path), seed=3).arguments(STAGE, rows=8)
+    assert arguments["use_cpu"] and not arguments["dataloader_pin_memory"]
+
+
+@pytest.mark.parametrize("arguments", [grpo._Arguments, sft._Arguments])
+def test_a_process_alone_trains_on_one_gpu_of_those_it_sees(
+    arguments: type[TrainingArguments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    theirs, ours = (kind(str(tmp_path), bf16=False) for kind in (arguments.__mro__[2], arguments))
+    assert (theirs.n_gpu, ours.n_gpu) == (8, 1), "which TRL refuses, and transformers would share its passes out to"
+    assert ours.train_batch_size == ours.per_device_train_batch_size
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 3))
+def test_order_has_no_problem_twice_in_a_step_and_uses_all(count: int, per_step: int, steps: int, seed: int) -> None:
+    if count < per_step:
+        return
+    order = in_order(problems(count), per_step, steps, seed)
+    assert len(order) == per_step * steps and order == in_order(problems(count), per_step, steps, seed)
+    assert all(len({*order[at : at + per_step]}) == per_step for at in range(0, len(order), per_step))
+    through = count // per_step * per_step
+    assert len({*order[:through]}) == min(through, len(order))
+
+
+@pytest.fixture(scope="module", params=["none", "full"])
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> tuple[Path, str, list[dict[str, Any]]]:
+    """The folder of a stage that two processes trained together, how it was sharded, and what each rank noted."""
+    root, folder = Path(__file__).parents[3], tmp_path_factory.mktemp(request.param)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [*launch, "tests/trainer/two_ranks.py", model, folder, request.param]
+    subprocess.run(command, cwd=root, env=environment, timeout=380, check=True)
+    return folder, request.param, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_ranks_share_a_step_and_end_with_the_same_weights(
+    two_ranks: tuple[Path, str, list[dict[str, Any]]],
+) -> None:
+    folder, _, (one, other) = two_ranks
+    assert one["weights"] == other["weights"]
+    # Two steps of two passes each: every row was in one rank's, once.
+    for step in (1, 2):
+        passes = [rank["passes"][2 * step - 2 : 2 * step] for rank in (one, other)]
+        trained = [ids for of_rank in passes for rows in of_rank for ids in rows]
+        assert sorted(trained) == sorted(row["ids"] for row in RunFolder(folder).episodes(step))
+
+
+def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group(
+    two_ranks: tuple[Path, str, list[dict[str, Any]]],
+) -> None:
+    for rank in two_ranks[2]:
+        assert [on for on, _ in rank["waits"]] == [*["scatter_object_list: own, gloo"] * 2, "barrier: own, gloo"]
+    other = two_ranks[2][1]
+    assert other["waits"][1][1] > other["limit_s"], "its wait was longer than the default group allows"
+
+
+def test_sharded_gradients_are_reduced_after_every_micro_batch(
+    two_ranks: tuple[Path, str, list[dict[str, Any]]], model: Path
+) -> None:
+    folder, sharding, noted = two_ranks
+    for rank in noted:
+        # Two steps of two micro-batches; embeddings with the head, and each of the two layers, are sharded apart.
+        assert rank["reduced"] == ([True] * 12 if sharding == "full" else [])
+    saved = weights(folder / "stages/rl1/model")
+    assert saved.keys() == weights(model).keys(), "the first rank gathered all of it"
+    assert not same(saved, weights(model))

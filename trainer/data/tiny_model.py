@@ -1,0 +1,83 @@
+"""The tiny model: a Qwen3 of 2 layers × 128 with random weights, and a tokenizer for the generated tasks.
+
+Small enough to learn a tool in minutes on two cores, and else a model like any other: `make` writes a folder that
+transformers' Auto classes and vLLM load. The same seed writes the same model. The tokenizer is byte-level, so it takes
+any text; digits stand alone, and merges may cross words, which makes the fixed parts of a call one or two tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trainer.data.problems import synthetic
+
+VOCABULARY = 640
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TAGS = tuple(f"<{slash}{name}>" for name in ("tool_call", "tool_response", "reason", "answer") for slash in ("", "/"))
+MAX_POSITIONS = 4096
+_TEXTS = 2000
+"""Conversations that the merges are learnt from."""
+
+
+def make(folder: Path, seed: int = 0) -> None:
+    """Write model and tokenizer into `folder`."""
+    tokenizer = _tokenizer(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.08,  # 1 / sqrt(128); with the usual 0.02 it learns to copy numbers several times later
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    # Special, all of them: what encodes untrusted text can then tell that none is made of it.
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, START, END, *TAGS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_texts(seed), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=END,
+        model_max_length=MAX_POSITIONS,
+        extra_special_tokens=[START, *TAGS],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _texts(seed: int) -> Iterator[str]:
+    """The conversations in the pieces that the chat encodes one by one: what stands between tags, what others say."""
+    between = re.compile("|".join(map(re.escape, TAGS)))
+    yield from ("\n", f"system\n{synthetic.PREAMBLE}", "user\n", "assistant\n") * _TEXTS
+    for messages in synthetic.traces(_TEXTS, seed, faults=seed):
+        for message in messages:
+            yield from between.split(message["content"])
