@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import output, service
-from bench.calls import load_calls, sample_calls
-from bench.fresh import FreshRun, interpreters
+from bench.harness import command
+from bench.servers import service
+from bench.servers.fresh_interpreter import FreshRun, interpreters
+from bench.workloads.tool_calls import load_calls, sample_calls
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Result, Status
 
@@ -75,15 +76,15 @@ class Difference:
 def main(argv: Sequence[str] | None = None) -> int:
     """The comparison; 1 if too few calls agree."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("agreement", lambda: _compare(args))
+    return command.run_as_command("agreement", lambda: _compare(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("agreement", __doc__ or "")
+    parser = command.parser("agreement", __doc__ or "")
     parser.add_argument(
-        "--calls", type=output.file, metavar="FILE", help="JSONL with a 'code' in each row (default: a made-up sample)"
+        "--calls", type=command.file, metavar="FILE", help="JSONL with a 'code' in each row (default: a made-up sample)"
     )
-    parser.add_argument("--n", type=output.count, help="only the first N of them (default: all; 500 of the sample)")
+    parser.add_argument("--n", type=command.count, help="only the first N of them (default: all; 500 of the sample)")
     parser.add_argument("--seed", type=int, default=0, help="which made-up sample (default: 0)")
     parser.add_argument("--at-least", type=float, default=0.995, metavar="SHARE", help="exit 1 below (default: 0.995)")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="limit of a call that brings none (default: 20)")
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 def _compare(args: argparse.Namespace) -> int:
     calls = load_calls(args.calls)[: args.n] if args.calls else sample_calls(args.n or 500, args.seed)
     if not calls:
-        raise output.BenchFailed("expected at least one call, got none")
+        raise command.BenchFailed("expected at least one call, got none")
     calls = [{**call, "limits": {"timeout_s": args.timeout_s} | call.get("limits", {})} for call in calls]
     python = service.guest_python(args.python)
     with service.running(python) as server:
@@ -119,8 +120,8 @@ def _compare(args: argparse.Namespace) -> int:
     figures = summarise(len(calls), differences, unsettled)
     _show(figures, [d for d in differences if d.index not in unsettled])
     figures["differences"] = [_row(difference) for difference in differences if difference.index not in unsettled]
-    output.plot(args.plot, lambda axes: _draw(axes, figures["causes"]))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: _draw(axes, figures["causes"]))
+    command.finish(figures, _parser(), args)
     if figures["agreement"] < args.at_least:
         print(f"agreement: {figures['agreement']:.4f} is under {args.at_least}", file=sys.stderr)
         return 1
@@ -172,7 +173,7 @@ def summarise(n: int, differences: Sequence[Difference], unsettled: set[int]) ->
 
 async def _through_service(url: str, calls: Sequence[Mapping[str, Any]]) -> list[Result]:
     results: dict[int, Result] = {}
-    with output.progress() as progress:
+    with command.progress() as progress:
         bar = progress.add_task("service", total=len(calls))
         async with AsyncClient(url) as client:
             async for index, result in client.stream([Call.decode(call) for call in calls]):
@@ -208,7 +209,7 @@ class _Cache:
 def _fresh_all(calls: Sequence[Mapping[str, Any]], python: str, cache: _Cache, *, turn: int) -> list[Outcome]:
     keys = [cache.key(call, turn) for call in calls]
     left = [i for i, key in enumerate(keys) if key not in cache.known]
-    with output.progress() as progress, interpreters(python, wrapped=True) as fresh:
+    with command.progress() as progress, interpreters(python, wrapped=True) as fresh:
         bar = progress.add_task(f"fresh interpreters, turn {turn}", total=len(left))
 
         def done(position: int, run: FreshRun) -> None:
@@ -232,14 +233,14 @@ def _short(text: str | None, most: int = 300) -> str | None:
 
 def _show(figures: Mapping[str, Any], differences: Sequence[Difference]) -> None:
     n, share = figures["calls"], figures["agreement"]
-    output.show(f"{share:.2%} of {n} calls agree", ("cause", "calls"), figures["causes"].items())
+    command.show(f"{share:.2%} of {n} calls agree", ("cause", "calls"), figures["causes"].items())
     rows = []
     for difference in differences:
         name = difference.fields[0]
         sides = (repr(_short(getattr(side, name), SHOWN_CHARACTERS)) for side in (difference.fresh, difference.service))
         rows.append((difference.index, difference.cause, ", ".join(difference.fields), *sides))
     if rows:
-        output.show("where not", ("call", "cause", "fields", "fresh", "service"), rows)
+        command.show("where not", ("call", "cause", "fields", "fresh", "service"), rows)
 
 
 def _draw(axes: Any, causes: Mapping[str, int]) -> None:

@@ -31,11 +31,13 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from bench import output, procs, service
-from bench.calls import labelled_calls
+from bench.harness import command
 from bench.mixed import LOOPS
+from bench.probes import processes
+from bench.probes.sampler import Watch
+from bench.servers import service
 from bench.throughput import KINDS
-from bench.watch import Watch
+from bench.workloads.tool_calls import labelled_calls
 
 CALLS = 45_000
 BATCH = 5_000
@@ -131,7 +133,7 @@ class Held:
     @classmethod
     def by(cls, server: service.Service) -> Held:
         gateway = [server.pid]
-        return cls(procs.pss_mb(server.processes()), procs.pss_mb(gateway), procs.descriptors(server.pid))
+        return cls(processes.pss_mb(server.processes()), processes.pss_mb(gateway), processes.descriptors(server.pid))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,19 +142,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if why := too_many(args.calls, args.batch, _most_descriptors()):
         parser.error(why)
-    return output.run_as_command("burst", lambda: _burst(args))
+    return command.run_as_command("burst", lambda: _burst(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("burst", __doc__ or "")
-    parser.add_argument("--calls", type=output.count, default=CALLS, help=f"in the burst (default: {CALLS})")
+    parser = command.parser("burst", __doc__ or "")
+    parser.add_argument("--calls", type=command.count, default=CALLS, help=f"in the burst (default: {CALLS})")
     parser.add_argument("--kind", choices=[*CODES, "mix"], default="print", help="which calls (default: print)")
     parser.add_argument("--loops", type=_share, default=0.0, help="share of calls that never end (default: 0)")
-    parser.add_argument("--loop-s", type=output.seconds, default=LOOP_S, help="their time-out (default: 1)")
-    parser.add_argument("--batch", type=output.count, default=BATCH, help=f"calls in one request (default: {BATCH})")
-    parser.add_argument("--in-flight", type=output.count, help="calls at once (default: all)")
+    parser.add_argument("--loop-s", type=command.seconds, default=LOOP_S, help="their time-out (default: 1)")
+    parser.add_argument("--batch", type=command.count, default=BATCH, help=f"calls in one request (default: {BATCH})")
+    parser.add_argument("--in-flight", type=command.count, help="calls at once (default: all)")
     parser.add_argument("--answers", choices=[*FORMS], default="both", help="how they come (default: in turn, both)")
-    parser.add_argument("--steady", type=output.count, help="calls of the steady load (default: as many)")
+    parser.add_argument("--steady", type=command.count, help="calls of the steady load (default: as many)")
     parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
     parser.add_argument("--lean", action="store_true", help="only zygotes of the standard library")
     parser.add_argument("--seed", type=int, default=0, help="which numbers, and which mix (default: 0)")
@@ -179,7 +181,7 @@ def _burst(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stack.enter_context(_descriptors())
         server = stack.enter_context(service.running(args.python, flags))
-        bar = stack.enter_context(output.progress())
+        bar = stack.enter_context(command.progress())
         idle = Held.by(server)
 
         def run(name: str, asked: Sequence[Question], batch: int, at_once: int) -> Run:
@@ -202,8 +204,8 @@ def _burst(args: argparse.Namespace) -> int:
         **summarise(whole, steady, idle, watch),
     }
     _show(figures, [*whole.examples, *(example for run in steady for example in run.examples)])
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -253,14 +255,14 @@ async def _run(
                     run.examples.append(f"a request of {len(part)} calls broke off: {why!r}")
 
         own = ([server.pid], server.executors())
-        meter, own_s = procs.Meter(server.pid), [procs.cpu_s(pids) for pids in own]
+        meter, own_s = processes.Meter(server.pid), [processes.cpu_s(pids) for pids in own]
         begun, cpu_s = time.perf_counter(), time.thread_time()
         async with asyncio.TaskGroup() as group:
             for _ in range(min(at_once, len(parts))):
                 group.create_task(work())
         run.seconds = time.perf_counter() - begun
         run.server_cpu_s, run.client_cpu_s = meter.whole_s(), time.thread_time() - cpu_s
-        run.gateway_cpu_s, run.executor_cpu_s = (procs.cpu_s(pids) - s for pids, s in zip(own, own_s, strict=True))
+        run.gateway_cpu_s, run.executor_cpu_s = (processes.cpu_s(pids) - s for pids, s in zip(own, own_s, strict=True))
     return run
 
 
@@ -316,7 +318,7 @@ def summarise(burst: Run, steady: Sequence[Run], idle: Held, watch: Watch[Held])
         "statuses": dict(burst.statuses.most_common()),
         "burst": _pace(burst),
         "steady": _pace(calm),
-        "call_cpu_ms": output.quantiles(burst.cpu_ms),
+        "call_cpu_ms": command.quantiles(burst.cpu_ms),
         "ratio": round(ratio, 3),
         "ratio_at_least": RATIO_AT_LEAST,
         "memory_mb": {"idle": round(idle.memory_mb), "peak": round(peak_mb), "at_most": MEMORY_MB_AT_MOST},
@@ -338,10 +340,10 @@ def _pace(run: Run) -> dict[str, Any]:
         "gateway_cpu_ms": round(run.gateway_cpu_s * 1e3 / run.calls, 4),
         "executor_cpu_ms": round(run.executor_cpu_s * 1e3 / run.calls, 4),
         "client_cpu_ms": round(run.client_cpu_s * 1e3 / run.calls, 3),
-        "latency_ms": output.percentiles(run.latencies_ms, POINTS),
-        "short_ms": output.percentiles(run.short_ms, POINTS),
-        "queue_ms": output.percentiles(run.queue_ms, POINTS),
-        "run_ms": output.percentiles(run.run_ms, POINTS),
+        "latency_ms": command.percentiles(run.latencies_ms, POINTS),
+        "short_ms": command.percentiles(run.short_ms, POINTS),
+        "queue_ms": command.percentiles(run.queue_ms, POINTS),
+        "run_ms": command.percentiles(run.run_ms, POINTS),
     }
 
 
@@ -380,11 +382,11 @@ def _show(figures: Mapping[str, Any], examples: Sequence[str]) -> None:
         rows.append((name, *cells, f"{pace['cpu_ms']:.2f}", *parts))
         if figures["loops"]:
             rows.append(("  short ones", "", "", *(f"{ms:,.0f}" for ms in pace["short_ms"].values())))
-    output.show(f"{figures['in_flight']:,} calls in flight, in {figures['requests']:,} requests", columns, rows)
+    command.show(f"{figures['in_flight']:,} calls in flight, in {figures['requests']:,} requests", columns, rows)
     names = ("right", "lost", "doubled", "wrong", "ratio", "gateway_descriptors")
     memory = figures["memory_mb"]
     cells = [(name.replace("_", " "), figures[name]) for name in names]
-    output.show("of it", ("", ""), [*cells, ("MiB idle", memory["idle"]), ("MiB at the peak", memory["peak"])])
+    command.show("of it", ("", ""), [*cells, ("MiB idle", memory["idle"]), ("MiB at the peak", memory["peak"])])
     for line in (*examples[:SHOWN], *figures["missed"]):
         print(f"burst: {line:.2000}", file=sys.stderr)
 

@@ -2,8 +2,8 @@
 
     python -m bench.chaos [--calls 20000] [--kill-every 1] [--kill-gateway 30] [--json]
 
-Calls are riddles, of which each has an answer of its own (`bench.riddles`). They go over HTTP in every form there is,
-while zygotes, jails and executors of the server die by SIGKILL (`bench.monkey`), and some requests are given up
+Calls are riddles, of which each has an answer of its own (`bench.workloads.checked_calls`). They go over HTTP in every form there is,
+while zygotes, jails and executors of the server die by SIGKILL (`bench.probes.fault_injector`), and some requests are given up
 half-way. A call is lost if it is not answered on a connection that holds, doubled if it is answered twice in one
 response, mixed up if its answer is not its own. `unavailable` is an answer: it says that there is no verdict.
 
@@ -36,10 +36,13 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from bench import output, procs, riddles, service
-from bench.leftovers import Leftovers, still_there
-from bench.monkey import BELOW, Monkey, victims
-from bench.riddles import Riddle
+from bench.harness import command
+from bench.probes import processes
+from bench.probes.fault_injector import BELOW, Monkey, victims
+from bench.probes.leftovers import Leftovers, still_there
+from bench.servers import service
+from bench.workloads import checked_calls
+from bench.workloads.checked_calls import Riddle
 from sandbox.types import Result, Status
 
 BATCHES = (1, 1, 7, 64)
@@ -119,8 +122,8 @@ class Target:
 
     def check_is_alive(self) -> None:
         """Raises `BenchFailed` if it ended, which nobody did to it."""
-        if procs.state(self.pid) in ("", "Z"):
-            raise output.BenchFailed("the gateway has ended by itself")
+        if processes.state(self.pid) in ("", "Z"):
+            raise command.BenchFailed("the gateway has ended by itself")
 
     def processes(self) -> list[int]:
         return self._server.processes()
@@ -129,20 +132,20 @@ class Target:
         """Wait until all executors are back: the next one clears away what one that was killed could not."""
         give_up = time.monotonic() + REST_S
         while time.monotonic() < give_up:
-            states = [procs.state(pid) for pid in victims(self.pid)["executor"]]
+            states = [processes.state(pid) for pid in victims(self.pid)["executor"]]
             with urllib.request.urlopen(f"{self.url}/metrics") as metrics:
                 said = metrics.read().decode()
             if "Z" not in states and f"\nrstar_sandbox_executors_ready {executors}\n" in said:
                 return
             time.sleep(0.1)
-        raise output.BenchFailed(f"after the attack not all {executors} executors are back within {REST_S:g} s")
+        raise command.BenchFailed(f"after the attack not all {executors} executors are back within {REST_S:g} s")
 
     def kill_gateway(self) -> None:
         """End it as it would itself never, look for what it has left, and start another."""
         pids = self.processes()
         os.kill(self.pid, signal.SIGKILL)
         self._life.close()
-        self.left_behind += [f"process: {procs.command(pid)}" for pid in still_there(pids)]
+        self.left_behind += [f"process: {processes.command(pid)}" for pid in still_there(pids)]
         self._server = self._life.enter_context(self._start())
 
 
@@ -192,7 +195,7 @@ class Load:
             if got.status != 200:
                 self._tally.refused[got.status] += 1
                 if got.status not in (429, 503):
-                    raise output.BenchFailed(f"answered {got.status}: {(await got.text())[:500]}")
+                    raise command.BenchFailed(f"answered {got.status}: {(await got.text())[:500]}")
                 await asyncio.sleep(PAUSE_S)
                 return
             async for place, raw in _answers(got, accept, one):
@@ -210,7 +213,7 @@ class Load:
                     got.close()
                     return
         if len(answered) < len(sent):
-            raise output.BenchFailed(f"{len(sent)} calls sent, {len(answered)} answered, and the response is complete")
+            raise command.BenchFailed(f"{len(sent)} calls sent, {len(answered)} answered, and the response is complete")
 
 
 async def _answers(got: aiohttp.ClientResponse, kind: str, one: bool) -> AsyncIterator[tuple[int, dict[str, Any]]]:
@@ -245,31 +248,31 @@ class _Lines:
 def main(argv: Sequence[str] | None = None) -> int:
     """The attack; 1 if a call was lost, doubled or mixed up, or something was left behind."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("chaos", lambda: _attack(args))
+    return command.run_as_command("chaos", lambda: _attack(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("chaos", __doc__ or "")
-    parser.add_argument("--calls", type=output.count, default=20_000, help="how many calls (default: 20000)")
+    parser = command.parser("chaos", __doc__ or "")
+    parser.add_argument("--calls", type=command.count, default=20_000, help="how many calls (default: 20000)")
     parser.add_argument(
-        "--kill-every", type=output.seconds, default=1.0, metavar="S", help="mean seconds between two kills"
+        "--kill-every", type=command.seconds, default=1.0, metavar="S", help="mean seconds between two kills"
     )
     parser.add_argument(
-        "--kill-gateway", type=output.seconds, metavar="S", help="kill the gateway, too, so often (default: no)"
+        "--kill-gateway", type=command.seconds, metavar="S", help="kill the gateway, too, so often (default: no)"
     )
-    parser.add_argument("--in-flight", type=output.count, default=IN_FLIGHT, help=f"calls at once ({IN_FLIGHT})")
-    parser.add_argument("--executors", type=output.count, default=EXECUTORS, help=f"of the server ({EXECUTORS})")
+    parser.add_argument("--in-flight", type=command.count, default=IN_FLIGHT, help=f"calls at once ({IN_FLIGHT})")
+    parser.add_argument("--executors", type=command.count, default=EXECUTORS, help=f"of the server ({EXECUTORS})")
     parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
     parser.add_argument("--lean", action="store_true", help="only zygotes and riddles of the standard library")
     parser.add_argument("--seed", type=int, default=0, help="which riddles and which victims (default: 0)")
     parser.add_argument(
-        "--most-s", type=output.seconds, help="what is unanswered then is lost (default: 300 and 0.1 per call)"
+        "--most-s", type=command.seconds, help="what is unanswered then is lost (default: 300 and 0.1 per call)"
     )
     return parser
 
 
 def _attack(args: argparse.Namespace) -> int:
-    kinds = riddles.LEAN if args.lean else riddles.KINDS
+    kinds = checked_calls.LEAN if args.lean else checked_calls.KINDS
     flags = ["--isolation", args.isolation, "--executors", str(args.executors)]
     flags += ["--profiles", "bare"] if args.lean else []
     tally = Tally(args.calls)
@@ -278,10 +281,10 @@ def _attack(args: argparse.Namespace) -> int:
         os.chmod(folder, 0o711)  # calls may have to reach it as users of their own
         leftovers = Leftovers(Path(folder))
         begun = time.monotonic()
-        with ExitStack() as life, output.progress() as bar:
+        with ExitStack() as life, command.progress() as bar:
             task = bar.add_task("riddles", total=args.calls)
             target = Target(life, lambda: service.running(args.python, flags, {"TMPDIR": folder}))
-            asked = riddles.make(args.calls, args.seed, kinds)
+            asked = checked_calls.make(args.calls, args.seed, kinds)
             load = Load(target, asked, tally, random.Random(args.seed), lambda: bar.advance(task))
             asyncio.run(_under_attack(load, target, monkey, args))
             seconds = time.monotonic() - begun
@@ -290,7 +293,7 @@ def _attack(args: argparse.Namespace) -> int:
         left_behind = target.left_behind + leftovers.found(pids)
     figures = _figures(args, tally, monkey, seconds, left_behind)
     _show(figures, tally)
-    output.finish(figures, _parser(), args)
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -336,7 +339,7 @@ def _figures(
         "given_up_requests": tally.given_up,
         "refused_requests": {str(status): count for status, count in tally.refused.items()},
         "kills": {kind: monkey.kills[kind] for kind in (*BELOW, "gateway")},
-        "latency_ms": output.percentiles(tally.latencies_ms),
+        "latency_ms": command.percentiles(tally.latencies_ms),
         "left_behind": left_behind,
         "holds": not (tally.lost or tally.doubled or tally.mixed_up or left_behind),
     }
@@ -344,9 +347,9 @@ def _figures(
 
 def _show(figures: Mapping[str, Any], tally: Tally) -> None:
     names = ("calls", "seconds", "lost", "doubled", "mixed_up", "retried_calls", "resent_requests", "given_up_requests")
-    output.show("under attack", ("", ""), [(name.replace("_", " "), figures[name]) for name in names])
-    output.show("killed", ("", "times"), figures["kills"].items())
-    output.show("calls ended as", ("status", "calls"), figures["statuses"].items())
+    command.show("under attack", ("", ""), [(name.replace("_", " "), figures[name]) for name in names])
+    command.show("killed", ("", "times"), figures["kills"].items())
+    command.show("calls ended as", ("status", "calls"), figures["statuses"].items())
     for line in (*tally.examples[:SHOWN], *(f"left behind: {line}" for line in figures["left_behind"])):
         print(f"chaos: {line:.2000}", file=sys.stderr)
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.calls import labelled_calls, load_calls
+from bench.workloads.tool_calls import labelled_calls, load_calls
 from sandbox.client import AsyncClient
 from sandbox.errors import SandboxError
 from sandbox.local import local_service

@@ -2,7 +2,7 @@
 
     python -m bench.gateway [--calls 64000] [--batch 64] [--in-flight 8] [--json]
 
-Gateway, executor (`bench.stub`) and client are a process each. The client sends batches as msgpack over HTTP and looks
+Gateway, executor (`bench.servers.stub_executor`) and client are a process each. The client sends batches as msgpack over HTTP and looks
 at every result: each has the code of its own call as output. CPU is that of the gateway's process alone; what it could
 do with a core of its own is a second of that.
 """
@@ -25,7 +25,9 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from bench import output, procs, service
+from bench.harness import command as output
+from bench.probes import processes
+from bench.servers import service
 
 AT_LEAST = 8_000
 """Calls a second, which the project promises of one gateway process."""
@@ -53,13 +55,13 @@ def _measure(args: argparse.Namespace) -> int:
     with _serving() as server, output.progress() as bar:
         task = bar.add_task("calls", total=args.calls * args.rounds)
         for _ in range(args.rounds):
-            before, cpu_s = server.body_bytes(), procs.cpu_s([server.pid])
+            before, cpu_s = server.body_bytes(), processes.cpu_s([server.pid])
             wall_s = _drive(server.url, args, lambda calls: bar.advance(task, calls))
             after = server.body_bytes()
             rows.append(
                 {
                     "calls_per_s": args.calls / wall_s,
-                    "cpu_us": (procs.cpu_s([server.pid]) - cpu_s) * 1e6 / args.calls,
+                    "cpu_us": (processes.cpu_s([server.pid]) - cpu_s) * 1e6 / args.calls,
                     "bytes_in": (after["in"] - before["in"]) / args.calls,
                     "bytes_out": (after["out"] - before["out"]) / args.calls,
                 }
@@ -79,7 +81,7 @@ def _measure(args: argparse.Namespace) -> int:
 def _serving() -> Iterator[service.Service]:
     """A gateway over stubs. Raises `BenchFailed` if it does not start."""
     with tempfile.TemporaryFile() as said:
-        command = [sys.executable, "-m", "bench.stub"]
+        command = [sys.executable, "-m", "bench.servers.stub_executor"]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True)
         try:
             yield service.Service(service.address(server, said), server.pid)

@@ -2,7 +2,7 @@
 
     python -m bench.invariance [--calls FILE.jsonl] [--loops 8] [--load 2] [--json]
 
-The calls are a corpus, made up (`bench.calls`) or one's own, and others that need 0.5 to 2 times their limit: of CPU,
+The calls are a corpus, made up (`bench.workloads.tool_calls`) or one's own, and others that need 0.5 to 2 times their limit: of CPU,
 of sleep, of both in turn, in threads, in children and programs one after another, in children side by side. What they
 need is what they need on any machine: they run until the kernel has counted that much CPU time for them, so a slower
 clock or a shared cache makes them do less, not need more. Swamped means: endless loops among the calls, and busy
@@ -27,10 +27,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import output, service
 from bench.agreement import Outcome, differing
-from bench.calls import load_calls, sample_calls
+from bench.harness import command
 from bench.mixed import LOOPS, STORM_LOOP_S
+from bench.servers import service
+from bench.workloads.tool_calls import load_calls, sample_calls
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Result
 
@@ -88,21 +89,21 @@ class Change:
 def main(argv: Sequence[str] | None = None) -> int:
     """The comparison; 1 if a verdict changed, or one that is known is wrong."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("invariance", lambda: _compare(args))
+    return command.run_as_command("invariance", lambda: _compare(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("invariance", __doc__ or "")
+    parser = command.parser("invariance", __doc__ or "")
     parser.add_argument(
-        "--calls", type=output.file, metavar="FILE", help="JSONL that takes the place of the made-up corpus"
+        "--calls", type=command.file, metavar="FILE", help="JSONL that takes the place of the made-up corpus"
     )
-    parser.add_argument("--n", type=output.count, help="so many calls of the corpus (default: all; 300 if made up)")
-    parser.add_argument("--repeat", type=output.count, default=1, help="of each call with a known need (default: 1)")
+    parser.add_argument("--n", type=command.count, help="so many calls of the corpus (default: all; 300 if made up)")
+    parser.add_argument("--repeat", type=command.count, default=1, help="of each call with a known need (default: 1)")
     parser.add_argument("--needs", type=_needs, default=tuple(NEEDS), help=f"of {','.join(NEEDS)} (default: all)")
-    parser.add_argument("--limit-s", type=output.seconds, default=LIMIT_S, help="their time-out (default: 1)")
+    parser.add_argument("--limit-s", type=command.seconds, default=LIMIT_S, help="their time-out (default: 1)")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--loops", type=output.count, default=LOOP_COUNT, help="endless loops (default: 8)")
-    parser.add_argument("--load", type=output.count, default=cores, help="busy processes (default: one a core)")
+    parser.add_argument("--loops", type=command.count, default=LOOP_COUNT, help="endless loops (default: 8)")
+    parser.add_argument("--load", type=command.count, default=cores, help="busy processes (default: one a core)")
     parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
     parser.add_argument("--lean", action="store_true", help="only zygotes of the standard library, no made-up corpus")
     parser.add_argument("--seed", type=int, default=0, help="which made-up corpus (default: 0)")
@@ -120,7 +121,7 @@ def _compare(args: argparse.Namespace) -> int:
     cases = [*_corpus(args), *needing(args.needs, args.limit_s, args.repeat)]
     flags = ["--isolation", args.isolation, "--queue-timeout-s", "86400"]
     flags += ["--profiles", "bare"] if args.lean else []
-    with output.progress() as bar:
+    with command.progress() as bar:
 
         def run(name: str, server: service.Service, some: Sequence[Case], *, alone: bool) -> list[Result]:
             task = bar.add_task(name, total=len(some))
@@ -158,7 +159,7 @@ def _compare(args: argparse.Namespace) -> int:
         **summarise(cases, idle, swamped, {change.name for change in unstable}),
     }
     _show(figures, cases, idle, swamped)
-    output.finish(figures, _parser(), args)
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -255,7 +256,7 @@ def summarise(
             for name, results in (("idle", idle), ("swamped", swamped))
         },
         "run_ms": {
-            name: output.percentiles((result.usage.run_ms for result in results), (50, 90, 99))
+            name: command.percentiles((result.usage.run_ms for result in results), (50, 90, 99))
             for name, results in (("idle", idle), ("swamped", swamped))
         },
         "holds": not changes and not misjudged,
@@ -284,8 +285,8 @@ def _show(figures: Mapping[str, Any], cases: Sequence[Case], idle: Sequence[Resu
         [need, *("|".join(sorted(ends[need, f"{factor:g}"])) for factor in FACTORS)]
         for need in dict.fromkeys(need for need, _ in ends)
     ]
-    output.show("needs so much of its limit, alone→swamped", ("", *map("{:g}".format, FACTORS)), rows)
-    output.show(
+    command.show("needs so much of its limit, alone→swamped", ("", *map("{:g}".format, FACTORS)), rows)
+    command.show(
         f"{figures['calls']} calls",
         ("", ""),
         [

@@ -44,7 +44,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import output, procs, service
+from bench.harness import command as output
+from bench.probes import processes
+from bench.servers import service
 from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
@@ -209,7 +211,7 @@ class _Jail:
         for door in self._groups.doors(0) if self._groups else ():
             socket.send_fds(self._sock, [_frame({"op": "door", "slot": 0, "blobs": []})], [door])
             os.close(door)
-        pages = max(_mapped_pages(pid) for pid in procs.tree(process.pid))
+        pages = max(_mapped_pages(pid) for pid in processes.tree(process.pid))
         space = pages * os.sysconf("SC_PAGE_SIZE")
         self._sock.sendall(_frame({"op": "serve", "address_space": space, "lasting_s": WAIT_S, "blobs": []}))
 
@@ -317,7 +319,7 @@ class _Executor:
             wire.pack(["calls", [[n, {"code": code}] for n in numbers[start : start + BATCH]]])
             for start in range(0, calls, BATCH)
         ]
-        meter, start = procs.Meter(self._pid), time.perf_counter()
+        meter, start = processes.Meter(self._pid), time.perf_counter()
         self._sock.sendall(b"".join(packed))
         results: list[dict[str, Any]] = []
         while len(results) < calls:
@@ -362,13 +364,13 @@ def _executor(python: str) -> Iterator[_Executor]:
 async def _over_http(server: service.Service, code: str, calls: int) -> Cost:
     async with AsyncClient(server.url, batch_size=BATCH) as client:
         await client.execute("pass")  # the connection is there before the clock starts
-        meter, start = procs.Meter(server.pid), time.perf_counter()
+        meter, start = processes.Meter(server.pid), time.perf_counter()
         results = await client.run_batch([Call(code)] * calls)
         wall_s = time.perf_counter() - start
     return _cost(meter, wall_s, [(result.status.value, result.usage.cpu_ms) for result in results])
 
 
-def _cost(meter: procs.Meter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
+def _cost(meter: processes.Meter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
     """What `calls` (status, CPU ms) have cost each: their own as the zygote had it from the kernel, by the microsecond,
     and the service's. Raises `BenchFailed` if one did not end well."""
     own_s, whole_s, n = meter.own_s(), meter.whole_s(), len(calls)

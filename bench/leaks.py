@@ -27,9 +27,11 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from bench import output, procs, service
-from bench.calls import load_calls, sample_calls
-from bench.leftovers import Leftovers, cgroups
+from bench.harness import command
+from bench.probes import processes as procs
+from bench.probes.leftovers import Leftovers, cgroups
+from bench.servers import service
+from bench.workloads.tool_calls import load_calls, sample_calls
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Status
 
@@ -82,17 +84,19 @@ class Holdings:
 def main(argv: Sequence[str] | None = None) -> int:
     """The search; 1 if something has grown or stayed."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("leaks", lambda: _search(args))
+    return command.run_as_command("leaks", lambda: _search(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("leaks", __doc__ or "")
-    parser.add_argument("--calls", type=output.count, default=10_000, help="how many calls (default: 10000)")
+    parser = command.parser("leaks", __doc__ or "")
+    parser.add_argument("--calls", type=command.count, default=10_000, help="how many calls (default: 10000)")
     parser.add_argument(
-        "--from", dest="from_", type=output.file, metavar="FILE", help="JSONL that takes the place of the mix"
+        "--from", dest="from_", type=command.file, metavar="FILE", help="JSONL that takes the place of the mix"
     )
-    parser.add_argument("--mark", type=output.count, default=MARK, help="calls between two counts (default: 1000)")
-    parser.add_argument("--settled", type=output.count, default=SETTLED, help="growth counts from here (default: 2000)")
+    parser.add_argument("--mark", type=command.count, default=MARK, help="calls between two counts (default: 1000)")
+    parser.add_argument(
+        "--settled", type=command.count, default=SETTLED, help="growth counts from here (default: 2000)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which made-up mix (default: 0)")
     return parser
 
@@ -100,12 +104,12 @@ def _parser() -> argparse.ArgumentParser:
 def _search(args: argparse.Namespace) -> int:
     n = args.calls
     if n < args.settled + args.mark:
-        raise output.BenchFailed(f"--calls {n}: expected at least --settled + --mark = {args.settled + args.mark}")
+        raise command.BenchFailed(f"--calls {n}: expected at least --settled + --mark = {args.settled + args.mark}")
     marks: list[Holdings] = []
     statuses: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="bench-leaks-") as folder:
         leftovers = Leftovers(Path(folder))
-        with service.running(args.python, environ={"TMPDIR": folder}) as server, output.progress() as bar:
+        with service.running(args.python, environ={"TMPDIR": folder}) as server, command.progress() as bar:
             load = _Load(server, args, bar, bar.add_task("calls", total=n))
             for done in range(0, n, args.mark):
                 statuses += asyncio.run(load.run(min(args.mark, n - done)))
@@ -127,8 +131,8 @@ def _search(args: argparse.Namespace) -> int:
         "holds": not leaks and not left,
     }
     _show(figures)
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -237,8 +241,8 @@ def _at_rest(server: service.Service) -> list[int]:
 def _show(figures: Mapping[str, Any]) -> None:
     marks = figures["marks"]
     names = list(marks[0])
-    output.show("held by the server at rest", names, [[f"{mark[name]:,}" for name in names] for mark in marks])
-    output.show("calls ended as", ("status", "calls"), figures["statuses"].items())
+    command.show("held by the server at rest", names, [[f"{mark[name]:,}" for name in names] for mark in marks])
+    command.show("calls ended as", ("status", "calls"), figures["statuses"].items())
     for why, calls in figures["unavailable"].items():
         print(f"leaks: {calls} calls got no verdict: {why}", file=sys.stderr)
     for name, (then, now) in figures["grown"].items():

@@ -2,7 +2,7 @@
 
     python -m bench.mixed [--seconds 60] [--rate 10] [--loops 40] [--json]
 
-First the real mix (`bench.calls`), of which 10 % end in an error and 0.5 % are bombs: calls arrive at random moments,
+First the real mix (`bench.workloads.tool_calls`), of which 10 % end in an error and 0.5 % are bombs: calls arrive at random moments,
 at a rate that does not wait for answers, so a slow server cannot hide its queue; latency counts from the moment at
 which a call was due. The same arrivals come twice, the second time with 1 % endless loops among them, whose time-out
 is 10 s. Without `--rate` it is 60 % of what the server does when it is asked as fast as it answers.
@@ -31,8 +31,10 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from bench import output, procs, service
-from bench.calls import labelled_calls
+from bench.harness import command
+from bench.probes import processes
+from bench.servers import service
+from bench.workloads.tool_calls import labelled_calls
 
 SHARES = {"short": 0.885, "error": 0.1, "bomb": 0.005, "loop": 0.01}
 RARE = ("error", "bomb", "loop")
@@ -157,19 +159,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.isolation == "none":
         parser.error("--isolation none: there are bombs among the calls; expected a level that holds them")
-    return output.run_as_command("mixed", lambda: _mixed(args))
+    return command.run_as_command("mixed", lambda: _mixed(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("mixed", __doc__ or "")
+    parser = command.parser("mixed", __doc__ or "")
     parser.add_argument("--parts", choices=["both", "traffic", "storm"], default="both", help="(default: both)")
-    parser.add_argument("--seconds", type=output.seconds, default=60.0, help="of arrivals, twice (default: 60)")
-    parser.add_argument("--rate", type=output.seconds, metavar="CALLS_PER_S", help="arrivals (default: 60 %% of most)")
-    parser.add_argument("--loop-s", type=output.seconds, default=LOOP_S, help="time-out of the endless (default: 10)")
-    parser.add_argument("--calibration", type=output.count, default=200, help="calls to find the most (default: 200)")
-    parser.add_argument("--loops", type=output.count, default=40, help="endless loops of the storm (default: 40)")
+    parser.add_argument("--seconds", type=command.seconds, default=60.0, help="of arrivals, twice (default: 60)")
+    parser.add_argument("--rate", type=command.seconds, metavar="CALLS_PER_S", help="arrivals (default: 60 %% of most)")
+    parser.add_argument("--loop-s", type=command.seconds, default=LOOP_S, help="time-out of the endless (default: 10)")
+    parser.add_argument("--calibration", type=command.count, default=200, help="calls to find the most (default: 200)")
+    parser.add_argument("--loops", type=command.count, default=40, help="endless loops of the storm (default: 40)")
     parser.add_argument("--loop-kinds", choices=["plain", "all"], default="plain", help="all: threads, children, too")
-    parser.add_argument("--short", type=output.count, default=200, help="short calls of the storm (default: 200)")
+    parser.add_argument("--short", type=command.count, default=200, help="short calls of the storm (default: 200)")
     parser.add_argument("--isolation", default="auto", help="level of the server, not none (default: auto)")
     parser.add_argument("--lean", action="store_true", help="only zygotes, and the part of the mix, without libraries")
     parser.add_argument("--seed", type=int, default=0, help="which calls, and when (default: 0)")
@@ -180,7 +182,7 @@ def _mixed(args: argparse.Namespace) -> int:
     flags = ["--isolation", args.isolation, *(["--profiles", "bare"] if args.lean else [])]
     figures: dict[str, Any] = {"bench": "mixed", "isolation": args.isolation, "missed": []}
     examples: list[str] = []
-    with service.running(args.python, flags) as server, output.progress() as bar:
+    with service.running(args.python, flags) as server, command.progress() as bar:
         if args.parts != "storm":
             rate, most, without, with_loops = asyncio.run(_traffic(server, args, bar))
             figures["traffic"] = {"seconds": args.seconds, "rate": round(rate, 2), "closed_loop_rate": most}
@@ -194,8 +196,8 @@ def _mixed(args: argparse.Namespace) -> int:
         figures["missed"] += figures.get(part, {}).get("missed", [])
     figures["holds"] = not figures["missed"]
     _show(figures, examples)
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -253,11 +255,11 @@ async def _traffic(
         rate = args.rate or most * RATE_SHARE
         due = arrivals(rate, args.seconds, args.seed, args.loop_s, families)
         if not any(one.group in SHORT for one in due):
-            raise output.BenchFailed(f"{rate:.2g} calls/s for {args.seconds:g} s are none; expected more of either")
+            raise command.BenchFailed(f"{rate:.2g} calls/s for {args.seconds:g} s are none; expected more of either")
         tallies = []
         for name, some in (("without loops", [one for one in due if one.group != "loop"]), ("with loops", due)):
             task = bar.add_task(name, total=len(some))
-            meter, sent = procs.Meter(server.pid), sum(server.body_bytes().values())
+            meter, sent = processes.Meter(server.pid), sum(server.body_bytes().values())
             tally = await offer(http, server.url, some, lambda task=task: bar.advance(task))
             tally.server_cpu_ms = meter.whole_s() * 1e3
             tally.body_bytes = sum(server.body_bytes().values()) - sent
@@ -291,7 +293,7 @@ async def offer(http: aiohttp.ClientSession, url: str, due: Sequence[Arrival], s
         tally.late_ms.append((time.perf_counter() - begun - one.at_s) * 1e3)
         try:
             result = await _execute(http, url, one.call)
-        except (aiohttp.ClientError, OSError, output.BenchFailed) as why:  # it is lost
+        except (aiohttp.ClientError, OSError, command.BenchFailed) as why:  # it is lost
             tally.examples.append(f"{one.group} without an answer: {why!r}")
         else:
             tally.take(one, result, time.perf_counter() - begun - one.at_s)
@@ -311,7 +313,7 @@ async def offer(http: aiohttp.ClientSession, url: str, due: Sequence[Arrival], s
 
 def summarise(without: Tally, with_loops: Tally) -> dict[str, Any]:
     """The figures of the same arrivals without and with endless loops, and which promises they miss."""
-    shorts = [output.percentiles(tally.short_ms(), POINTS) for tally in (without, with_loops)]
+    shorts = [command.percentiles(tally.short_ms(), POINTS) for tally in (without, with_loops)]
     ratios = {name: round(shorts[1][name] / shorts[0][name], 2) for name in shorts[0] if name in shorts[1]}
     tallies = (without, with_loops)
     lost = sum(tally.asked - tally.answered for tally in tallies)
@@ -326,15 +328,15 @@ def summarise(without: Tally, with_loops: Tally) -> dict[str, Any]:
         figures[name] = {
             "calls": tally.asked,
             "short_ms": short_ms,
-            "by_family_ms": {family: output.percentiles(tally.short_ms(family), POINTS) for family in families},
+            "by_family_ms": {family: command.percentiles(tally.short_ms(family), POINTS) for family in families},
             "loops": len(tally.latencies_ms.get(("loop", "loop"), ())),
-            "loop_ms": output.percentiles(tally.latencies_ms.get(("loop", "loop"), ()), POINTS),
+            "loop_ms": command.percentiles(tally.latencies_ms.get(("loop", "loop"), ()), POINTS),
             "bombs": len(tally.latencies_ms.get(("bomb", "bomb"), ())),
             "cpu_ms": round(statistics.fmean(tally.short_cpu_ms() or [0.0]) + tally.service_cpu_ms(), 3),
-            "call_cpu_ms": output.quantiles(tally.short_cpu_ms()),
+            "call_cpu_ms": command.quantiles(tally.short_cpu_ms()),
             "bytes": round(tally.body_bytes / max(1, tally.answered)),
             "statuses": dict(tally.statuses.most_common()),
-            "sent_late_ms": output.percentiles(tally.late_ms, POINTS),
+            "sent_late_ms": command.percentiles(tally.late_ms, POINTS),
         }
     return figures
 
@@ -420,7 +422,7 @@ async def _one_by_one(
 def summarise_storm(storm: Storm) -> dict[str, Any]:
     """The figures of a storm, and which promises they miss."""
     phases = {"calm": storm.calm_ms, "arriving": storm.arriving_ms, "storm": storm.storm_ms}
-    points = {phase: output.percentiles(values, POINTS) for phase, values in phases.items()}
+    points = {phase: command.percentiles(values, POINTS) for phase, values in phases.items()}
     ratios, missed = {}, []
     for phase, bound in MAX_P90_RATIO.items():
         ratios[phase] = round(points[phase]["p90"] / points["calm"]["p90"], 2)
@@ -462,7 +464,7 @@ async def _posted(http: aiohttp.ClientSession, url: str, body: Any) -> AsyncIter
     headers["Accept"] = "application/x-msgpack-stream" if stream else "application/msgpack"
     async with http.post(url, data=io.BytesIO(msgpack.packb(body)), headers=headers) as got:
         if got.status != 200:
-            raise output.BenchFailed(f"answered {got.status}: {(await got.text())[:500]}")
+            raise command.BenchFailed(f"answered {got.status}: {(await got.text())[:500]}")
         yield got
 
 
@@ -484,10 +486,10 @@ def _show(figures: Mapping[str, Any], examples: Sequence[str]) -> None:
         rows.append(["ratio", *traffic["ratio"].values()])
         calls, loops = traffic["with_loops"]["calls"], traffic["with_loops"]["loops"]
         title = f"{traffic['rate']:g} calls/s for {traffic['seconds']:g} s: {calls} calls, {loops} of them endless"
-        output.show(title, columns, rows)
+        command.show(title, columns, rows)
     if storm := figures.get("storm"):
         rows = [[label, *(f"{ms:,.0f}" for ms in storm[name].values())] for label, name in STORM_ROWS]
-        output.show(f"{storm['running']} of {storm['loops']} endless loops running", columns, rows)
+        command.show(f"{storm['running']} of {storm['loops']} endless loops running", columns, rows)
     for line in (*examples[:SHOWN], *figures["missed"]):
         print(f"mixed: {line:.2000}", file=sys.stderr)
 

@@ -26,10 +26,11 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from bench import output, service
-from bench.calls import labelled_calls
-from bench.fresh import Fresh, interpreters
+from bench.harness import command
+from bench.servers import service
+from bench.servers.fresh_interpreter import Fresh, interpreters
 from bench.throughput import KINDS
+from bench.workloads.tool_calls import labelled_calls
 from sandbox.client import AsyncClient
 from sandbox.errors import SandboxError
 from sandbox.types import DEFAULT_LIMITS, Call
@@ -135,7 +136,7 @@ class SandboxFusion:
 
 
 class FreshInterpreter:
-    """No HTTP: `bench.fresh`, which is the least that a call can cost without a warm interpreter."""
+    """No HTTP: `bench.servers.fresh_interpreter`, which is the least that a call can cost without a warm interpreter."""
 
     name = FRESH
     batch = 1
@@ -179,19 +180,19 @@ class Tally:
 def main(argv: Sequence[str] | None = None) -> int:
     """The comparison; 1 if our own service left a call without its right verdict."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("peers", lambda: asyncio.run(_compare(args)))
+    return command.run_as_command("peers", lambda: asyncio.run(_compare(args)))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("peers", __doc__ or "")
+    parser = command.parser("peers", __doc__ or "")
     names = [kind.name for kind in KINDS]
-    parser.add_argument("--url", type=output.url, help="our service (default: one is started)")
-    parser.add_argument("--code-judge", type=output.url, metavar="URL", help="a code-judge that runs there")
-    parser.add_argument("--sandbox-fusion", type=output.url, metavar="URL", help="a SandboxFusion that runs there")
+    parser.add_argument("--url", type=command.url, help="our service (default: one is started)")
+    parser.add_argument("--code-judge", type=command.url, metavar="URL", help="a code-judge that runs there")
+    parser.add_argument("--sandbox-fusion", type=command.url, metavar="URL", help="a SandboxFusion that runs there")
     parser.add_argument("--kinds", nargs="+", choices=names, default=names, help="kinds of calls (default: all)")
-    parser.add_argument("--seconds", type=output.seconds, default=5.0, help="of each in each round (default: 5)")
-    parser.add_argument("--rounds", type=output.count, default=3, help="rounds (default: 3)")
-    parser.add_argument("--at-once", type=output.count, default=64, help="calls in flight (default: 64)")
+    parser.add_argument("--seconds", type=command.seconds, default=5.0, help="of each in each round (default: 5)")
+    parser.add_argument("--rounds", type=command.count, default=3, help="rounds (default: 3)")
+    parser.add_argument("--at-once", type=command.count, default=64, help="calls in flight (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="which made-up mix (default: 0)")
     return parser
 
@@ -203,7 +204,7 @@ async def _compare(args: argparse.Namespace) -> int:
         works = {kind: await _works(kind, fresh, args.seed) for kind in args.kinds}
         for system in systems:
             await _check(system)
-        bar = stack.enter_context(output.progress())
+        bar = stack.enter_context(command.progress())
         task = bar.add_task("rounds", total=args.rounds * len(works) * len(systems))
         tallies: dict[str, dict[str, list[Tally]]] = {kind: {s.name: [] for s in systems} for kind in works}
         for _ in range(args.rounds):
@@ -215,8 +216,8 @@ async def _compare(args: argparse.Namespace) -> int:
     figures |= {name: getattr(args, name) for name in ("seconds", "rounds", "at_once")}
     figures |= summarise(tallies)
     _show(figures)
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -241,7 +242,7 @@ async def _works(kind: str, fresh: Fresh, seed: int) -> list[Work]:
     call = {"code": next(one.code for one in KINDS if one.name == kind)}
     run = await asyncio.to_thread(fresh.run, call)
     if run.exit_code:
-        raise output.BenchFailed(
+        raise command.BenchFailed(
             f"{kind}: expected exit code 0 of a fresh interpreter, got {run.exit_code}:\n{run.stderr}"
         )
     return [Work(call, "ok", run.stdout)]
@@ -253,9 +254,9 @@ async def _check(system: System) -> None:
     try:
         answers = [answer async for _, answer in system.ask([work.call])]
     except (aiohttp.ClientError, SandboxError, TimeoutError, ValueError, KeyError, TypeError) as why:
-        raise output.BenchFailed(f"{system.name}: expected an answer, got {_reason(why)}") from None
+        raise command.BenchFailed(f"{system.name}: expected an answer, got {_reason(why)}") from None
     if not answers or not work.is_right(answers[0]):
-        raise output.BenchFailed(f"{system.name}: expected 42, got {answers}")
+        raise command.BenchFailed(f"{system.name}: expected 42, got {answers}")
 
 
 async def drive(system: System, works: Sequence[Work], seconds: float) -> Tally:
@@ -360,9 +361,9 @@ def _row(rounds: Sequence[Tally]) -> dict[str, Any]:
     why = sum((tally.why for tally in rounds), Counter[str]())
     return {
         "calls": sum(tally.calls for tally in rounds),
-        "calls_per_s": output.median(((tally.right + tally.wrong) / tally.seconds for tally in rounds), 1),
-        "machine_cpu_ms": output.median((tally.cpu_s * 1e3 / max(1, tally.calls) for tally in rounds), 2),
-        "latency_ms": output.percentiles([ms for tally in rounds for ms in tally.latencies_ms]),
+        "calls_per_s": command.median(((tally.right + tally.wrong) / tally.seconds for tally in rounds), 1),
+        "machine_cpu_ms": command.median((tally.cpu_s * 1e3 / max(1, tally.calls) for tally in rounds), 2),
+        "latency_ms": command.percentiles([ms for tally in rounds for ms in tally.latencies_ms]),
         "right": sum(tally.right for tally in rounds),
         "wrong": sum(tally.wrong for tally in rounds),
         "unanswered": why.total(),
@@ -378,7 +379,7 @@ def _show(figures: Mapping[str, Any]) -> None:
             times = [f"{row['latency_ms'].get(point, 0):,.0f}" for point in ("p50", "p99")]
             counts = (f"{row[count]:,}" for count in ("calls", "wrong", "unanswered"))
             shown.append((name, f"{row['calls_per_s']:,.1f}", *times, row["machine_cpu_ms"], *counts))
-        output.show(kind, columns, shown)
+        command.show(kind, columns, shown)
     for line in figures["faster"] + figures["missed"]:
         print(f"peers: {line}", file=sys.stderr)
     for kind, rows in figures["kinds"].items():

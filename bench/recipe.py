@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench import output
+from bench.harness import command
 from trainer.config import load
 from trainer.recipe.runner import Run, UnitFailed, recipe
 
@@ -30,11 +30,11 @@ Figures = Mapping[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """The recipe; 1 if it failed, or something that is asked of it does not hold."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("recipe", lambda: _measure(args))
+    return command.run_as_command("recipe", lambda: _measure(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("recipe", __doc__ or "")
+    parser = command.parser("recipe", __doc__ or "")
     parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="of the run (default: runs/recipe)")
     parser.add_argument("--config", type=Path, default=CONFIG, help="(default: configs/tiny.toml)")
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
@@ -47,14 +47,14 @@ def _measure(args: argparse.Namespace) -> int:
     try:
         run = recipe(replace(config, run_dir=str(args.folder)))
     except UnitFailed as why:
-        raise output.BenchFailed(str(why)) from None
+        raise command.BenchFailed(str(why)) from None
     figures = {"bench": "recipe", "config": args.config.name, **measured(run, perf_counter() - began)}
     columns = {name: name.replace("_", " ") for name in ("accuracy", "tool_error_ratio", "one_answer", "seconds")}
     rows = ((row["name"], *(f"{row[name]:.3f}" for name in columns)) for row in figures["stages"])
-    output.show(f"{args.config.name}: {figures['seconds']:.0f} s", ("", *columns.values()), rows)
-    output.show_asked("What is asked of it", figures["verdicts"])
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.show(f"{args.config.name}: {figures['seconds']:.0f} s", ("", *columns.values()), rows)
+    command.show_asked("What is asked of it", figures["verdicts"])
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0 if all(row["holds"] for row in figures["verdicts"]) else 1
 
 
@@ -64,7 +64,7 @@ def measured(run: Run, seconds: float = 0.0) -> dict[str, Any]:
     stages = run.summary()["stages"]
     steps = [row for row in run.record.metrics() if "seconds_step" in row]
     if not steps or len(stages) < 2:
-        raise output.BenchFailed(f"{run.folder}: expected SFT and a stage of RL, each evaluated")
+        raise command.BenchFailed(f"{run.folder}: expected SFT and a stage of RL, each evaluated")
     whole_s = sum(row["seconds_step"] for row in steps)
     found: dict[str, Any] = {
         "stages": [

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench import output
+from bench.harness import command as output
 from bench.layers import AT_MOST
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from bench import output
+from bench.harness import command
 from trainer.config import RunConfig, load
 from trainer.recipe.evaluation import outcomes_of, report
 from trainer.recipe.runner import Run, Unit, UnitFailed, recipe
@@ -61,13 +61,13 @@ Figures = Mapping[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """The comparison; 1 if a run failed."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("roc", lambda: _compare(args))
+    return command.run_as_command("roc", lambda: _compare(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("roc", __doc__ or "")
-    parser.add_argument("--seeds", type=output.count, default=5, help="how many, from 0 up (default: 5)")
-    parser.add_argument("--steps", type=output.count, default=30, help="of RL (default: 30)")
+    parser = command.parser("roc", __doc__ or "")
+    parser.add_argument("--seeds", type=command.count, default=5, help="how many, from 0 up (default: 5)")
+    parser.add_argument("--steps", type=command.count, default=30, help="of RL (default: 30)")
     parser.add_argument("--arms", type=_arms, default=_arms(DEFAULT_ARMS), help=f"of {','.join(ARMS)}")
     parser.add_argument("--folder", type=Path, default=Path("runs/roc"), help="where the runs are (default: runs/roc)")
     parser.add_argument("--config", type=Path, default=CONFIG, help="what all arms share (default: configs/tiny.toml)")
@@ -85,7 +85,7 @@ def _arms(text: str) -> tuple[str, ...]:
 def _compare(args: argparse.Namespace) -> int:
     shared = load(args.config, {}, args.set)
     if not shared.stages:
-        raise output.BenchFailed(f"{args.config}: expected a stage, for the lengths and turns that all arms have")
+        raise command.BenchFailed(f"{args.config}: expected a stage, for the lengths and turns that all arms have")
     seeds = []
     try:
         for seed in range(args.seeds):
@@ -96,11 +96,11 @@ def _compare(args: argparse.Namespace) -> int:
                 rows[arm] = measured(recipe(config, say=_say), STAGE)
             seeds.append(rows)
     except UnitFailed as why:
-        raise output.BenchFailed(str(why)) from None
+        raise command.BenchFailed(str(why)) from None
     figures = {"bench": "roc", "steps": args.steps, "group": GROUP, **summary(seeds)}
     _show(figures)
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0
 
 
@@ -192,8 +192,8 @@ def _show(figures: Figures) -> None:
 
 
 def _show_arms(title: str, names: Mapping[str, str], arms: Mapping[str, Figures]) -> None:
-    rows = ((shown, *(output.spread(its[name]) for its in arms.values())) for name, shown in names.items())
-    output.show(title, ("", *arms), rows)
+    rows = ((shown, *(command.spread(its[name]) for its in arms.values())) for name, shown in names.items())
+    command.show(title, ("", *arms), rows)
 
 
 def _of(seeds: Sequence[Mapping[str, Figures]], arm: str, name: str) -> list[float | None]:
@@ -213,7 +213,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _say(text: str) -> None:
-    output.CONSOLE.print(text, highlight=False)
+    command.CONSOLE.print(text, highlight=False)
 
 
 if __name__ == "__main__":

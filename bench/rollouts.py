@@ -39,8 +39,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench import output
-from bench.rollout_sim import ORACLE, Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
+from bench.harness import command as output
+from bench.simulator.simulation import ORACLE, Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
 from trainer.config import load
 from trainer.recipe.resource_plan import plan as plan_of
 from trainer.scheduling.scheduler import POLICIES
@@ -518,7 +518,7 @@ def _finish(
     show(title, figures)
     output.plot(args.plot, lambda axes: draw(axes, figures))
     if args.gantt:
-        from bench.rollout_plot import gantt
+        from bench.simulator.timeline import gantt
 
         gantt(args.gantt, title, lines, {policy: found[0]["makespan_s"] for policy, found in rows.items()})
     output.finish(figures, _parser(), args)
@@ -563,7 +563,7 @@ def _real(args: argparse.Namespace) -> int:
 async def _play(
     args: argparse.Namespace, missing: Sequence[tuple[int, str]], passes: Passes, log: Path, folder: Path
 ) -> None:
-    from bench.rollout_live import Bench
+    from bench.simulator.testbed import Bench
 
     def note(row: Mapping[str, Any]) -> None:
         with log.open("a", encoding="utf-8") as file:
@@ -600,7 +600,7 @@ def _read(log: Path) -> tuple[Played, Passes]:
 
 def _write_fit(passes: Passes, engines: int) -> dict[str, Any]:
     """The constants that all passes come to, which are the profile cpu-tiny from now on."""
-    from bench.rollout_live import Batch, fitted
+    from bench.simulator.testbed import Batch, fitted
 
     if not passes:
         raise output.BenchFailed("expected rounds that were played with --fit, got a log without any")

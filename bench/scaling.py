@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import output
+from bench.harness import command as output
 
 RESULTS = Path(__file__).with_name("results")
 SOURCES = {

@@ -2,10 +2,10 @@
 
     python -m bench.soak [--calls 1000000 | --seconds 3600] [--in-flight 256] [--json]
 
-The calls are riddles, of which each has an answer of its own (`bench.riddles`), asked as `bench.chaos` asks them, in
+The calls are riddles, of which each has an answer of its own (`bench.workloads.checked_calls`), asked as `bench.chaos` asks them, in
 every form there is, some requests given up half-way; nothing is killed. Meanwhile memory, descriptors, processes,
 zombies, mounts and control groups of the server are looked at, and what rises over the last half by more than noise
-is growth (`bench.growth`). Four times the traffic rests, and what the server holds then is counted exactly, as
+is growth (`bench.harness.statistics`). Four times the traffic rests, and what the server holds then is counted exactly, as
 `bench.leaks` does. After its end nothing may be left. The kernel's slab is shown and not judged: it is the machine's.
 """
 
@@ -25,12 +25,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import growth, output, procs, riddles, service
 from bench.chaos import Load, Tally, Target
+from bench.harness import command, statistics
 from bench.leaks import Holdings, grown, holdings
-from bench.leftovers import Leftovers, cgroups
-from bench.riddles import Riddle
-from bench.watch import Watch
+from bench.probes import processes as procs
+from bench.probes.leftovers import Leftovers, cgroups
+from bench.probes.sampler import Watch
+from bench.servers import service
+from bench.workloads import checked_calls
+from bench.workloads.checked_calls import Riddle
 
 CALLS = 1_000_000
 IN_FLIGHT = 256
@@ -68,16 +71,16 @@ class Sight:
 def main(argv: Sequence[str] | None = None) -> int:
     """The soak; 1 if an answer is missing or wrong, or something grows or stays."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("soak", lambda: _soak(args))
+    return command.run_as_command("soak", lambda: _soak(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("soak", __doc__ or "")
+    parser = command.parser("soak", __doc__ or "")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--calls", type=output.count, help=f"how many (default: {CALLS})")
-    size.add_argument("--seconds", type=output.seconds, help="or for how long")
-    parser.add_argument("--in-flight", type=output.count, default=IN_FLIGHT, help=f"calls at once ({IN_FLIGHT})")
-    parser.add_argument("--look-every", type=output.seconds, default=LOOK_EVERY_S, metavar="S", help="(default: 2)")
+    size.add_argument("--calls", type=command.count, help=f"how many (default: {CALLS})")
+    size.add_argument("--seconds", type=command.seconds, help="or for how long")
+    parser.add_argument("--in-flight", type=command.count, default=IN_FLIGHT, help=f"calls at once ({IN_FLIGHT})")
+    parser.add_argument("--look-every", type=command.seconds, default=LOOK_EVERY_S, metavar="S", help="(default: 2)")
     parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
     parser.add_argument("--lean", action="store_true", help="only zygotes and riddles of the standard library")
     parser.add_argument("--seed", type=int, default=0, help="which riddles (default: 0)")
@@ -93,7 +96,7 @@ def _soak(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-soak-") as folder:
         os.chmod(folder, 0o711)  # calls may have to reach it as users of their own
         leftovers = Leftovers(Path(folder))
-        with ExitStack() as life, output.progress() as bar:
+        with ExitStack() as life, command.progress() as bar:
             target = Target(life, lambda: service.running(args.python, flags, {"TMPDIR": folder}))
             task = bar.add_task("riddles", total=None if args.seconds else args.calls or CALLS)
             begun = time.monotonic()
@@ -118,16 +121,16 @@ def _soak(args: argparse.Namespace) -> int:
         **summarise(tally, sights, marks, left_behind),
     }
     _show(figures, tally)
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
 def _asked(tally: Tally, args: argparse.Namespace, stretch: int) -> Iterator[Riddle]:
     """The riddles of one stretch, counted as they are asked: its share of the calls, or as many as its time allows."""
-    kinds = riddles.LEAN if args.lean else riddles.KINDS
+    kinds = checked_calls.LEAN if args.lean else checked_calls.KINDS
     endless = itertools.count(stretch << 20)
-    source = (one for number in endless for one in riddles.make(CHUNK, args.seed + number, kinds))
+    source = (one for number in endless for one in checked_calls.make(CHUNK, args.seed + number, kinds))
     whole = args.calls or CALLS
     share = whole * (stretch + 1) // STRETCHES - whole * stretch // STRETCHES
     give_up = time.monotonic() + (args.seconds or 0.0) / STRETCHES
@@ -197,7 +200,7 @@ def summarise(
     missed = [f"{count} {name.replace('_', ' ')}, expected none" for name, count in bad.items() if count]
     if not rises:
         missed.append(
-            f"{len(half)} looks in the last half, expected {growth.LEAST} at least: more calls, or more looks"
+            f"{len(half)} looks in the last half, expected {statistics.LEAST} at least: more calls, or more looks"
         )
     for name, rise in rises.items():
         if rise.is_line if name in MEMORY else name in TOLERANCE and rise.is_over(TOLERANCE[name]):
@@ -209,7 +212,7 @@ def summarise(
         **{name: count for name, count in bad.items() if name != "left_behind"},
         "statuses": dict(tally.statuses.most_common()),
         "given_up_requests": tally.given_up,
-        "latency_ms": output.percentiles(tally.latencies_ms, (50, 90, 99)),
+        "latency_ms": command.percentiles(tally.latencies_ms, (50, 90, 99)),
         "looks": len(sights),
         "last_half": {
             name: {
@@ -228,11 +231,13 @@ def summarise(
     }
 
 
-def growths(sights: Sequence[Sight]) -> dict[str, growth.Growth]:
+def growths(sights: Sequence[Sight]) -> dict[str, statistics.Growth]:
     """Growth of each number that is looked at; none if there are too few looks."""
-    if len(sights) < growth.LEAST:
+    if len(sights) < statistics.LEAST:
         return {}
-    return {name: growth.of([getattr(sight, name) for sight in sights]) for name in (*MEMORY, *TOLERANCE, "slab_mb")}
+    return {
+        name: statistics.of([getattr(sight, name) for sight in sights]) for name in (*MEMORY, *TOLERANCE, "slab_mb")
+    }
 
 
 def _show(figures: Mapping[str, Any], tally: Tally) -> None:
@@ -240,12 +245,12 @@ def _show(figures: Mapping[str, Any], tally: Tally) -> None:
         (name.replace("_", " "), f"{row['median']:,}", f"{row['growth']:+,}", f"{row['noise']:,}")
         for name, row in figures["last_half"].items()
     ]
-    output.show("over the last half", ("", "median", "growth", "noise"), rows)
+    command.show("over the last half", ("", "median", "growth", "noise"), rows)
     marks = figures["at_rest"]
-    output.show("held at rest", list(marks[0]), [[f"{mark[name]:,}" for name in mark] for mark in marks])
+    command.show("held at rest", list(marks[0]), [[f"{mark[name]:,}" for name in mark] for mark in marks])
     names = ("calls", "seconds", "lost", "doubled", "mixed_up", "unavailable", "given_up_requests", "looks")
     rows = [(name.replace("_", " "), f"{figures[name]:,}") for name in names]
-    output.show("in all", ("", ""), [*rows, ("calls/s by quarter", " ".join(map(str, figures["calls_per_s"])))])
+    command.show("in all", ("", ""), [*rows, ("calls/s by quarter", " ".join(map(str, figures["calls_per_s"])))])
     for line in (*tally.examples[:SHOWN], *figures["left_behind"][:SHOWN], *figures["missed"]):
         print(f"soak: {line:.2000}", file=sys.stderr)
 

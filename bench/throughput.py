@@ -3,7 +3,7 @@
     python -m bench.throughput [--kinds print,numpy,sympy,mix] [--calls FILE.jsonl] [--scale 0.5] [--json]
 
 The service gets batches of 64 from `sandbox.client` on the same cores, four at a time; the fresh interpreters run the
-same code, as many at once as there are cores (`bench.fresh`). The two take turns within a round, and medians over the
+same code, as many at once as there are cores (`bench.servers.fresh_interpreter`). The two take turns within a round, and medians over the
 rounds of each round's own ratio are what counts. Memory is taken in a pass of its own, since looking costs time.
 """
 
@@ -21,9 +21,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bench import output, procs, service
-from bench.calls import load_calls, sample_calls
-from bench.fresh import Fresh, interpreters
+from bench.harness import command
+from bench.probes import processes
+from bench.servers import service
+from bench.servers.fresh_interpreter import Fresh, interpreters
+from bench.workloads.tool_calls import load_calls, sample_calls
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Status
 
@@ -65,16 +67,16 @@ class Pace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The comparison; 1 if a promised ratio is missed."""
     args = _parser().parse_args(argv)
-    return output.run_as_command("throughput", lambda: _compare(args))
+    return command.run_as_command("throughput", lambda: _compare(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("throughput", __doc__ or "")
+    parser = command.parser("throughput", __doc__ or "")
     names = ",".join(kind.name for kind in KINDS)
     parser.add_argument("--kinds", type=_kinds, default=KINDS, help=f"of {names} (default: all)")
-    parser.add_argument("--calls", type=output.file, metavar="FILE", help="JSONL that takes the place of the mix")
+    parser.add_argument("--calls", type=command.file, metavar="FILE", help="JSONL that takes the place of the mix")
     parser.add_argument("--seed", type=int, default=0, help="which made-up mix (default: 0)")
-    parser.add_argument("--rounds", type=output.count, default=5, help="rounds (default: 5)")
+    parser.add_argument("--rounds", type=command.count, default=5, help="rounds (default: 5)")
     parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of calls (default: 1)")
     return parser
 
@@ -95,7 +97,7 @@ def _compare(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         server = stack.enter_context(service.running(python))
         fresh = stack.enter_context(interpreters(python))
-        bar = stack.enter_context(output.progress())
+        bar = stack.enter_context(command.progress())
         task = bar.add_task("rounds", total=2 * len(args.kinds) * args.rounds + len(args.kinds))
         for _ in range(args.rounds):
             for kind in args.kinds:
@@ -113,8 +115,8 @@ def _compare(args: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"bench": "throughput", "rounds": args.rounds, "scale": args.scale}
     figures |= {"batch": BATCH, "in_flight": IN_FLIGHT, "holds": all(r["holds"] for r in rows.values()), "kinds": rows}
     _show(figures)
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
+    command.plot(args.plot, lambda axes: draw(axes, figures))
+    command.finish(figures, _parser(), args)
     return 0 if figures["holds"] else 1
 
 
@@ -124,7 +126,7 @@ def _calls_of(kind: Kind, args: argparse.Namespace) -> list[dict[str, Any]]:
         return [{"code": kind.code}] * n
     calls = load_calls(args.calls)[:n] if args.calls else sample_calls(n, args.seed)
     if not calls:
-        raise output.BenchFailed("expected at least one call, got none")
+        raise command.BenchFailed("expected at least one call, got none")
     return calls
 
 
@@ -148,13 +150,13 @@ async def _over_http(server: service.Service, raw: Sequence[dict[str, Any]]) -> 
                     latencies.append((time.perf_counter() - sent) * 1e3)
                     statuses[result.status.value] += 1
 
-        meter, start = procs.Meter(server.pid), time.perf_counter()
+        meter, start = processes.Meter(server.pid), time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(IN_FLIGHT):
                 group.create_task(send())
         wall_s, cpu_s = time.perf_counter() - start, meter.whole_s()
     if statuses[Status.UNAVAILABLE.value]:
-        raise output.BenchFailed(f"{statuses[Status.UNAVAILABLE.value]} of {len(calls)} calls got no verdict")
+        raise command.BenchFailed(f"{statuses[Status.UNAVAILABLE.value]} of {len(calls)} calls got no verdict")
     return Pace(len(calls) / wall_s, cpu_s * 1e3 / len(calls), tuple(latencies), statuses)
 
 
@@ -170,12 +172,12 @@ def _fresh(fresh: Fresh, calls: Sequence[dict[str, Any]]) -> Pace:
 @contextmanager
 def _watching_memory(server: service.Service) -> Iterator[list[float]]:
     """Collects the MiB of the whole tree, twice a second, once at least."""
-    seen = [procs.pss_mb(server.processes())]
+    seen = [processes.pss_mb(server.processes())]
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(SAMPLE_S):
-            seen.append(procs.pss_mb(server.processes()))
+            seen.append(processes.pss_mb(server.processes()))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -189,19 +191,19 @@ def _watching_memory(server: service.Service) -> Iterator[list[float]]:
 def summarise(kind: Kind, ours: Sequence[Pace], theirs: Sequence[Pace], memory_mb: float) -> dict[str, Any]:
     """The figures of one kind of call, over all rounds."""
     ratio = statistics.median(a.calls_per_s / b.calls_per_s for a, b in zip(ours, theirs, strict=True))
-    latency = output.percentiles([ms for pace in ours for ms in pace.latencies_ms])
+    latency = command.percentiles([ms for pace in ours for ms in pace.latencies_ms])
     return {
         "calls": sum(len(pace.latencies_ms) for pace in ours),
-        "calls_per_s": output.median((pace.calls_per_s for pace in ours), 1),
-        "cpu_ms": output.median(pace.cpu_ms for pace in ours),
+        "calls_per_s": command.median((pace.calls_per_s for pace in ours), 1),
+        "cpu_ms": command.median(pace.cpu_ms for pace in ours),
         "latency_ms": latency,
         "memory_mb": memory_mb,
         "statuses": dict(sum((pace.statuses for pace in ours), Counter())),
         "fresh": {
             "calls": sum(len(pace.latencies_ms) for pace in theirs),
-            "calls_per_s": output.median((pace.calls_per_s for pace in theirs), 1),
-            "cpu_ms": output.median(pace.cpu_ms for pace in theirs),
-            "latency_ms": output.percentiles([ms for pace in theirs for ms in pace.latencies_ms]),
+            "calls_per_s": command.median((pace.calls_per_s for pace in theirs), 1),
+            "cpu_ms": command.median(pace.cpu_ms for pace in theirs),
+            "latency_ms": command.percentiles([ms for pace in theirs for ms in pace.latencies_ms]),
         },
         "ratio": round(ratio, 2),
         "at_least": kind.at_least,
@@ -226,7 +228,7 @@ def _show(figures: dict[str, Any]) -> None:
         )
         for name, row in figures["kinds"].items()
     ]
-    output.show("isolated over HTTP, beside a fresh interpreter per call", columns, rows)
+    command.show("isolated over HTTP, beside a fresh interpreter per call", columns, rows)
 
 
 def draw(axes: Any, figures: Mapping[str, Any]) -> None:

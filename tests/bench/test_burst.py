@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestServer
 
 from bench import burst
 from bench.burst import FORMS, Held, Run
-from bench.service import Service
-from bench.watch import Watch
+from bench.probes.sampler import Watch
+from bench.servers.service import Service
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from tests.executor.calling import OWN_PYTHON

@@ -12,16 +12,19 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench import chaos, riddles
+from bench import chaos
 from bench.chaos import Load, Tally, Target
-from bench.output import BenchFailed
+from bench.harness.command import BenchFailed
+from bench.workloads import checked_calls
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from sandbox.types import Call, CallError, Result, Status
 from tests.executor.calling import OWN_PYTHON
 
 COUNT = 60
-ANSWERS = {riddle.call.code + riddle.call.stdin + str(riddle.call.files): riddle for riddle in riddles.make(COUNT, 1)}
+ANSWERS = {
+    riddle.call.code + riddle.call.stdin + str(riddle.call.files): riddle for riddle in checked_calls.make(COUNT, 1)
+}
 
 
 def answer(call: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +75,7 @@ async def _asked(monkeypatch: pytest.MonkeyPatch, answers: Any) -> Tally:
     monkeypatch.setattr(chaos, "GIVEN_UP", 0)
     async with service_that(answers) as url:
         tally = Tally(COUNT)
-        asked = riddles.make(COUNT, 1)
+        asked = checked_calls.make(COUNT, 1)
         load = Load(cast(Target, _Nobody(url)), asked, tally, random.Random(1), lambda: None)
         await load.run(10)
     return tally

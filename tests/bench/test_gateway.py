@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench import gateway
-from bench.stub import _answer
+from bench.servers.stub_executor import _answer
 from sandbox.types import Call, Result
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import invariance, procs
+from bench import invariance
 from bench.invariance import NEEDS, Case
+from bench.probes import processes
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from sandbox.types import CallError, Result, Status
@@ -86,11 +87,11 @@ def test_a_verdict_that_is_wrong_both_times_does_not_hold() -> None:
 
 
 def test_nobody_is_busy_any_more_afterwards() -> None:
-    before = set(procs.tree(os.getpid()))
+    before = set(processes.tree(os.getpid()))
     with invariance.busy(2):
-        added = set(procs.tree(os.getpid())) - before
+        added = set(processes.tree(os.getpid())) - before
     assert len(added) == 2
-    assert not added & set(procs.tree(os.getpid()))
+    assert not added & set(processes.tree(os.getpid()))
 
 
 @pytest.mark.timeout(400)

@@ -15,8 +15,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench import peers, service
+from bench import peers
 from bench.peers import FRESH, OURS, Answer, CodeJudge, SandboxFusion, Tally, Work
+from bench.servers import service
 
 PRINTS = {"print(6 * 7)\n": "42\n", "print(1 + 1)\n": "2\n"}
 """All that the fakes can run."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import recipe
-from bench.output import BenchFailed
+from bench.harness.command import BenchFailed
 from bench.report import table_of
 from trainer.config import load
 from trainer.recipe.runner import Run, Unit

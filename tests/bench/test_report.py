@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import report
-from bench.output import BenchFailed
+from bench.harness.command import BenchFailed
 
 MACHINE = {
     "cpu": "Z80",

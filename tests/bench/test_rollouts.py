@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import rollouts
-from bench.rollout_sim import Plan, Turn
+from bench.simulator.simulation import Plan, Turn
 from tests.trainer.fake_vllm import TableEngine
 from trainer.scheduling.scheduler import POLICIES
 
@@ -151,7 +151,7 @@ def test_a_file_of_something_else_is_said(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.asyncio
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_the_pool_plays_every_script_to_its_end(policy: str) -> None:
-    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     engines = [TableEngine("e0"), TableEngine("e1")]
     plans = [Plan(number // 3, 20 + number // 3, ((10, 5, 0.0), (8, 0, 0.0))) for number in range(9)]
     turns = await live.played(engines, policy, plans, plans[:3], 30, seed=1, vocabulary=50)
@@ -163,7 +163,7 @@ async def test_the_pool_plays_every_script_to_its_end(policy: str) -> None:
 
 
 def test_what_engines_need_to_compute() -> None:
-    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     plans = [Plan(7, 70, ((10, 20, 0.0), (5, 0, 0.0))), Plan(7, 70, ((4, 0, 0.0),))]
     turns = [
         Turn(0, "a", 0.0, 1.0, 70, 10, False),  # all: nothing is known
@@ -174,7 +174,7 @@ def test_what_engines_need_to_compute() -> None:
 
 
 def test_steps_are_read_from_a_servers_log(tmp_path: Path) -> None:
-    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     log = tmp_path / "engine0.log"
     line = (
         "Iteration(7): 1 context requests, {} context tokens, 2 generation requests, {} generation tokens, iteration\n"
@@ -186,7 +186,7 @@ def test_steps_are_read_from_a_servers_log(tmp_path: Path) -> None:
 
 
 def test_fit_finds_the_constants_of_a_simulated_engine() -> None:
-    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     costs = {"base_s": 4e-3, "per_sequence_s": 2e-4, "per_context_s": 0.0, "prefill_s": 3e-5, "turn_s": 2e-3}
     took = {one: sum(a * b for a, b in zip(one.features, costs.values(), strict=True)) for one in live.BATCHES}
     apart = [{one: share * seconds for one, seconds in took.items()} for share in (0.75, 1.25)]
@@ -198,7 +198,7 @@ def test_fit_finds_the_constants_of_a_simulated_engine() -> None:
 def test_a_log_holds_what_was_played_and_what_the_constants_are_made_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     monkeypatch.setattr(rollouts, "FITTED", tmp_path / "fitted.json")
     log = tmp_path / "log.jsonl"
     turns = [[number, "e0", 0.0, 1.0 + number, 40, 8, False] for number in range(4)]
@@ -220,7 +220,7 @@ def test_a_log_holds_what_was_played_and_what_the_constants_are_made_of(
 
 
 def test_what_a_batch_is_made_of() -> None:
-    live = pytest.importorskip("bench.rollout_live", reason="the fit needs numpy")
+    live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     assert live.Batch(3, 40, 12).features == [12, 36, 3 * (12 * 40 + 72), 120, 3]
     rolling = live.Batch(2, 40, 10, turns=2)
     assert rolling.lengths == [[1, 10], [6, 10]]

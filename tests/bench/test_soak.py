@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench import riddles, soak
+from bench import soak
 from bench.chaos import Load, Tally
 from bench.leaks import Holdings
 from bench.soak import Sight
+from bench.workloads import checked_calls
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from tests.executor.calling import OWN_PYTHON
@@ -169,4 +170,4 @@ def test_a_short_soak_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_riddles_of_a_soak_are_those_of_the_whole_tree_unless_it_is_lean() -> None:
     args = argparse.Namespace(calls=4000, seconds=None, seed=0, lean=False)
     kinds = {riddle.kind for riddle in soak._asked(Tally(0), args, 0)}
-    assert kinds == set(riddles.KINDS)
+    assert kinds == set(checked_calls.KINDS)

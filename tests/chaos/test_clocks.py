@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from bench import service
 from bench.chaos import Target
+from bench.servers import service
 from sandbox.errors import IsolationError
 from sandbox.executor import executor
 from sandbox.gateway.calls import dispatcher

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import service
 from bench.chaos import Target
-from bench.monkey import victims
+from bench.probes.fault_injector import victims
+from bench.servers import service
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from tests.chaos.test_kills import FLAGS, ask

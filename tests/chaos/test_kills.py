@@ -13,10 +13,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from bench import riddles, service
 from bench.chaos import Load, Tally, Target
-from bench.leftovers import still_there
-from bench.monkey import Monkey
+from bench.probes.fault_injector import Monkey
+from bench.probes.leftovers import still_there
+from bench.servers import service
+from bench.workloads import checked_calls
 from sandbox.errors import IsolationError
 from sandbox.jail import choose
 from tests.executor.calling import OWN_PYTHON
@@ -42,7 +43,7 @@ def target() -> Iterator[Target]:
 def ask(target: Target, calls: int, on_answer: Callable[[int], None]) -> Tally:
     """Ask so many riddles; `on_answer` gets the number of each answer."""
     tally, answers = Tally(calls), itertools.count(1)
-    asked = riddles.make(calls, seed=7, kinds=riddles.LEAN)
+    asked = checked_calls.make(calls, seed=7, kinds=checked_calls.LEAN)
     load = Load(target, asked, tally, random.Random(7), lambda: on_answer(next(answers)))
     asyncio.run(asyncio.wait_for(load.run(in_flight=64), 300))
     assert (tally.lost, tally.doubled, tally.mixed_up) == (0, 0, 0), tally.examples[:3]

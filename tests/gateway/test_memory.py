@@ -17,8 +17,8 @@ import msgpack
 import pytest
 from aiohttp import web
 
-from bench import procs
 from bench.gateway import _serving as stubbed_server
+from bench.probes import processes
 from sandbox.gateway.calls.call_table import Batch, Ticket
 from sandbox.gateway.history import STEPS, History, Snapshot
 from sandbox.gateway.http.errors import Refusal
@@ -125,6 +125,6 @@ def test_a_gateway_at_rest_does_not_hold_the_memory_of_its_largest_requests() ->
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert len(msgpack.unpackb(response.read())["results"]) == 250
         give_up = time.monotonic() + 10
-        while procs.pss_mb([server.pid]) > 40 and time.monotonic() < give_up:
+        while processes.pss_mb([server.pid]) > 40 and time.monotonic() < give_up:
             time.sleep(0.1)
-        assert procs.pss_mb([server.pid]) < 40
+        assert processes.pss_mb([server.pid]) < 40

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from bench import riddles
+from bench.workloads import checked_calls
 from sandbox.types import CallError, Result, Status
 
-MANY = list(riddles.make(300, seed=1))
+MANY = list(checked_calls.make(300, seed=1))
 
 
-def result_of(riddle: riddles.Riddle) -> Result:
+def result_of(riddle: checked_calls.Riddle) -> Result:
     answer = riddle.answer
     error = CallError("Any", answer.message) if answer.status is not Status.OK else None
     return Result(answer.id, answer.status, answer.stdout, "", answer.value, error, files=answer.files)
@@ -21,7 +21,7 @@ def test_no_two_have_an_answer_in_common() -> None:
     said = [replace(riddle.answer, id="") for riddle in MANY]
     assert all(said.count(answer) == 1 for answer in said)
     assert len({riddle.call.id for riddle in MANY}) == len(MANY)
-    assert {riddle.kind for riddle in MANY} == set(riddles.KINDS)
+    assert {riddle.kind for riddle in MANY} == set(checked_calls.KINDS)
 
 
 def test_only_its_own_answer_solves_it() -> None:
@@ -41,5 +41,5 @@ def test_a_timeout_may_come_before_the_first_line() -> None:
 
 
 def test_the_same_seed_asks_the_same() -> None:
-    assert list(riddles.make(300, seed=1)) == MANY
-    assert list(riddles.make(300, seed=2)) != MANY
+    assert list(checked_calls.make(300, seed=1)) == MANY
+    assert list(checked_calls.make(300, seed=2)) != MANY

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import procs
+from bench.probes import processes
 
 SHARED_FOLDERS = (Path("/tmp"), Path("/dev/shm"), Path("/run"))
 OURS = "rstar"
@@ -32,7 +32,7 @@ class Leftovers:
 
     def found(self, pids: Sequence[int]) -> list[str]:
         """All there is; `pids` are the processes that the server had."""
-        return [f"process: {procs.command(pid)}" for pid in still_there(pids)] + sorted(self._all() - self._before)
+        return [f"process: {processes.command(pid)}" for pid in still_there(pids)] + sorted(self._all() - self._before)
 
     def _all(self) -> set[str]:
         return temporary_files(self._folder) | cgroups() | _mounts()
@@ -41,7 +41,7 @@ class Leftovers:
 def still_there(pids: Sequence[int]) -> list[int]:
     """Those of `pids` that have not ended after `END_S`."""
     give_up = time.monotonic() + END_S
-    while (alive := [pid for pid in pids if procs.command(pid)]) and time.monotonic() < give_up:
+    while (alive := [pid for pid in pids if processes.command(pid)]) and time.monotonic() < give_up:
         time.sleep(0.05)
     return alive
 
@@ -54,7 +54,7 @@ def temporary_files(folder: Path) -> set[str]:
 
 def cgroups() -> set[str]:
     """Control groups that bear our name, but for those that say whose they are if that process lives."""
-    return {path for path in _groups() if not any(map(procs.command, _numbers_in(path)))}
+    return {path for path in _groups() if not any(map(processes.command, _numbers_in(path)))}
 
 
 def _groups() -> set[str]:

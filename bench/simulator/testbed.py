@@ -22,9 +22,9 @@ import aiohttp
 import numpy as np
 from rich.progress import Progress
 
-from bench.output import BenchFailed
-from bench.rollout_sim import Hardware, Plan, Turn, tell
+from bench.harness.command import BenchFailed
 from bench.rollouts import Counts
+from bench.simulator.simulation import Hardware, Plan, Turn, tell
 from trainer.engines.pool import Pool, Served
 from trainer.engines.vllm_client import Sampling, VllmEngine
 from trainer.engines.vllm_servers import Servers

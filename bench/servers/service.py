@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from bench import procs
-from bench.output import BenchFailed
+from bench.harness.command import BenchFailed
+from bench.probes import processes
 from sandbox import runtime
 from sandbox.gateway.calls.executor_handle import EXECUTOR
 
@@ -38,11 +38,11 @@ class Service:
 
     def processes(self) -> list[int]:
         """The gateway, its executors, their jails and zygotes, and calls that run now."""
-        return procs.tree(self.pid)
+        return processes.tree(self.pid)
 
     def executors(self) -> list[int]:
         """The executors themselves, without what they start."""
-        return [pid for pid in self.processes() if EXECUTOR in procs.command(pid)]
+        return [pid for pid in self.processes() if EXECUTOR in processes.command(pid)]
 
     def metrics(self) -> str:
         """What `/metrics` says."""

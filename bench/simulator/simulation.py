@@ -279,7 +279,7 @@ class Run:
 OBSERVE_S = 1.0
 """Between two scrapes of an engine."""
 ORACLE = "oracle"
-"""A policy that is told all lengths (`bench.rollout_oracle`): there is none such for engines that are real."""
+"""A policy that is told all lengths (`bench.simulator.oracle`): there is none such for engines that are real."""
 
 
 def simulate(
@@ -314,7 +314,7 @@ class _Simulation:
         self.engines = {f"e{n}": Engine(f"e{n}", hardware) for n in range(engines)}
         most_tokens = max(plan.prompt for plan in plans) + most_new
         if policy == ORACLE:
-            from bench.rollout_oracle import Oracle
+            from bench.simulator.oracle import Oracle
 
             self.scheduler: Scheduler = Oracle(most_tokens, plans)
         else:

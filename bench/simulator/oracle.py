@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
-from bench.rollout_sim import Plan
+from bench.simulator.simulation import Plan
 from trainer.scheduling.length_model import Lengths
 from trainer.scheduling.scheduler import APPETITE, Placement, Scheduler
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bench import growth
+from bench.harness import statistics
 
 SEEDS = range(50)
 
@@ -23,15 +23,15 @@ def _noise(seed: int, n: int = 60, sigma: float = 5.0, alike: float = 0.0) -> li
 
 
 def _grows(values: list[float], tolerance: float = 1.0) -> bool:
-    return growth.of(values).is_over(tolerance)
+    return statistics.of(values).is_over(tolerance)
 
 
 def test_what_stays_the_same_has_neither_growth_nor_noise() -> None:
-    assert growth.of([7.0] * 20) == growth.Growth(0.0, 0.0)
+    assert statistics.of([7.0] * 20) == statistics.Growth(0.0, 0.0)
 
 
 def test_a_straight_line_grows_by_its_height() -> None:
-    assert growth.of([10.0 + 2 * x for x in range(21)]) == growth.Growth(40.0, 0.0)
+    assert statistics.of([10.0 + 2 * x for x in range(21)]) == statistics.Growth(40.0, 0.0)
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
@@ -55,22 +55,22 @@ def test_wild_values_are_no_leak() -> None:
 
 @pytest.mark.parametrize(("alike", "most"), [(0.0, 1), (0.5, 1), (0.8, 3), (0.9, 4)])
 def test_noise_without_a_tolerance_is_hardly_ever_a_line(alike: float, most: int) -> None:
-    assert sum(growth.of(_noise(seed, n=100, alike=alike)).is_line for seed in range(200)) <= most
+    assert sum(statistics.of(_noise(seed, n=100, alike=alike)).is_line for seed in range(200)) <= most
 
 
 @pytest.mark.parametrize("height", [1e-6, 0.1, 20.0])
 def test_any_line_is_found_where_there_is_no_noise(height: float) -> None:
-    assert growth.of([height * x for x in range(40)]).is_line
+    assert statistics.of([height * x for x in range(40)]).is_line
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_line_lower_than_its_noise_is_found_in_enough_values(seed: int) -> None:
-    assert growth.of([value + x * 4 / 1199 for x, value in enumerate(_noise(seed, n=1200))]).is_line
+    assert statistics.of([value + x * 4 / 1199 for x, value in enumerate(_noise(seed, n=1200))]).is_line
 
 
 @pytest.mark.parametrize("at", [20, 30, 50, 70, 80])
 def test_one_step_is_no_line(at: int) -> None:
-    assert not growth.of([value + 30 * (x >= at) for x, value in enumerate(_noise(2, n=100))]).is_line
+    assert not statistics.of([value + 30 * (x >= at) for x, value in enumerate(_noise(2, n=100))]).is_line
 
 
 def test_what_falls_does_not_grow() -> None:
@@ -88,5 +88,5 @@ def test_growth_within_the_tolerance_is_not_worth_a_word() -> None:
 
 def test_thousands_of_values_are_taken_together() -> None:
     values = [value + x / 200 for x, value in enumerate(_noise(1, n=4000))]
-    rise = growth.of(values)
+    rise = statistics.of(values)
     assert rise.by == pytest.approx(20, abs=3) and rise.is_over(4)

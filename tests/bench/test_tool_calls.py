@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.calls import ENDLESS_TIMEOUT_S, SHARES, CallTemplate, labelled_calls, load_calls, sample_calls, templates
+from bench.workloads.tool_calls import (
+    ENDLESS_TIMEOUT_S,
+    SHARES,
+    CallTemplate,
+    labelled_calls,
+    load_calls,
+    sample_calls,
+    templates,
+)
 from sandbox.types import Call
 
 

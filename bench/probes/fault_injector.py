@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 
-from bench import procs
+from bench.probes import processes
 
 BELOW = ("zygote", "init", "launcher", "executor")
 """What has a gateway above it, which sees to it that nobody notices."""
@@ -39,13 +39,13 @@ class Monkey:
 
 def victims(gateway: int) -> dict[str, list[int]]:
     """Process ids by kind. Among the zygotes there may be calls."""
-    below = procs.children()
+    below = processes.children()
     found: dict[str, list[int]] = defaultdict(list)
     found["executor"] = below[gateway]
     found["launcher"] = [pid for executor in found["executor"] for pid in below[executor]]
-    deeper = [pid for launcher in found["launcher"] for pid in procs.tree(launcher)[1:]]
+    deeper = [pid for launcher in found["launcher"] for pid in processes.tree(launcher)[1:]]
     for pid in deeper:
-        found["zygote" if "zygote.py" in procs.command(pid) else "init"].append(pid)
+        found["zygote" if "zygote.py" in processes.command(pid) else "init"].append(pid)
     return found
 
 
@@ -72,9 +72,9 @@ def _kill(pid: int, kind: str) -> bool:
 
 def _stands_still(pid: int) -> bool:
     give_up = time.monotonic() + STOP_S
-    while time.monotonic() < give_up and procs.state(pid) not in ("", "T", "Z"):
+    while time.monotonic() < give_up and processes.state(pid) not in ("", "T", "Z"):
         time.sleep(0.001)
-    return procs.state(pid) == "T"
+    return processes.state(pid) == "T"
 
 
 def _waits_for_children(pid: int) -> bool:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import burst, leaks, output, peers, recipe
+from bench import burst, leaks, peers, recipe
+from bench.harness import command
 
 
 def _kept(bench: object, *argv: str) -> str:
     parser = bench._parser()  # type: ignore[attr-defined]
-    return output.command(parser, parser.parse_args(argv))
+    return command.command(parser, parser.parse_args(argv))
 
 
 def test_a_command_is_what_was_asked_for_and_not_how_it_is_shown() -> None:
@@ -36,10 +37,10 @@ def test_lists_are_as_they_were_typed() -> None:
 
 def test_a_result_has_its_command_and_its_machine(capsys: pytest.CaptureFixture[str]) -> None:
     parser = burst._parser()
-    output.finish({"bench": "burst"}, parser, parser.parse_args(["--json"]))
+    command.finish({"bench": "burst"}, parser, parser.parse_args(["--json"]))
     printed = json.loads(capsys.readouterr().out)
     assert printed["command"] == "python -m bench.burst" and printed["machine"]["cores"] > 0
-    output.finish({"bench": "burst"}, parser, parser.parse_args([]))
+    command.finish({"bench": "burst"}, parser, parser.parse_args([]))
     assert not capsys.readouterr().out
 
 
@@ -48,5 +49,5 @@ def test_what_is_asked_says_yes_or_no() -> None:
         {"what": "seconds", "needed": "≤ 1200", "got": 1006, "holds": True},
         {"what": "share", "needed": "≤ 0.05", "got": 0.0716, "holds": False},
     ]
-    _, lines = output.asked(rows)
+    _, lines = command.asked(rows)
     assert lines == [("seconds", "≤ 1200", "1,006", "yes"), ("share", "≤ 0.05", "0.0716", "**no**")]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.fresh import FreshRun, interpreters
+from bench.servers.fresh_interpreter import FreshRun, interpreters
 
 
 def _run(code: str, *, wrapped: bool = True, **fields: Any) -> FreshRun:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.rollout_sim import (
+from bench.simulator.simulation import (
     ORACLE,
     Hardware,
     Plan,

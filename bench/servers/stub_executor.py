@@ -1,7 +1,7 @@
 """A server whose executors run nothing: each call is answered at once, with its own code as output.
 
-    python -m bench.stub PORT [--executors N]       one gateway over such executors, until a signal
-    python -m bench.stub --fd N                     one such executor, started by the gateway
+    python -m bench.servers.stub_executor PORT [--executors N]       one gateway over such executors, until a signal
+    python -m bench.servers.stub_executor --fd N                     one such executor, started by the gateway
 
 What is left is what the gateway does: HTTP, admission, frames (`sandbox.wire`), answers.
 """
@@ -24,7 +24,7 @@ READ = 1 << 18
 
 def main() -> int:
     """One of both; see above."""
-    parser = argparse.ArgumentParser(prog="python -m bench.stub")
+    parser = argparse.ArgumentParser(prog="python -m bench.servers.stub_executor")
     parser.add_argument("port", type=int, nargs="?", default=0)
     parser.add_argument("--executors", type=int, default=1)
     parser.add_argument("--fd", type=int)
@@ -36,7 +36,7 @@ def main() -> int:
     from sandbox.gateway.calls.executor_handle import ExecutorProcess
 
     config = ServeConfig(port=args.port, executors=args.executors)
-    return serve(config, functools.partial(ExecutorProcess.launch, "bench.stub"))
+    return serve(config, functools.partial(ExecutorProcess.launch, "bench.servers.stub_executor"))
 
 
 def answer_all(sock: socket.socket) -> int:
