@@ -45,7 +45,7 @@ from trainer.config import load
 from trainer.recipe.resource_plan import plan as plan_of
 from trainer.scheduling.scheduler import POLICIES
 
-FITTED = Path(__file__).with_name("profiles") / "cpu-tiny.json"
+FITTED = Path(__file__).parent / "simulator" / "profiles" / "cpu-tiny.json"
 VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 POINTS = (50, 95, 99)
 BINS = 240

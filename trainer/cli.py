@@ -113,7 +113,7 @@ def unit(args: argparse.Namespace) -> None:
         print(f"{one} is done; to do it anew, delete {run.done_file(one).parent} first", file=sys.stderr)
         return
     _require(args, run, one)
-    from trainer.recipe.runner import phase_work as stages
+    from trainer.recipe import phase_work as stages
 
     stages.WORK[args.unit](run, one)
 
@@ -130,7 +130,7 @@ def evaluate(args: argparse.Namespace) -> None:
     reports = read_reports((run.done(one) or {}).get("reports", {})) if one else {}
     if not reports or reports[ALL].unavailable:  # it is not over, or an outage left something to do
         _require(args, run, one or Unit("eval", stage=""))
-        from trainer.recipe.runner import phase_work as stages
+        from trainer.recipe import phase_work as stages
 
         reports = stages.evaluate(run, one) if one else stages.evaluate_model(run, args.model, args.out)
     if args.json:
@@ -145,7 +145,7 @@ def rollout(args: argparse.Namespace) -> None:
 
     run = _run(args)
     _require(args, run, Unit("rollout", args.stage))
-    from trainer.recipe.runner import phase_work as stages
+    from trainer.recipe import phase_work as stages
 
     stages.rollout(run, args.stage, problems=args.problems, samples=args.samples, out=args.out)
 

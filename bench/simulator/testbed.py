@@ -143,7 +143,7 @@ def make_model(folder: Path) -> None:
     recomputed would be free, which it is on no engine that anyone uses."""
     from transformers import AutoConfig, Qwen3ForCausalLM
 
-    from trainer.data.problems import tiny_model
+    from trainer.data import tiny_model
 
     tiny_model.make(folder)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS}

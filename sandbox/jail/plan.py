@@ -13,10 +13,10 @@ from sandbox.jail.spec import SLOT_UID, JailSpec, Level
 CALL_INODES = 4096
 """Files in a call's scratch folder: each costs the kernel about 1 KiB that disk_mb does not count."""
 LAUNCHERS = {
-    Level.NSJAIL: "nsjail",
-    Level.NAMESPACES: "namespaces",
-    Level.LANDLOCK: "landlock",
-    Level.NONE: "plain",
+    Level.NSJAIL: "launch_nsjail",
+    Level.NAMESPACES: "launch_namespaces",
+    Level.LANDLOCK: "launch_landlock",
+    Level.NONE: "launch_none",
 }
 
 

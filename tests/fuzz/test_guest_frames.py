@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sandbox.executor import zygote_frames
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
-NAMES = ("apart", "frames")
+NAMES = ("wiped_memory", "frames")
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,14 @@ GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import ctypes, errno, os, time
-import apart, burst
+import wiped_memory, fork_batch
 GETTIME, DUP2, CLOSE, CLONE, UMASK, SIGCHLD = 228, 33, 3, 56, 95, 17
-def step(*words): return [*words, *(0,) * (burst.STEP - len(words))]
+def step(*words): return [*words, *(0,) * (fork_batch.STEP - len(words))]
 def put(number, body, *steps, flags=SIGCHLD):
     first = [*step(GETTIME, 1, jobs.rooms[number]), *step(CLONE, flags)]
     jobs.put(number, inbox.order(memoryview(body)), sum((step(*one) for one in steps), first), [0, 0])
 def end(text): os.write(out, text.encode() + b"\\n"); os._exit(0)
-x, jobs, inbox, (got, out) = bytearray(b"x"), burst.Burst(), apart.Inbox(), os.pipe()
+x, jobs, inbox, (got, out) = bytearray(b"x"), fork_batch.Burst(), wiped_memory.Inbox(), os.pipe()
 def heard(count):
     for number in range(count):
         if jobs.result(number) > 0: os.waitpid(jobs.result(number), 0)
@@ -62,12 +62,12 @@ print(heard(len(bodies)))
 def test_children_come_in_order_with_their_time(way: str) -> None:
     code = """
 before = time.monotonic()
-for number in range(burst.MOST): put(number, x)
-me = jobs.run(burst.MOST)
+for number in range(fork_batch.MOST): put(number, x)
+me = jobs.run(fork_batch.MOST)
 if me is not None: end(str(os.getpid()))
-times = [before, *(jobs.time(number) for number in range(burst.MOST)), time.monotonic()]
-pids = [jobs.result(number) for number in range(burst.MOST)]
-print(times == sorted(times), heard(burst.MOST) == sorted(map(str, pids)), len(set(pids)))
+times = [before, *(jobs.time(number) for number in range(fork_batch.MOST)), time.monotonic()]
+pids = [jobs.result(number) for number in range(fork_batch.MOST)]
+print(times == sorted(times), heard(fork_batch.MOST) == sorted(map(str, pids)), len(set(pids)))
 """
     assert _run(code, way) == "True True 32\n"
 
@@ -124,7 +124,7 @@ for line in open("/proc/self/maps"):
 def test_large_input_has_room_of_its_own(way: str) -> None:
     code = """
 inbox.put(memoryview(bytearray(b"of the call before")))
-body = bytearray(b"long" * apart.ROOM)
+body = bytearray(b"long" * wiped_memory.ROOM)
 put(0, body)
 if jobs.run(1) is not None:
     inbox.take(len(body))

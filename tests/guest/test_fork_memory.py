@@ -11,7 +11,7 @@ import pytest
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import os, resource, pages
+import os, resource, fork_memory
 def work():
     return sum(len(str(n ** 3)) for n in range(2000)), sorted("huge pages"), eval("[n for n in range(9)][::-1]")
 def faults():
@@ -21,8 +21,8 @@ def faults():
         os._exit(0)
     return os.wait4(child, 0)[2].ru_minflt
 before, cost = work(), min(faults() for _ in range(5))
-replaced = pages.settle_code()
-print(replaced, work() == before, min(faults() for _ in range(5)) <= cost, pages.settle_code())
+replaced = fork_memory.settle_code()
+print(replaced, work() == before, min(faults() for _ in range(5)) <= cost, fork_memory.settle_code())
 """
 
 
@@ -37,10 +37,10 @@ def test_code_runs_on_in_huge_pages() -> None:
 def test_what_is_allocated_later_lies_together() -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import pages
+import fork_memory
 scattered = [bytes(100) for _ in range(100_000)]
 del scattered[::7]
-pages.settle()
+fork_memory.settle()
 pools = {{id(thing) >> 14 for thing in [bytes(100) for _ in range(90)]}}
 print(len(pools) <= 2)
 """
@@ -50,12 +50,12 @@ print(len(pools) <= 2)
 
 LAYOUT = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import pages
-pages.gather()
+import fork_memory
+fork_memory.gather()
 import decimal, email.message, json
 kept = [[str(number)] for number in range(200_000)], bytes(1 << 20)
-huge = pages.settle()
-pages.settle_code()
+huge = fork_memory.settle()
+fork_memory.settle_code()
 import pathlib
 ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
 heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
@@ -79,15 +79,15 @@ def test_what_a_zygote_loads_is_one_heap_of_huge_pages() -> None:
 
 STARTED = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import pages
-pages.gather()
-pages.restart()
+import fork_memory
+fork_memory.gather()
+fork_memory.restart()
 import gc, os, pathlib
 ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
 heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
 there = [id(thing) in heap for thing in gc.get_objects() if type(thing) is not type]
 print(sum(there) > 0.99 * len(there), [name for name in os.environ if name.startswith(("PYTHON", "RSTAR"))], sys.argv)
-small = pages._allocator(2).malloc != pages._allocator(0).malloc
+small = fork_memory._allocator(2).malloc != fork_memory._allocator(0).malloc
 print(small, sum(len(str(number)) for number in [[n] for n in range(100_000)]), flush=True)
 os._exit(0)
 """
@@ -103,12 +103,12 @@ def test_what_the_interpreter_itself_takes_is_in_that_heap_too() -> None:
 def test_filling_stops_with_the_holes() -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import pages
+import fork_memory
 for size in range(16, 500, 16):
     scattered = [bytes(size) for _ in range(2_000)]
     del scattered[::7]
-pages.settle()
-print(len(pages._filling) < 2_000)
+fork_memory.settle()
+print(len(fork_memory._filling) < 2_000)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "True\n"
@@ -116,8 +116,8 @@ print(len(pages._filling) < 2_000)
 
 GATHERED = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import pages
-pages.gather()
+import fork_memory
+fork_memory.gather()
 import frames, runner
 kept = [bytearray(size) for size in range(200, 4000, 8)]
 del kept[::2]
@@ -125,7 +125,7 @@ def work():
     runner._last_line("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
     return frames.cut(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
 before = [work() for _ in range(200)][0]
-count = pages.gather_code({str(GUEST)!r})
+count = fork_memory.gather_code({str(GUEST)!r})
 functions = frames.cut, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
 there = sorted(id(function.__code__) for function in functions)
 print(count, all(work() == before for _ in range(200)), there[-1] - there[0] < 32768, frames.cut.__name__, flush=True)

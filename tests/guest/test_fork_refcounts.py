@@ -14,7 +14,7 @@ GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 
 
 def _run(python: Path | str, code: str) -> str:
-    prelude = f"import sys; sys.path.insert(0, {str(GUEST)!r}); import gc, immortal, pages, weakref\n"
+    prelude = f"import sys; sys.path.insert(0, {str(GUEST)!r}); import gc, fork_refcounts, fork_memory, weakref\n"
     done = subprocess.run([python, "-I", "-c", prelude + code], capture_output=True, text=True, check=True, timeout=60)
     return done.stdout
 
@@ -33,7 +33,7 @@ class Thing: pass
 def used(x): return [x] * 100
 here = Thing()
 names = ["Thing", "used", "here"]
-assert immortal.immortalize() > 1000
+assert fork_refcounts.immortalize() > 1000
 before = [sys.getrefcount(globals()[name]) for name in names]
 more = used(here), Thing(), used
 print(before == [sys.getrefcount(globals()[name]) for name in names], min(before) > 1 << 30)
@@ -44,7 +44,7 @@ print(before == [sys.getrefcount(globals()[name]) for name in names], min(before
 def test_what_is_made_later_lives_and_dies_as_ever(newer: Path) -> None:
     code = """
 class Thing: pass
-immortal.immortalize()
+fork_refcounts.immortalize()
 gc.freeze()
 thing = Thing()
 thing.me = thing
@@ -64,14 +64,14 @@ def test_constants_of_functions_are_immortal_too(newer: Path) -> None:
     code = """
 def f(): return ("a constant", 12345678901234567890)
 constant = f.__code__.co_consts[1]
-immortal.immortalize()
+fork_refcounts.immortalize()
 print(all(sys.getrefcount(part) > 1 << 30 for part in (constant, *constant)))
 """
     assert _run(newer, code) == "True\n"
 
 
 def test_an_older_python_is_left_alone() -> None:
-    code = "print(immortal.is_possible(), immortal.immortalize() > 0)"
+    code = "print(fork_refcounts.is_possible(), fork_refcounts.immortalize() > 0)"
     possible = sys.version_info >= (3, 12)
     assert _run(sys.executable, code) == f"{possible} {possible}\n"
 
@@ -79,7 +79,7 @@ def test_an_older_python_is_left_alone() -> None:
 def test_settling_leaves_a_working_interpreter(guest_python: Path) -> None:
     code = """
 import sympy
-huge = pages.settle()
+huge = fork_memory.settle()
 x = sympy.Symbol("x")
 print(huge >= 0, gc.get_freeze_count() > 1000, sympy.solve(x**2 - 4, x))
 """

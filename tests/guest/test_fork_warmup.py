@@ -15,7 +15,7 @@ PLAN = {
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import os, gc, signal, socket
-import confine, descriptors, frames, rehearsal, runner, zygote
+import confine, descriptors, frames, fork_warmup, runner, zygote
 ours, theirs = socket.socketpair()
 for fd in range(ours.fileno(), 16): os.dup2(0, fd) if fd not in (ours.fileno(), theirs.fileno()) else None
 one = zygote.Zygote(frames.Frames(ours), confine.Confinement({PLAN!r}))
@@ -39,7 +39,7 @@ def _run(code: str) -> str:
 def test_a_rehearsal_leaves_no_trace_in_the_zygote() -> None:
     code = """
 before = state()
-rehearsal.play(one, 2)
+fork_warmup.play(one, 2)
 after = state()
 theirs.setblocking(False)
 try: said = theirs.recv(1)
@@ -52,7 +52,7 @@ print([(a, b) for a, b in zip(before, after) if a != b], said, file=stdout)
 def test_what_would_not_run_as_a_call_does_not_pass_a_rehearsal() -> None:
     code = """
 runner._compile = None
-try: rehearsal.play(one, 1)
+try: fork_warmup.play(one, 1)
 except RuntimeError as why: print(why, file=stdout)
 """
     assert "expected to hear" in _run(code)

@@ -24,7 +24,7 @@ SIZES = [(0,), (1, 0, 3), (1 << 18,), (300_000, 5), (1 << 21, 0, 1 << 20), (7,)]
 def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The guest's modules, imported as it does: by bare name, from beside each other."""
     monkeypatch.syspath_prepend(str(GUEST))
-    names = ("apart", "frames")
+    names = ("wiped_memory", "frames")
     assert not set(names) & set(sys.modules)
     yield SimpleNamespace(**{name: __import__(name) for name in names})
     for name in names:
@@ -91,7 +91,7 @@ def test_a_file_that_is_too_short_is_filled_with_zeros(guest: Any, tmp_path: Pat
 def test_a_fork_finds_zeros_but_for_its_own_input(guest: Any) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        incoming, outbox, inbox = guest.frames.Frames(theirs), guest.frames.Outbox(theirs), guest.apart.Inbox()
+        incoming, outbox, inbox = guest.frames.Frames(theirs), guest.frames.Outbox(theirs), guest.wiped_memory.Inbox()
         long, short = b"other " * 100, b"mine"
         ours.sendall(zygote_frames.pack(dict(HEADER), [long]) + zygote_frames.pack(dict(HEADER), [short]))
         (_, first), (_, second) = incoming.receive()
@@ -115,9 +115,9 @@ def test_a_fork_finds_zeros_but_for_its_own_input(guest: Any) -> None:
 
 
 def test_large_input_is_held_for_one_call_alone(guest: Any) -> None:
-    inbox = guest.apart.Inbox()
+    inbox = guest.wiped_memory.Inbox()
     inbox.put(memoryview(bytearray(b"of the call before")))
-    big = bytearray(b"x" * (guest.apart.ROOM + 1))
+    big = bytearray(b"x" * (guest.wiped_memory.ROOM + 1))
     inbox.put(memoryview(big))
     assert bytes(inbox.body) == big
     assert not any(inbox._usual[:])

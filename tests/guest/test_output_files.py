@@ -9,9 +9,9 @@ from pathlib import Path
 GUEST = Path(__file__).parents[2] / "sandbox" / "guest"
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import capture, errno, os
+import output_files, errno, os
 def modes():
-    files = capture.bounded_file(100), capture.readable(memoryview(b"input"))
+    files = output_files.bounded_file(100), output_files.readable(memoryview(b"input"))
     return [oct(os.fstat(fd).st_mode & 0o777) for fd in files]
 create = os.memfd_create
 """
@@ -38,6 +38,6 @@ def test_a_shortage_is_no_older_kernel() -> None:
 def lacking(name, flags): raise OSError(errno.EMFILE, "Too many open files")
 os.memfd_create = lacking
 try: modes()
-except OSError as why: print(why.errno == errno.EMFILE, bool(capture._flags & 8))
+except OSError as why: print(why.errno == errno.EMFILE, bool(output_files._flags & 8))
 """
     assert _run(code) == "True True\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.data.problems import tiny_model
+from trainer.data import tiny_model
 from trainer.episodes.episode import Episode, Problem, StopReason, Turn
 
 Score = Callable[[Problem, int, Sequence[int]], float | None]

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.data.problems import synthetic
+from trainer.data import synthetic
 from trainer.episodes.chat_format import ANSWER, ANSWER_END, parse
 from trainer.episodes.episode import Problem
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.data.problems import synthetic
+from trainer.data import synthetic
 
 VOCABULARY = 640
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

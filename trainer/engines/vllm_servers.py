@@ -27,8 +27,8 @@ from pathlib import Path
 
 import aiohttp
 
-from trainer import __path__ as here
 from trainer.config import ConfigError
+from trainer.engines import __path__ as here
 from trainer.engines.vllm_client import EngineFailed
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from urllib.parse import quote
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import ConfigError, RunConfig, SamplingConfig, SandboxConfig, urls
-from trainer.data.problems import problems as data
-from trainer.data.problems import tiny_model
+from trainer.data import problems as data
+from trainer.data import tiny_model
 from trainer.engines.local import LocalEngine
 from trainer.engines.pool import PATIENCE_S, Pool
 from trainer.engines.vllm_client import VllmEngine
@@ -34,8 +34,8 @@ from trainer.episodes.chat_format import Chat, own_template, rstar2
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import Verdict
 from trainer.progress_bar import bar
+from trainer.recipe import evaluation as evaluation
 from trainer.recipe.runner import SFT, START, Run, Unit
-from trainer.recipe.runner import evaluation as evaluation
 from trainer.rollout.collector import Collector
 from trainer.rollout.loop_thread import Background
 from trainer.runs.run_folder import RunFolder, write_json

@@ -99,7 +99,7 @@ def _model(config: RunConfig, *, has_weights: bool) -> Iterator[str]:
         lacks = [what for what, names in wanted.items() if not any(file for name in names for file in path.glob(name))]
         if lacks:
             yield f"model {path}: has no {' and no '.join(lacks)}; put them there, or name another in model.path"
-    from trainer.recipe.runner import phase_work
+    from trainer.recipe import phase_work
 
     try:
         phase_work._chat(config, path)

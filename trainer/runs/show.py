@@ -73,7 +73,7 @@ def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
 
 def page(data: Row) -> str:
     """The page that shows `data`. Its policy lets only its own script run, and load nothing."""
-    text = files("trainer").joinpath("show.html").read_text(encoding="utf-8").replace("{{nonce}}", token_hex())
+    text = files("trainer.runs").joinpath("show.html").read_text(encoding="utf-8").replace("{{nonce}}", token_hex())
     # In a script element only "<" could end it, and JSON may write it so.
     return text.replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
 

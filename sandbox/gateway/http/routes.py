@@ -284,7 +284,7 @@ async def _send(request: web.Request, response: web.StreamResponse, body: bytes)
 
 
 def _page(name: str) -> web.Response:
-    text = files("sandbox.gateway").joinpath(name).read_bytes()
+    text = files("sandbox.gateway.http").joinpath(name).read_bytes()
     return web.Response(body=text, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
 
 

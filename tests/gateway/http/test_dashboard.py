@@ -17,7 +17,7 @@ from tests.fakes import FakeFleet
 from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import Served, serving, until
 
-PAGE = files("sandbox.gateway").joinpath("dashboard.html").read_text(encoding="utf-8")
+PAGE = files("sandbox.gateway.http").joinpath("dashboard.html").read_text(encoding="utf-8")
 SHOWN = "!document.getElementById('all').hidden"
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import serving
 
-PAGE = files("sandbox.gateway").joinpath("docs.html").read_text(encoding="utf-8")
+PAGE = files("sandbox.gateway.http").joinpath("docs.html").read_text(encoding="utf-8")
 SHOWN = "!document.getElementById('all').hidden"
 ASKED = "!document.getElementById('ask').hidden"
 TOKEN = "s3cret"

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import load
+from trainer.data import problems as data
 from trainer.data.problems import DataError, Report, grams_of, integer, prepare, read, read_conversations, shared, write
-from trainer.data.problems import problems as data
 from trainer.episodes.episode import Problem
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trainer.data.problems import synthetic
+from trainer.data import synthetic
 from trainer.episodes.episode import Problem
 
 COUNT = 3000

@@ -230,7 +230,7 @@ async def test_engines_for_which_gpus_are_lacking_are_refused_before_any_is_star
 
 
 def test_the_worker_extension_imports_nothing_but_vllm():
-    tree = ast.parse(Path(trainer.__path__[0], "vllm_worker.py").read_text())
+    tree = ast.parse(Path(trainer.__path__[0], "engines", "vllm_worker.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported == {"vllm._custom_ops", "__future__"}

@@ -30,9 +30,9 @@ from sandbox.errors import NodeError  # noqa: E402
 from sandbox.runtime import default_python  # noqa: E402
 from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
-from trainer import cli
+from trainer import cli  # noqa: E402
 from trainer.config import ConfigError, RunConfig, load  # noqa: E402
-from trainer.data.problems import problems
+from trainer.data import problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.environments.python_tool import service  # noqa: E402
 from trainer.recipe.runner import (  # noqa: E402

@@ -23,7 +23,7 @@ from trainer.recipe.runner import Run, Unit, preflight
 pytest.importorskip("torch")
 pytest.importorskip("trl")
 
-from trainer.recipe.runner import phase_work as stages
+from trainer.recipe import phase_work as stages
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHAPE = """

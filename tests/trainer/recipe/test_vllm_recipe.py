@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 from sandbox.errors import NodeError
 from sandbox.runtime import default_python
 from trainer.config import RunConfig, load
-from trainer.data.problems import tiny_model
+from trainer.data import tiny_model
 from trainer.engines.vllm_servers import Servers
 from trainer.recipe.runner import recipe
 from trainer.runs.run_folder import read_json

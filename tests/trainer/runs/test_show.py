@@ -24,7 +24,7 @@ from trainer.episodes.metrics import METRICS
 from trainer.runs import show
 from trainer.runs.run_folder import RecordError, RunFolder, write_json
 
-PAGE = files("trainer").joinpath("show.html").read_text(encoding="utf-8")
+PAGE = files("trainer.runs").joinpath("show.html").read_text(encoding="utf-8")
 FIRST_RL, LAST = STAGES["sft"] + 1, sum(STAGES.values())
 HOSTILE = [
     "<img src=x onerror=hacked=1>", "</script><script>hacked=1</script>", "<svg onload=hacked=1>", "__proto__",

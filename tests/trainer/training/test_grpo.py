@@ -26,7 +26,7 @@ from trainer.config import ConfigError, HardwareConfig, StageConfig  # noqa: E40
 from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
 from trainer.rollout.loop_thread import Background  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
-from trainer.training import (
+from trainer.training import (  # noqa: E402
     context,
     grpo,
     sft,

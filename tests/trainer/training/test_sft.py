@@ -18,10 +18,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP  # noqa: E402
 
 from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer.config import ConfigError, SftConfig  # noqa: E402
-from trainer.data.problems import synthetic  # noqa: E402
-from trainer.episodes import chat_format
+from trainer.data import synthetic  # noqa: E402
+from trainer.episodes import chat_format  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
-from trainer.training import sft
+from trainer.training import sft  # noqa: E402
 from trainer.training.context import Trained, Training  # noqa: E402
 
 SFT = SftConfig(epochs=2, lr=3e-3, warmup=0.1, batch=4, micro_batch=2, max_length=512, save_steps=2)
