@@ -2,8 +2,10 @@
 
     python -m bench.chaos [--calls 20000] [--kill-every 1] [--kill-gateway 30] [--json]
 
-Calls are riddles, of which each has an answer of its own (`bench.workloads.checked_calls`). They go over HTTP in every form there is,
-while zygotes, jails and executors of the server die by SIGKILL (`bench.probes.fault_injector`), and some requests are given up
+Calls are riddles, of which each has an answer of its own (`bench.workloads.checked_calls`). They go over HTTP in
+every form there is,
+while zygotes, jails and executors of the server die by SIGKILL (`bench.probes.fault_injector`), and some requests
+are given up
 half-way. A call is lost if it is not answered on a connection that holds, doubled if it is answered twice in one
 response, mixed up if its answer is not its own. `unavailable` is an answer: it says that there is no verdict.
 

@@ -2,7 +2,8 @@
 
     python -m bench.gateway [--calls 64000] [--batch 64] [--in-flight 8] [--json]
 
-Gateway, executor (`bench.servers.stub_executor`) and client are a process each. The client sends batches as msgpack over HTTP and looks
+Gateway, executor (`bench.servers.stub_executor`) and client are a process each. The client sends batches as msgpack
+over HTTP and looks
 at every result: each has the code of its own call as output. CPU is that of the gateway's process alone; what it could
 do with a core of its own is a second of that.
 """

@@ -2,7 +2,8 @@
 
     python -m bench.invariance [--calls FILE.jsonl] [--loops 8] [--load 2] [--json]
 
-The calls are a corpus, made up (`bench.workloads.tool_calls`) or one's own, and others that need 0.5 to 2 times their limit: of CPU,
+The calls are a corpus, made up (`bench.workloads.tool_calls`) or one's own, and others that need 0.5 to 2 times
+their limit: of CPU,
 of sleep, of both in turn, in threads, in children and programs one after another, in children side by side. What they
 need is what they need on any machine: they run until the kernel has counted that much CPU time for them, so a slower
 clock or a shared cache makes them do less, not need more. Swamped means: endless loops among the calls, and busy

@@ -2,7 +2,8 @@
 
     python -m bench.mixed [--seconds 60] [--rate 10] [--loops 40] [--json]
 
-First the real mix (`bench.workloads.tool_calls`), of which 10 % end in an error and 0.5 % are bombs: calls arrive at random moments,
+First the real mix (`bench.workloads.tool_calls`), of which 10 % end in an error and 0.5 % are bombs: calls arrive at
+random moments,
 at a rate that does not wait for answers, so a slow server cannot hide its queue; latency counts from the moment at
 which a call was due. The same arrivals come twice, the second time with 1 % endless loops among them, whose time-out
 is 10 s. Without `--rate` it is 60 % of what the server does when it is asked as fast as it answers.

@@ -136,7 +136,8 @@ class SandboxFusion:
 
 
 class FreshInterpreter:
-    """No HTTP: `bench.servers.fresh_interpreter`, which is the least that a call can cost without a warm interpreter."""
+    """No HTTP: `bench.servers.fresh_interpreter`, which is the least that a call can cost without a warm
+    interpreter."""
 
     name = FRESH
     batch = 1

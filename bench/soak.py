@@ -2,10 +2,12 @@
 
     python -m bench.soak [--calls 1000000 | --seconds 3600] [--in-flight 256] [--json]
 
-The calls are riddles, of which each has an answer of its own (`bench.workloads.checked_calls`), asked as `bench.chaos` asks them, in
+The calls are riddles, of which each has an answer of its own (`bench.workloads.checked_calls`), asked as
+`bench.chaos` asks them, in
 every form there is, some requests given up half-way; nothing is killed. Meanwhile memory, descriptors, processes,
 zombies, mounts and control groups of the server are looked at, and what rises over the last half by more than noise
-is growth (`bench.harness.statistics`). Four times the traffic rests, and what the server holds then is counted exactly, as
+is growth (`bench.harness.statistics`). Four times the traffic rests, and what the server holds then is counted
+exactly, as
 `bench.leaks` does. After its end nothing may be left. The kernel's slab is shown and not judged: it is the machine's.
 """
 

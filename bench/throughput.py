@@ -3,7 +3,8 @@
     python -m bench.throughput [--kinds print,numpy,sympy,mix] [--calls FILE.jsonl] [--scale 0.5] [--json]
 
 The service gets batches of 64 from `sandbox.client` on the same cores, four at a time; the fresh interpreters run the
-same code, as many at once as there are cores (`bench.servers.fresh_interpreter`). The two take turns within a round, and medians over the
+same code, as many at once as there are cores (`bench.servers.fresh_interpreter`). The two take turns within a round,
+and medians over the
 rounds of each round's own ratio are what counts. Memory is taken in a pass of its own, since looking costs time.
 """
 

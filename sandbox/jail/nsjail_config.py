@@ -1,4 +1,5 @@
-"""Level `nsjail`: from a spec to the text of nsjail's configuration. Pure; `sandbox.jail.launch_nsjail` starts nsjail with it.
+"""Level `nsjail`: from a spec to the text of nsjail's configuration. Pure; `sandbox.jail.launch_nsjail` starts
+nsjail with it.
 
 - Every field is one that config.proto has since nsjail 3.1, by the name that it has had since.
 - What the zygote must not have is refused here: the host's namespaces, capabilities but the few that set up a call.

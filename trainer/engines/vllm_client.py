@@ -119,7 +119,8 @@ class _Completion(BaseModel, strict=True):
 
 
 class VllmEngine:
-    """One vLLM server, started as `trainer.engines.vllm_servers` does: `--logprobs-mode processed_logprobs`, development routes.
+    """One vLLM server, started as `trainer.engines.vllm_servers` does: `--logprobs-mode processed_logprobs`,
+    development routes.
 
     It belongs to the event loop that first uses it. Cancelling a request closes its connection, and vLLM drops it then.
     `slots`: sequences that it runs at once (`--max-num-seqs`). `timeout_s` bounds all but `generate`, which takes as

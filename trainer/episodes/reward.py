@@ -6,7 +6,8 @@ or costs anything here, they weigh in the resampling (`trainer.episodes.roc`).
 Invariants:
 - Our failure is None, never 0: an episode that we ended, or a check that the sandbox could not make.
 - The model's failure is 0, never None: no answer, or one that the checker cannot read or does not come to an end with.
-  Right answers that it cannot read never come here: they are left out when data is prepared (`trainer.recipe.phase_work`).
+  Right answers that it cannot read never come here: they are left out when data is prepared
+  (`trainer.recipe.phase_work`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ is what torchrun can start on many ranks; and a kill at any point leaves what a 
 Invariants:
 - A unit is over once its `DONE` file is there, which appears whole and last. Nothing that is over runs again.
 - A unit that was killed goes on from what it left, and comes to what it would have come to.
-- Nothing starts before all that the units need is there: `trainer.recipe.preflight`, in a child as well. A folder gets its
+- Nothing starts before all that the units need is there: `trainer.recipe.preflight`, in a child as well. A folder
+gets its
   configuration only after that, so that one which cannot run here may still be changed.
 - One recipe works on a run's folder at a time: children hold the lock too, so that none is overtaken by its successor.
 - A run's folder keeps one configuration.

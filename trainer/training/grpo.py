@@ -6,7 +6,8 @@ transformers one name in `trainer.training.context`.
 
 Invariants:
 - Engines sample a step with the weights that the step starts from: TRL asks for one sync before each rollout.
-- TRL asks for as many rows as a step trains on, and gets G in line for each problem: those that `trainer.episodes.roc` keeps of
+- TRL asks for as many rows as a step trains on, and gets G in line for each problem: those that
+`trainer.episodes.roc` keeps of
   the 2G sampled. Which problems is said here: each of the stage's order is trained on in one step, as a whole
   group.
 - A row is in the loss, and in its denominator, only if it has a reward and its group's kept rewards differ. Any other
