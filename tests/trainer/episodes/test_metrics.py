@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.runs import episode
+from tests.trainer.run_folders import episode
 from trainer.episodes.episode import Episode, StopReason
 from trainer.episodes.metrics import METRICS, of_step
 

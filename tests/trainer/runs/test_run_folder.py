@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.runs import episode, write_run, write_step
+from tests.trainer.run_folders import episode, write_run, write_step
 from trainer.episodes.episode import Episode, Problem, ToolCall, Turn
 from trainer.episodes.metrics import METRICS
 from trainer.episodes.roc import p_err, p_format
@@ -136,7 +136,7 @@ def test_a_file_that_is_one_torn_line_is_empty(folder: RunFolder) -> None:
 
 def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunFolder) -> None:
     code = (
-        "import random, sys; from pathlib import Path; from tests.trainer.runs import episode\n"
+        "import random, sys; from pathlib import Path; from tests.trainer.run_folders import episode\n"
         "from trainer.runs.run_folder import RunFolder\n"
         "folder, rng = RunFolder(Path(sys.argv[1])), random.Random(1)\n"
         "group = [episode(rng, 'p', sample, skill=.5) for sample in range(8)]\n"

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.browser import CHROMIUM, PATIENCE_S, Browser, Page, chromium
-from tests.trainer.runs import KEEP, STAGES, episode, group, write_run, write_step
+from tests.trainer.run_folders import KEEP, STAGES, episode, group, write_run, write_step
 from trainer import cli
 from trainer.episodes.episode import CallStatus, Episode, Problem, ToolCall
 from trainer.episodes.metrics import METRICS
