@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="the tiny model needs torch")
 transformers = pytest.importorskip("transformers", reason="the tiny model needs transformers")
 
-from trainer.data.problems import (  # noqa: E402
+from trainer.data import (  # noqa: E402
     synthetic,
     tiny_model,
 )

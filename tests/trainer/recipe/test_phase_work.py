@@ -35,11 +35,11 @@ from trainer.config import ConfigError, RunConfig, load  # noqa: E402
 from trainer.data import problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.environments.python_tool import service  # noqa: E402
+from trainer.recipe import phase_work  # noqa: E402
 from trainer.recipe.runner import (  # noqa: E402
     Run,
     Start,
     Unit,
-    phase_work,
     recipe,
 )
 from trainer.rollout.loop_thread import Background  # noqa: E402

@@ -17,8 +17,9 @@ from aiohttp import web
 from trainer import cli
 from trainer.config import RunConfig, load
 from trainer.environments import python_tool
+from trainer.recipe import preflight
 from trainer.recipe.preflight import missing
-from trainer.recipe.runner import Run, Unit, preflight
+from trainer.recipe.runner import Run, Unit
 
 pytest.importorskip("torch")
 pytest.importorskip("trl")
