@@ -183,7 +183,7 @@ def test_run_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     limits = Limits(timeout_s=2.0, memory_mb=64)
     files = {"in.csv": b"1,2"}
     assert calls == [Call("print('é')", "7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
-    assert (seen[0].isolation, seen[0].slots, seen[0].zygotes) == ("none", 1, 1)
+    assert (seen[0].isolation, seen[0].slots, seen[0].zygote_pools) == ("none", 1, 1)
 
 
 def test_run_takes_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.Monk
     fake = types.SimpleNamespace(serve=lambda config: served.append(config) or 0)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", fake)
     assert cli.main(["serve", "--gateways", "2", "--executors", "4", "--slots", "8", "--cores", "4"]) == 0
-    executors = [share for part in served[0].parts() for share in part.shares()]
+    executors = [share for part in served[0].parts() for share in part.per_executor()]
     assert [executor.isolation for executor in executors] == ["landlock"] * 4
     assert {part.isolation_reason for part in served[0].parts()} == {"weaker than auto"}
 

@@ -42,7 +42,7 @@ CLOSE_S = 5.0
 def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
     try:
-        config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         if config.gateways == 1:
             return _run(config, launch)
         return gateways.serve(config, lambda part, post: _run(part, launch, post), partial(_greet, config))

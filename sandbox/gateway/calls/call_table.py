@@ -24,7 +24,7 @@ from typing import Any
 
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.fair_queue import FairQueue
-from sandbox.types import Call, unavailable
+from sandbox.types import Call, unavailable_result
 
 Node = int
 """A node by its number, as `dispatch` counts them."""
@@ -339,7 +339,7 @@ class Ledger:
                 f"results of {self.results} bytes wait for clients to read them, at most {most}, and {batch.held} of "
                 "them are this batch's; send smaller batches, ask for a stream, or read it faster"
             )
-            lost = unavailable(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
+            lost = unavailable_result(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
             answer.update((name, lost[name]) for name in lost if name not in ("usage", "clamped"))
             size = size_of(answer)
         self._readers += not batch.held and size > 0
@@ -395,7 +395,7 @@ class Ledger:
 
     def _refuse(self, ticket: Ticket, kind: str, message: str) -> None:
         self._close(ticket)
-        result = unavailable(ticket.id, kind, message, attempts=ticket.attempts)
+        result = unavailable_result(ticket.id, kind, message, attempts=ticket.attempts)
         ticket.batch.fill(ticket.index, result.encode(binary=True))
 
     def _close(self, ticket: Ticket) -> None:
