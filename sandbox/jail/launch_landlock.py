@@ -204,7 +204,7 @@ class _Folder:
             return
         has_uids = self.spec.uid_base is not None
         filled = f"{place}/tmp" if has_uids else place
-        argv = [self.spec.guest_python, "-I", "-S", "-B", f"{self.spec.guest_home}/scratch.py", filled]
+        argv = [self.spec.guest_python, "-I", "-S", "-B", f"{self.spec.guest_home}/scratch_cleanup.py", filled]
         become = partial(self._become_owner, slot) if has_uids else None
         subprocess.run(argv, env={}, stdin=subprocess.DEVNULL, timeout=SWEEP_S, check=True, preexec_fn=become)
         _is_removed(f"{place}/tmp")
