@@ -1,4 +1,4 @@
-"""requirements/*.txt: what CI, the Makefile and the images install, held against pyproject.toml and docs/training.md."""
+"""Checks requirements/*.txt, which CI, the Makefile and the images install, against pyproject.toml and the documents."""
 
 from __future__ import annotations
 
