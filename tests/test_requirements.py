@@ -1,4 +1,4 @@
-"""Checks requirements/*.txt, which CI, the Makefile and the images install, against pyproject.toml and the documents."""
+"""Checks the locked versions in requirements/*.txt against pyproject.toml and the documents."""
 
 from __future__ import annotations
 
