@@ -300,7 +300,7 @@ def _rlimits() -> str:
 
 
 def _executable_memory() -> str:
-    """What `guest/burst.py` asks for; the jail's own rules do not forbid it, those of the server's process may."""
+    """What `guest/fork_batch.py` asks for; the jail's own rules do not forbid it, those of the server's process may."""
     with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         kernel.make_executable(pages)
     return "granted"

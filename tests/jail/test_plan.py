@@ -79,7 +79,7 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
 def test_no_machine_but_x86_64_gets_machine_code_for_it(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only with namespaces do zygotes have any (`guest/burst.py`), and the filter is refused before one starts."""
+    """Only with namespaces do zygotes have any (`guest/fork_batch.py`), and the filter is refused before one starts."""
     assert confinement_plan(spec(level))["unshare_pid"] and not confinement_plan(spec(Level.NONE))["unshare_pid"]
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()
