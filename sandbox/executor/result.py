@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox.executor.zygote_frames import number
-from sandbox.jail import Spent
+from sandbox.jail import CgroupUsage
 from sandbox.types import EncodedError, EncodedResult, Status
 
 _REPORT = struct.Struct("<6i")
@@ -57,7 +57,7 @@ def judge(
     asked_files: list[str],
     timeout_s: float,
     late: bool,
-    spent: Spent | None = None,
+    spent: CgroupUsage | None = None,
 ) -> WireResult:
     """The result of a call whose process has ended; `late` if it used up its time, `spent` what the kernel counted of
     all its processes, if it did. Raises `ProtocolError`."""
@@ -68,7 +68,7 @@ def judge(
     if late:  # also one that ended just before we came to end it
         code, ended_by = None, int(signal.SIGKILL)
     out_cut, err_cut = done.get("stdout_truncated") is True, done.get("stderr_truncated") is True
-    was_oom = ended_by == signal.SIGKILL and spent is not None and spent.was_oom
+    was_oom = ended_by == signal.SIGKILL and spent is not None and spent.hit_own_limit
     status = _status(code, late, out_cut or err_cut, was_oom, report)
     cuts = {
         "stdout": out_cut,
@@ -101,14 +101,14 @@ def judge(
     }
 
 
-def cpu_ms(done: dict[str, Any], spent: Spent | None) -> float:
+def cpu_ms(done: dict[str, Any], spent: CgroupUsage | None) -> float:
     """Of all its processes, or where nobody counted those, of the first and what it waited for. Raises
     `ProtocolError`."""
     first = number(done, "cpu_ms")
     return first if spent is None or spent.cpu_ms is None else round(spent.cpu_ms, 3)
 
 
-def _peak_bytes(done: dict[str, Any], spent: Spent | None) -> float:
+def _peak_bytes(done: dict[str, Any], spent: CgroupUsage | None) -> float:
     """What it added to the memory that it inherits from the zygote: all its processes and files together; without a
     control group the largest of its processes, where neither files nor copies of inherited pages count."""
     largest = number(done, "peak_kb") * 1024

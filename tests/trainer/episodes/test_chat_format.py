@@ -340,9 +340,9 @@ def test_a_tokenizer_without_qwens_tokens_is_refused():
         rstar2(Other())
 
 
-def test_the_row_in_the_readme_is_one():
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    row = json.loads(re.search(r'```json\n(\{"messages": .*?)```', readme, re.DOTALL)[1])
+def test_the_conversation_in_the_documents_is_valid():
+    document = (Path(__file__).parents[3] / "docs/training.md").read_text(encoding="utf-8")
+    row = json.loads(re.search(r'```json\n(\{"messages": .*?)```', document, re.DOTALL)[1])
     assert rstar2(qwen_tokenizer()).encode(row["messages"])
     asks, answers = (parse(said["content"]) for said in row["messages"] if said["role"] == "assistant")
     assert [call.arguments for call in asks.calls] == [{"code": "print(347 * 29)"}]
