@@ -15,7 +15,7 @@ import pytest
 
 from sandbox.client import AsyncClient
 from sandbox.errors import ConfigError, IsolationError, Overloaded
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
 from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
@@ -30,7 +30,7 @@ NAME = TOOL_NAMES[0]
 @pytest.fixture(scope="module", autouse=True)
 def _isolation() -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except (ConfigError, IsolationError) as why:
         pytest.skip(f"needs some isolation: {why}")
 

@@ -345,10 +345,10 @@ def test_a_tokenizer_without_qwens_tokens_is_refused():
         rstar2_format(Other(), tools=[TOOL_SCHEMA])
 
 
-def test_the_row_in_the_readme_is_one():
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    row = json.loads(re.search(r'```json\n(\{"messages": .*?)```', readme, re.DOTALL)[1])
+def test_the_conversation_in_the_documents_is_valid():
+    document = (Path(__file__).parents[3] / "docs/training.md").read_text(encoding="utf-8")
+    row = json.loads(re.search(r'```json\n(\{"messages": .*?)```', document, re.DOTALL)[1])
     assert rstar2_format(qwen_tokenizer(), tools=[TOOL_SCHEMA]).encode_conversation(row["messages"])
     asks, answers = (parse_turn(said["content"]) for said in row["messages"] if said["role"] == "assistant")
     assert [call.arguments for call in asks.tool_calls] == [{"code": "print(347 * 29)"}]
-    assert (answers.answer, answers.answer_blocks) == ("10063", 1)
+    assert (answers.answer, answers.answer_tags) == ("10063", 1)
