@@ -147,7 +147,7 @@ def build(python: Path, folder: Path, *, force: bool = False, log: Log = log_to_
 def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[int, int]]:
     """The Python to make a runtime with: the newest tried one on PATH or among pyenv's, else the one that runs this.
 
-    From 3.12 on an interpreter can leave objects uncounted, so that a call copies fewer pages (guest/immortal.py):
+    From 3.12 on an interpreter can leave objects uncounted (guest/fork_refcounts.py), so a call copies fewer pages:
     `print` gains a fifth, `sympy.solve` a half.
     """
     pyenv = environ.get("PYENV_ROOT") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".pyenv")

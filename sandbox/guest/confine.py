@@ -40,7 +40,7 @@ _SIGKILL, _SIGCHLD = 9, 17
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 _NO_CAPS = bytes(24)
 _BOUNDED = {
-    "memory": resource.RLIMIT_AS,
+    "memory_bytes": resource.RLIMIT_AS,
     "file_bytes": resource.RLIMIT_FSIZE,
     "processes": resource.RLIMIT_NPROC,
     "open_files": resource.RLIMIT_NOFILE,
@@ -143,7 +143,7 @@ class Confinement:
         at = {name: ctypes.addressof(text) for name, text in self._texts.items()}
         uid = self._uid_base + slot if self._uid_base is not None else None
         limits = self._limits(call)
-        options = _scratch_options(call["disk"], self._inodes, uid)
+        options = _scratch_options(call["disk_bytes"], self._inodes, uid)
         clone3 = [*self._clone3]
         steps = [_SYS_CLOCK_GETTIME, _CLOCK_MONOTONIC, room + 8 * _TIME, 0, 0, 0, 0]
         if slot in self.floors:
@@ -208,7 +208,7 @@ class Confinement:
 
     def _limits(self, call: dict) -> list[tuple[int, int]]:
         limits = [(_BOUNDED[name], call[name]) for name in ("file_bytes", "open_files")]
-        limits.append((_BOUNDED["memory"], call["memory"] + self.address_space))
+        limits.append((_BOUNDED["memory_bytes"], call["memory_bytes"] + self.address_space))
         if self._bounds_processes:
             limits.append((_BOUNDED["processes"], call["processes"]))
         return limits

@@ -1,4 +1,4 @@
-"""Empties folders that hostile code has filled: `empty` in a zygote, or as a program, `scratch.py FOLDER...`.
+"""Empties folders that hostile code has filled: `empty` in a zygote, or as a program, `scratch_cleanup.py FOLDER...`.
 
 Nobody else can reach into such a folder by then, and whoever empties it is its owner and nobody more. Names are
 resolved one at a time, relative to an open folder and without following links; depth costs neither stack nor

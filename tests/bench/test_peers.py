@@ -189,5 +189,5 @@ def test_a_peer_that_cannot_do_the_least_ends_the_run(capsys: pytest.CaptureFixt
         async with aiohttp.ClientSession() as http:
             await peers._check(SandboxFusion(http, "http://127.0.0.1:1", 8))
 
-    with pytest.raises(peers.output.BenchFailed, match="SandboxFusion: expected an answer, got ClientConnectorError"):
+    with pytest.raises(peers.command.BenchFailed, match="SandboxFusion: expected an answer, got ClientConnectorError"):
         asyncio.run(check())
