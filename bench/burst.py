@@ -1,14 +1,15 @@
-"""Tens of thousands of calls in flight at once: each must get its own answer, about as fast as under a steady load.
+"""Does each of 45,000 calls in flight at once get its own result, about as fast as under a steady load?
 
     python -m bench.burst [--calls 45000] [--kind print] [--loops 0.01] [--batch 5000] [--answers both] [--json]
 
-Every call prints a number that no other call prints: an answer that is missing, doubled, or somebody else's is seen,
-whether responses come whole and in order or as a stream with indices. Latency counts from when a call's request is
-made, for all of the burst at once. In the same run, half before the burst and half after it, as many calls go through
-in the steady way, 256 in flight; the burst's calls/s are held against theirs. `--batch 4` makes the burst one of many
-small requests, each with a connection of its own, as far as descriptors allow on both sides. `--loops 0.01` has one
-call in a hundred never return: it must end as a timeout, and the latency of the others is shown apart (`--answers
-stream`, or they wait for the loops of their request).
+Every call prints a number that no other call prints, so a missing, doubled or foreign result is detected, whether the
+response is whole and in order or streamed with indices. The latency counts from the request.
+
+- The burst: all calls at once. Before and after it, half as many calls each go through as a steady load with 256 calls
+  in flight; the burst's calls/s are compared with theirs.
+- `--batch 4` sends many small requests, each on its own connection, as far as descriptors allow.
+- `--loops 0.01` makes one call in a hundred an endless loop, which must end as `timeout`. The latency of the others is
+  reported apart (use `--answers stream`, else they wait for the loops of their request).
 """
 
 from __future__ import annotations
@@ -16,353 +17,253 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import io
 import itertools
 import math
 import resource
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import aiohttp
-import msgpack
-
-from bench.harness import command
-from bench.mixed import LOOPS
+from bench.harness import arguments, command, requirements
+from bench.harness.load import (
+    MSGPACK_STREAM,
+    CallTally,
+    Checkable,
+    OnAnswer,
+    closed_loop,
+    encoded_batches,
+    http_session,
+    send_batch,
+)
+from bench.harness.plots import grouped_bars
+from bench.harness.statistics import percentiles, quantiles
+from bench.harness.tables import Block, Result, Table, number, percentile_list
 from bench.probes import processes
-from bench.probes.sampler import Watch
+from bench.probes.sampler import PeriodicSampler
 from bench.servers import service
-from bench.throughput import KINDS
-from bench.workloads.tool_calls import labelled_calls
+from bench.workloads.checked_calls import numbered_calls
+from bench.workloads.code_kinds import CODES
 
 CALLS = 45_000
-BATCH = 5_000
-STEADY_BATCH, STEADY_AT_ONCE = 64, 4
-FORMS = {"stream": ("application/x-msgpack-stream",), "whole": ("application/msgpack",)}
-FORMS["both"] = (*FORMS["stream"], *FORMS["whole"])
+STEADY_BATCH, STEADY_REQUESTS = 64, 4
+"""Calls in a request of the steady load, and its requests in flight."""
+ACCEPTS = {"stream": (MSGPACK_STREAM,), "whole": ("application/msgpack",)}
+ACCEPTS["both"] = (*ACCEPTS["stream"], *ACCEPTS["whole"])
 SPARE_DESCRIPTORS = 500
-"""What a gateway or a client needs besides one for each connection."""
-RATIO_AT_LEAST = 0.9
-MEMORY_MB_AT_MOST = 1430
-"""1.5 GB."""
-LOOP_S = 1.0
+"""Descriptors that a gateway or a client needs besides one per connection."""
+MIN_RATIO = 0.9
+MAX_MEMORY_MB = 1430
 POINTS = (50, 90, 99)
-UNCOMPILED = ("SyntaxError", "IndentationError")
-SHOWN = 5
-
-CODES = {kind.name: kind.code for kind in KINDS if kind.code} | {"print": ""}
-Step = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A call with an id of its own, the first line that it alone prints, and the status that it ends with."""
-
-    call: dict[str, Any]
-    line: str
-    status: str
-
-    @property
-    def is_short(self) -> bool:
-        return self.status != "timeout"
-
-    def is_answered_by(self, result: Mapping[str, Any]) -> bool:
-        said = (result["id"], result["status"], result["stdout"].partition("\n")[0])
-        return said == (self.call["id"], self.status, self.line)
+COUNTS = ("lost", "doubled", "mismatched")
 
 
 @dataclass(slots=True)
-class Run:
-    """What came of some calls, and what they cost."""
+class MeasuredLoad:
+    """What became of some calls, and the CPU seconds that they cost."""
 
-    calls: int = 0
-    right: int = 0
-    doubled: int = 0
-    wrong: int = 0
+    tally: CallTally = field(default_factory=CallTally)
     seconds: float = 0.0
     server_cpu_s: float = 0.0
-    """All of it, with calls and zygotes."""
+    """CPU of the whole server, calls and zygotes included."""
     gateway_cpu_s: float = 0.0
     executor_cpu_s: float = 0.0
     client_cpu_s: float = 0.0
-    statuses: Counter[str] = field(default_factory=Counter)
-    latencies_ms: list[float] = field(default_factory=list)
-    short_ms: list[float] = field(default_factory=list)
-    """The same of those that end by themselves."""
-    queue_ms: list[float] = field(default_factory=list)
-    run_ms: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)
-    """What each call used itself."""
-    examples: list[str] = field(default_factory=list)
-    """Of what must not be."""
 
     @property
-    def lost(self) -> int:
-        return self.calls - self.right - self.wrong
-
-    def take(self, question: Question, result: Mapping[str, Any], waited_s: float) -> None:
-        """The first answer to a question."""
-        self.statuses[result["status"]] += 1
-        self.latencies_ms.append(waited_s * 1e3)
-        if question.is_short:
-            self.short_ms.append(waited_s * 1e3)
-        self.queue_ms.append(result["usage"]["queue_ms"])
-        self.run_ms.append(result["usage"]["run_ms"])
-        self.cpu_ms.append(result["usage"]["cpu_ms"])
-        if question.is_answered_by(result):
-            self.right += 1
-        else:
-            self.wrong += 1
-            self.examples.append(f"expected {question.line} and {question.status}, got {result}")
+    def calls_per_s(self) -> float:
+        return self.tally.calls / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What the server held at one moment."""
+class Memory:
+    """The server's memory at one moment, and the gateway's descriptors."""
 
-    memory_mb: float
+    server_mb: float
     gateway_mb: float
-    """Its part of that: calls that wait are its own to hold."""
     descriptors: int
-    """Of the gateway."""
 
     @classmethod
-    def by(cls, server: service.Service) -> Held:
-        gateway = [server.pid]
-        return cls(processes.pss_mb(server.processes()), processes.pss_mb(gateway), processes.descriptors(server.pid))
+    def of(cls, server: service.Service) -> Memory:
+        return cls(
+            processes.pss_mb(server.processes()), processes.pss_mb([server.pid]), processes.descriptors(server.pid)
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The burst; 1 if an answer is missing or wrong, or a promise is missed."""
+    """Run the burst; exit code 1 if a result is missing or wrong, or a requirement is not met."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if why := too_many(args.calls, args.batch, _most_descriptors()):
-        parser.error(why)
-    return command.run_as_command("burst", lambda: _burst(args))
+    if error := too_many_connections(args.calls, args.batch, _max_descriptors()):
+        parser.error(error)
+    return command.run_benchmark(parser, args, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("burst", __doc__ or "")
-    parser.add_argument("--calls", type=command.count, default=CALLS, help=f"in the burst (default: {CALLS})")
-    parser.add_argument("--kind", choices=[*CODES, "mix"], default="print", help="which calls (default: print)")
-    parser.add_argument("--loops", type=_share, default=0.0, help="share of calls that never end (default: 0)")
-    parser.add_argument("--loop-s", type=command.seconds, default=LOOP_S, help="their time-out (default: 1)")
-    parser.add_argument("--batch", type=command.count, default=BATCH, help=f"calls in one request (default: {BATCH})")
-    parser.add_argument("--in-flight", type=command.count, help="calls at once (default: all)")
-    parser.add_argument("--answers", choices=[*FORMS], default="both", help="how they come (default: in turn, both)")
-    parser.add_argument("--steady", type=command.count, help="calls of the steady load (default: as many)")
-    parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
-    parser.add_argument("--lean", action="store_true", help="only zygotes of the standard library")
-    parser.add_argument("--seed", type=int, default=0, help="which numbers, and which mix (default: 0)")
+    parser = arguments.parser("burst", __doc__)
+    arguments.add_server(parser)
+    arguments.add_seed(parser)
+    count = arguments.count
+    parser.add_argument("--calls", type=count, default=CALLS, help=f"calls of the burst (default: {CALLS})")
+    parser.add_argument("--kind", choices=[*CODES, "mix"], default="print", help="kind of call (default: print)")
+    parser.add_argument("--loops", type=arguments.fraction, default=0.0, help="share of endless loops (default: 0)")
+    parser.add_argument("--loop-s", type=arguments.seconds, default=1.0, help="time-out of the loops (default: 1)")
+    parser.add_argument("--batch", type=count, default=5000, help="calls in one request (default: 5000)")
+    parser.add_argument("--in-flight", type=count, help="calls in flight (default: all)")
+    parser.add_argument("--answers", choices=[*ACCEPTS], default="both", help="form of responses (default: both)")
+    parser.add_argument("--steady", type=count, help="calls of the steady load (default: as many)")
     return parser
 
 
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
-    return share
-
-
-def _burst(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     half = math.ceil((args.steady or args.calls) / 2)
-    questions = make(args.kind, args.calls + 2 * half, args.seed, args.loops, args.loop_s)
-    before, burst, after = (list(itertools.islice(questions, n)) for n in (half, args.calls, half))
-    at_once = math.ceil((args.in_flight or args.calls) / args.batch)
-    flags = ["--isolation", args.isolation, "--queue-timeout-s", "86400"]  # a burst may take longer than a queue should
-    flags += ["--queue-calls", str(max(100_000, 2 * args.calls)), "--batch-calls", str(max(65_536, args.batch))]
-    # A client that shares our cores takes its time to open thousands of connections, and to speak on each.
-    flags += ["--stall-s", "600", "--connections", str(math.ceil(args.calls / args.batch) + 100)]
-    flags += ["--profiles", "bare"] if args.lean else []
+    calls = numbered_calls(args.kind, args.calls + 2 * half, args.seed, args.loops, args.loop_s)
+    before, burst_calls, after = (list(itertools.islice(calls, n)) for n in (half, args.calls, half))
+    requests = math.ceil((args.in_flight or args.calls) / args.batch)
     with ExitStack() as stack:
-        stack.enter_context(_descriptors())
-        server = stack.enter_context(service.running(args.python, flags))
+        stack.enter_context(_all_descriptors())
+        server = stack.enter_context(service.running(args.python, _flags(args)))
         bar = stack.enter_context(command.progress())
-        idle = Held.by(server)
+        idle = Memory.of(server)
 
-        def run(name: str, asked: Sequence[Question], batch: int, at_once: int) -> Run:
-            task = bar.add_task(name, total=len(asked))
-            return asyncio.run(_run(server, asked, batch, at_once, FORMS[args.answers], lambda: bar.advance(task)))
+        def run(name: str, calls: Sequence[Checkable], batch: int, in_flight: int) -> MeasuredLoad:
+            task = bar.add_task(name, total=len(calls))
+            on_answer = lambda: bar.advance(task)  # noqa: E731
+            return asyncio.run(measure_load(server, calls, batch, in_flight, ACCEPTS[args.answers], on_answer))
 
-        steady = [run("steady load", before, STEADY_BATCH, STEADY_AT_ONCE)]
-        with Watch(lambda: Held.by(server)) as watch:
-            whole = run("burst", burst, args.batch, at_once)
-        steady.append(run("steady load", after, STEADY_BATCH, STEADY_AT_ONCE))
-    figures = {
+        steady = [run("steady load", before, STEADY_BATCH, STEADY_REQUESTS)]
+        with PeriodicSampler(lambda: Memory.of(server)) as sampler:
+            burst = run("burst", burst_calls, args.batch, requests)
+        steady.append(run("steady load", after, STEADY_BATCH, STEADY_REQUESTS))
+    command.print_examples("burst", [line for load in (burst, *steady) for line in load.tally.examples])
+    return {
         "bench": "burst",
         "kind": args.kind,
         "loops": args.loops,
         "loop_s": args.loop_s,
         "calls": args.calls,
-        "in_flight": min(args.calls, at_once * args.batch),
+        "in_flight": min(args.calls, requests * args.batch),
         "requests": math.ceil(args.calls / args.batch),
         "answers": args.answers,
-        **summarise(whole, steady, idle, watch),
+        **summarize(burst, steady, idle, sampler),
     }
-    _show(figures, [*whole.examples, *(example for run in steady for example in run.examples)])
-    command.plot(args.plot, lambda axes: draw(axes, figures))
-    command.finish(figures, _parser(), args)
-    return 0 if figures["holds"] else 1
 
 
-def make(kind: str, count: int, seed: int, loops: float = 0.0, loop_s: float = LOOP_S) -> Iterator[Question]:
-    """`count` calls of a kind, each of which first prints its own number, unless it does not compile. A share of them
-    never end, evenly spread among the others."""
-    mix = labelled_calls(count, seed) if kind == "mix" else None
-    for n in range(count):
-        template, call = next(mix) if mix else (None, {"code": CODES[kind]})
-        line, status = str(n * n + seed), template.status if template else "ok"
-        if math.floor((n + 1) * loops) > math.floor(n * loops):
-            call, status = {"code": LOOPS["plain"], "limits": {"timeout_s": loop_s}}, "timeout"
-        elif template and template.ends in UNCOMPILED:
-            line = ""
-        code = f"print({n} * {n} + {seed}, flush=True)\n{call['code']}"
-        yield Question({**call, "code": code, "id": f"burst-{n}"}, line, status)
+def _flags(args: argparse.Namespace) -> list[str]:
+    flags = [*arguments.server_flags(args), "--queue-timeout-s", "86400"]  # a burst may take longer than a queue should
+    flags += ["--queue-calls", str(max(100_000, 2 * args.calls)), "--batch-calls", str(max(65_536, args.batch))]
+    # A client on the server's cores needs time to open thousands of connections and to write on each.
+    return [*flags, "--stall-s", "600", "--connections", str(math.ceil(args.calls / args.batch) + 100)]
 
 
-def too_many(calls: int, batch: int, most: int) -> str:
-    """Why so many requests cannot be open at once, with at most so many descriptors in a process; empty if they can."""
+def too_many_connections(calls: int, batch: int, max_descriptors: int) -> str:
+    """Error text if a process with at most so many descriptors cannot have all requests open at once; else empty."""
     requests = math.ceil(calls / batch)
-    if requests + SPARE_DESCRIPTORS <= most:
+    if requests + SPARE_DESCRIPTORS <= max_descriptors:
         return ""
-    enough = math.ceil(calls / (most - SPARE_DESCRIPTORS)) if most > SPARE_DESCRIPTORS else calls
+    usable = max_descriptors - SPARE_DESCRIPTORS
+    min_batch = math.ceil(calls / usable) if usable > 0 else calls
     return (
-        f"--calls {calls} --batch {batch} opens {requests} connections at once, and a process here may have {most} "
-        f"descriptors, of which {SPARE_DESCRIPTORS} are kept free; expected --batch {enough} or more"
+        f"--calls {calls} --batch {batch} opens {requests} connections at once, and a process may have "
+        f"{max_descriptors} descriptors ({SPARE_DESCRIPTORS} reserved); expected --batch {min_batch} or more"
     )
 
 
-async def _run(
-    server: service.Service, asked: Sequence[Question], batch: int, at_once: int, forms: Sequence[str], step: Step
-) -> Run:
-    """Ask all questions in requests of `batch`, at most `at_once` of them open, the forms of answers taking turns."""
-    parts = [asked[start : start + batch] for start in range(0, len(asked), batch)]
-    bodies = [msgpack.packb({"calls": [question.call for question in part]}) for part in parts]
-    requests = iter(zip(parts, bodies, [forms[n % len(forms)] for n in range(len(parts))], strict=True))
-    run = Run(calls=len(asked))
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        async def work() -> None:
-            for part, body, form in requests:
-                try:
-                    await _ask(http, server.url, part, body, form, run, step)
-                except (aiohttp.ClientError, OSError) as why:  # what it has not answered is lost
-                    run.examples.append(f"a request of {len(part)} calls broke off: {why!r}")
-
-        own = ([server.pid], server.executors())
-        meter, own_s = processes.Meter(server.pid), [processes.cpu_s(pids) for pids in own]
-        begun, cpu_s = time.perf_counter(), time.thread_time()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(at_once, len(parts))):
-                group.create_task(work())
-        run.seconds = time.perf_counter() - begun
-        run.server_cpu_s, run.client_cpu_s = meter.whole_s(), time.thread_time() - cpu_s
-        run.gateway_cpu_s, run.executor_cpu_s = (processes.cpu_s(pids) - s for pids, s in zip(own, own_s, strict=True))
-    return run
+async def measure_load(
+    server: service.Service,
+    calls: Sequence[Checkable],
+    batch: int,
+    in_flight: int,
+    accepts: Sequence[str],
+    on_answer: OnAnswer,
+) -> MeasuredLoad:
+    """Send all calls in requests of `batch`, at most `in_flight` of them open; `accepts` take turns."""
+    load = MeasuredLoad(CallTally(len(calls)))
+    batches = encoded_batches(calls, batch, accepts)
+    async with http_session() as http:
+        parts = ([server.pid], server.executors())
+        meter, parts_s = processes.CpuMeter(server.pid), [processes.cpu_s(pids) for pids in parts]
+        client_s = time.thread_time()
+        load.seconds = await closed_loop(
+            iter(batches),
+            lambda batch: send_batch(http, server.url, batch, load.tally, on_answer),
+            min(in_flight, len(batches)),
+        )
+        load.server_cpu_s, load.client_cpu_s = meter.total_s(), time.thread_time() - client_s
+        load.gateway_cpu_s, load.executor_cpu_s = (
+            processes.cpu_s(pids) - start_s for pids, start_s in zip(parts, parts_s, strict=True)
+        )
+    return load
 
 
-async def _ask(
-    http: aiohttp.ClientSession, url: str, part: Sequence[Question], body: bytes, form: str, run: Run, step: Step
-) -> None:
-    headers = {"Content-Type": "application/msgpack", "Accept": form}
-    answered: set[int] = set()
-    begun = time.perf_counter()
-    async with http.post(f"{url}/v1/batch", data=io.BytesIO(body), headers=headers) as got:
-        if got.status != 200:
-            run.examples.append(f"a request of {len(part)} calls was answered {got.status}: {await got.text()}")
-            return
-        async for index, result in _answers(got, form):
-            if index in answered:
-                run.doubled += 1
-                run.examples.append(f"answered again: {result}")
-                continue
-            answered.add(index)
-            run.take(part[index], result, time.perf_counter() - begun)
-            step()
-
-
-async def _answers(got: aiohttp.ClientResponse, form: str) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """Which of the calls, and its answer: as they come, or in the order in which they were asked."""
-    if form in FORMS["whole"]:
-        for index, result in enumerate(msgpack.unpackb(await got.read())["results"]):
-            yield index, result
-        return
-    unpacker = msgpack.Unpacker(max_buffer_size=1 << 30)
-    async for chunk in got.content.iter_any():
-        unpacker.feed(chunk)
-        for line in unpacker:
-            if line is not None:
-                yield line["index"], line
-
-
-def summarise(burst: Run, steady: Sequence[Run], idle: Held, watch: Watch[Held]) -> dict[str, Any]:
-    """The figures of a burst beside a steady load, and which promises they miss."""
-    runs = (burst, *steady)
-    calm = _joined(steady)
-    bad = {name: sum(getattr(run, name) for run in runs) for name in ("lost", "doubled", "wrong")}
-    ratio = (burst.calls / burst.seconds) / (calm.calls / calm.seconds)
-    peak_mb = max(held.memory_mb for held in watch.seen)
-    missed = [f"{count} {name}, expected none" for name, count in bad.items() if count]
-    if ratio < RATIO_AT_LEAST:
-        missed.append(f"{ratio:.2f} of the steady load's calls/s, expected at least {RATIO_AT_LEAST}")
-    if peak_mb > MEMORY_MB_AT_MOST:
-        missed.append(f"{peak_mb:.0f} MiB of memory, expected at most {MEMORY_MB_AT_MOST}")
+def summarize(
+    burst: MeasuredLoad, steady: Sequence[MeasuredLoad], idle: Memory, sampler: PeriodicSampler[Memory]
+) -> dict[str, Any]:
+    """The result of a burst beside a steady load, and its requirements."""
+    whole_steady = _joined(steady)
+    counts = {name: sum(getattr(load.tally, name) for load in (burst, *steady)) for name in COUNTS}
+    ratio = burst.calls_per_s / whole_steady.calls_per_s
+    peak_mb = max(sample.server_mb for sample in sampler.samples)
     return {
-        "right": burst.right,
-        **bad,
-        "statuses": dict(burst.statuses.most_common()),
-        "burst": _pace(burst),
-        "steady": _pace(calm),
-        "call_cpu_ms": command.quantiles(burst.cpu_ms),
+        "correct": burst.tally.correct,
+        **counts,
+        "statuses": dict(burst.tally.statuses.most_common()),
+        "burst": _rates(burst),
+        "steady": _rates(whole_steady),
+        "call_cpu_ms": quantiles(times.cpu_ms for times in burst.tally.times),
         "ratio": round(ratio, 3),
-        "ratio_at_least": RATIO_AT_LEAST,
-        "memory_mb": {"idle": round(idle.memory_mb), "peak": round(peak_mb), "at_most": MEMORY_MB_AT_MOST},
-        "gateway_mb": {"idle": round(idle.gateway_mb, 1), "peak": round(max(h.gateway_mb for h in watch.seen), 1)},
-        "memory_looks": len(watch.seen),
-        "memory_looks_share": round(watch.took_s / burst.seconds, 4),
-        "gateway_descriptors": max(held.descriptors for held in watch.seen),
-        "missed": missed,
-        "holds": not missed,
+        "memory_mb": {"idle": round(idle.server_mb), "peak": round(peak_mb)},
+        "gateway_mb": {
+            "idle": round(idle.gateway_mb, 1),
+            "peak": round(max(sample.gateway_mb for sample in sampler.samples), 1),
+        },
+        "memory_samples": len(sampler.samples),
+        "memory_sampling_share": round(sampler.sampling_s / burst.seconds, 4),
+        "gateway_descriptors": max(sample.descriptors for sample in sampler.samples),
+        "requirements": [
+            *requirements.none_of(counts),
+            requirements.at_least("calls/s of the burst over those of the steady load", MIN_RATIO, round(ratio, 3)),
+            requirements.at_most("MiB of memory at the peak", MAX_MEMORY_MB, round(peak_mb)),
+        ],
     }
 
 
-def _pace(run: Run) -> dict[str, Any]:
+def _rates(load: MeasuredLoad) -> dict[str, Any]:
+    tally = load.tally
+    per_call = {"": load.server_cpu_s, "gateway_": load.gateway_cpu_s, "executor_": load.executor_cpu_s}
+    per_call["client_"] = load.client_cpu_s
     return {
-        "calls": run.calls,
-        "seconds": round(run.seconds, 2),
-        "calls_per_s": round(run.calls / run.seconds, 1),
-        "cpu_ms": round(run.server_cpu_s * 1e3 / run.calls, 3),
-        "gateway_cpu_ms": round(run.gateway_cpu_s * 1e3 / run.calls, 4),
-        "executor_cpu_ms": round(run.executor_cpu_s * 1e3 / run.calls, 4),
-        "client_cpu_ms": round(run.client_cpu_s * 1e3 / run.calls, 3),
-        "latency_ms": command.percentiles(run.latencies_ms, POINTS),
-        "short_ms": command.percentiles(run.short_ms, POINTS),
-        "queue_ms": command.percentiles(run.queue_ms, POINTS),
-        "run_ms": command.percentiles(run.run_ms, POINTS),
+        "calls": tally.calls,
+        "seconds": round(load.seconds, 2),
+        "calls_per_s": round(load.calls_per_s, 1),
+        **{f"{part}cpu_ms": round(cpu_s * 1e3 / tally.calls, 4) for part, cpu_s in per_call.items()},
+        "latency_ms": percentiles(tally.latencies_ms(), POINTS),
+        "short_ms": percentiles(tally.latencies_ms(["short"]), POINTS),
+        "queue_ms": percentiles((times.queue_ms for times in tally.times), POINTS),
+        "run_ms": percentiles((times.run_ms for times in tally.times), POINTS),
     }
 
 
-def _joined(runs: Sequence[Run]) -> Run:
-    """One run after another as one."""
-    whole = Run()
-    for run in runs:
-        for name in Run.__slots__:
-            setattr(whole, name, getattr(whole, name) + getattr(run, name))
-    return whole
+def _joined(loads: Sequence[MeasuredLoad]) -> MeasuredLoad:
+    """Several loads, one after another, as one."""
+    joined = MeasuredLoad()
+    for load in loads:
+        joined.tally.calls += load.tally.calls
+        joined.tally.times += load.tally.times
+        for name in (entry.name for entry in fields(load) if entry.name != "tally"):
+            setattr(joined, name, getattr(joined, name) + getattr(load, name))
+    return joined
 
 
-def _most_descriptors() -> int:
+def _max_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 @contextlib.contextmanager
-def _descriptors() -> Iterator[None]:
-    """As many as the hard limit allows, for us and for the server that we start."""
+def _all_descriptors() -> Iterator[None]:
+    """Raise our descriptor limit, and that of the server that we start, to the hard limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:
@@ -371,36 +272,42 @@ def _descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def _show(figures: Mapping[str, Any], examples: Sequence[str]) -> None:
-    columns = ("", "calls", "calls/s", "p50 ms", "p90 ms", "p99 ms", "CPU ms", "gateway's", "executor's", "client's")
-    rows = []
-    for name in ("burst", "steady"):
-        pace = figures[name]
-        cells = [f"{pace['calls']:,}", f"{pace['calls_per_s']:,.0f}"]
-        cells += [f"{pace['latency_ms'].get(f'p{point}', 0):,.0f}" for point in POINTS]
-        parts = (f"{pace[f'{part}_cpu_ms']:.3f}" for part in ("gateway", "executor", "client"))
-        rows.append((name, *cells, f"{pace['cpu_ms']:.2f}", *parts))
-        if figures["loops"]:
-            rows.append(("  short ones", "", "", *(f"{ms:,.0f}" for ms in pace["short_ms"].values())))
-    command.show(f"{figures['in_flight']:,} calls in flight, in {figures['requests']:,} requests", columns, rows)
-    names = ("right", "lost", "doubled", "wrong", "ratio", "gateway_descriptors")
-    memory = figures["memory_mb"]
-    cells = [(name.replace("_", " "), figures[name]) for name in names]
-    command.show("of it", ("", ""), [*cells, ("MiB idle", memory["idle"]), ("MiB at the peak", memory["peak"])])
-    for line in (*examples[:SHOWN], *figures["missed"]):
-        print(f"burst: {line:.2000}", file=sys.stderr)
+def tables(result: Result) -> list[Block]:
+    """The burst beside the steady load, and sentences about results, loops and memory."""
+    rows = [
+        (
+            name,
+            f"{rates['calls']:,}",
+            number(rates["calls_per_s"]),
+            percentile_list(rates["latency_ms"], "p50", "p99"),
+            f"{rates['cpu_ms']:.2f}",
+        )
+        for name, rates in (("all at once", result["burst"]), ("a steady load", result["steady"]))
+    ]
+    blocks: list[Block] = [Table(("", "calls", "calls/s", "p50 / p99 ms", "CPU ms per call"), rows)]
+    if share := result.get("loops"):
+        at_once, steady = (percentile_list(result[name]["short_ms"], *_NAMES) for name in ("burst", "steady"))
+        blocks.append(
+            f"{100 * share:g} % are endless loops; each ends as `timeout` after {result['loop_s']:g} s of virtual "
+            "time. "
+            f"p50 / p90 / p99 of the other calls: {at_once} ms at once, {steady} ms in the steady load."
+        )
+    counts = ", ".join(f"{result[name]:,} {name}" for name in COUNTS)
+    memory = result["memory_mb"]
+    blocks.append(
+        f"{counts}; {result['ratio']:.2f} of the steady load's calls/s; {memory['idle']:,} MiB idle, "
+        f"{memory['peak']:,} MiB at the peak."
+    )
+    return [*blocks, *requirements.unmet(result)]
 
 
-def draw(axes: Any, figures: Mapping[str, Any]) -> None:
-    """What a run printed as JSON, as a picture."""
-    for place, name in enumerate(("burst", "steady")):
-        values = [figures[name]["latency_ms"][f"p{point}"] for point in POINTS]
-        bars = axes.bar([n + (place - 0.5) * 0.4 for n in range(len(POINTS))], values, 0.4, label=name)
-        axes.bar_label(bars, fmt="%.0f")
-    axes.set_xticks(range(len(POINTS)), [f"p{point}" for point in POINTS])
-    axes.set_yscale("log")
-    axes.set_ylabel("ms until the answer")
-    axes.legend()
+_NAMES = tuple(f"p{point}" for point in POINTS)
+
+
+def draw(axes: Any, result: Result) -> None:
+    """Latency percentiles of burst and steady load."""
+    series = {name: [result[name]["latency_ms"][point] for point in _NAMES] for name in ("burst", "steady")}
+    grouped_bars(axes, _NAMES, series, "ms until the answer")
 
 
 if __name__ == "__main__":

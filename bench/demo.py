@@ -1,138 +1,89 @@
-"""A whole server on this machine, a sample of tool calls through it, and a table of what came back.
+"""Starts a server on this machine, sends it a sample of tool calls, and prints a table of the results.
 
-    python -m bench.demo [--calls FILE.jsonl] [--n 500] [--json]
-
-It starts `rstar-sandbox serve` on a free port, sends batches of 64 as a trainer does, and stops it again.
+python -m bench.demo [--calls FILE.jsonl] [--n 500] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
+from bench.harness import arguments, command
+from bench.harness.statistics import percentiles
+from bench.harness.tables import Block, Result, Table, show
 from bench.workloads.tool_calls import labelled_calls, load_calls
 from sandbox.client import AsyncClient
-from sandbox.errors import SandboxError
 from sandbox.local import local_service
-from sandbox.types import Call, Result, Status
+from sandbox.types import Call
 
 BATCH = 64
-"""Calls in one request, as rStar2-Agent's send workers gather them."""
-
-
-class DemoFailed(Exception):
-    """There is nothing to show."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A call's result, and when it was here, counted from the moment that all calls were sent."""
-
-    result: Result
-    after_ms: float
+"""Calls in one request."""
+NEXT_STEPS = """Next:
+  rstar-sandbox run 'print(1 + 1)'   run one call
+  rstar-sandbox serve                start a server; its dashboard is on the address that it prints
+  make demo CALLS=calls.jsonl        the same demo with your own calls (a "code" in each row)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The demonstration; 0 if every call got a verdict."""
-    parser = argparse.ArgumentParser(prog="python -m bench.demo", description="A server, a sample of calls, a table.")
-    parser.add_argument("--calls", metavar="FILE", help="JSONL with a 'code' in each row (default: a made-up sample)")
-    parser.add_argument("--n", type=int, default=500, help="how many calls of the made-up sample (default: 500)")
-    parser.add_argument("--seed", type=int, default=0, help="which made-up sample (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    args = parser.parse_args(argv)
-    try:
-        return asyncio.run(_demo(args))
-    except KeyboardInterrupt:
-        return 130
-    except (DemoFailed, SandboxError, OSError, ValueError) as why:
-        print(f"demo: {why}", file=sys.stderr)
-        return 1
+    """Run the demo; exit code 1 if it failed or a call was unavailable."""
+    parser = arguments.parser("demo", __doc__)
+    arguments.add_seed(parser)
+    parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL with a 'code' in each row")
+    parser.add_argument("--n", type=arguments.count, default=500, help="calls of the sample (default: 500)")
+    return command.run_benchmark(parser, parser.parse_args(argv), lambda args: asyncio.run(_measure(args)), tables)
 
 
-async def _demo(args: argparse.Namespace) -> int:
-    if args.calls:
-        calls, expected = load_calls(args.calls), None
-    else:
-        labelled = list(labelled_calls(args.n, args.seed))
-        calls, expected = [call for _, call in labelled], [template.status for template, _ in labelled]
+async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    labelled = [] if args.calls else list(labelled_calls(args.n, args.seed))
+    calls = load_calls(args.calls) if args.calls else [call for _, call in labelled]
     if not calls:
-        raise DemoFailed("expected at least one call, got none")
-    async with local_service() as url, AsyncClient(url, batch_size=BATCH) as client:
-        answers = await _send(client, [Call.decode(call) for call in calls])
-    figures = summarise(answers, expected)
-    _show(figures)
-    if args.json:
-        print(json.dumps(figures))
-    return 1 if figures["statuses"].get(Status.UNAVAILABLE) else 0
-
-
-async def _send(client: AsyncClient, calls: Sequence[Call]) -> list[Answered]:
-    """All at once, as a training step's burst comes; answers in the order of the calls."""
-    answers: dict[int, Answered] = {}
-    start = time.perf_counter()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("calls", total=len(calls))
-        async for index, result in client.stream(calls):
-            answers[index] = Answered(result, (time.perf_counter() - start) * 1000)
-            progress.advance(bar)
-    return [answers[index] for index in range(len(calls))]
-
-
-def summarise(answers: Sequence[Answered], expected: Sequence[str] | None) -> dict[str, Any]:
-    """The figures of a run; times in milliseconds. `expected` holds the statuses that the calls should have had."""
-    results = [answer.result for answer in answers]
-    usages = [result.usage for result in results]
-    wall_s = max(answer.after_ms for answer in answers) / 1000
-    figures: dict[str, Any] = {
-        "calls": len(results),
-        "seconds": round(wall_s, 3),
-        "calls_per_s": round(len(results) / wall_s, 1),
-        "statuses": dict(Counter(result.status.value for result in results).most_common()),
-        "cpu_ms_per_call": round(sum(usage.cpu_ms for usage in usages) / len(usages), 3),
-        "run_ms": _percentiles([usage.run_ms for usage in usages]),
-        "queue_ms": _percentiles([usage.queue_ms for usage in usages]),
-        "answer_ms": _percentiles([answer.after_ms for answer in answers]),
+        raise command.BenchFailed(f"{args.calls}: expected at least one call, got none")
+    sample = (
+        f"the calls of {args.calls}" if args.calls else "typical tool calls. A quarter of the sample fails on purpose"
+    )
+    show([f"Starting a server, then sending {len(calls)} calls at once: {sample}."])
+    results, answered_ms = {}, {}
+    with command.progress() as bar:
+        task = bar.add_task("calls", total=len(calls))
+        async with local_service() as url, AsyncClient(url, batch_size=BATCH) as client:
+            start = time.perf_counter()
+            async for index, result in client.stream([Call.decode(call) for call in calls]):
+                results[index], answered_ms[index] = result, (time.perf_counter() - start) * 1e3
+                bar.advance(task)
+    expected = [template.status for template, _ in labelled]
+    usages = [result.usage for result in results.values()]
+    statuses = Counter(result.status.value for result in results.values())
+    return {
+        "calls": len(calls),
+        "seconds": round(max(answered_ms.values()) / 1e3, 3),
+        "statuses": dict(statuses.most_common()),
+        "as_expected": sum(results[index].status.value == status for index, status in enumerate(expected)),
+        "expected": len(expected),
+        "answer_ms": percentiles(answered_ms.values()),
+        "queue_ms": percentiles(usage.queue_ms for usage in usages),
+        "run_ms": percentiles(usage.run_ms for usage in usages),
+        "cpu_ms_per_call": round(sum(usage.cpu_ms for usage in usages) / len(usages), 2),
         "peak_memory_mb": max(usage.peak_memory_mb for usage in usages),
+        "requirements": [command.requirements.at_most("unavailable calls", 0, statuses["unavailable"])],
     }
-    if expected is not None:
-        figures["as_expected"] = sum(r.status.value == status for r, status in zip(results, expected, strict=True))
-    return figures
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 3) for p in (50, 99)}
-
-
-def _show(figures: dict[str, Any]) -> None:
-    table = Table(title=f"{figures['calls']} calls in {figures['seconds']:.2f} s", box=None, show_header=False)
-    table.add_row("calls/s", f"[bold]{figures['calls_per_s']:,.0f}[/bold]")
-    for status, count in figures["statuses"].items():
-        table.add_row(status, f"{count}")
-    if "as_expected" in figures:
-        table.add_row("verdicts as expected", f"{figures['as_expected']} of {figures['calls']}")
-    for name, label in (
-        ("answer_ms", "answered after"),
-        ("queue_ms", "of that, in the queue"),
-        ("run_ms", "of that, running"),
-    ):
-        p50, p99 = figures[name]["p50"], figures[name]["p99"]
-        table.add_row(label, f"p50 {p50:,.1f} ms, p99 {p99:,.1f} ms")
-    table.add_row("CPU per call", f"{figures['cpu_ms_per_call']:.1f} ms")
-    table.add_row("most memory", f"{figures['peak_memory_mb']:.0f} MiB")
-    Console().print(table)
+def tables(result: Result) -> list[Block]:
+    """Rates, statuses and times, and what to run next."""
+    rows = [("calls per second", f"{result['calls'] / result['seconds']:,.0f}")]
+    rows += [(f"status `{status}`", str(count)) for status, count in result["statuses"].items()]
+    if result["expected"]:
+        rows.append(("status as expected", f"{result['as_expected']} of {result['expected']}"))
+    for name, label in (("answer_ms", "answered after"), ("queue_ms", "  in the queue"), ("run_ms", "  running")):
+        rows.append((label, f"p50 {result[name]['p50']:,.1f} ms, p99 {result[name]['p99']:,.1f} ms"))
+    rows.append(("CPU time per call", f"{result['cpu_ms_per_call']:.1f} ms"))
+    rows.append(("largest memory of a call", f"{result['peak_memory_mb']:.0f} MiB"))
+    return [Table(("", ""), rows, f"{result['calls']} calls in {result['seconds']:.2f} s"), NEXT_STEPS]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,16 +1,14 @@
-"""Whether a verdict depends on load: the same calls one at a time, then all at once on a machine that is swamped.
+"""Does a call's result depend on load? The same calls one at a time, then all at once on an overloaded machine.
 
     python -m bench.invariance [--calls FILE.jsonl] [--loops 8] [--load 2] [--json]
 
-The calls are a corpus, made up (`bench.workloads.tool_calls`) or one's own, and others that need 0.5 to 2 times
-their limit: of CPU,
-of sleep, of both in turn, in threads, in children and programs one after another, in children side by side. What they
-need is what they need on any machine: they run until the kernel has counted that much CPU time for them, so a slower
-clock or a shared cache makes them do less, not need more. Swamped means: endless loops among the calls, and busy
-processes outside the service besides.
+The calls are a corpus, generated (`bench.workloads.tool_calls`) or your own, and calls that need 0.5 to 2 times their
+time limit: CPU, sleep, both in turn, in threads, in children and programs one after another, in children side by side.
+They need the same on any machine, because they run until the kernel has counted that much CPU time for them. Overloaded
+means: endless loops among the calls, and busy processes outside the service.
 
-Status, stdout, value and type of the error are compared. A call that differs runs alone once more, on another server
-with other addresses: if it differs from itself, it has no one answer, is named as unstable, and does not count.
+Status, stdout, value and type of the error are compared. A call that differs runs alone several times more on another
+server. If it differs from itself, it has no single result: it is listed as unstable and does not count.
 """
 
 from __future__ import annotations
@@ -28,20 +26,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.agreement import Outcome, differing
-from bench.harness import command
-from bench.mixed import LOOPS, STORM_LOOP_S
+from bench.harness import arguments, command, requirements
+from bench.harness import tables as harness_tables
+from bench.harness.call_outcomes import CallOutcome, differing_fields
+from bench.harness.statistics import percentiles
+from bench.harness.tables import Block, Table
 from bench.servers import service
+from bench.workloads.hostile_calls import BACKGROUND_LOOP_S, ENDLESS_LOOPS
 from bench.workloads.tool_calls import load_calls, sample_calls
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Result
 
 FACTORS = (0.5, 0.7, 0.9, 1.1, 1.3, 2.0)
-"""How much of its limit a call needs. Nearer to 1 is what it takes to start, which is not the call's own doing."""
-LIMIT_S = 1.0
-TURNS = 4
-SIDE_BY_SIDE = 2
-NEEDS = {
+"""The share of its limit that a call needs. Values nearer to 1 would measure the start of the process."""
+CHILDREN_IN_TURN = 4
+CHILDREN_SIDE_BY_SIDE = 2
+TIME_USES = {
     "CPU": "while time.process_time() < NEED: pass",
     "sleep": "time.sleep(NEED)",
     "both in turn": "for n in range(1, 6):\n    while time.process_time() < n * NEED / 10: pass\n"
@@ -49,28 +49,26 @@ NEEDS = {
     "threads": "import threading\ndef work():\n    while time.process_time() < NEED: pass\n"
     "threads = [threading.Thread(target=work) for _ in range(2)]\n"
     "for thread in threads: thread.start()\nfor thread in threads: thread.join()",
-    "children in turn": f"for _ in range({TURNS}):\n    if os.fork() == 0:\n"
-    f"        while time.process_time() < NEED / {TURNS}: pass\n        os._exit(0)\n    os.wait()",
+    "children in turn": f"for _ in range({CHILDREN_IN_TURN}):\n    if os.fork() == 0:\n"
+    f"        while time.process_time() < NEED / {CHILDREN_IN_TURN}: pass\n        os._exit(0)\n    os.wait()",
     "programs in turn": "import subprocess, sys\nfor _ in range(2):\n    subprocess.run([sys.executable, '-c', "
     "f'import time\\nwhile time.process_time() < {NEED / 2}: pass'], check=True)",
-    "children side by side": f"for _ in range({SIDE_BY_SIDE}):\n    if os.fork() == 0:\n"
-    f"        while time.process_time() < NEED: pass\n        os._exit(0)\nfor _ in range({SIDE_BY_SIDE}): os.wait()",
+    "children side by side": f"for _ in range({CHILDREN_SIDE_BY_SIDE}):\n    if os.fork() == 0:\n"
+    f"        while time.process_time() < NEED: pass\n        os._exit(0)\n"
+    f"for _ in range({CHILDREN_SIDE_BY_SIDE}): os.wait()",
 }
-"""How a call comes to need NEED seconds of its own clock. CPU time counts from the start of a process."""
-LOOP_COUNT = 8
+"""Programs that use NEED seconds of their time limit. CPU time counts from the start of a process."""
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
-"""Burns a core until whoever started it is gone."""
-ENDS = {"timeout": "late"}
-AGAIN = 5
-"""Times that a call which did not end alike is run alone once more: it may differ from itself now and then, as one that
-needs just about its limit does."""
-SHOWN = 20
-Take = Callable[[int, Result], None]
+"""Uses a core until its parent process is gone."""
+REPEATS = 5
+"""Times that a differing call runs alone again: a call that needs just about its limit differs only now and then."""
+MAX_EXAMPLES = 20
+OnResult = Callable[[int, Result], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call, and the status that it must end with, where that is known."""
+    """A call, and the status that it must end with, if that is known."""
 
     name: str
     call: dict[str, Any]
@@ -79,140 +77,131 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A call that did not end alike."""
+    """A call whose outcome differs between the two runs."""
 
     name: str
     fields: tuple[str, ...]
-    idle: Outcome
-    swamped: Outcome
+    idle: CallOutcome
+    overloaded: CallOutcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The comparison; 1 if a verdict changed, or one that is known is wrong."""
-    args = _parser().parse_args(argv)
-    return command.run_as_command("invariance", lambda: _compare(args))
+    """Run the comparison; exit code 1 if a result changed, or a known one is wrong."""
+    parser = _parser()
+    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("invariance", __doc__ or "")
-    parser.add_argument(
-        "--calls", type=command.file, metavar="FILE", help="JSONL that takes the place of the made-up corpus"
-    )
-    parser.add_argument("--n", type=command.count, help="so many calls of the corpus (default: all; 300 if made up)")
-    parser.add_argument("--repeat", type=command.count, default=1, help="of each call with a known need (default: 1)")
-    parser.add_argument("--needs", type=_needs, default=tuple(NEEDS), help=f"of {','.join(NEEDS)} (default: all)")
-    parser.add_argument("--limit-s", type=command.seconds, default=LIMIT_S, help="their time-out (default: 1)")
+    parser = arguments.parser("invariance", __doc__)
+    arguments.add_server(parser)
+    arguments.add_seed(parser)
+    count, uses = arguments.count, arguments.names_of(TIME_USES)
+    parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL to use as the corpus")
+    parser.add_argument("--n", type=count, help="calls of the corpus (default: all of a file; 300 generated ones)")
+    parser.add_argument("--repeat", type=count, default=1, help="of each call of known need (default: 1)")
+    parser.add_argument("--uses", type=uses, default=tuple(TIME_USES), help=f"of {','.join(TIME_USES)} (default: all)")
+    parser.add_argument("--limit-s", type=arguments.seconds, default=1.0, help="time-out of those calls (default: 1)")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--loops", type=command.count, default=LOOP_COUNT, help="endless loops (default: 8)")
-    parser.add_argument("--load", type=command.count, default=cores, help="busy processes (default: one a core)")
-    parser.add_argument("--isolation", default="auto", help="level of the server (default: auto)")
-    parser.add_argument("--lean", action="store_true", help="only zygotes of the standard library, no made-up corpus")
-    parser.add_argument("--seed", type=int, default=0, help="which made-up corpus (default: 0)")
+    parser.add_argument("--loops", type=count, default=8, help="endless loops (default: 8)")
+    parser.add_argument("--load", type=count, default=cores, help="busy processes (default: one per core)")
     return parser
 
 
-def _needs(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in NEEDS]:
-        raise argparse.ArgumentTypeError(f"unknown need {unknown[0]!r}; expected some of {', '.join(NEEDS)}")
-    return names
-
-
-def _compare(args: argparse.Namespace) -> int:
-    cases = [*_corpus(args), *needing(args.needs, args.limit_s, args.repeat)]
-    flags = ["--isolation", args.isolation, "--queue-timeout-s", "86400"]
-    flags += ["--profiles", "bare"] if args.lean else []
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    cases = [*_corpus(args), *calls_using(args.uses, args.limit_s, args.repeat)]
+    flags = [*arguments.server_flags(args), "--queue-timeout-s", "86400"]
     with command.progress() as bar:
 
-        def run(name: str, server: service.Service, some: Sequence[Case], *, alone: bool) -> list[Result]:
-            task = bar.add_task(name, total=len(some))
-            calls = [Call.decode(case.call) for case in some]
+        def run(name: str, server: service.Service, some_cases: Sequence[Case], *, alone: bool) -> list[Result]:
+            task = bar.add_task(name, total=len(some_cases))
+            calls = [Call.decode(case.call) for case in some_cases]
             results: dict[int, Result] = {}
 
-            def take(index: int, result: Result) -> None:
+            def on_result(index: int, result: Result) -> None:
                 results[index] = result
                 bar.advance(task)
 
             if alone:
-                asyncio.run(_one_by_one(server.url, calls, take))
+                asyncio.run(_one_by_one(server.url, calls, on_result))
             else:
-                asyncio.run(_at_once(server.url, calls, take, args.loops, args.seed))
-            return [results[index] for index in range(len(some))]
+                asyncio.run(_all_at_once(server.url, calls, on_result, args.loops, args.seed))
+            return [results[index] for index in range(len(some_cases))]
 
         with service.running(args.python, flags) as server:
             idle = run("alone", server, cases, alone=True)
-            with busy(args.load):
-                swamped = run("swamped", server, cases, alone=False)
-        changes = compare(cases, idle, swamped)
-        names = {change.name for change in changes}
-        suspects = [(case, result) for case, result in zip(cases, idle, strict=True) if case.name in names] * AGAIN
+            with busy_processes(args.load):
+                overloaded = run("overloaded", server, cases, alone=False)
+        changed = {change.name for change in compare(cases, idle, overloaded)}
+        suspects = [(case, result) for case, result in zip(cases, idle, strict=True) if case.name in changed] * REPEATS
         again: list[Result] = []
         if suspects:
             with service.running(args.python, flags) as server:
                 again = run("alone again", server, [case for case, _ in suspects], alone=True)
     unstable = compare([case for case, _ in suspects], [result for _, result in suspects], again)
-    figures = {
+    result = {
         "bench": "invariance",
-        "corpus": {"from": _source(args), "calls": sum(case.status is None for case in cases)},
+        "corpus": {
+            "from": Path(args.calls).name if args.calls else f"generated, seed {args.seed}",
+            "calls": sum(case.status is None for case in cases),
+        },
         "limit_s": args.limit_s,
         "loops": args.loops,
         "load": args.load,
-        **summarise(cases, idle, swamped, {change.name for change in unstable}),
+        **summarize(cases, idle, overloaded, {change.name for change in unstable}),
     }
-    _show(figures, cases, idle, swamped)
-    command.finish(figures, _parser(), args)
-    return 0 if figures["holds"] else 1
-
-
-def _source(args: argparse.Namespace) -> str:
-    return Path(args.calls).name if args.calls else f"made up, seed {args.seed}"
+    harness_tables.show([_known_needs_table(cases, idle, overloaded)])
+    corpus_changes = [change for change in result["changed"] if change["name"].startswith("corpus")]
+    for line in [*map(str, corpus_changes), *result["misjudged"]][:MAX_EXAMPLES]:
+        print(f"invariance: {line}", file=sys.stderr)
+    return result
 
 
 def _corpus(args: argparse.Namespace) -> list[Case]:
-    if args.lean and not args.calls:
+    if args.stdlib_only and not args.calls:
         return []
     calls = load_calls(args.calls)[: args.n] if args.calls else sample_calls(args.n or 300, args.seed)
     return [Case(f"corpus {number}", call) for number, call in enumerate(calls)]
 
 
-def needing(needs: Sequence[str], limit_s: float, repeat: int = 1) -> list[Case]:
-    """Calls that need each of `FACTORS` of their limit, in each of these ways. Side by side takes a core for each."""
-    side_by_side = len(os.sched_getaffinity(0)) >= SIDE_BY_SIDE
+def calls_using(uses: Sequence[str], limit_s: float, repeat: int = 1) -> list[Case]:
+    """Calls that need each of `FACTORS` of their limit in each of these ways. Side by side needs a core per child."""
+    has_cores = len(os.sched_getaffinity(0)) >= CHILDREN_SIDE_BY_SIDE
     return [
-        Case(f"{factor:g} {need} #{number}", _needing(need, factor, limit_s), "ok" if factor < 1 else "timeout")
-        for need in needs
+        Case(f"{factor:g} {use} #{number}", call_using(use, factor, limit_s), "ok" if factor < 1 else "timeout")
+        for use in uses
         for factor in FACTORS
         for number in range(repeat)
-        if side_by_side or need != "children side by side"
+        if has_cores or use != "children side by side"
     ]
 
 
-def _needing(need: str, factor: float, limit_s: float) -> dict[str, Any]:
-    code = f"import os, time\nNEED = {factor * limit_s!r}\n{NEEDS[need]}\nprint('had', NEED)\n"
+def call_using(use: str, factor: float, limit_s: float) -> dict[str, Any]:
+    """A call that needs `factor` times its limit."""
+    code = f"import os, time\nNEED = {factor * limit_s!r}\n{TIME_USES[use]}\nprint('used', NEED)\n"
     return {"code": code, "limits": {"timeout_s": limit_s}}
 
 
-async def _one_by_one(url: str, calls: Sequence[Call], take: Take) -> None:
+async def _one_by_one(url: str, calls: Sequence[Call], on_result: OnResult) -> None:
     async with AsyncClient(url) as client:
         for index, call in enumerate(calls):
-            take(index, await client.execute(call))
+            on_result(index, await client.execute(call))
 
 
-async def _at_once(url: str, calls: Sequence[Call], take: Take, loops: int, seed: int) -> None:
-    """In no particular order, and among endless loops, which were asked before them and last longer."""
-    endless = [Call.decode({"code": LOOPS["plain"], "limits": {"timeout_s": STORM_LOOP_S}})] * loops
+async def _all_at_once(url: str, calls: Sequence[Call], on_result: OnResult, loops: int, seed: int) -> None:
+    """Send the calls in random order, after endless loops that outlast them."""
+    endless = [Call.decode({"code": ENDLESS_LOOPS["plain"], "limits": {"timeout_s": BACKGROUND_LOOP_S}})] * loops
     order = random.Random(seed).sample(range(len(calls)), len(calls))
     async with AsyncClient(url) as client, asyncio.TaskGroup() as group:
         looping = group.create_task(client.run_batch(endless))
         await asyncio.sleep(0)
-        async for place, result in client.stream([calls[index] for index in order]):
-            take(order[place], result)
+        async for position, result in client.stream([calls[index] for index in order]):
+            on_result(order[position], result)
         looping.cancel()
 
 
 @contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many processes that burn a core each, meanwhile."""
+def busy_processes(count: int) -> Iterator[None]:
+    """Run `count` processes that use a core each."""
     code = BUSY.format(parent=os.getpid())
     processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
     try:
@@ -223,29 +212,30 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def compare(cases: Sequence[Case], idle: Sequence[Result], swamped: Sequence[Result]) -> list[Change]:
-    """The calls that did not end alike."""
+def compare(cases: Sequence[Case], idle: Sequence[Result], overloaded: Sequence[Result]) -> list[Change]:
+    """The calls whose outcomes differ."""
     changes = []
-    for case, *both in zip(cases, idle, swamped, strict=True):
-        one, other = map(Outcome.of_service, both)
-        if fields := differing(one, other):
+    for case, *results in zip(cases, idle, overloaded, strict=True):
+        one, other = map(CallOutcome.of_result, results)
+        if fields := differing_fields(one, other):
             changes.append(Change(case.name, fields, one, other))
     return changes
 
 
-def summarise(
-    cases: Sequence[Case], idle: Sequence[Result], swamped: Sequence[Result], unstable: set[str]
+def summarize(
+    cases: Sequence[Case], idle: Sequence[Result], overloaded: Sequence[Result], unstable: set[str]
 ) -> dict[str, Any]:
-    """The figures. A call with a known status is never unstable: whichever run misses that is at fault."""
+    """The result. A call with a known status is never unstable: a run with another status is wrong."""
     known = {case.name for case in cases if case.status}
     changes = [
-        change for change in compare(cases, idle, swamped) if change.name in known or change.name not in unstable
+        change for change in compare(cases, idle, overloaded) if change.name in known or change.name not in unstable
     ]
     misjudged = [
-        f"{case.name}: expected {case.status}, got {_ended(one)} alone and {_ended(other)} swamped"
-        for case, one, other in zip(cases, idle, swamped, strict=True)
+        f"{case.name}: expected {case.status}, got {_described(one)} alone and {_described(other)} overloaded"
+        for case, one, other in zip(cases, idle, overloaded, strict=True)
         if case.status and {one.status.value, other.status.value} != {case.status}
     ]
+    runs = {"idle": idle, "overloaded": overloaded}
     return {
         "calls": len(cases),
         "known": len(known),
@@ -254,53 +244,52 @@ def summarise(
         "unstable": sorted(unstable - known),
         "statuses": {
             name: dict(Counter(result.status.value for result in results).most_common())
-            for name, results in (("idle", idle), ("swamped", swamped))
+            for name, results in runs.items()
         },
         "run_ms": {
-            name: command.percentiles((result.usage.run_ms for result in results), (50, 90, 99))
-            for name, results in (("idle", idle), ("swamped", swamped))
+            name: percentiles((result.usage.run_ms for result in results), (50, 90, 99))
+            for name, results in runs.items()
         },
-        "holds": not changes and not misjudged,
+        "requirements": requirements.none_of({"changed results": len(changes), "misjudged calls": len(misjudged)}),
     }
 
 
-def _ended(result: Result) -> str:
-    why = f" ({result.error.message:.200})" if result.error else ""
-    return f"{result.status.value}{why} after {result.usage.run_ms:.0f} ms and {result.usage.cpu_ms:.0f} of CPU"
+def _described(result: Result) -> str:
+    message = f" ({result.error.message:.200})" if result.error else ""
+    return f"{result.status.value}{message} after {result.usage.run_ms:.0f} ms and {result.usage.cpu_ms:.0f} ms of CPU"
 
 
 def _row(change: Change) -> dict[str, Any]:
-    sides = {"idle": asdict(change.idle), "swamped": asdict(change.swamped)}
-    differ = {side: {name: f"{values[name]!s:.300}" for name in change.fields} for side, values in sides.items()}
-    return {"name": change.name, **differ}
+    sides = {"idle": asdict(change.idle), "overloaded": asdict(change.overloaded)}
+    differing = {side: {name: f"{values[name]!s:.300}" for name in change.fields} for side, values in sides.items()}
+    return {"name": change.name, **differing}
 
 
-def _show(figures: Mapping[str, Any], cases: Sequence[Case], idle: Sequence[Result], swamped: Sequence[Result]) -> None:
-    ends: dict[tuple[str, str], set[str]] = {}
-    for case, *results in zip(cases, idle, swamped, strict=True):
+def _known_needs_table(cases: Sequence[Case], idle: Sequence[Result], overloaded: Sequence[Result]) -> Table:
+    """How the calls of known need ended, by use and factor."""
+    endings: dict[tuple[str, str], set[str]] = {}
+    for case, *results in zip(cases, idle, overloaded, strict=True):
         if case.status:
-            factor, need = case.name.rpartition(" #")[0].split(" ", 1)
-            both = [ENDS.get(result.status.value, result.status.value) for result in results]
-            ends.setdefault((need, factor), set()).add("→".join(dict.fromkeys(both)))
+            factor, use = case.name.rpartition(" #")[0].split(" ", 1)
+            statuses = dict.fromkeys(result.status.value for result in results)
+            endings.setdefault((use, factor), set()).add("→".join(statuses))
     rows = [
-        [need, *("|".join(sorted(ends[need, f"{factor:g}"])) for factor in FACTORS)]
-        for need in dict.fromkeys(need for need, _ in ends)
+        [use, *("|".join(sorted(endings[use, f"{factor:g}"])) for factor in FACTORS)]
+        for use in dict.fromkeys(use for use, _ in endings)
     ]
-    command.show("needs so much of its limit, alone→swamped", ("", *map("{:g}".format, FACTORS)), rows)
-    command.show(
-        f"{figures['calls']} calls",
-        ("", ""),
-        [
-            ("changed", len(figures["changed"])),
-            ("wrong, where it is known", len(figures["misjudged"])),
-            ("unstable by themselves", len(figures["unstable"])),
-            *((f"run p90 ms, {name}", f"{points['p90']:,.0f}") for name, points in figures["run_ms"].items()),
-        ],
-    )
-    for change in [change for change in figures["changed"] if change["name"].startswith("corpus")][:SHOWN]:
-        print(f"invariance: {change['name']}: alone {change['idle']}, swamped {change['swamped']}", file=sys.stderr)
-    for line in figures["misjudged"][:SHOWN]:
-        print(f"invariance: {line}", file=sys.stderr)
+    return Table(("", *map("{:g}".format, FACTORS)), rows, "share of the limit that a call needs, alone→overloaded")
+
+
+def tables(result: Mapping[str, Any]) -> list[Block]:
+    """One sentence."""
+    num_known, corpus = result["known"], result["corpus"]
+    return [
+        f"{result['calls']:,} calls alone, then all at once beside {result['loops']} endless loops and "
+        f"{result['load']} busy processes: {len(result['changed'])} statuses or outputs changed; "
+        f"{len(result['unstable'])} calls that differ from themselves are left out. "
+        f"{result['calls'] - num_known:,} of the calls are a corpus ({corpus['from']}); {num_known:,} need a known "
+        f"share of their limit, from 0.5 to 2 times: {len(result['misjudged'])} misjudged."
+    ]
 
 
 if __name__ == "__main__":

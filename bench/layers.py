@@ -1,24 +1,25 @@
-"""What a call costs, layer by layer: CPU and wall time from a bare fork up to a batch over HTTP.
+"""What does each layer of a call cost: CPU and wall time from a bare fork up to a batch over HTTP?
 
     python -m bench.layers [--calls N] [--rounds R] [--profiles bare,numeric] [--json]
 
-Every step is the one before and one thing more, on the same warm interpreter and the same code:
+Every step adds one thing to the step before, with the same warm interpreter and the same code:
 
     floor       fork(2), compile and run the code with stdout on a memory file, exit; no isolation
     os.fork     the floor with Python's own os.fork, for comparison; later steps build on the floor
     namespaces  own PID, mount, IPC and UTS namespaces
-    tmpfs       a private scratch folder
+    tmpfs       a private scratch directory
     identity    uid, capabilities, rlimits, no_new_privs
     seccomp     the system call filter
-    groups      a control group that counts and bounds, entered, set and read; nothing where none can be made
-    runner      the whole guest: script semantics, echo, report, output files, answer
+    groups      a control group with limits, entered, set and read; nothing where none can be created
+    runner      the whole guest: script semantics, echo, report, output files, result
     executor    the zygote's loop and the executor process, calls in frames
     http        the gateway too: HTTP in batches of 64 from a client on the same cores
 
-CPU is everything that the service's side spends: the calls' own processes, as the kernel accounts them, and zygote,
-executor and gateway by `sum_exec_runtime`; the client is left out. The first steps run on every core at once as the
-last two do, since cores share caches and often more (`--at-once 1` runs them alone). Steps take turns within a round,
-rounds are short and many, and medians over them are compared, so that what else the machine does hits all alike.
+The CPU time is that of the service's side: the calls' own processes, as the kernel accounts for them, and zygote,
+executor and gateway by `sum_exec_runtime`; the client is left out. The steps in the jail run on every core at once, as
+the last two do, since cores share caches and often more (`--in-flight 1` runs them alone). Steps take turns within a
+round, rounds are short and many, and medians over rounds are compared, so that what else the machine does hits all
+steps alike.
 """
 
 from __future__ import annotations
@@ -31,22 +32,27 @@ import os
 import select
 import shutil
 import socket
-import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from bench.harness import command as output
+from bench.harness import arguments, command, requirements
+from bench.harness import tables as harness_tables
+from bench.harness.rounds import median_of_ratios
+from bench.harness.statistics import median
+from bench.harness.tables import Block, Result, Table
 from bench.probes import processes
 from bench.servers import service
+from bench.workloads.code_kinds import PROFILE_CODES
 from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
@@ -55,88 +61,73 @@ from sandbox.executor import executor as core
 from sandbox.executor.call_state import Work
 from sandbox.types import Call
 
-CODES = {
-    "bare": "print(1 + 1)\n",
-    "numeric": "import numpy as np\nprint(np.linalg.det(np.array([[2.0, 1.0], [1.0, 3.0]])))\n",
-    "symbolic": "from sympy import symbols, solve\nx = symbols('x')\nprint(solve(x**2 - 5*x + 6, x))\n",
-    "scientific": "from scipy.optimize import fsolve\nprint(fsolve(lambda x: x**2 - 2, 1.0))\n",
-}
 IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
 STEPS = (*IN_JAIL, "executor", "http")
-AT_MOST = 1.6
-"""CPU of a call over HTTP as a multiple of os.fork, run and exit of the same zygote: what the project promises. Held
-against the floor too, which is lower (fork by machine code), and reported."""
+MAX_RATIO = 1.6
+"""Promised bound on the CPU of a call over HTTP, as a multiple of os.fork, run and exit of the same zygote. The ratio
+to the floor, which is lower (fork by machine code), is reported only."""
 RATIOS = {"os.fork": "ratio_os_fork", "floor": "ratio"}
 BATCH = 64
 WAIT_S = 120.0
 _LENGTHS = struct.Struct("<II")
 FIRST_JAIL = 900
-"""Jails of servers that run beside us count from 0; ours take other uids."""
+"""Number of the first jail here. Jails of servers count from 0, and jails with equal numbers share uids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds per call. Where they were taken: `ticks_cpu_ms` is the CPU again, by clock tick over the whole tree,
-    and `faults` the page faults of call and zygote: what a fork shares is copied when it is first written to."""
+    """Milliseconds per call."""
 
     cpu_ms: float
     wall_ms: float
     ticks_cpu_ms: float | None = None
+    """The CPU time again, in clock ticks over the whole process tree. None inside the jail."""
     faults: float | None = None
+    """Page faults of call and zygote: a fork's shared pages are copied on first write. None outside the jail."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The measurement; 1 if a profile's whole cost is over `AT_MOST` times that with os.fork."""
-    args = _parser().parse_args(argv)
-    return output.run_as_command("layers", lambda: _measure(args))
+    """Run the measurement; exit code 1 if a profile's ratio to os.fork exceeds `--at-most`."""
+    parser = _parser()
+    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("layers", __doc__ or "")
-    parser.add_argument("--calls", type=output.count, default=64, help="calls per step and round (default: 64)")
-    parser.add_argument("--rounds", type=output.count, default=25, help="rounds (default: 25)")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--at-once", type=output.count, default=cores, help="zygotes that fork at once (default: cores)"
-    )
-    parser.add_argument("--profiles", type=_profiles, default=tuple(CODES), help="of " + ",".join(CODES))
-    help = f"exit 1 if a call costs more times os.fork, run and exit (default: {AT_MOST:g})"
-    parser.add_argument("--at-most", type=float, default=AT_MOST, help=help)
+    parser = arguments.parser("layers", __doc__)
+    arguments.add_python(parser)
+    arguments.add_in_flight(parser, len(os.sched_getaffinity(0)), "zygotes that fork, or calls,")
+    parser.add_argument("--calls", type=arguments.count, default=64, help="calls per step and round (default: 64)")
+    parser.add_argument("--rounds", type=arguments.count, default=25, help="rounds (default: 25)")
+    names = ",".join(PROFILE_CODES)
+    profiles = arguments.names_of(PROFILE_CODES)
+    parser.add_argument("--profiles", type=profiles, default=tuple(PROFILE_CODES), help=f"of {names}")
+    parser.add_argument("--at-most", type=float, default=MAX_RATIO, help=f"bound on the ratio (default: {MAX_RATIO:g})")
     return parser
 
 
-def _profiles(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := set(names) - set(CODES):
-        raise argparse.ArgumentTypeError(f"unknown profile {min(unknown)!r}; expected some of {', '.join(CODES)}")
-    return names
-
-
-def _measure(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if jail.choose_level("auto").level is not jail.Level.NAMESPACES:
-        raise output.BenchFailed("expected isolation=namespaces on this machine; see `rstar-sandbox doctor`")
+        raise command.BenchFailed("expected isolation=namespaces on this machine; see `rstar-sandbox doctor`")
     python = service.guest_python(args.python)
     costs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     with ExitStack() as stack:
         jails = {
-            name: [stack.enter_context(_jail(python, name, number)) for number in range(args.at_once)]
+            name: [stack.enter_context(_jail(python, name, number)) for number in range(args.in_flight)]
             for name in args.profiles
         }
         executor = stack.enter_context(_executor(python))
         server = stack.enter_context(service.running(python))
-        bar = stack.enter_context(output.progress())
+        bar = stack.enter_context(command.progress())
         task = bar.add_task("steps", total=(args.rounds + 1) * len(args.profiles) * len(STEPS))
-        for turn in range(args.rounds + 1):  # the first warms everything up and is not counted
+        for turn in range(args.rounds + 1):  # the first round warms up and is not counted
             for name in args.profiles:
                 for step, cost in _round(jails[name], executor, server, name, args.calls if turn else BATCH):
                     bar.advance(task)
                     if turn:
                         costs[name, step].append(cost)
-    figures = summarise(costs, args)
-    _show(figures)
-    output.plot(args.plot, lambda axes: draw(axes, figures))
-    output.finish(figures, _parser(), args)
-    return 0 if figures["holds"] else 1
+    result = summarize(costs, args)
+    harness_tables.show(_step_tables(result))
+    return result
 
 
 def _round(
@@ -144,62 +135,63 @@ def _round(
 ) -> Iterator[tuple[str, Cost]]:
     for step in IN_JAIL:
         for guest in jails:
-            guest.start(step, CODES[profile], -(-calls // len(jails)))
+            guest.start(step, PROFILE_CODES[profile], -(-calls // len(jails)))
         costs = [guest.cost(step) for guest in jails]
-        wall_ms = _mean(cost.wall_ms for cost in costs) / len(jails)
+        wall_ms = fmean(cost.wall_ms for cost in costs) / len(jails)
         yield (
             step,
-            Cost(_mean(cost.cpu_ms for cost in costs), wall_ms, faults=_mean(cost.faults or 0 for cost in costs)),
+            Cost(fmean(cost.cpu_ms for cost in costs), wall_ms, faults=fmean(cost.faults or 0 for cost in costs)),
         )
-    yield "executor", executor.measure(CODES[profile], calls)
-    yield "http", asyncio.run(_over_http(server, CODES[profile], calls))
+    yield "executor", executor.measure(PROFILE_CODES[profile], calls)
+    yield "http", asyncio.run(_over_http(server, PROFILE_CODES[profile], calls))
 
 
-def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Namespace) -> dict[str, Any]:
-    """Medians per step, what each adds, and the ratios to both floors (medians of each round's own ratio)."""
+def summarize(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Namespace) -> dict[str, Any]:
+    """Medians per step, and the ratios of the last step to both forks (medians of each round's own ratio)."""
     profiles: dict[str, Any] = {}
     for name in args.profiles:
-        floor = [cost.cpu_ms for cost in costs[name, "floor"]]
+        floor = costs[name, "floor"]
         steps = {}
         for step in STEPS:
-            taken = costs[name, step]
+            rows = costs[name, step]
             steps[step] = {
-                "cpu_ms": output.median(cost.cpu_ms for cost in taken),
-                "wall_ms": output.median(cost.wall_ms for cost in taken),
-                "floors": output.median(cost.cpu_ms / least for cost, least in zip(taken, floor, strict=True)),
+                "cpu_ms": median(cost.cpu_ms for cost in rows),
+                "wall_ms": median(cost.wall_ms for cost in rows),
+                "floors": round(median_of_ratios(rows, floor, _cpu_ratio), 3),
             }
             for extra in ("ticks_cpu_ms", "faults"):
-                if values := [value for cost in taken if (value := getattr(cost, extra)) is not None]:
-                    steps[step][extra] = output.median(values)
-        os_fork = zip(costs[name, "http"], costs[name, "os.fork"], strict=True)
+                if values := [value for cost in rows if (value := getattr(cost, extra)) is not None]:
+                    steps[step][extra] = median(values)
         profiles[name] = {
             "steps": steps,
             "ratio": steps["http"]["floors"],
-            "ratio_os_fork": output.median(whole.cpu_ms / least.cpu_ms for whole, least in os_fork),
+            "ratio_os_fork": round(median_of_ratios(costs[name, "http"], costs[name, "os.fork"], _cpu_ratio), 3),
         }
-    over = {
-        floor: [name for name, profile in profiles.items() if profile[ratio] > args.at_most]
-        for floor, ratio in RATIOS.items()
-    }
     return {
         "bench": "layers",
         "calls": args.calls,
         "rounds": args.rounds,
-        "at_once": args.at_once,
-        "at_most": args.at_most,
-        "over": over,
-        "holds": not over["os.fork"],
+        "in_flight": args.in_flight,
+        "max_ratio": args.at_most,
         "profiles": profiles,
+        "requirements": [
+            requirements.at_most(f"CPU of a {name} call over os.fork, run and exit", args.at_most, row["ratio_os_fork"])
+            for name, row in profiles.items()
+        ],
     }
 
 
-class _Jail:
-    """A jail with a measuring zygote of one profile, and our end of its socket."""
+def _cpu_ratio(cost: Cost, base: Cost) -> float:
+    return cost.cpu_ms / base.cpu_ms
 
-    def __init__(self, sock: socket.socket, plan: Mapping[str, Any], groups: jail.CgroupTree | None) -> None:
+
+class _Jail:
+    """A jail with a measuring zygote of one profile."""
+
+    def __init__(self, sock: socket.socket, plan: Mapping[str, Any], cgroups: jail.CgroupTree | None) -> None:
         self._sock = sock
         self._plan = plan
-        self._groups = groups
+        self._cgroups = cgroups
         self._calls = 0
         self._received = b""
 
@@ -207,16 +199,16 @@ class _Jail:
         self._sock.sendall(_frame({"op": "configure", "plan": self._plan, "profile": profile, "blobs": []}))
         header = self._receive()
         if header["op"] != "ready":
-            raise output.BenchFailed(f"expected ready from the measuring zygote, got {header}")
-        for door in self._groups.open_procs_files(0) if self._groups else ():
-            socket.send_fds(self._sock, [_frame({"op": "cgroup_procs", "slot": 0, "blobs": []})], [door])
-            os.close(door)
+            raise command.BenchFailed(f"expected ready from the measuring zygote, got {header}")
+        for procs_fd in self._cgroups.open_procs_files(0) if self._cgroups else ():
+            socket.send_fds(self._sock, [_frame({"op": "cgroup_procs", "slot": 0, "blobs": []})], [procs_fd])
+            os.close(procs_fd)
         pages = max(_mapped_pages(pid) for pid in processes.tree(process.pid))
         space = pages * os.sysconf("SC_PAGE_SIZE")
         self._sock.sendall(_frame({"op": "start", "address_space_bytes": space, "report_after_s": WAIT_S, "blobs": []}))
 
     def start(self, step: str, code: str, calls: int) -> None:
-        """Have it run `calls` calls as far as `step`."""
+        """Start `calls` calls that go as far as `step`."""
         order = _first_frame(Work.decode(0, {"code": code}).order(1, 0, 0.0))
         assert order is not None
         header, body, _ = order
@@ -225,15 +217,15 @@ class _Jail:
         self._sock.sendall(_frame(measure, body))
 
     def cost(self, step: str) -> Cost:
-        """What those calls have cost. Raises `BenchFailed` if one failed."""
+        """The cost of those calls. Raises `BenchFailed` if one failed."""
         took, calls = self._receive(), self._calls
         if took["op"] != "measured":
-            raise output.BenchFailed(f"{step}: expected measured, got {took}")
+            raise command.BenchFailed(f"{step}: expected measured, got {took}")
         if took["failed"]:
-            raise output.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
+            raise command.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
         cpu_ms = (took["cpu_ms"] + took["own_cpu_ms"]) / calls
-        if step == "groups" and self._groups:
-            cpu_ms += _set_and_read(self._groups.cgroup(0), calls)
+        if step == "groups" and self._cgroups:
+            cpu_ms += _set_and_read(self._cgroups.cgroup(0), calls)
         return Cost(cpu_ms, took["wall_ms"] / calls, faults=took["faults"] / calls)
 
     def _receive(self) -> dict[str, Any]:
@@ -241,25 +233,25 @@ class _Jail:
             _wait_readable(self._sock)
             data = self._sock.recv(1 << 16)
             if not data:
-                raise output.BenchFailed("the measuring zygote ended; what it printed is above")
+                raise command.BenchFailed("the measuring zygote ended; its output is above")
             self._received += data
         header, _, self._received = frame
         return header
 
 
 def _set_and_read(group: jail.SlotCgroup, calls: int) -> float:
-    """Milliseconds of CPU, as the executor spends them on each call."""
+    """CPU milliseconds that the executor spends on the control group of one call."""
     start = time.process_time_ns()
     for _ in range(calls):
         group.set_limits(1 << 30, 64)
         group.read_usage()
         if not group.is_empty:
-            raise output.BenchFailed("expected an empty group, but a process is in it")
+            raise command.BenchFailed("expected an empty group, but a process is in it")
     return (time.process_time_ns() - start) / 1e6 / calls
 
 
 @contextmanager
-def _groups() -> Iterator[jail.CgroupTree | None]:
+def _cgroups() -> Iterator[jail.CgroupTree | None]:
     try:
         tree = jail.CgroupTree()
     except IsolationError:
@@ -273,23 +265,23 @@ def _groups() -> Iterator[jail.CgroupTree | None]:
 
 @contextmanager
 def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
-    """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
-    with tempfile.TemporaryDirectory(prefix="bench-layers-") as folder, _groups() as groups:
+    """A jail with the guest's code, where the measuring zygote replaces the zygote."""
+    with tempfile.TemporaryDirectory(prefix="bench-layers-") as directory, _cgroups() as cgroups:
         for path in (*core.GUEST.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
-            shutil.copy(path, folder)
-        place = FIRST_JAIL + number * len(CODES) + list(CODES).index(profile)
-        base, count = jail.host_uids(place, 1)
+            shutil.copy(path, directory)
+        jail_number = FIRST_JAIL + number * len(PROFILE_CODES) + list(PROFILE_CODES).index(profile)
+        base, count = jail.host_uids(jail_number, 1)
         interpreter = jail.Interpreter.find(python)
         argv = ("/python/bin/python3", "-s", "-B", "/guest/layers_guest.py", "--fd", "{fd}")
         spec = jail.JailSpec(
-            jail.Level.NAMESPACES, interpreter, folder, env=core.GUEST_ENV, argv=argv, uid_base=base, uid_count=count
+            jail.Level.NAMESPACES, interpreter, directory, env=core.GUEST_ENV, argv=argv, uid_base=base, uid_count=count
         )
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 process = subprocess.Popen(jail.launch_argv(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
             try:
-                guest = _Jail(ours, jail.confinement_plan(spec), groups)
+                guest = _Jail(ours, jail.confinement_plan(spec), cgroups)
                 guest.configure(profile, process)
                 yield guest
             finally:
@@ -298,7 +290,7 @@ def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
 
 
 class _Executor:
-    """The executor process, driven as the gateway drives it."""
+    """An executor process that gets the same frames as from the gateway."""
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._sock = sock
@@ -310,16 +302,16 @@ class _Executor:
         self._sock.sendall(wire.pack(["configure", dict(settings)]))
         while (message := self._receive())[0] != "ready":
             if message[0] == "failed":
-                raise output.BenchFailed(f"the executor did not start: {message[1]}")
+                raise command.BenchFailed(f"the executor did not start: {message[1]}")
 
     def measure(self, code: str, calls: int) -> Cost:
-        """Send `calls` calls in frames of 64 and take their results."""
+        """Send `calls` calls in frames of 64 and wait for their results."""
         numbers = [next(self._numbers) for _ in range(calls)]
         packed = [
             wire.pack(["calls", [[n, {"code": code}] for n in numbers[start : start + BATCH]]])
             for start in range(0, calls, BATCH)
         ]
-        meter, start = processes.Meter(self._pid), time.perf_counter()
+        meter, start = processes.CpuMeter(self._pid), time.perf_counter()
         self._sock.sendall(b"".join(packed))
         results: list[dict[str, Any]] = []
         while len(results) < calls:
@@ -336,7 +328,7 @@ class _Executor:
             _wait_readable(self._sock)
             data = self._sock.recv(1 << 18)
             if not data:
-                raise output.BenchFailed("the executor ended; what it printed is above")
+                raise command.BenchFailed("the executor ended; its output is above")
             self._unpacker.feed(data)
 
 
@@ -353,9 +345,9 @@ def _executor(python: str) -> Iterator[_Executor]:
             executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).encode())
             yield executor
         finally:
-            ours.close()  # it ends by itself
+            ours.close()  # the executor ends when its socket is closed
             try:
-                process.wait(service.STOP_S)
+                process.wait(service.STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -363,31 +355,31 @@ def _executor(python: str) -> Iterator[_Executor]:
 
 async def _over_http(server: service.Service, code: str, calls: int) -> Cost:
     async with AsyncClient(server.url, batch_size=BATCH) as client:
-        await client.execute("pass")  # the connection is there before the clock starts
-        meter, start = processes.Meter(server.pid), time.perf_counter()
+        await client.execute("pass")  # connect before the clock starts
+        meter, start = processes.CpuMeter(server.pid), time.perf_counter()
         results = await client.run_batch([Call(code)] * calls)
         wall_s = time.perf_counter() - start
     return _cost(meter, wall_s, [(result.status.value, result.usage.cpu_ms) for result in results])
 
 
 def _cost(meter: processes.Meter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
-    """What `calls` (status, CPU ms) have cost each: their own as the zygote had it from the kernel, by the microsecond,
-    and the service's. Raises `BenchFailed` if one did not end well."""
-    own_s, whole_s, n = meter.own_s(), meter.whole_s(), len(calls)
+    """The cost per call of `calls`, each a status and the CPU ms of its own processes. Raises `BenchFailed` if a call
+    did not end as `ok`."""
+    own_s, total_s, n = meter.own_s(), meter.total_s(), len(calls)
     if bad := [status for status, _ in calls if status != "ok"]:
-        raise output.BenchFailed(f"{len(bad)} of {n} calls ended as {bad[0]}, expected ok")
+        raise command.BenchFailed(f"{len(bad)} of {n} calls ended as {bad[0]}, expected ok")
     cpu_ms = own_s * 1e3 + sum(cpu_ms for _, cpu_ms in calls)
-    return Cost(cpu_ms / n, wall_s * 1e3 / n, whole_s * 1e3 / n)
+    return Cost(cpu_ms / n, wall_s * 1e3 / n, total_s * 1e3 / n)
 
 
 def _frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """As `guest/frames.py` reads it."""
+    """A frame in the format of `guest/frames.py`."""
     head = marshal.dumps(dict(header), 2)
     return _LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def _first_frame(data: bytes) -> tuple[dict[str, Any], bytes, bytes] | None:
-    """(header, body, what comes after) of the first frame, ours or the guest's, if it is whole."""
+    """(header, body, remaining bytes) of the first frame; None if it is incomplete. Guest frames have JSON headers."""
     if len(data) < _LENGTHS.size:
         return None
     head_size, body_size = _LENGTHS.unpack_from(data)
@@ -399,13 +391,9 @@ def _first_frame(data: bytes) -> tuple[dict[str, Any], bytes, bytes] | None:
     return json.loads(head) if head[:2] == b'{"' else marshal.loads(head), data[body:end], data[end:]
 
 
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
-
-
 def _wait_readable(sock: socket.socket) -> None:
     if not select.select([sock], [], [], WAIT_S)[0]:
-        raise output.BenchFailed(f"no answer within {WAIT_S:g} s")
+        raise command.BenchFailed(f"no answer within {WAIT_S:g} s")
 
 
 def _mapped_pages(pid: int) -> int:
@@ -415,38 +403,57 @@ def _mapped_pages(pid: int) -> int:
         return 0
 
 
-def _show(figures: Mapping[str, Any]) -> None:
-    for name, profile in figures["profiles"].items():
+def _step_tables(result: Result) -> list[Block]:
+    """The cost of every step, a table for each profile."""
+    blocks: list[Block] = []
+    for name, profile in result["profiles"].items():
         rows, before = [], 0.0
         for step, cost in profile["steps"].items():
             added = "" if step == "os.fork" else f"{cost['cpu_ms'] - before:+.2f}"
             before = before if step == "os.fork" else cost["cpu_ms"]
-            faults = f"{cost['faults']:.0f}" if "faults" in cost else None
-            numbers = (f"{cost[unit]:.2f}" for unit in ("wall_ms", "floors"))
-            rows.append((step, f"{cost['cpu_ms']:.2f}", added, *numbers, faults))
-        found = (f"{profile[ratio]:.2f} times the {floor}" for floor, ratio in RATIOS.items())
-        output.show(f"{name}: {', '.join(found)}", ("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows)
-    for floor, over in figures["over"].items():
-        verdict = f"missed by {', '.join(over)}" if over else "holds for all"
-        print(f"layers: at most {figures['at_most']:g} times the {floor}: {verdict}", file=sys.stderr)
+            faults = f"{cost['faults']:.0f}" if "faults" in cost else "-"
+            row = (f"{cost['cpu_ms']:.2f}", added, f"{cost['wall_ms']:.2f}", f"{cost['floors']:.2f}", faults)
+            rows.append((step, *row))
+        blocks.append(Table(("step", "CPU ms", "added", "wall ms", "floors", "faults"), rows, name))
+    return blocks
 
 
-def draw(axes: Any, figures: Mapping[str, Any]) -> None:
-    """What a run printed as JSON: one bar per profile, stacked by what each step adds."""
-    steps = {name: profile["steps"] for name, profile in figures["profiles"].items()}
-    names = list(steps)
-    bottom = [0.0] * len(names)
+def tables(result: Result) -> list[Block]:
+    """A row for each profile, and which profiles stay below the bound."""
+    columns = (
+        "warm interpreter",
+        "fork, run, exit: CPU ms",
+        "by os.fork",
+        "whole call, over HTTP",
+        "ratio",
+        "to os.fork",
+    )
+    rows = []
+    for name, profile in result["profiles"].items():
+        costs = (f"{profile['steps'][step]['cpu_ms']:.2f}" for step in ("floor", "os.fork", "http"))
+        rows.append((name, *costs, f"{profile['ratio']:.2f}×", f"{profile['ratio_os_fork']:.2f}×"))
+    bounds = []
+    for fork, ratio in (("by os.fork", "ratio_os_fork"), ("by the cheapest fork", "ratio")):
+        above = [name for name, profile in result["profiles"].items() if profile[ratio] > MAX_RATIO]
+        bounds.append(f"{fork}: {'all but ' + ', '.join(above) if above else 'all'}")
+    return [Table(columns, rows), f"At most {MAX_RATIO:g} times fork, run and exit {'; '.join(bounds)}."]
+
+
+def draw(axes: Any, result: Result) -> None:
+    """A bar for each profile, stacked by the cost that each step adds."""
+    profiles = {name: profile["steps"] for name, profile in result["profiles"].items()}
+    bottom = [0.0] * len(profiles)
     for step in (step for step in STEPS if step != "os.fork"):
-        tops = [its[step]["cpu_ms"] / its["os.fork"]["cpu_ms"] for its in steps.values()]
+        tops = [steps[step]["cpu_ms"] / steps["os.fork"]["cpu_ms"] for steps in profiles.values()]
         added = [max(0.0, top - low) for top, low in zip(tops, bottom, strict=True)]
-        axes.bar(names, added, bottom=bottom, label=step)
-        bottom = [low + more for low, more in zip(bottom, added, strict=True)]
-    axes.axhline(AT_MOST, linestyle="--", color="gray")
-    axes.set_ylabel("CPU per call, os.fork, run and exit = 1")
+        axes.bar(list(profiles), added, bottom=bottom, label=step)
+        bottom = [low + height for low, height in zip(bottom, added, strict=True)]
+    axes.axhline(MAX_RATIO, linestyle="--", color="gray")
+    axes.set_ylabel("CPU per call; os.fork, run and exit = 1")
     axes.legend()
 
 
-assert set(ZYGOTE_PROFILES) == set(CODES)
+assert set(ZYGOTE_PROFILES) == set(PROFILE_CODES)
 
 if __name__ == "__main__":
     sys.exit(main())

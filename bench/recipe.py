@@ -1,100 +1,110 @@
-"""The whole recipe, once: what each stage brings, how long it takes, and how much of that is the trainer's own.
+"""The whole recipe, once: the gain of each stage, its duration, and the share of the trainer's own overhead.
 
     python -m bench.recipe [--config configs/tiny.toml] [--folder runs/recipe] [--json]
 
-`configs/tiny.toml` from nothing, as `rstar-train recipe` runs it. A step is generation, tools, optimisation, and what
-is neither; `docs/algorithm.md` says how the last is counted, by the wall clock and by the processor. What a stage has
-taken is kept with it, so that a run that was stopped goes on and counts as a whole.
+Runs `configs/tiny.toml` from nothing, as `rstar-train recipe` does. A training step consists of generation, tool calls,
+optimisation, and overhead, which docs/algorithm.md defines by wall clock and by CPU time. Durations are kept in the run
+folder, so a run that was interrupted resumes and counts as a whole.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.harness import command
+from bench.harness import arguments, command, requirements
+from bench.harness.tables import Block, Result, Table
 from trainer.config import load
 from trainer.recipe.runner import Run, UnitFailed, recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
-MOST_S, LEAST_GAIN, MOST_ALONE = 1200.0, 0.15, 0.05
-"""What is asked of the tiny one on two cores."""
-
-Figures = Mapping[str, Any]
+MAX_SECONDS, MIN_ACCURACY_GAIN, MAX_OVERHEAD_SHARE = 1200.0, 0.15, 0.05
+"""Requirements on configs/tiny.toml with two cores."""
+STAGE_FIELDS = ("name", "accuracy", "tool_error_ratio", "one_answer", "seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The recipe; 1 if it failed, or something that is asked of it does not hold."""
-    args = _parser().parse_args(argv)
-    return command.run_as_command("recipe", lambda: _measure(args))
+    """Run the recipe; exit code 1 if it failed, or a requirement is not met."""
+    parser = _parser()
+    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("recipe", __doc__ or "")
-    parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="of the run (default: runs/recipe)")
+    parser = arguments.parser("recipe", __doc__)
+    folder = Path("runs/recipe")
+    parser.add_argument("--folder", type=Path, default=folder, help=f"the run folder (default: {folder})")
     parser.add_argument("--config", type=Path, default=CONFIG, help="(default: configs/tiny.toml)")
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
     return parser
 
 
-def _measure(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     config = load(args.config, {}, args.set)
-    began = perf_counter()
+    start = perf_counter()
     try:
         run = recipe(replace(config, run_dir=str(args.folder)))
-    except UnitFailed as why:
-        raise command.BenchFailed(str(why)) from None
-    figures = {"bench": "recipe", "config": args.config.name, **measured(run, perf_counter() - began)}
-    columns = {name: name.replace("_", " ") for name in ("accuracy", "tool_error_ratio", "one_answer", "seconds")}
-    rows = ((row["name"], *(f"{row[name]:.3f}" for name in columns)) for row in figures["stages"])
-    command.show(f"{args.config.name}: {figures['seconds']:.0f} s", ("", *columns.values()), rows)
-    command.show_asked("What is asked of it", figures["verdicts"])
-    command.plot(args.plot, lambda axes: draw(axes, figures))
-    command.finish(figures, _parser(), args)
-    return 0 if all(row["holds"] for row in figures["verdicts"]) else 1
+    except UnitFailed as error:
+        raise command.BenchFailed(str(error)) from None
+    return {"bench": "recipe", "config": args.config.name, **summarize(run, perf_counter() - start)}
 
 
-def measured(run: Run, seconds: float = 0.0) -> dict[str, Any]:
-    """What a run that is over says of itself, and how long it took: `seconds` by the clock, or, where more was done
-    before, what its units say, who do not count the start of their processes."""
+def summarize(run: Run, wall_s: float = 0.0) -> dict[str, Any]:
+    """The result of a finished run.
+
+    Its duration is `wall_s`, or the sum over its phases (without the start of their processes) if that is larger, as
+    for a run that was resumed.
+    """
     stages = run.summary()["stages"]
     steps = [row for row in run.record.read_metrics() if "step_s" in row]
     if not steps or len(stages) < 2:
         raise command.BenchFailed(f"{run.folder}: expected SFT and a stage of RL, each evaluated")
-    whole_s = sum(row["step_s"] for row in steps)
-    found: dict[str, Any] = {
-        "stages": [
-            {name: row[name] for name in ("name", "accuracy", "tool_error_ratio", "one_answer", "seconds")}
-            for row in stages
-        ],
-        "seconds": max(seconds, sum(found["seconds"] for unit in run.units() if (found := run.done(unit)))),
-        "gain": stages[-1]["accuracy"] - stages[0]["accuracy"],
+    step_s = sum(row["step_s"] for row in steps)
+    seconds = max(wall_s, sum(phase["seconds"] for unit in run.units() if (phase := run.done(unit))))
+    gain = stages[-1]["accuracy"] - stages[0]["accuracy"]
+    overhead_share = sum(row["overhead_s"] for row in steps) / step_s
+    return {
+        "stages": [{name: row[name] for name in STAGE_FIELDS} for row in stages],
+        "seconds": seconds,
+        "gain": gain,
         "problems": (run.folder / "data" / "evaluate.jsonl").read_bytes().count(b"\n"),
         "steps": len(steps),
-        "alone": sum(row["overhead_s"] for row in steps) / whole_s,
-        "own_cpu": sum(row["overhead_cpu_s"] for row in steps) / whole_s,
+        "overhead_share": overhead_share,
+        "overhead_cpu_share": sum(row["overhead_cpu_s"] for row in steps) / step_s,
         "rewards": [row["reward"] for row in steps],
+        "requirements": [
+            requirements.at_most("seconds on two cores, from nothing", MAX_SECONDS, round(seconds)),
+            requirements.at_least("accuracy above SFT's", MIN_ACCURACY_GAIN, round(gain, 3)),
+            requirements.at_most("overhead as a share of the steps", MAX_OVERHEAD_SHARE, round(overhead_share, 4)),
+        ],
     }
-    asked = (
-        ("seconds on two cores, from nothing", f"≤ {MOST_S:g}", round(found["seconds"]), found["seconds"] <= MOST_S),
-        ("accuracy, above SFT's", f"≥ {LEAST_GAIN:g}", round(found["gain"], 3), found["gain"] >= LEAST_GAIN),
-        ("the trainer's own, of a step", f"≤ {MOST_ALONE:g}", round(found["alone"], 4), found["alone"] <= MOST_ALONE),
-    )
-    found["verdicts"] = [dict(zip(("what", "needed", "got", "holds"), row, strict=True)) for row in asked]
-    return found
 
 
-def draw(axes: Any, figures: Figures) -> None:
-    """The reward, step by step."""
-    axes.plot(range(1, len(figures["rewards"]) + 1), figures["rewards"])
-    axes.set_xlabel("step of RL")
-    axes.set_ylabel("mean reward of what was sampled")
-    path = " → ".join(f"{row['accuracy']:.3f}" for row in figures["stages"])
-    axes.set_title(f"{figures['config']}: accuracy {path}")
+def tables(result: Result) -> list[Block]:
+    """A row for each stage, and the requirements."""
+    rows = [
+        (row["name"], *(f"{row[name]:.3f}" for name in STAGE_FIELDS[1:4]), f"{row['seconds']:.0f}")
+        for row in result["stages"]
+    ]
+    return [
+        Table(("", "accuracy", "tool errors", "one answer", "seconds"), rows),
+        requirements.requirement_table(result["requirements"]),
+        f"The accuracy is that of {result['problems']} held-out problems at temperature 1. The overhead of a step is "
+        "the time in which neither generation, tool calls nor optimisation run; in parallel with them, the trainer's own "
+        f"code used a CPU for {result['overhead_cpu_share']:.0%} of the time.",
+    ]
+
+
+def draw(axes: Any, result: Result) -> None:
+    """The reward of each training step."""
+    axes.plot(range(1, len(result["rewards"]) + 1), result["rewards"])
+    axes.set_xlabel("training step of RL")
+    axes.set_ylabel("mean reward of the sampled episodes")
+    accuracies = " → ".join(f"{row['accuracy']:.3f}" for row in result["stages"])
+    axes.set_title(f"{result['config']}: accuracy {accuracies}")
 
 
 if __name__ == "__main__":

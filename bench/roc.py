@@ -1,15 +1,17 @@
-"""Whether Resample on Correct keeps its promise: fewer failing tool calls in correct rollouts, at no loss of accuracy.
+"""Does Resample on Correct (RoC) lead to fewer failing tool calls in correct episodes, without loss of accuracy?
 
     python -m bench.roc [--seeds 5] [--steps 30] [--arms roc,grpo-g,grpo-2g] [--folder runs/roc] [--plot F.png] [--json]
 
-The tiny model, once taught by SFT for each seed, goes on in several ways: RoC samples 2G rollouts of a problem and
-keeps G; GRPO keeps all of G, which costs half the sampling and the same training; GRPO keeps all of 2G, which costs the
-same sampling and twice the training. All else is configs/tiny.toml's. What comes out is measured on the same fresh
-problems. Seeds differ in everything: model, problems, sampling. So arms are compared within a seed, and the table says
-what the differences were, with their spread over seeds.
+For each seed, the tiny model gets SFT once and is then trained in several ways ("arms"):
 
-Every arm of every seed is a recipe with a folder of its own: what is done is not run again, and a kill costs a step or
-two. The whole takes hours on two cores.
+- roc: samples 2G episodes per problem and keeps G;
+- grpo-g: samples G and keeps all, which costs half the sampling and the same training;
+- grpo-2g: samples 2G and keeps all, which costs the same sampling and twice the training.
+
+All other settings are those of configs/tiny.toml. The results are evaluated on the same held-out problems. Seeds differ
+in model, problems and sampling, so arms are compared within a seed, and the table has the mean differences and their
+deviation over seeds. Every arm of every seed is a recipe with its own run folder, so an interrupted comparison resumes.
+The whole takes hours on two cores.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from bench.harness import command
+from bench.harness import arguments, command
+from bench.harness.statistics import mean_sd
+from bench.harness.tables import STDERR, Block, Result, Table, format_mean_sd
 from trainer.config import RunConfig, load
 from trainer.recipe.evaluation import outcomes_of, report
 from trainer.recipe.runner import Run, Unit, UnitFailed, recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 GROUP = 8
-"""G. RoC samples twice as many."""
+"""G, the number of kept episodes per problem."""
 ARMS: dict[str, dict[str, Any]] = {
     "roc": {"samples": 2 * GROUP, "keep": GROUP, "select": "paper"},
     "grpo-g": {"samples": GROUP, "keep": GROUP, "select": "all"},
@@ -52,76 +56,64 @@ MEASURES = {
     "one_answer": "one answer",
     "response_length": "tokens per episode",
 }
-COSTS = {"rollouts": "rollouts", "sampled_tokens": "tokens sampled", "in_loss": "rollouts in the loss"}
+COSTS = {"episodes": "episodes", "sampled_tokens": "tokens sampled", "episodes_in_loss": "in the loss"}
 CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
-
-Figures = Mapping[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The comparison; 1 if a run failed."""
-    args = _parser().parse_args(argv)
-    return command.run_as_command("roc", lambda: _compare(args))
+    """Run the comparison; exit code 1 if a run failed."""
+    parser = _parser()
+    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("roc", __doc__ or "")
-    parser.add_argument("--seeds", type=command.count, default=5, help="how many, from 0 up (default: 5)")
-    parser.add_argument("--steps", type=command.count, default=30, help="of RL (default: 30)")
-    parser.add_argument("--arms", type=_arms, default=_arms(DEFAULT_ARMS), help=f"of {','.join(ARMS)}")
-    parser.add_argument("--folder", type=Path, default=Path("runs/roc"), help="where the runs are (default: runs/roc)")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="what all arms share (default: configs/tiny.toml)")
+    parser = arguments.parser("roc", __doc__)
+    arms = arguments.names_of(ARMS)
+    parser.add_argument("--seeds", type=arguments.count, default=5, help="number of seeds, from 0 up (default: 5)")
+    parser.add_argument("--steps", type=arguments.count, default=30, help="training steps of RL (default: 30)")
+    parser.add_argument("--arms", type=arms, default=arms(DEFAULT_ARMS), help=f"of {','.join(ARMS)}")
+    parser.add_argument("--folder", type=Path, default=Path("runs/roc"), help="parent of the run folders (runs/roc)")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="shared settings (default: configs/tiny.toml)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
     return parser
 
 
-def _arms(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in ARMS]:
-        raise argparse.ArgumentTypeError(f"unknown arm {unknown[0]!r}; expected some of {', '.join(ARMS)}")
-    return names
-
-
-def _compare(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     shared = load(args.config, {}, args.set)
     if not shared.stages:
-        raise command.BenchFailed(f"{args.config}: expected a stage, for the lengths and turns that all arms have")
+        raise command.BenchFailed(f"{args.config}: expected a stage, which gives all arms their lengths and turns")
     seeds = []
     try:
         for seed in range(args.seeds):
-            taught = recipe(taught_by(shared, args.folder / f"sft-{seed}", seed), say=_say)
-            rows = {"sft": measured(taught, "sft")}
+            sft_run = recipe(sft_config(shared, args.folder / f"sft-{seed}", seed), say=_log)
+            rows = {"sft": measured(sft_run, "sft")}
             for arm in args.arms:
-                config = arm_of(shared, arm, taught, args.folder / f"{arm}-{seed}", args.steps)
-                rows[arm] = measured(recipe(config, say=_say), STAGE)
+                config = arm_config(shared, arm, sft_run, args.folder / f"{arm}-{seed}", args.steps)
+                rows[arm] = measured(recipe(config, say=_log), STAGE)
             seeds.append(rows)
-    except UnitFailed as why:
-        raise command.BenchFailed(str(why)) from None
-    figures = {"bench": "roc", "steps": args.steps, "group": GROUP, **summary(seeds)}
-    _show(figures)
-    command.plot(args.plot, lambda axes: draw(axes, figures))
-    command.finish(figures, _parser(), args)
-    return 0
+    except UnitFailed as error:
+        raise command.BenchFailed(str(error)) from None
+    return {"bench": "roc", "steps": args.steps, "group": GROUP, **summarize(seeds)}
 
 
-def taught_by(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
-    """SFT and nothing after it. Evaluated at the length and turns of the longest stage, as every arm is."""
+def sft_config(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
+    """SFT alone, evaluated with the length and turns of the longest stage, as every arm is."""
     longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
     limits = replace(shared.evaluate, max_tokens=longest.max_tokens, max_turns=longest.max_turns)
     return replace(shared, seed=seed, run_dir=str(folder), stages={}, evaluate=limits)
 
 
-def arm_of(shared: RunConfig, arm: str, taught: Run, folder: Path, steps: int) -> RunConfig:
-    """One long stage from the model of `taught`, in the arm's way."""
-    config = taught.config
+def arm_config(shared: RunConfig, arm: str, sft_run: Run, folder: Path, steps: int) -> RunConfig:
+    """One long stage that starts from the model of `sft_run`, with the arm's settings."""
+    config = sft_run.config
     longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
     stage = replace(longest, name=STAGE, steps=steps, drop_solved=0, reset_optimizer=False, **ARMS[arm])
-    model = replace(config.model, path=str(taught.folder / taught.needed(Unit("sft", "sft"))["model"]))
+    model = replace(config.model, path=str(sft_run.folder / sft_run.needed(Unit("sft", "sft"))["model"]))
     return replace(config, run_dir=str(folder), model=model, sft=replace(config.sft, data=()), stages={STAGE: stage})
 
 
 def measured(run: Run, stage: str) -> dict[str, Any]:
-    """What a run's last evaluation and its metrics say."""
+    """The measures of a run's last evaluation, and the costs of its training steps."""
     outcomes = sorted(outcomes_of(run.stage(stage) / "evaluation").items())
     groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
     found = report(groups, run.config.evaluate.samples)
@@ -129,32 +121,30 @@ def measured(run: Run, stage: str) -> dict[str, Any]:
     return {
         **{name: found.measures[name].value if name in found.measures else None for name in MEASURES},
         "unavailable": found.unavailable,
-        "rollouts": sum(row.get("episodes_in_loss", 0) + row.get("episodes_not_in_loss", 0) for row in steps),
+        "episodes": sum(row.get("episodes_in_loss", 0) + row.get("episodes_not_in_loss", 0) for row in steps),
         "sampled_tokens": sum(row.get("sampled_tokens", 0) for row in steps),
-        "in_loss": sum(row.get("episodes_in_loss", 0) for row in steps),
+        "episodes_in_loss": sum(row.get("episodes_in_loss", 0) for row in steps),
         "curves": {name: [row.get(name) for row in steps] for name in CURVES},
     }
 
 
-def summary(seeds: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
-    """Each arm's numbers over the seeds, and how far RoC is from the others within a seed."""
+def summarize(seeds: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
+    """Each arm's values over the seeds, and the differences of RoC from the other arms within a seed."""
     arms = list(seeds[0])
+
+    def values(arm: str, name: str) -> list[float | None]:
+        return [rows[arm][name] for rows in seeds]
+
+    def differences(arm: str, name: str) -> list[float]:
+        pairs = zip(values("roc", name), values(arm, name), strict=True)
+        return [roc - other for roc, other in pairs if roc is not None and other is not None]
+
+    others = [arm for arm in arms if "roc" in arms and arm not in ("roc", "sft")]
     return {
         "seeds": len(seeds),
         "names": {arm: NAMES[arm] for arm in arms},
-        "arms": {arm: {name: _spread(_of(seeds, arm, name)) for name in (*MEASURES, *COSTS)} for arm in arms},
-        "differences": {
-            arm: {
-                name: _spread(
-                    mine - its
-                    for mine, its in zip(_of(seeds, "roc", name), _of(seeds, arm, name), strict=True)
-                    if mine is not None and its is not None
-                )
-                for name in MEASURES
-            }
-            for arm in arms
-            if "roc" in arms and arm not in ("roc", "sft")
-        },
+        "arms": {arm: {name: mean_sd(values(arm, name)) for name in (*MEASURES, *COSTS)} for arm in arms},
+        "differences": {arm: {name: mean_sd(differences(arm, name)) for name in MEASURES} for arm in others},
         "runs": [{arm: {k: v for k, v in row.items() if k != "curves"} for arm, row in rows.items()} for rows in seeds],
         "curves": {
             arm: {
@@ -167,53 +157,42 @@ def summary(seeds: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
     }
 
 
-def draw(axes: Any, figures: Figures) -> None:
-    """Tool errors of correct rollouts, step by step, the mean over seeds."""
-    for arm, curves in figures["curves"].items():
+def tables(result: Result) -> list[Block]:
+    """A row for each arm, and one for each difference from RoC."""
+    names, measures = result["names"], {**MEASURES, **COSTS}
+    rows = [(names[arm], *(format_mean_sd(row[name]) for name in measures)) for arm, row in result["arms"].items()]
+    rows += [
+        (f"RoC less {names[arm]}", *(format_mean_sd(row.get(name)) for name in measures))
+        for arm, row in result["differences"].items()
+    ]
+    return [
+        Table(("", *measures.values()), rows),
+        f"{result['seeds']} seeds, {result['steps']} steps, G = {result['group']}; mean ± deviation over seeds.",
+    ]
+
+
+def draw(axes: Any, result: Result) -> None:
+    """Tool errors of correct episodes by training step, the mean over seeds."""
+    for arm, curves in result["curves"].items():
         points = [
             (step, value) for step, value in enumerate(curves["tool_error_ratio_correct"], 1) if value is not None
         ]
         axes.plot(*zip(*points, strict=True), label=NAMES[arm])
-    axes.set_xlabel("step")
-    axes.set_ylabel("failing tool calls in correct rollouts")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("failing tool calls in correct episodes")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"Mean of {figures['seeds']} seeds, G = {figures['group']}")
-    if axes.lines:  # none where no rollout was right
+    axes.set_title(f"Mean of {result['seeds']} seeds, G = {result['group']}")
+    if axes.lines:  # there is none if no episode was correct
         axes.legend()
 
 
-def _show(figures: Figures) -> None:
-    names = {**MEASURES, **COSTS}
-    title = f"After {figures['steps']} steps, mean ± deviation over {figures['seeds']} seeds"
-    _show_arms(title, names, {NAMES[arm]: its for arm, its in figures["arms"].items()})
-    if figures["differences"]:
-        less = {f"less {NAMES[arm]}": its for arm, its in figures["differences"].items()}
-        _show_arms("RoC, within a seed", MEASURES, less)
-
-
-def _show_arms(title: str, names: Mapping[str, str], arms: Mapping[str, Figures]) -> None:
-    rows = ((shown, *(command.spread(its[name]) for its in arms.values())) for name, shown in names.items())
-    command.show(title, ("", *arms), rows)
-
-
-def _of(seeds: Sequence[Mapping[str, Figures]], arm: str, name: str) -> list[float | None]:
-    return [rows[arm][name] for rows in seeds]
-
-
-def _spread(values: Any) -> dict[str, float] | None:
-    some = [value for value in values if value is not None]
-    if not some:
-        return None
-    return {"mean": round(fmean(some), 4), "sd": round(stdev(some), 4) if len(some) > 1 else 0.0}
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
-    some = [value for value in values if value is not None]
-    return round(fmean(some), 4) if some else None
+    present = [value for value in values if value is not None]
+    return round(fmean(present), 4) if present else None
 
 
-def _say(text: str) -> None:
-    command.CONSOLE.print(text, highlight=False)
+def _log(text: str) -> None:
+    STDERR.print(text, highlight=False)
 
 
 if __name__ == "__main__":

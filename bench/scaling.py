@@ -1,12 +1,18 @@
-"""How many cores a step's calls need: what was measured of calls here, replayed on as many cores as it takes.
+"""How many cores does a training step's calls need? Measured costs of calls, replayed on as many cores as it takes.
 
-    python -m bench.scaling [--calls 45000] [--p99-s 1] [--results FOLDER] [--json]
+    python -m bench.scaling [--calls 45000] [--p99-s 1] [--results DIR] [--json]
 
-It measures nothing itself. From `bench/results/`: burst.json says what a `print` costs, all together and its executor
-alone, and what memory one in flight takes; burst-mix.json, if it is there, what memory a call of the mix takes;
-mixed.json what such a call costs, how that varies, and how many bytes it is on the wire; gateway.json what a gateway
-moves. The calls of a step come in one way or another and are served by C like cores, in the order in which they came,
-each by one core to its end. The smallest C that answers 99 of 100 in time is shown.
+This measures nothing. It reads from `bench/results/`:
+
+| file | gives |
+|---|---|
+| burst.json | the cost of a `print`, in total and of its executor, and the memory per call in flight |
+| burst-mix.json (optional) | the memory per call of the mix |
+| mixed.json | the cost of a call of the mix, its variance, and its bytes on the wire |
+| gateway.json | the rate of a gateway |
+
+The calls of a step arrive in several patterns and are served by C equal cores, in the order of arrival, each by one
+core to its end. The result is the smallest C that answers 99 of 100 calls in time.
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import command as output
+from bench.harness import arguments, command
+from bench.harness.tables import Block, Result, Table
+from bench.workloads.code_kinds import KIND_NAMES
 
 RESULTS = Path(__file__).with_name("results")
 SOURCES = {
@@ -30,131 +38,128 @@ SOURCES = {
     "mixed": "python -m bench.mixed --json",
     "gateway": "python -m bench.gateway --json",
 }
-"""What is needed, and what prints it."""
+"""Required results, and the commands that measure them."""
 BURST_OF_MIX = "burst-mix"
 MEMORY = {"print": "burst", "mix": BURST_OF_MIX}
-CALLS = 45_000
-P99_S = 1.0
+"""The result that has the memory of a kind of call."""
 WAVES, WAVES_S = 10, 60.0
 SPANS_S = (10.0, 60.0, 300.0)
 ENDLESS_SHARE, ENDLESS_S = 0.01, 10.0
 
 Arrivals = list[float]
-"""Seconds from the beginning of the step, in order."""
+"""Seconds after the start of the step, in order."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The estimate; 1 if a measurement that it needs is missing."""
-    args = _parser().parse_args(argv)
-    return output.run_as_command("scaling", lambda: _estimate(args))
+    """Compute the estimate; exit code 1 if a measurement is missing."""
+    parser = _parser()
+    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.parser("scaling", __doc__ or "")
-    parser.add_argument("--calls", type=output.count, default=CALLS, help=f"of one step (default: {CALLS})")
-    parser.add_argument("--p99-s", type=output.seconds, default=P99_S, help="for 99 of 100 of them (default: 1)")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="(default: bench/results)")
-    parser.add_argument("--seed", type=int, default=0, help="which call comes when (default: 0)")
+    parser = arguments.parser("scaling", __doc__)
+    arguments.add_seed(parser)
+    parser.add_argument("--calls", type=arguments.count, default=45_000, help="calls of one step (default: 45000)")
+    parser.add_argument("--p99-s", type=arguments.seconds, default=1.0, help="seconds for 99 of 100 calls (default: 1)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="(default: bench/results)")
     return parser
 
 
-def _estimate(args: argparse.Namespace) -> int:
-    measured = {name: _read(args.results / f"{name}.json", command) for name, command in SOURCES.items()}
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    measured = {name: _read(args.results / f"{name}.json", source) for name, source in SOURCES.items()}
     if (args.results / f"{BURST_OF_MIX}.json").exists():
         measured[BURST_OF_MIX] = _read(args.results / f"{BURST_OF_MIX}.json", f"{SOURCES['burst']} --kind mix")
-    with output.progress() as bar:
-        ways = arrivals(args.calls, args.seed)
-        task = bar.add_task("ways of arriving", total=2 * len(ways))
+    with command.progress() as bar:
+        arrival_patterns = arrivals(args.calls, args.seed)
+        task = bar.add_task("arrival patterns", total=2 * len(arrival_patterns))
         burst, mix = measured["burst"], measured["mixed"]["traffic"]["without_loops"]
         kinds = {
-            name: estimate(call_cpu_ms, cpu_ms, ways, args.p99_s, args.seed, lambda: bar.advance(task))
+            name: estimate(call_cpu_ms, cpu_ms, arrival_patterns, args.p99_s, args.seed, lambda: bar.advance(task))
             for name, call_cpu_ms, cpu_ms in (
                 ("print", burst["call_cpu_ms"], burst["burst"]["cpu_ms"]),
                 ("mix", mix["call_cpu_ms"], mix["cpu_ms"]),
             )
         }
-    figures = {
+    return {
         "bench": "scaling",
         "calls": args.calls,
         "p99_s": args.p99_s,
         "kinds": kinds,
-        "gateway": at_the_gateway(measured["gateway"]["calls_per_core_s"], mix["bytes"], ways),
-        "executor": executor(burst["steady"]["executor_cpu_ms"]),
-        "memory": {kind: memory(measured[name], args.calls) for kind, name in MEMORY.items() if name in measured},
+        "gateway": gateway_needs(measured["gateway"]["calls_per_core_s"], mix["bytes"], arrival_patterns),
+        "executor": executor_rate(burst["steady"]["executor_cpu_ms"]),
+        "memory": {kind: memory_needs(measured[name], args.calls) for kind, name in MEMORY.items() if name in measured},
         "endless_core_s": round(args.calls * ENDLESS_SHARE * ENDLESS_S),
-        "measured_on": {name: figures["machine"] for name, figures in measured.items()},
+        "measured_on": {name: result["machine"] for name, result in measured.items()},
     }
-    _show(figures)
-    output.finish(figures, _parser(), args)
-    return 0
 
 
-def _read(file: Path, command: str) -> dict[str, Any]:
+def _read(file: Path, source: str) -> dict[str, Any]:
     try:
-        figures: dict[str, Any] = json.loads(file.read_bytes())
+        result: dict[str, Any] = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise output.BenchFailed(
-            f"expected {file}, which is not there; `{command} | tail -1 > {file}` makes it"
+        raise command.BenchFailed(
+            f"expected {file}, which does not exist; `{source} | tail -1 > {file}` makes it"
         ) from None
-    return figures
+    return result
 
 
 def arrivals(calls: int, seed: int) -> dict[str, Arrivals]:
-    """Ways in which the calls of a step may come."""
+    """Patterns in which the calls of a step may arrive."""
     rng = random.Random(seed)
-    ways = {
+    patterns = {
         "all at once": [0.0] * calls,
         f"in {WAVES} waves over {WAVES_S:g} s": [n * WAVES // calls * WAVES_S / WAVES for n in range(calls)],
     }
     for span_s in SPANS_S:
-        ways[f"at random over {span_s:g} s"] = sorted(rng.uniform(0, span_s) for _ in range(calls))
-    return ways
+        patterns[f"at random over {span_s:g} s"] = sorted(rng.uniform(0, span_s) for _ in range(calls))
+    return patterns
 
 
 def estimate(
     call_cpu_ms: Sequence[float],
     cpu_ms: float,
-    ways: Mapping[str, Arrivals],
+    patterns: Mapping[str, Arrivals],
     p99_s: float,
     seed: int,
-    step: Callable[[], None],
+    on_pattern: Callable[[], object],
 ) -> dict[str, Any]:
-    """What one kind of call takes, and the cores that it needs for each way of arriving."""
-    count = len(next(iter(ways.values())))
+    """The cost of one kind of call, and the cores that it needs for each arrival pattern."""
+    count = len(next(iter(patterns.values())))
     needs_s = needs(call_cpu_ms, cpu_ms, count, seed)
     rows = {}
-    for name, due in ways.items():
+    for name, due in patterns.items():
         rows[name] = {
             "cores_for_answer": cores_for(due, needs_s, p99_s, wait_only=False),
             "cores_for_wait": cores_for(due, needs_s, p99_s, wait_only=True),
         }
-        step()
+        on_pattern()
     return {
         "cpu_ms": cpu_ms,
         "own_p99_s": round(p99(needs_s), 3),
         "core_s": round(sum(needs_s)),
-        "ways": rows,
+        "arrival_patterns": rows,
     }
 
 
 def needs(call_cpu_ms: Sequence[float], cpu_ms: float, count: int, seed: int) -> list[float]:
-    """Seconds of CPU of `count` calls as varied as those measured: their own, and an equal share of the service's.
+    """CPU seconds of `count` calls: their own, drawn from the measured distribution, and an equal share of the
+    service's.
 
-    `call_cpu_ms` are quantiles at even steps; `cpu_ms` is what a call cost on average, all included.
+    `call_cpu_ms` are quantiles at even steps; `cpu_ms` is the mean cost of a call with the service's share.
     """
     service_ms = max(0.0, cpu_ms - statistics.fmean(call_cpu_ms))
     rng = random.Random(seed)
-    found = []
+    values_s = []
     for _ in range(count):
-        place = rng.random() * (len(call_cpu_ms) - 1)
-        low = min(math.floor(place), len(call_cpu_ms) - 2)
-        own_ms = call_cpu_ms[low] + (place - low) * (call_cpu_ms[low + 1] - call_cpu_ms[low])
-        found.append((own_ms + service_ms) / 1e3)
-    return found
+        position = rng.random() * (len(call_cpu_ms) - 1)
+        low = min(math.floor(position), len(call_cpu_ms) - 2)
+        own_ms = call_cpu_ms[low] + (position - low) * (call_cpu_ms[low + 1] - call_cpu_ms[low])
+        values_s.append((own_ms + service_ms) / 1e3)
+    return values_s
 
 
 def cores_for(due: Arrivals, needs_s: Sequence[float], p99_s: float, *, wait_only: bool) -> int | None:
-    """The fewest cores with which 99 of 100 calls are answered (or begun) within `p99_s`; None if no number does it."""
+    """The smallest number of cores that answers (or starts) 99 of 100 calls within `p99_s`; None if none does."""
 
     def holds(cores: int) -> bool:
         waits = waits_s(due, needs_s, cores)
@@ -170,7 +175,7 @@ def cores_for(due: Arrivals, needs_s: Sequence[float], p99_s: float, *, wait_onl
 
 
 def waits_s(due: Arrivals, needs_s: Sequence[float], cores: int) -> list[float]:
-    """How long each call waits for one of so many cores, first come, first served."""
+    """The time that each call waits for a core, in the order of arrival."""
     free_at = [0.0] * cores
     waits = []
     for at_s, need_s in zip(due, needs_s, strict=True):
@@ -181,17 +186,17 @@ def waits_s(due: Arrivals, needs_s: Sequence[float], cores: int) -> list[float]:
 
 
 def p99(values: Sequence[float]) -> float:
-    """What 99 of 100 do not exceed."""
+    """The 99th percentile."""
     return sorted(values)[math.ceil(len(values) * 0.99) - 1]
 
 
-def at_the_gateway(calls_per_core_s: float, size: float, ways: Mapping[str, Arrivals]) -> dict[str, Any]:
-    """How many gateways the calls take as they come, and how many bytes a second go over the wire."""
-    rates = {name: most_in_a_second(due) for name, due in ways.items()}
+def gateway_needs(calls_per_core_s: float, size: float, patterns: Mapping[str, Arrivals]) -> dict[str, Any]:
+    """The gateways that each arrival pattern needs, and its MB/s on the wire."""
+    rates = {name: max_in_a_second(due) for name, due in patterns.items()}
     return {
         "calls_per_core_s": calls_per_core_s,
         "bytes": size,
-        "ways": {
+        "arrival_patterns": {
             name: {
                 "calls_per_s": rate,
                 "gateways": math.ceil(rate / calls_per_core_s),
@@ -202,60 +207,80 @@ def at_the_gateway(calls_per_core_s: float, size: float, ways: Mapping[str, Arri
     }
 
 
-def executor(cpu_ms: float) -> dict[str, float]:
-    """What an executor moves that has a core of its own, given the CPU of its process for one call."""
+def executor_rate(cpu_ms: float) -> dict[str, float]:
+    """The rate of an executor with a core of its own, given the CPU time of its process per call."""
     return {"cpu_ms": cpu_ms, "calls_per_core_s": round(1e3 / cpu_ms)}
 
 
-def most_in_a_second(due: Arrivals) -> int:
-    """The most calls that come within one second."""
-    most, first = 0, 0
+def max_in_a_second(due: Arrivals) -> int:
+    """The maximum of arrivals within one second."""
+    maximum, first = 0, 0
     for last, at_s in enumerate(due):
         while due[first] <= at_s - 1.0:
             first += 1
-        most = max(most, last - first + 1)
-    return most
+        maximum = max(maximum, last - first + 1)
+    return maximum
 
 
-def memory(figures: Mapping[str, Any], calls: int) -> dict[str, Any]:
-    """What the server holds without calls, what one in flight adds to the gateway, which has them all, what those that
-    ran added beside, and all of it."""
-    held, gateway = figures["memory_mb"], figures["gateway_mb"]
+def memory_needs(burst: Result, calls: int) -> dict[str, Any]:
+    """The server's memory without calls, per call in flight (which the gateway holds), of running calls, and in
+    total."""
+    server, gateway = burst["memory_mb"], burst["gateway_mb"]
     waiting_mb = gateway["peak"] - gateway["idle"]
-    each_kb = waiting_mb * 1024 / figures["in_flight"]
-    running_mb = max(0.0, held["peak"] - held["idle"] - waiting_mb)
+    call_kb = waiting_mb * 1024 / burst["in_flight"]
+    running_mb = max(0.0, server["peak"] - server["idle"] - waiting_mb)
     return {
-        "idle_mb": held["idle"],
-        "each_kb": round(each_kb, 1),
+        "idle_mb": server["idle"],
+        "call_kb": round(call_kb, 1),
         "running_mb": round(running_mb),
-        "all_mb": round(held["idle"] + running_mb + each_kb * calls / 1024),
+        "total_mb": round(server["idle"] + running_mb + call_kb * calls / 1024),
     }
 
 
-def _show(figures: Mapping[str, Any]) -> None:
-    gateway = figures["gateway"]
-    for name, kind in figures["kinds"].items():
-        rows = [
-            (way, *(found or "none" for found in cores.values()), *gateway["ways"][way].values())
-            for way, cores in kind["ways"].items()
-        ]
-        title = f"{figures['calls']:,} calls, {name}: {kind['core_s']:,} core seconds, p99 of one {kind['own_p99_s']} s"
-        under = f"< {figures['p99_s']:g} s"
-        columns = ("they come", f"cores: answer {under}", f"wait {under}", "calls/s", "gateways", "MB/s")
-        output.show(title, columns, rows)
-    for name, held in figures["memory"].items():
-        print(f"memory, {name}: {held['idle_mb']:,} MiB, and {held['each_kb']} KiB a call in flight", file=sys.stderr)
+def tables(result: Result) -> list[Block]:
+    """A table for each kind of call, and sentences on memory and rates."""
+    gateway, in_time = result["gateway"], f"{result['p99_s']:g} s"
+    columns = ("arrivals", "calls/s", f"cores: 99 % started in {in_time}", "answered", "gateways", "MB/s")
+    blocks: list[Block] = []
+    for name, kind in result["kinds"].items():
+        rows = []
+        for pattern, cores in kind["arrival_patterns"].items():
+            flow = gateway["arrival_patterns"][pattern]
+            needed = [f"{cores[part]:,}" if cores[part] else "-" for part in ("cores_for_wait", "cores_for_answer")]
+            rows.append(
+                (pattern, f"{flow['calls_per_s']:,}", *needed, str(flow["gateways"]), f"{flow['mb_per_s']:.1f}")
+            )
+        cost = f"{kind['cpu_ms']:.1f} ms of CPU per call, 99 % of them within {kind['own_p99_s']:.2f} s"
+        title = f"{result['calls']:,} calls of {KIND_NAMES[name]}: {cost}, {kind['core_s']:,} core seconds"
+        blocks.append(Table(columns, rows, title))
+    memory = " and ".join(
+        f"{row['call_kb']:.1f} KiB per call of {KIND_NAMES[name]} in flight, {row['total_mb']:,} MiB in total"
+        + (f" ({row['running_mb']:,} of it for running calls)" if row.get("running_mb") else "")
+        for name, row in result["memory"].items()
+    )
+    sources = ", ".join(f"{name} of {machine['commit']}" for name, machine in result["measured_on"].items())
+    return [
+        *blocks,
+        f"Memory: {result['memory']['print']['idle_mb']:,} MiB without calls, {memory}. "
+        f"A gateway's core handles {gateway['calls_per_core_s']:,} calls/s, an executor's "
+        f"{result['executor']['calls_per_core_s']:,} of {KIND_NAMES['print']}; "
+        f"a call of the mix is {gateway['bytes']:,} bytes on the wire, in both directions. "
+        f"If 1 % of the calls are endless loops with a time-out of 10 s, they need {result['endless_core_s']:,} "
+        "further core seconds.",
+        f"Computed from measurements at these commits: {sources}.",
+    ]
 
 
-def draw(axes: Any, figures: Mapping[str, Any]) -> None:
-    """What a run printed as JSON, as a picture: the cores with which 99 of 100 calls have begun in time."""
-    kinds, ways = figures["kinds"], list(figures["gateway"]["ways"])
+def draw(axes: Any, result: Result) -> None:
+    """The cores that start 99 of 100 calls in time, by arrival pattern."""
+    kinds, patterns = result["kinds"], list(result["gateway"]["arrival_patterns"])
     for number, (name, kind) in enumerate(kinds.items()):
-        places = [place + (number - (len(kinds) - 1) / 2) * 0.4 for place in range(len(ways))]
-        axes.bar_label(axes.barh(places, [kind["ways"][way]["cores_for_wait"] or 0 for way in ways], 0.4, label=name))
-    axes.set_yticks(range(len(ways)), ways)
+        positions = [position + (number - (len(kinds) - 1) / 2) * 0.4 for position in range(len(patterns))]
+        cores = [kind["arrival_patterns"][pattern]["cores_for_wait"] or 0 for pattern in patterns]
+        axes.bar_label(axes.barh(positions, cores, 0.4, label=name))
+    axes.set_yticks(range(len(patterns)), patterns)
     axes.set_xscale("log")
-    axes.set_xlabel(f"cores, so that 99 % have begun in {figures['p99_s']:g} s")
+    axes.set_xlabel(f"cores that start 99 % of the calls in {result['p99_s']:g} s")
     axes.legend()
 
 

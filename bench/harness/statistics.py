@@ -1,76 +1,107 @@
-"""Whether a series of measurements grows, or only wavers: a robust slope and how far noise alone could tilt it.
+"""Percentiles, and whether a series of measurements grows.
 
-The slope is the median of those between all pairs (Theil and Sen), which a third of wild values does not move. What is
-left around it is the noise; neighbouring values that waver together count for fewer than they are, since a slow wave
-seen once looks like growth. The fewer they count for, the less is known of the noise, so the more of it is needed
-(Student's t). What is found depends on the noise alone, so a line of any height is found once there are values enough.
+Growth is a robust slope held against what noise alone could do:
+
+- The slope is the median of the slopes between all pairs (Theil and Sen); a third of wild values does not move it.
+- The residuals are the noise. Autocorrelated residuals count as fewer values, because a slow wave that is seen once
+  looks like growth.
+- The fewer values there effectively are, the wider the bound (Student's t).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-LEAST = 10
-"""Values fewer than which say nothing."""
-MOST = 300
-"""More than so many are taken together, by their medians: all pairs are compared."""
-SURE = 3.0
-"""Growth counts if it is so many times what noise alone would make of it, one time in a thousand."""
-MOST_ALIKE = 0.98
+MIN_VALUES = 10
+"""Fewer values than this give no estimate of growth."""
+MAX_VALUES = 300
+"""Longer series are first reduced to this many medians, because all pairs are compared."""
+SIGNIFICANCE = 3.0
+"""A rise counts if it exceeds this multiple of the rise that noise alone reaches one time in a thousand."""
+MAX_AUTOCORRELATION = 0.98
 STEP_FIT = 0.75
-"""A series is a step if one step leaves less than this share of the deviations that a line leaves."""
+"""A series is a step if one step leaves less than this fraction of the deviations that a line leaves."""
 _MAD_TO_SIGMA = 1.4826
 _NORMAL = 3.09
 """The normal distribution's quantile at one in a thousand."""
 
 
+def percentiles(values: Iterable[float], points: Sequence[int] = (50, 99)) -> dict[str, float]:
+    """The percentiles at `points`, as {"p50": ..., "p99": ...}; empty without values."""
+    ordered = sorted(values)
+    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 2) for p in points if ordered}
+
+
+def quantiles(values: Iterable[float], count: int = 201) -> list[float]:
+    """The minimum, the maximum, and `count` - 2 quantiles at even steps between them; empty without values."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return [round(ordered[round(last * step / (count - 1))], 2) for step in range(count) if ordered]
+
+
+def median(values: Iterable[float], digits: int = 3) -> float:
+    """The median, rounded."""
+    return round(statistics.median(values), digits)
+
+
+def mean_sd(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean and standard deviation of the values that are not None; None if there is no value."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    deviation = statistics.stdev(present) if len(present) > 1 else 0.0
+    return {"mean": round(statistics.fmean(present), 4), "sd": round(deviation, 4)}
+
+
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """By how much a series rose from its first value to its last, and the standard error of that."""
+    """How much a series rose from its first value to its last, and the standard error of that."""
 
-    by: float
+    rise: float
     noise: float
     is_step: bool = False
-    """One step fits the series better than a line does: an allocator took a block, say, and took no other since."""
+    """True if one step fits the series better than a line, as when an allocator takes one block."""
 
     def is_over(self, tolerance: float) -> bool:
-        """Whether it is more than noise, and more than `tolerance`."""
-        return self.by > tolerance + SURE * self.noise
+        """Whether the rise exceeds the noise and `tolerance`."""
+        return self.rise > tolerance + SIGNIFICANCE * self.noise
 
     @property
     def is_line(self) -> bool:
-        """Whether the series rises throughout, by however little, rather than once or by chance."""
+        """Whether the series rises throughout, by however little, and not once or by chance."""
         return self.is_over(0.0) and not self.is_step
 
 
-def of(values: Sequence[float]) -> Growth:
-    """Growth of values taken at even steps. Expects `LEAST` of them or more."""
-    assert len(values) >= LEAST
-    together = math.ceil(len(values) / MOST)
-    values = [statistics.median(values[start : start + together]) for start in range(0, len(values), together)]
+def estimate_growth(values: Sequence[float]) -> Growth:
+    """Growth of at least `MIN_VALUES` values that were taken at even steps."""
+    assert len(values) >= MIN_VALUES
+    width = math.ceil(len(values) / MAX_VALUES)
+    values = [statistics.median(values[start : start + width]) for start in range(0, len(values), width)]
     n = len(values)
     slope = statistics.median((values[j] - values[i]) / (j - i) for i, j in combinations(range(n), 2))
     level = statistics.median(value - slope * x for x, value in enumerate(values))
-    rest = [value - level - slope * x for x, value in enumerate(values)]
-    sigma = _MAD_TO_SIGMA * statistics.median(map(abs, rest))
-    worth = n * (1 - (alike := _alike(rest))) / (1 + alike)
-    # The slope's error is sigma / (sqrt(worth) * spread of x), and n even steps spread by n / sqrt(12).
-    noise = sigma * math.sqrt(12 / worth) * _student(worth - 2) / _NORMAL
-    return Growth(slope * (n - 1), noise, _steps(values) < STEP_FIT * sum(map(abs, rest)))
+    residuals = [value - level - slope * x for x, value in enumerate(values)]
+    sigma = _MAD_TO_SIGMA * statistics.median(map(abs, residuals))
+    correlation = _autocorrelation(residuals)
+    effective_n = n * (1 - correlation) / (1 + correlation)
+    # The slope's error is sigma / (sqrt(effective_n) * deviation of x); n even steps deviate by n / sqrt(12).
+    noise = sigma * math.sqrt(12 / effective_n) * _student(effective_n - 2) / _NORMAL
+    return Growth(slope * (n - 1), noise, _step_deviation(values) < STEP_FIT * sum(map(abs, residuals)))
 
 
-def _alike(rest: Sequence[float]) -> float:
-    """How much neighbours waver together: from 0, not at all, to `MOST_ALIKE`."""
-    whole = sum(value * value for value in rest)
-    if not whole:
+def _autocorrelation(residuals: Sequence[float]) -> float:
+    """The correlation of neighbours, from 0 to `MAX_AUTOCORRELATION`."""
+    total = sum(value * value for value in residuals)
+    if not total:
         return 0.0
-    together = sum(one * other for one, other in pairwise(rest)) / whole
-    # The line has taken some of it away, by about (2 + 4 r) / n (Kendall 1954).
-    return min(MOST_ALIKE, max(0.0, together + (2 + 4 * together) / len(rest))) if together > 0 else 0.0
+    measured = sum(a * b for a, b in pairwise(residuals)) / total
+    # Fitting the line has removed about (2 + 4 r) / n of it (Kendall 1954).
+    corrected = measured + (2 + 4 * measured) / len(residuals)
+    return min(MAX_AUTOCORRELATION, max(0.0, corrected)) if measured > 0 else 0.0
 
 
 def _student(freedom: float) -> float:
@@ -79,11 +110,11 @@ def _student(freedom: float) -> float:
     return z + (z**3 + z) / (4 * f) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * f * f)
 
 
-def _steps(values: Sequence[float]) -> float:
-    """The sum of deviations that the best single step leaves. It has a tenth of the values on either side."""
+def _step_deviation(values: Sequence[float]) -> float:
+    """The sum of deviations that the best single step leaves, with at least a tenth of the values on either side."""
     n = len(values)
-    sides = ((values[:at], values[at:]) for at in range(n // 10, n - n // 10 + 1))
+    splits = ((values[:at], values[at:]) for at in range(n // 10, n - n // 10 + 1))
     return min(
-        sum(abs(value - level) for side in both for level in [statistics.median(side)] for value in side)
-        for both in sides
+        sum(abs(value - level) for side in sides for level in [statistics.median(side)] for value in side)
+        for sides in splits
     )

@@ -1,4 +1,4 @@
-"""What kills parts of a server with SIGKILL, at random, and never a call: a call that is killed has that for a verdict.
+"""Kills processes of a server with SIGKILL at random, but never a call: a killed call would rightly end as `killed`.
 
 gateway ── executor ── launcher ── init ── zygote ── zygote ... ── call
 """
@@ -14,44 +14,45 @@ from contextlib import suppress
 
 from bench.probes import processes
 
-BELOW = ("zygote", "init", "launcher", "executor")
-"""What has a gateway above it, which sees to it that nobody notices."""
-STOP_S = 5.0
-"""What a process gets to stand still."""
+KILLABLE = ("zygote", "init", "launcher", "executor")
+"""Kinds of processes below the gateway, which replaces them."""
+SIGSTOP_TIMEOUT_S = 5.0
 
 
-class Monkey:
-    """Kills by `strike`, and counts by kind in `kills`."""
+class FaultInjector:
+    """Kills by `kill_one`, and counts by kind in `kills`."""
 
     def __init__(self, rng: random.Random) -> None:
         self.kills: Counter[str] = Counter()
         self._rng = rng
 
-    def strike(self, gateway: int) -> None:
-        """Kill one process below this gateway, each as likely as any other."""
-        there = [(kind, pid) for kind, pids in victims(gateway).items() for pid in pids]
-        self._rng.shuffle(there)
-        for kind, pid in there:
+    def kill_one(self, gateway: int) -> None:
+        """Kill one process below this gateway, each with the same probability."""
+        candidates = [(kind, pid) for kind, pids in processes_by_kind(gateway).items() for pid in pids]
+        self._rng.shuffle(candidates)
+        for kind, pid in candidates:
             if _kill(pid, kind):
                 self.kills[kind] += 1
                 return
 
 
-def victims(gateway: int) -> dict[str, list[int]]:
-    """Process ids by kind. Among the zygotes there may be calls."""
-    below = processes.children()
-    found: dict[str, list[int]] = defaultdict(list)
-    found["executor"] = below[gateway]
-    found["launcher"] = [pid for executor in found["executor"] for pid in below[executor]]
-    deeper = [pid for launcher in found["launcher"] for pid in processes.tree(launcher)[1:]]
-    for pid in deeper:
-        found["zygote" if "zygote.py" in processes.command(pid) else "init"].append(pid)
-    return found
+def processes_by_kind(gateway: int) -> dict[str, list[int]]:
+    """Process ids below a gateway by kind. Among the zygotes there may be calls."""
+    children = processes.children()
+    by_kind: dict[str, list[int]] = defaultdict(list)
+    by_kind["executor"] = children[gateway]
+    by_kind["launcher"] = [pid for executor in by_kind["executor"] for pid in children[executor]]
+    for pid in [pid for launcher in by_kind["launcher"] for pid in processes.tree(launcher)[1:]]:
+        by_kind["zygote" if "zygote.py" in processes.command(pid) else "init"].append(pid)
+    return by_kind
 
 
 def _kill(pid: int, kind: str) -> bool:
-    """A zygote's fork looks like it and becomes a call, so a zygote is told once it stands still: it has a descriptor
-    that is closed in a fork before that is a call, and a fork that dies before is one that never began."""
+    """Kill the process, unless it is a call.
+
+    A call just forked from a zygote has the zygote's command line. So a candidate is stopped first and killed only if
+    it holds the zygote's signalfd, which a fork closes before it runs a call.
+    """
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -59,7 +60,7 @@ def _kill(pid: int, kind: str) -> bool:
     try:
         if kind == "zygote":
             signal.pidfd_send_signal(process, signal.SIGSTOP)
-            if not (_stands_still(pid) and _waits_for_children(pid)):
+            if not (_is_stopped(pid) and _holds_signalfd(pid)):
                 signal.pidfd_send_signal(process, signal.SIGCONT)
                 return False
         signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -70,15 +71,15 @@ def _kill(pid: int, kind: str) -> bool:
     return True
 
 
-def _stands_still(pid: int) -> bool:
-    give_up = time.monotonic() + STOP_S
-    while time.monotonic() < give_up and processes.state(pid) not in ("", "T", "Z"):
+def _is_stopped(pid: int) -> bool:
+    """Wait until SIGSTOP has taken effect."""
+    give_up_at = time.monotonic() + SIGSTOP_TIMEOUT_S
+    while time.monotonic() < give_up_at and processes.state(pid) not in ("", "T", "Z"):
         time.sleep(0.001)
     return processes.state(pid) == "T"
 
 
-def _waits_for_children(pid: int) -> bool:
-    """Whether it holds the descriptor by which a zygote hears of deaths."""
+def _holds_signalfd(pid: int) -> bool:
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""What a server that has ended may have left on the machine: processes, files, mounts, control groups.
+"""Processes, files, mounts and control groups that a stopped server has left on the machine.
 
-What bears our name and was there before is not counted, so a server beside this one is no leftover of it; one that
-starts in between is.
+Anything that carries the project's name and existed before the server started is not counted. So a server that already
+runs beside this one does not disturb; a server that starts in the meantime does.
 """
 
 from __future__ import annotations
@@ -13,62 +13,57 @@ from pathlib import Path
 
 from bench.probes import processes
 
-SHARED_FOLDERS = (Path("/tmp"), Path("/dev/shm"), Path("/run"))
-OURS = "rstar"
-END_S = 20.0
-"""What the last processes get to be gone: they were killed, and die as soon as they are given a core."""
+SHARED_DIRS = (Path("/tmp"), Path("/dev/shm"), Path("/run"))
+NAME = "rstar"
+EXIT_TIMEOUT_S = 20.0
+"""Seconds in which killed processes must be gone. They die as soon as they are scheduled."""
 
 
 class Leftovers:
-    """Made before the server starts, asked after its end. `folder` was the server's TMPDIR."""
+    """Created before the server starts, read after its end. `temporary_dir` was the server's TMPDIR."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, temporary_dir: Path) -> None:
+        self._temporary_dir = temporary_dir
         self._before = self._all()
 
     def files(self) -> list[str]:
-        """Files by now."""
-        return sorted(temporary_files(self._folder) - self._before)
+        """Files that have appeared so far."""
+        return sorted(temporary_files(self._temporary_dir) - self._before)
 
-    def found(self, pids: Sequence[int]) -> list[str]:
-        """All there is; `pids` are the processes that the server had."""
-        return [f"process: {processes.command(pid)}" for pid in still_there(pids)] + sorted(self._all() - self._before)
+    def list_all(self, pids: Sequence[int]) -> list[str]:
+        """Everything that is left; `pids` are the processes that the server had."""
+        alive = [f"process: {processes.command(pid)}" for pid in surviving(pids)]
+        return alive + sorted(self._all() - self._before)
 
     def _all(self) -> set[str]:
-        return temporary_files(self._folder) | cgroups() | _mounts()
+        return temporary_files(self._temporary_dir) | cgroups() | _mounts()
 
 
-def still_there(pids: Sequence[int]) -> list[int]:
-    """Those of `pids` that have not ended after `END_S`."""
-    give_up = time.monotonic() + END_S
-    while (alive := [pid for pid in pids if processes.command(pid)]) and time.monotonic() < give_up:
+def surviving(pids: Sequence[int]) -> list[int]:
+    """Those of `pids` that have not ended after `EXIT_TIMEOUT_S`."""
+    give_up_at = time.monotonic() + EXIT_TIMEOUT_S
+    while (alive := [pid for pid in pids if processes.command(pid)]) and time.monotonic() < give_up_at:
         time.sleep(0.05)
     return alive
 
 
-def temporary_files(folder: Path) -> set[str]:
-    """All in `folder`, and what bears our name in the folders that all processes share."""
-    found = {str(path) for path in folder.rglob("*")}
-    return found | {str(path) for shared in SHARED_FOLDERS if shared.is_dir() for path in _ours_in(shared)}
+def temporary_files(directory: Path) -> set[str]:
+    """All files in `directory`, and those of the project in the directories that all processes share."""
+    files = {str(path) for path in directory.rglob("*")}
+    shared = (path for parent in SHARED_DIRS if parent.is_dir() for path in parent.iterdir() if NAME in path.name)
+    return files | {str(path) for path in shared}
 
 
 def cgroups() -> set[str]:
-    """Control groups that bear our name, but for those that say whose they are if that process lives."""
-    return {path for path in _groups() if not any(map(processes.command, _numbers_in(path)))}
-
-
-def _groups() -> set[str]:
-    return {os.path.join(at, name) for at, names, _ in os.walk("/sys/fs/cgroup") for name in names if OURS in name}
+    """Control groups of the project, except those whose name contains the id of a living process."""
+    groups = (os.path.join(at, name) for at, names, _ in os.walk("/sys/fs/cgroup") for name in names if NAME in name)
+    return {path for path in groups if not any(map(processes.command, _numbers_in(path)))}
 
 
 def _numbers_in(path: str) -> list[int]:
     return [int(part) for part in os.path.basename(path).split("-") if part.isdecimal()]
 
 
-def _ours_in(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if OURS in path.name]
-
-
 def _mounts() -> set[str]:
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return {f"mount: {line.split()[4]}" for line in lines if OURS in line}
+    return {f"mount: {line.split()[4]}" for line in lines if NAME in line}

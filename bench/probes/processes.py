@@ -1,8 +1,8 @@
-"""What processes use, read from /proc: CPU time, memory, descriptors, mounts.
+"""Resources of processes, read from /proc: CPU time, memory, descriptors, mounts.
 
-CPU time of a living process is `sum_exec_runtime` of its threads (first field of schedstat, nanoseconds). What ended
-children used is known by clock tick only (cutime and cstime of /proc/PID/stat, 10 ms), but the kernel adds it up
-exactly and rounds once, when it is read.
+The CPU time of a living process is `sum_exec_runtime` of its threads (the first field of schedstat, nanoseconds). The
+CPU time of ended children is only readable in clock ticks of 10 ms (cutime and cstime of /proc/PID/stat); the kernel
+adds it up exactly and rounds once, on reading.
 """
 
 from __future__ import annotations
@@ -17,84 +17,89 @@ _PROC = Path("/proc")
 
 
 def children() -> defaultdict[int, list[int]]:
-    """Every process's children, by its id; an empty list for those that have none."""
-    found = defaultdict(list)
+    """The children of every process, by its id."""
+    by_parent = defaultdict(list)
     for pid in _numbers(_PROC):
         if fields := _stat(pid):
-            found[int(fields[1])].append(pid)
-    return found
+            by_parent[int(fields[1])].append(pid)
+    return by_parent
 
 
 def tree(root: int) -> list[int]:
-    """`root` and all that descend from it, parents first."""
-    below = children()
-    found = [root] if _stat(root) else []
-    for pid in found:
-        found += below[pid]
-    return found
+    """`root` and its descendants, parents first; empty if `root` is gone."""
+    by_parent = children()
+    pids = [root] if _stat(root) else []
+    for pid in pids:
+        pids += by_parent[pid]
+    return pids
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Seconds of CPU that living processes have used themselves."""
+    """CPU seconds of living processes, without their children."""
     return sum(_thread_cpu_s(pid) for pid in pids)
 
 
 def ended_children_cpu_s(pids: list[int]) -> float:
-    """Seconds of CPU that children of these used, which have ended and were waited for; theirs included."""
+    """CPU seconds of ended and reaped children of these processes, their own children included."""
     return sum((int(fields[13]) + int(fields[14])) * _TICK_S for pid in pids if (fields := _stat(pid)))
 
 
-class Meter:
-    """CPU of a process and all that descend from it, from now on."""
+class CpuMeter:
+    """CPU time of a process and its descendants since the meter was created."""
 
     def __init__(self, root: int) -> None:
         self._pids = tree(root)
         self._own_s, self._ended_s = cpu_s(self._pids), ended_children_cpu_s(self._pids)
 
     def own_s(self) -> float:
-        """Seconds that the processes of the beginning have used themselves."""
+        """CPU seconds of the processes that existed at the start, without ended children."""
         return cpu_s(self._pids) - self._own_s
 
-    def whole_s(self) -> float:
-        """The same, and what children of theirs used that have ended since."""
+    def total_s(self) -> float:
+        """`own_s` and the CPU seconds of children that have ended since."""
         return self.own_s() + ended_children_cpu_s(self._pids) - self._ended_s
 
 
 def pss_mb(pids: list[int]) -> float:
-    """MiB of memory, what is shared counted once (proportional set size). Processes that cannot be read count 0."""
+    """MiB of memory with shared pages counted once (proportional set size). Unreadable processes count 0."""
     return sum(_rollup_kb(pid, "Pss:") for pid in pids) / 1024
 
 
 def descriptors(pid: int) -> int:
-    """How many descriptors are open; 0 if it is gone. Of those to the same file of a control group, one is not counted:
-    a server makes a slot's group when first so many calls run at once, and keeps it."""
-    folder, on_groups, groups = _PROC / str(pid) / "fd", _group_devices(), set()
-    found = 0
+    """The number of open descriptors; 0 if the process is gone.
+
+    The first descriptor of each control group file is not counted: a server creates a slot's group when that many calls
+    first run at once, and keeps it.
+    """
+    fd_dir, cgroup_devices = _PROC / str(pid) / "fd", _cgroup_devices()
+    cgroup_files: set[tuple[int, int]] = set()
+    count = 0
     try:
-        for name in os.listdir(folder):
+        for name in os.listdir(fd_dir):
             with contextlib.suppress(FileNotFoundError):
-                file = os.stat(folder / name)
-                is_kept = file.st_dev in on_groups and (file.st_dev, file.st_ino) not in groups
-                if is_kept:
-                    groups.add((file.st_dev, file.st_ino))
-                found += not is_kept
+                file = os.stat(fd_dir / name)
+                key = (file.st_dev, file.st_ino)
+                if file.st_dev in cgroup_devices and key not in cgroup_files:
+                    cgroup_files.add(key)
+                else:
+                    count += 1
     except OSError:
         return 0
-    return found
+    return count
 
 
-def _group_devices() -> set[int]:
-    """The file systems of control groups that are mounted here (proc_pid_mountinfo(5))."""
-    found = set()
+def _cgroup_devices() -> set[int]:
+    """Device numbers of the mounted cgroup file systems (proc_pid_mountinfo(5))."""
+    devices = set()
     for line in (_PROC / "self/mountinfo").read_text().splitlines():
         fields = line.split()
         if fields[fields.index("-") + 1].startswith("cgroup"):
-            found.add(os.makedev(*map(int, fields[2].split(":"))))
-    return found
+            devices.add(os.makedev(*map(int, fields[2].split(":"))))
+    return devices
 
 
 def mounts(pid: int) -> int:
-    """How many mounts its mount namespace has; 0 if it is gone."""
+    """The number of mounts in the process's namespace; 0 if it is gone."""
     try:
         return len((_PROC / str(pid) / "mountinfo").read_text().splitlines())
     except OSError:
@@ -102,17 +107,17 @@ def mounts(pid: int) -> int:
 
 
 def state(pid: int) -> str:
-    """A letter: "R" for running, "S" for sleeping, "T" for stopped, "Z" for a zombie; empty if it is gone."""
+    """The state letter: "R" running, "S" sleeping, "T" stopped, "Z" zombie; empty if the process is gone."""
     return "".join(_stat(pid)[:1])
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether it has ended and nobody has waited for it."""
+    """Whether the process has ended and has not been reaped."""
     return state(pid) == "Z"
 
 
 def command(pid: int) -> str:
-    """Its command line, shortened to what tells it apart."""
+    """The first 200 characters of the command line; empty if the process is gone."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
     except OSError:
@@ -139,7 +144,7 @@ def _rollup_kb(pid: int, name: str) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, ...; none if it is gone."""
+    """The fields of /proc/PID/stat after the name: state, parent, ...; empty if the process is gone."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
@@ -147,8 +152,8 @@ def _stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def _numbers(folder: Path) -> list[int]:
+def _numbers(directory: Path) -> list[int]:
     try:
-        return [int(name) for name in os.listdir(folder) if name.isdecimal()]
+        return [int(name) for name in os.listdir(directory) if name.isdecimal()]
     except OSError:
         return []

@@ -1,8 +1,7 @@
-"""What a server holds while it works, looked at from a thread of its own, and seldom enough that looking is no load.
+"""Samples of a running server, taken by a thread at a rate that does not disturb the server.
 
-To add up the memory of a tree (PSS) the kernel walks the page tables of each process in it, with a lock held that a
-zygote's next fork needs. So a watch rests between two looks: `every_s`, and `REST` times as long as the last one took.
-It never takes more than 2 % of one core, and says how much it took.
+To add up the memory of a process tree (PSS), the kernel walks page tables under a lock that a zygote's next fork needs.
+So the sampler rests at least `REST_FACTOR` times as long as the last sample took: it uses at most 2 % of one core.
 """
 
 from __future__ import annotations
@@ -13,41 +12,43 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
-REST = 50
-EVERY_S = 1.0
+REST_FACTOR = 50
+INTERVAL_S = 1.0
 
-Seen = TypeVar("Seen")
+Sample = TypeVar("Sample")
 
 
-class Watch(Generic[Seen]):
-    """As a context manager it looks at once, again and again, and a last time; `seen` has it all, in order."""
+class PeriodicSampler(Generic[Sample]):
+    """A context manager that calls `take_sample` on entry, periodically, and on exit; `samples` has all in order."""
 
-    def __init__(self, look: Callable[[], Seen], every_s: float = EVERY_S) -> None:
-        self.seen: list[Seen] = []
-        self.took_s = 0.0
-        """How long the looks took, all together."""
-        self._look = look
-        self._every_s = every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+    def __init__(self, take_sample: Callable[[], Sample], interval_s: float = INTERVAL_S) -> None:
+        self.samples: list[Sample] = []
+        self.sampling_s = 0.0
+        """Seconds that all samples took together."""
+        self._take_sample = take_sample
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
-    def __enter__(self) -> Watch[Seen]:
-        self._see()
+    def __enter__(self) -> PeriodicSampler[Sample]:
+        self._sample()
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
-        self._over.set()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopped.set()
         self._thread.join()
         if kind is None:
-            self._see()
+            self._sample()
 
-    def _watch(self) -> None:
-        while not self._over.wait(max(self._every_s, REST * self._last_s)):
-            self._see()
+    def _run(self) -> None:
+        while not self._stopped.wait(max(self._interval_s, REST_FACTOR * self._last_s)):
+            self._sample()
 
-    def _see(self) -> None:
-        begun = time.monotonic()
-        self.seen.append(self._look())
-        self._last_s = time.monotonic() - begun
-        self.took_s += self._last_s
+    def _sample(self) -> None:
+        start = time.monotonic()
+        self.samples.append(self._take_sample())
+        self._last_s = time.monotonic() - start
+        self.sampling_s += self._last_s

@@ -1,7 +1,7 @@
 """The baseline: a fresh interpreter for every call, `python3 file`, as many at once as there are cores, no isolation.
 
-It is as generous as it can be made: the guest's own Python and environment (but symbols bound late, as is usual), no
-shell, no polling, output into a file, and a thread per core that does nothing but wait.
+It is made as fast as possible: the guest's own Python and environment (with lazy symbol binding, as is usual), no
+shell, no polling, output into a file, and a thread per core that only waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENVIRON = {name: value for name, value in GUEST_ENV.items() if name != "LD_BIND_
 
 @dataclass(frozen=True, slots=True)
 class FreshRun:
-    """How one call went. `report` is what `fresh_script` says of it, empty without."""
+    """One call. `report` is the JSON that `fresh_script` wrote; empty if the code was not wrapped."""
 
     stdout: str
     stderr: str
@@ -40,38 +40,45 @@ class FreshRun:
     cpu_s: float
     report: Mapping[str, Any]
 
+    @property
+    def status(self) -> str:
+        """`ok`, `error` or `timeout`."""
+        return "timeout" if self.timed_out else "error" if self.exit_code else "ok"
 
-class Fresh:
-    """Fresh interpreters of `python`, at most `at_once` running. With `wrapped`, the last expression and the error are
-    reported as the service would; without, the code is the script itself and nothing comes on top."""
 
-    def __init__(self, python: str, folder: Path, *, wrapped: bool = False, at_once: int = 0) -> None:
+class FreshInterpreters:
+    """Fresh interpreters of `python`, one per core at a time.
+
+    With `wrapped`, the value of the last expression and the error are reported as the service reports them. Without,
+    the code is the script itself.
+    """
+
+    def __init__(self, python: str, directory: Path, *, wrapped: bool = False) -> None:
         self._python = python
-        self._folder = folder
+        self._directory = directory
         self._wrapped = wrapped
-        self._at_once = at_once or len(os.sched_getaffinity(0))
         self._stopped = False
         self._running: set[int] = set()
 
     def run_all(
-        self, calls: Sequence[Mapping[str, Any]], done: Callable[[int, FreshRun], None] | None = None
+        self, calls: Sequence[Mapping[str, Any]], on_run: Callable[[int, FreshRun], None] = lambda index, run: None
     ) -> list[FreshRun]:
-        """Run all calls; `done(index, run)` as each ends, from several threads. Ctrl-C ends those that run."""
+        """Run all calls; `on_run(index, run)` is called as each ends, from several threads. Ctrl-C kills running
+        ones."""
         runs: dict[int, FreshRun] = {}
-        left = iter(range(len(calls)))
+        pending = iter(range(len(calls)))
         lock = threading.Lock()
 
         def work() -> None:
             while not self._stopped:
                 with lock:
-                    index = next(left, None)
+                    index = next(pending, None)
                 if index is None:
                     return
                 runs[index] = self.run(calls[index])
-                if done is not None:
-                    done(index, runs[index])
+                on_run(index, runs[index])
 
-        threads = [threading.Thread(target=work) for _ in range(min(self._at_once, len(calls)))]
+        threads = [threading.Thread(target=work) for _ in range(min(len(os.sched_getaffinity(0)), len(calls)))]
         for thread in threads:
             thread.start()
         try:
@@ -84,25 +91,30 @@ class Fresh:
 
     def run(self, call: Mapping[str, Any]) -> FreshRun:
         """Run one call and wait for it."""
-        with tempfile.TemporaryDirectory(dir=self._folder) as made:
-            place = Path(made)
-            work = place / "work"
-            work.mkdir()
-            (work / "main.py").write_bytes(call["code"].encode("utf-8", "surrogatepass"))
-            (place / "stdin").write_bytes(call.get("stdin", "").encode("utf-8", "surrogatepass"))
-            return self._run_in(place, call.get("limits", {}).get("timeout_s", DEFAULT_LIMITS.timeout_s))
+        with tempfile.TemporaryDirectory(dir=self._directory) as name:
+            call_dir = Path(name)
+            (call_dir / "work").mkdir()
+            (call_dir / "work" / "main.py").write_bytes(call["code"].encode("utf-8", "surrogatepass"))
+            (call_dir / "stdin").write_bytes(call.get("stdin", "").encode("utf-8", "surrogatepass"))
+            return self._run_in(call_dir, call.get("limits", {}).get("timeout_s", DEFAULT_LIMITS.timeout_s))
 
-    def _run_in(self, place: Path, timeout_s: float) -> FreshRun:
-        main = str(place / "work" / "main.py")
-        words = (str(WRAPPER), str(place / "report")) if self._wrapped else (main,)
+    def _run_in(self, call_dir: Path, timeout_s: float) -> FreshRun:
+        main = str(call_dir / "work" / "main.py")
+        words = (str(WRAPPER), str(call_dir / "report")) if self._wrapped else (main,)
         start = time.perf_counter()
-        process = _spawn([self._python, "-s", *words], place)
+        process = _spawn([self._python, "-s", *words], call_dir)
         self._running.add(process.pid)
         code, timed_out, cpu_s = _wait(process, timeout_s)
         self._running.discard(process.pid)
         wall_s = time.perf_counter() - start
         return FreshRun(
-            _text(place / "stdout"), _text(place / "stderr"), code, timed_out, wall_s, cpu_s, _report(place / "report")
+            _text(call_dir / "stdout"),
+            _text(call_dir / "stderr"),
+            code,
+            timed_out,
+            wall_s,
+            cpu_s,
+            _report(call_dir / "report"),
         )
 
     def _stop(self, threads: Sequence[threading.Thread]) -> None:
@@ -114,27 +126,27 @@ class Fresh:
 
 
 @contextmanager
-def interpreters(python: str, *, wrapped: bool = False) -> Iterator[Fresh]:
-    """A `Fresh` with a folder of its own, removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="bench-fresh-") as folder:
-        yield Fresh(python, Path(folder), wrapped=wrapped)
+def interpreters(python: str, *, wrapped: bool = False) -> Iterator[FreshInterpreters]:
+    """Fresh interpreters with a directory of their own, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="bench-fresh-") as directory:
+        yield FreshInterpreters(python, Path(directory), wrapped=wrapped)
 
 
-def _spawn(argv: Sequence[str], place: Path) -> subprocess.Popen[bytes]:
-    """Start a process in `place/work`, in a session of its own; its streams are files in `place`."""
-    environ = {**ENVIRON, "PATH": os.environ.get("PATH", os.defpath), "HOME": str(place)}
+def _spawn(argv: Sequence[str], call_dir: Path) -> subprocess.Popen[bytes]:
+    """Start a process in `call_dir/work` in a new session; its streams are files in `call_dir`."""
+    environ = {**ENVIRON, "PATH": os.environ.get("PATH", os.defpath), "HOME": str(call_dir)}
     with (
-        (place / "stdin").open("rb") as stdin,
-        (place / "stdout").open("wb") as stdout,
-        (place / "stderr").open("wb") as stderr,
+        (call_dir / "stdin").open("rb") as stdin,
+        (call_dir / "stdout").open("wb") as stdout,
+        (call_dir / "stderr").open("wb") as stderr,
     ):
         return subprocess.Popen(
-            argv, cwd=place / "work", env=environ, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+            argv, cwd=call_dir / "work", env=environ, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
         )
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, float]:
-    """(exit code, or minus the signal; whether we ended it; seconds of CPU)."""
+    """(exit code or minus the signal, whether it timed out and was killed, CPU seconds)."""
     pidfd = os.pidfd_open(process.pid)
     try:
         timed_out = not select.select([pidfd], [], [], timeout_s)[0]

@@ -1,7 +1,7 @@
-"""A server of its own for the length of a benchmark: `python -m sandbox serve` on a free port.
+"""A server for the duration of a benchmark: `python -m sandbox serve` on a free port.
 
-It is stopped on the way out however that comes about, gracefully first; what it printed goes into the error if it does
-not start. It has its own session, so that a Ctrl-C reaches the benchmark alone, which then stops it.
+The server is stopped on every way out, gracefully first. It has its own session, so Ctrl-C reaches the benchmark alone,
+which then stops the server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -24,9 +24,9 @@ from bench.probes import processes
 from sandbox import runtime
 from sandbox.gateway.calls.executor_handle import EXECUTOR
 
-START_S = 120.0
-"""Warming the interpreters takes seconds; on a loaded machine, more of them."""
-STOP_S = 60.0
+START_TIMEOUT_S = 120.0
+"""Warming the interpreters takes seconds, and longer on a loaded machine."""
+STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,74 +35,84 @@ class Service:
 
     url: str
     pid: int
+    """Process id of the gateway."""
 
     def processes(self) -> list[int]:
-        """The gateway, its executors, their jails and zygotes, and calls that run now."""
+        """The gateway, its executors, their jails and zygotes, and running calls."""
         return processes.tree(self.pid)
 
     def executors(self) -> list[int]:
-        """The executors themselves, without what they start."""
+        """The executor processes alone."""
         return [pid for pid in self.processes() if EXECUTOR in processes.command(pid)]
 
     def metrics(self) -> str:
-        """What `/metrics` says."""
+        """The text of `/metrics`."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             return str(response.read(), "utf-8")
 
     def body_bytes(self) -> dict[str, float]:
-        """Bytes of bodies so far, by direction, as the gateway counts them."""
-        return {
-            name: float(n) for name, n in re.findall(r'body_bytes_total\{direction="(\w+)"\} (\S+)', self.metrics())
-        }
+        """Bytes of request and response bodies since the start, by direction, as the gateway counts them."""
+        counters = re.findall(r'body_bytes_total\{direction="(\w+)"\} (\S+)', self.metrics())
+        return {direction: float(count) for direction, count in counters}
+
+    def num_running_calls(self) -> int:
+        """Calls that run now, over all executors."""
+        counts = re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)$", self.metrics(), re.MULTILINE)
+        return sum(map(int, counts))
+
+
+def running(
+    python: str | None = None, flags: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> AbstractContextManager[Service]:
+    """A server that is ready, its environment ours and `environ`. Raises `BenchFailed` if it does not start."""
+    command = ["-m", "sandbox", "serve", "--port", "0", "--python", guest_python(python), *flags]
+    return started(command, environ)
 
 
 @contextmanager
-def running(
-    python: str | None = None, flags: Sequence[str] = (), environ: Mapping[str, str] | None = None
-) -> Iterator[Service]:
-    """A server that is ready, its environment ours and `environ`. Raises `BenchFailed` if it does not start."""
-    command = [sys.executable, "-m", "sandbox", "serve", "--port", "0", "--python", guest_python(python), *flags]
-    with tempfile.TemporaryFile() as said:  # a pipe that nobody reads would stop the server when it is full
+def started(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Service]:
+    """A server started by `python ARGUMENTS`, once it has printed its address."""
+    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would block the server when it is full
         server = subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, **(environ or {})},
         )
         try:
-            yield Service(address(server, said), server.pid)
+            yield Service(_wait_for_address(server, log), server.pid)
         finally:
-            stop(server)
+            _stop(server)
 
 
-def guest_python(asked: str | None = None) -> str:
-    """The interpreter that calls run in: the one asked for, or what the server would take."""
-    return asked or os.environ.get("RSTAR_SANDBOX_PYTHON") or str(runtime.default_python())
+def guest_python(requested: str | None = None) -> str:
+    """The interpreter that calls run in: the requested one, or the server's default."""
+    return requested or os.environ.get("RSTAR_SANDBOX_PYTHON") or str(runtime.default_python())
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Gracefully, then not."""
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop gracefully, then by SIGKILL to the session."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(STOP_S)
+        process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def address(server: subprocess.Popen[bytes], said: BinaryIO) -> str:
-    give_up = time.monotonic() + START_S
+def _wait_for_address(server: subprocess.Popen[bytes], log: BinaryIO) -> str:
+    give_up_at = time.monotonic() + START_TIMEOUT_S
     text = ""
-    while time.monotonic() < give_up:
+    while time.monotonic() < give_up_at:
         has_ended = server.poll() is not None
-        text = os.pread(said.fileno(), 1 << 16, 0).decode("utf-8", "replace")
-        if found := re.search(r"^rstar-sandbox \S+ on (http://\S+).*\n", text, re.MULTILINE):
-            return found.group(1)
+        text = os.pread(log.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+        if match := re.search(r"^rstar-sandbox \S+ on (http://\S+).*\n", text, re.MULTILINE):
+            return match.group(1)
         if has_ended:
-            raise BenchFailed(f"the server ended (exit {server.returncode}) and said:\n{text}")
+            raise BenchFailed(f"the server ended (exit {server.returncode}) and printed:\n{text}")
         time.sleep(0.05)
-    raise BenchFailed(f"the server was not ready after {START_S:g} s and said:\n{text}")
+    raise BenchFailed(f"the server was not ready after {START_TIMEOUT_S:g} s and printed:\n{text}")

@@ -1,9 +1,9 @@
 """A server whose executors run nothing: each call is answered at once, with its own code as output.
 
-    python -m bench.servers.stub_executor PORT [--executors N]       one gateway over such executors, until a signal
+    python -m bench.servers.stub_executor PORT [--executors N]       a gateway with N such executors, until a signal
     python -m bench.servers.stub_executor --fd N                     one such executor, started by the gateway
 
-What is left is what the gateway does: HTTP, admission, frames (`sandbox.wire`), answers.
+What remains is the gateway's own work: HTTP, admission, frames (`sandbox.wire`), responses.
 """
 
 from __future__ import annotations
@@ -13,17 +13,25 @@ import functools
 import os
 import socket
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 from sandbox import wire
 from sandbox.types import Result, Status, Usage
 
 SLOTS = 512
-READ = 1 << 18
+READ_BYTES = 1 << 18
+
+
+def serving() -> AbstractContextManager[Any]:
+    """A `bench.servers.service.Service` with one stub executor. Raises `BenchFailed` if it does not start."""
+    from bench.servers import service
+
+    return service.started(["-m", "bench.servers.stub_executor"])
 
 
 def main() -> int:
-    """One of both; see above."""
+    """Be the server or one executor."""
     parser = argparse.ArgumentParser(prog="python -m bench.servers.stub_executor")
     parser.add_argument("port", type=int, nargs="?", default=0)
     parser.add_argument("--executors", type=int, default=1)
@@ -40,16 +48,16 @@ def main() -> int:
 
 
 def answer_all(sock: socket.socket) -> int:
-    """Be an executor until the gateway is gone."""
+    """Answer the gateway's frames until it closes the socket or drains the executor."""
     unpacker = wire.Unpacker()
-    while data := sock.recv(READ):
+    while data := sock.recv(READ_BYTES):
         unpacker.feed(data)
         for kind, *parts in unpacker:
             if kind == "configure":
                 ready = {"slots": SLOTS, "isolation": "none", "profiles": [], "pid": os.getpid(), "python": "stub"}
                 sock.sendall(wire.pack(["ready", ready]))
             elif kind == "calls":
-                sock.sendall(wire.pack(["results", [[seq, _answer(call)] for seq, call in parts[0]]]))
+                sock.sendall(wire.pack(["results", [[seq, result_of(call)] for seq, call in parts[0]]]))
             elif kind == "drain":
                 return 0
     return 0
@@ -59,7 +67,8 @@ _USAGE = Usage(queue_ms=0.4, run_ms=1.9, cpu_ms=1.7, peak_memory_mb=11.3)
 _RESULT = Result("", Status.OK, exit_code=0, usage=_USAGE).encode(binary=True)
 
 
-def _answer(call: dict[str, Any]) -> dict[str, Any]:
+def result_of(call: dict[str, Any]) -> dict[str, Any]:
+    """The result of a call: its own code as output."""
     return {**_RESULT, "stdout": call["code"]}
 
 

@@ -1,103 +1,141 @@
-"""Calls of which each has an answer that nothing but its own code and input give.
+"""Calls whose result is known beforehand and belongs to that call alone.
 
-Every riddle has a number of its own, and wants it back, changed: an answer that went to another call, or that half a
-run gave, is not what was expected. No answer depends on speed.
+Every call contains a number of its own and returns a function of it. So a result that was swapped with another call's,
+or that comes from half a run, does not match. No result depends on speed.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from sandbox.types import Call, Limits, Profile, Result, Status
+from bench.workloads.code_kinds import CODES
+from bench.workloads.hostile_calls import ENDLESS_LOOPS
+from bench.workloads.tool_calls import labelled_calls
+from sandbox.types import Result
 
-SHORT_S = 0.1
-PATIENT_S = 300.0
-"""What no riddle needs, on whatever machine."""
-FIRST = 10_000_000
-LEAN = {"value": 30, "stdin": 20, "files": 12, "error": 8, "exit": 4, "crash": 3, "timeout": 3}
-"""Kinds of riddles that the standard library solves, and how many of each there are to how many of the others."""
-KINDS = {**LEAN, "numeric": 8, "symbolic": 2, "scientific": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a riddle's result says, without what depends on the machine."""
-
-    id: str
-    status: Status
-    stdout: str = ""
-    value: str | None = None
-    message: str = ""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, result: Result) -> Answer:
-        message = result.error.message if result.error and result.status is Status.ERROR else ""
-        return cls(result.id, result.status, result.stdout, result.value, message, result.files)
+SHORT_TIMEOUT_S = 0.1
+LONG_TIMEOUT_S = 300.0
+"""A time-out that no call here reaches on any machine, unless it is endless."""
+FIRST_NUMBER = 10_000_000
+STDLIB_WEIGHTS = {"value": 30, "stdin": 20, "files": 12, "error": 8, "exit": 4, "crash": 3, "timeout": 3}
+"""Kinds of calls that need only the standard library, and their relative frequency."""
+KIND_WEIGHTS = {**STDLIB_WEIGHTS, "numeric": 8, "symbolic": 2, "scientific": 1}
+COMPILE_ERRORS = ("SyntaxError", "IndentationError")
 
 
 @dataclass(frozen=True, slots=True)
-class Riddle:
-    """A call and its answer."""
+class ExpectedResult:
+    """The statuses that a result may have, and the fields that it must have.
 
-    kind: str
-    call: Call
-    answer: Answer
+    Field names are those of the API's results, and further `message` (of an error), `first_line` (of stdout).
+    """
 
-    def is_solved_by(self, result: Result) -> bool:
-        """Whether this is the verdict on this call. One that ran out of time may not have come to its first line."""
-        if self.answer.status is Status.TIMEOUT and not result.stdout:
-            return (result.id, result.status) == (self.call.id, Status.TIMEOUT)
-        return Answer.of(result) == self.answer
+    statuses: Collection[str]
+    fields: Mapping[str, object]
+    allows_no_output: bool = False
+    """True if the call may time out before it prints its first line."""
 
 
-def make(count: int, seed: int, kinds: Mapping[str, int] = KINDS) -> Iterator[Riddle]:
-    """`count` riddles of these kinds; the same for the same seed."""
+@dataclass(frozen=True, slots=True)
+class CheckedCall:
+    """A call, as the API takes it, and its expected result. `group` is the kind of call."""
+
+    call: Mapping[str, Any]
+    group: str
+    expected: ExpectedResult
+
+    def matches(self, result: Mapping[str, Any]) -> bool:
+        """Whether this is the call's own result."""
+        if result["id"] != self.call.get("id", "") or result["status"] not in self.expected.statuses:
+            return False
+        if self.expected.allows_no_output and not result["stdout"]:
+            return True
+        return all(_field(result, name) == value for name, value in self.expected.fields.items())
+
+
+def _field(result: Mapping[str, Any], name: str) -> object:
+    match name:
+        case "message":
+            return result["error"]["message"] if result["status"] == "error" else ""
+        case "first_line":
+            return result["stdout"].partition("\n")[0]
+        case "files":
+            return Result.decode(result).files
+        case _:
+            return result.get(name)
+
+
+def checked_calls(count: int, seed: int, weights: Mapping[str, int] = KIND_WEIGHTS) -> Iterator[CheckedCall]:
+    """`count` calls of these kinds; the same for the same seed."""
     rng = random.Random(seed)
-    names: Sequence[str] = list(kinds)
-    for number in rng.sample(range(FIRST, FIRST + 8 * count), count):
-        yield _riddle(rng.choices(names, list(kinds.values()))[0], number)
+    kinds: Sequence[str] = list(weights)
+    for number in rng.sample(range(FIRST_NUMBER, FIRST_NUMBER + 8 * count), count):
+        yield _checked_call(rng.choices(kinds, list(weights.values()))[0], number)
 
 
-def _riddle(kind: str, n: int) -> Riddle:
-    more: dict[str, object] = {}
-    said: dict[str, object] = {"status": Status.OK}
+def _checked_call(kind: str, n: int) -> CheckedCall:
+    options: dict[str, Any] = {}
+    expected: dict[str, object] = {"stdout": "", "value": None, "message": "", "files": {}}
+    status = "ok"
     match kind:
         case "value":
             code = f"print({n} * 3)\n{n} ** 2"
-            said |= {"stdout": f"{n * 3}\n", "value": str(n**2)}
+            expected |= {"stdout": f"{n * 3}\n", "value": str(n**2)}
         case "stdin":
             code = "n = int(input())\nprint(n * 7)"
-            more = {"stdin": f"{n}\n"}
-            said |= {"stdout": f"{n * 7}\n"}
+            options = {"stdin": f"{n}\n"}
+            expected |= {"stdout": f"{n * 7}\n"}
         case "files":
             code = "with open('in.txt') as a, open('out.txt', 'w') as b:\n    b.write(f'{int(a.read()) * 11}')"
-            more = {"files": {"in.txt": str(n).encode()}, "return_files": ("out.txt",)}
-            said |= {"files": {"out.txt": str(n * 11).encode()}}
+            options = {"files": {"in.txt": str(n).encode()}, "return_files": ["out.txt"]}
+            expected |= {"files": {"out.txt": str(n * 11).encode()}}
         case "error":
-            code = f"raise ValueError({n} * 13)"
-            said = {"status": Status.ERROR, "message": str(n * 13)}
+            code, status = f"raise ValueError({n} * 13)", "error"
+            expected |= {"message": str(n * 13)}
         case "exit":
-            code = f"import sys\nprint({n} * 17)\nsys.exit(3)"
-            said = {"status": Status.ERROR, "stdout": f"{n * 17}\n", "message": "3"}
+            code, status = f"import sys\nprint({n} * 17)\nsys.exit(3)", "error"
+            expected |= {"stdout": f"{n * 17}\n", "message": "3"}
         case "crash":
-            code = f"import ctypes\nprint({n} * 19, flush=True)\nctypes.string_at(0)"
-            said = {"status": Status.KILLED, "stdout": f"{n * 19}\n"}
+            code, status = f"import ctypes\nprint({n} * 19, flush=True)\nctypes.string_at(0)", "killed"
+            expected |= {"stdout": f"{n * 19}\n"}
         case "timeout":
-            code = f"print({n} * 23, flush=True)\nwhile True: pass"
-            said = {"status": Status.TIMEOUT, "stdout": f"{n * 23}\n"}
+            code, status = f"print({n} * 23, flush=True)\nwhile True: pass", "timeout"
+            expected |= {"stdout": f"{n * 23}\n"}
         case "numeric":
             code = f"import numpy\nint(numpy.full(1000, {n}).sum())"
-            said |= {"value": str(n * 1000)}
+            expected |= {"value": str(n * 1000)}
         case "symbolic":
             code = f"import sympy\nx = sympy.Symbol('x')\nstr(sympy.expand((x + {n}) ** 2))"
-            said |= {"value": repr(f"x**2 + {2 * n}*x + {n * n}")}
+            expected |= {"value": repr(f"x**2 + {2 * n}*x + {n * n}")}
         case _:
             code = f"import scipy.linalg\nround(scipy.linalg.det([[{n}, 1], [0, 2]]))"
-            more = {"profile": Profile.SCIENTIFIC}
-            said |= {"value": str(2 * n)}
-    limits = Limits(timeout_s=SHORT_S if kind == "timeout" else PATIENT_S)
-    call = Call(code, id=f"riddle-{n}", limits=limits, **more)  # type: ignore[arg-type]
-    return Riddle(kind, call, Answer(call.id, **said))  # type: ignore[arg-type]
+            options = {"profile": "scientific"}
+            expected |= {"value": str(2 * n)}
+    limits = {"timeout_s": SHORT_TIMEOUT_S if kind == "timeout" else LONG_TIMEOUT_S}
+    call = {"code": code, "id": f"checked-{n}", "limits": limits, **options}
+    return CheckedCall(call, kind, ExpectedResult((status,), expected, allows_no_output=kind == "timeout"))
+
+
+def numbered_calls(
+    kind: str, count: int, seed: int, loop_share: float = 0.0, loop_timeout_s: float = 1.0
+) -> Iterator[CheckedCall]:
+    """`count` calls of a kind of `code_kinds` or of the mix, each of which first prints its own number.
+
+    A share of them are endless loops, evenly spread; their group is `loop`, the others' is `short`.
+    """
+    mix = labelled_calls(count, seed) if kind == "mix" else None
+    for n in range(count):
+        template, call = next(mix) if mix else (None, {"code": "" if kind == "print" else CODES[kind]})
+        first_line, status = str(n * n + seed), template.status if template else "ok"
+        if math.floor((n + 1) * loop_share) > math.floor(n * loop_share):
+            call, status = {"code": ENDLESS_LOOPS["plain"], "limits": {"timeout_s": loop_timeout_s}}, "timeout"
+        elif template and template.ends in COMPILE_ERRORS:
+            first_line = ""
+        code = f"print({n} * {n} + {seed}, flush=True)\n{call['code']}"
+        expected = ExpectedResult((status,), {"first_line": first_line})
+        group = "loop" if status == "timeout" else "short"
+        yield CheckedCall({**call, "code": code, "id": f"numbered-{n}"}, group, expected)

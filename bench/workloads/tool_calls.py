@@ -1,7 +1,7 @@
-"""A sample of tool calls in the mix that RL on competition mathematics produces, and calls read from a file.
+"""Tool calls in the mix that RL on competition mathematics produces, and calls read from a file.
 
-The templates in `calls.txt` are filled with seeded numbers: the same `n` and `seed` give the same calls everywhere.
-`SHARES` is the mix: by what the code imports and how it ends, after rollouts of models of rStar2-Agent's kind.
+The templates in `tool_calls.txt` are filled with seeded numbers: the same `n` and `seed` give the same calls
+everywhere. `SHARES` is the mix by imported library and by ending, measured on rollouts of models like rStar2-Agent.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from sandbox.types import CALL_FIELDS
 
 ENDLESS_TIMEOUT_S = 1.0
-"""Limit of the calls that never end: long beside any other call here, short beside a test."""
+"""Time-out of the endless calls. All other calls here are much shorter."""
 
 CONTINUED = 0.42
-"""Share of calls that repeat an earlier step above the new one, as models do without a notebook."""
+"""Share of calls that repeat an earlier call's code above their own, as models do when no state is kept."""
 
 SHARES: dict[tuple[str, str], float] = {
     ("sympy", "ok"): 0.465,
@@ -35,12 +35,12 @@ SHARES: dict[tuple[str, str], float] = {
     ("plain", "error"): 0.093,
     ("plain", "timeout"): 0.005,
 }
-"""61 % import sympy, 3 % numpy, 3 % scipy; 75 % end well, 24.5 % in an error, 0.5 % not at all."""
+"""61 % import sympy, 3 % numpy, 3 % scipy; 75 % end as `ok`, 24.5 % in an error, 0.5 % are endless."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTemplate:
-    """One way of writing a call. `ends` is `ok`, `timeout` or the type of the error."""
+    """Code with placeholders. `ends` is `ok`, `timeout` or the type of the error."""
 
     name: str
     family: str
@@ -51,11 +51,11 @@ class CallTemplate:
 
     @property
     def status(self) -> str:
-        """The status that the call must come back with."""
+        """The status that the call must end with."""
         return self.ends if self.ends in ("ok", "timeout") else "error"
 
     def fill(self, rng: random.Random) -> dict[str, Any]:
-        """A call as `/v1/batch` takes it."""
+        """A call as `/v1/batch` takes it, with random numbers for the placeholders."""
         numbers = {name: str(rng.randint(low, high)) for name, low, high in self.ranges}
         call: dict[str, Any] = {"code": Template(self.code).substitute(numbers)}
         if self.stdin:
@@ -71,7 +71,7 @@ def sample_calls(n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def labelled_calls(n: int, seed: int = 0) -> Iterator[tuple[CallTemplate, dict[str, Any]]]:
-    """The same calls, each with the template that it came from."""
+    """The calls of `sample_calls`, each with its template."""
     rng = random.Random(seed)
     groups = list(SHARES)
     for group in rng.choices(groups, weights=[SHARES[group] for group in groups], k=n):
@@ -84,7 +84,7 @@ def labelled_calls(n: int, seed: int = 0) -> Iterator[tuple[CallTemplate, dict[s
 
 
 def load_calls(path: str | Path) -> list[dict[str, Any]]:
-    """Calls from a JSONL file: rows with a `code`, of which the fields of a call are kept. Raises `ValueError`."""
+    """Calls from a JSONL file. Each row must have a `code`, else `ValueError`; fields that no call has are dropped."""
     calls = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -99,7 +99,7 @@ def load_calls(path: str | Path) -> list[dict[str, Any]]:
 
 @cache
 def templates() -> tuple[CallTemplate, ...]:
-    """All templates of `calls.txt`."""
+    """All templates of `tool_calls.txt`."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     return tuple(_parse(block) for block in text.split("\n### ")[1:])
 

@@ -1,0 +1,44 @@
+"""Systems that take turns: every round measures each of them once, so that what else the machine does hits all
+alike."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Row = TypeVar("Row")
+
+
+def median_of_ratios(ours: Sequence[Row], others: Sequence[Row], ratio: Callable[[Row, Row], float]) -> float:
+    """The median over rounds of each round's own ratio."""
+    return statistics.median(ratio(a, b) for a, b in zip(ours, others, strict=True))
+
+
+def median_of_rows(rows: Sequence[Mapping[str, Any]], digits: int = 4) -> dict[str, Any]:
+    """The median of each field over rounds, in nested dictionaries too."""
+    return {
+        name: median_of_rows([row[name] for row in rows], digits)
+        if isinstance(value, Mapping)
+        else round(statistics.median(row[name] for row in rows), digits)
+        for name, value in rows[0].items()
+    }
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names in an order that starts with another one in each round."""
+    turn %= len(names)
+    return [*names[turn:], *names[:turn]]
+
+
+def append_row(log: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a JSONL log, from which an interrupted measurement resumes."""
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_rows(log: Path) -> list[dict[str, Any]]:
+    """The rows of such a log; empty if it does not exist."""
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []

@@ -1,0 +1,78 @@
+"""One table, printed on a terminal or written as Markdown.
+
+A benchmark describes its result once, as a list of blocks: a block is a `Table` or a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import table as rich_table
+from rich.console import Console
+
+STDERR = Console(stderr=True)
+STDOUT = Console()
+
+Result = Mapping[str, Any]
+"""What one benchmark measured, as its JSON object has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text; the first column is left-aligned, the others are right-aligned."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    """Heading above the table."""
+
+
+Block = Table | str
+
+
+def show(blocks: Sequence[Block]) -> None:
+    """Print blocks on the terminal."""
+    for block in blocks:
+        if isinstance(block, str):
+            STDOUT.print(block, highlight=False, markup=False)
+            continue
+        table = rich_table.Table(
+            title=block.title or None, box=None, header_style="bold", title_style="bold", title_justify="left"
+        )
+        for number, column in enumerate(block.columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in block.rows:
+            table.add_row(*row)
+        STDOUT.print(table)
+
+
+def markdown(blocks: Sequence[Block]) -> str:
+    """The blocks as Markdown, an empty line between them."""
+    return "\n\n".join(block if isinstance(block, str) else _markdown_table(block) for block in blocks)
+
+
+def _markdown_table(table: Table) -> str:
+    lines = [f"{table.title}:", ""] if table.title else []
+    lines += [f"| {' | '.join(table.columns)} |", f"|---|{'---:|' * (len(table.columns) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in table.rows)])
+
+
+def number(value: float) -> str:
+    """Whole from 100 up, else with one decimal."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def percentile_list(values_ms: Mapping[str, float], *names: str) -> str:
+    """Several percentiles in one cell."""
+    return " / ".join(number(values_ms[name]) for name in names)
+
+
+def format_mean_sd(value: Mapping[str, float] | None) -> str:
+    """A mean and its standard deviation over seeds; `-` if nothing was measured."""
+    if value is None:
+        return "-"
+    mean, sd = value["mean"], value["sd"]
+    digits = 0 if abs(mean) >= 100 or mean == sd == 0 else 3
+    return f"{mean:,.{digits}f} ± {sd:,.{digits}f}"

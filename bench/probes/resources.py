@@ -1,0 +1,67 @@
+"""What a server's processes hold at one moment: memory, descriptors, processes, mounts, control groups, files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.probes import processes
+from bench.probes.leftovers import cgroups
+
+SETTLE_TIMEOUT_S = 30.0
+"""Seconds that a server may take until its processes have been the same for one second."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceSnapshot:
+    """The resources of a server after `calls` calls."""
+
+    calls: int
+    memory_mb: float
+    """PSS of all processes."""
+    gateway_mb: float
+    """PSS of the gateway alone, which holds the waiting calls."""
+    processes: int = 0
+    zombies: int = 0
+    descriptors: int = 0
+    mounts: int = 0
+    """Mounts in the namespaces of all processes, and in our own."""
+    cgroups: int = 0
+    temporary_files: int = 0
+    slab_mb: float = 0.0
+    """Kernel slab of the whole machine."""
+
+    @classmethod
+    def take(cls, gateway: int, calls: int = 0, files: Sequence[str] = ()) -> ResourceSnapshot:
+        """Read everything from /proc; `files` are the server's temporary files."""
+        pids = processes.tree(gateway)
+        return cls(
+            calls=calls,
+            memory_mb=round(processes.pss_mb(pids), 2),
+            gateway_mb=round(processes.pss_mb([gateway]), 3),
+            processes=len(pids),
+            zombies=sum(map(processes.is_zombie, pids)),
+            descriptors=sum(map(processes.descriptors, pids)),
+            mounts=processes.mounts(os.getpid()) + sum(map(processes.mounts, pids)),
+            cgroups=len(cgroups()),
+            temporary_files=len(files),
+            slab_mb=_slab_mb(),
+        )
+
+
+def wait_until_settled(list_pids: Callable[[], list[int]]) -> None:
+    """Wait until the processes have been the same for a second, for at most `SETTLE_TIMEOUT_S`."""
+    give_up_at = time.monotonic() + SETTLE_TIMEOUT_S
+    pids, since = list_pids(), time.monotonic()
+    while time.monotonic() < min(give_up_at, since + 1.0):
+        time.sleep(0.1)
+        if (current := list_pids()) != pids:
+            pids, since = current, time.monotonic()
+
+
+def _slab_mb() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return round(next(int(line.split()[1]) for line in lines if line.startswith("Slab:")) / 1024, 1)
