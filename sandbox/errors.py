@@ -57,3 +57,10 @@ class RequestRefused(ServiceError):
 
 class Unreachable(ServiceError):
     """No endpoint answered within the retries."""
+
+
+def first_error(errors: BaseException) -> BaseException:
+    """Return the first exception of a possibly nested exception group."""
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors
