@@ -3,15 +3,15 @@
 Virtual time is wall time minus run delay (waiting for a core); sleep counts. Pure: the caller samples the processes at
 random moments (`process_tree`) and passes the samples to `VirtualClock.advance`.
 
-    what runs                    virtual time                                        error
-    one thread at a time         wall time minus run delay                           none
-    several processes            CPU time on the critical path plus sleep; at        some per cent
-                                 least the CPU time of all divided by the cores
-    threads of one process       as if one ran at a time (Python's lock)       too fast without a lock, by up to the
-                                                                                     number of threads
-    processes never sampled      CPU time is counted by the cgroup; idle time is     estimate, in favour of the call
-                                 split into sleep and waiting (`UnobservedTime`)
-    more threads than sampled    wall time                                           counts all run delay
+    what runs                   virtual time                                     error
+    one thread at a time        wall time minus run delay                        none
+    several processes           CPU time on the critical path plus sleep; at     some per cent
+                                least the CPU time of all divided by the cores
+    threads of one process      as if one ran at a time (Python's lock)          too fast without a lock, by up to
+                                                                                 the number of threads
+    processes never sampled     CPU time is counted by the cgroup; idle time is  estimate, in favour of the call
+                                split into sleep and waiting (`UnobservedTime`)
+    more threads than sampled   wall time                                        counts all run delay
 
 The critical path runs from the start of the call to the process that has computed most, through the starts and ends of
 the processes in between. What cannot be known is not counted as virtual time. That is bounded: all CPU time counts, and
