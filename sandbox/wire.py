@@ -3,7 +3,7 @@
 Kinds, by direction (`seq` is the gateway's own number for a call, never reused on one connection):
 
     gateway -> executor                            executor -> gateway
-    ["configure", settings, is_replacement]  first  ["ready", {slots, long_slots, wanted_fds, missing_modules, isolation, python}]
+    ["configure", settings, is_replacement] first  ["ready", {slots, long_slots, isolation, python, ...}]
     ["calls", [[seq, call], ...]]  64 at most      ["results", [[seq, result], ...]]
     ["cancel", [seq, ...]]                         ["stats", {...}]   about once a second
     ["drain"]                                      ["window", n]   how many calls it wants in hand from now on

@@ -17,7 +17,7 @@ from typing import Any
 
 from sandbox.executor import profile_choice, zygote_frames
 from sandbox.jail import CgroupUsage
-from sandbox.types import LIMIT_FIELDS, EncodedResult, Profile, unavailable
+from sandbox.types import LIMIT_FIELDS, EncodedResult, Profile, unavailable_result
 
 MAX_RETURNED_BYTES = 16 << 20
 """Bytes that the returned files of one call may have together, since a result is sent in one frame."""
@@ -184,7 +184,7 @@ class CallState:
 
     def unavailable_result(self, error_type: str, message: str) -> EncodedResult:
         """Build the result for the case that the service could not run the call."""
-        return unavailable(self.request.id, error_type, message, self.attempts).encode(binary=True)
+        return unavailable_result(self.request.id, error_type, message, self.attempts).encode(binary=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from sandbox.errors import ConfigError, ProtocolError, SandboxError, first_error
 from sandbox.executor.executor import Executor
 from sandbox.executor.unix_stream import UnixStream
 from sandbox.jail import AUTO
-from sandbox.types import EncodedResult, unavailable
+from sandbox.types import EncodedResult, unavailable_result
 
 STATS_INTERVAL_S = 1.0
 FLUSH_TIMEOUT_S = 5.0
@@ -37,7 +37,7 @@ async def serve(sock: socket.socket) -> int:
             first = await anext(frames, None)
             if first is None or first[0] != "configure":
                 raise ProtocolError(f"expected a configure frame first, got {first and first[0]!r}")
-            config, is_replacement = ExecutorConfig.from_settings(first[1]), first[2:] == [True]
+            config, is_replacement = ExecutorConfig.decode(first[1]), first[2:] == [True]
             if config.isolation == AUTO:
                 raise ConfigError(
                     f"isolation={AUTO}: expected a level; the server chooses one, once, for all its executors"
@@ -141,7 +141,7 @@ def _encode_results(results: list[tuple[int, EncodedResult]]) -> bytes:
         return wire.pack(["results", results])
     except ProtocolError as error:
         message = str(error)
-        replaced = [(seq, unavailable(r["id"], "ResultTooLarge", message, r["attempts"])) for seq, r in results]
+        replaced = [(seq, unavailable_result(r["id"], "ResultTooLarge", message, r["attempts"])) for seq, r in results]
         return wire.pack(["results", [(seq, result.encode(binary=True)) for seq, result in replaced]])
 
 

@@ -34,7 +34,7 @@ import trio
 
 from sandbox import jail, machine, runtime
 from sandbox.backoff import backoff_s
-from sandbox.config import ExecutorConfig, in_numbers
+from sandbox.config import ExecutorConfig, resolve_capacity
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
 from sandbox.executor.monitor import CallMonitor, KillReason, Monitor
@@ -88,8 +88,8 @@ class Executor:
     """
 
     def __init__(self, config: ExecutorConfig, on_result: OnResult, *, is_replacement: bool = False) -> None:
-        self.granted_cores = machine.cores()
-        capacity = in_numbers(config, self.granted_cores)
+        self.granted_cores = machine.granted_cores()
+        capacity = resolve_capacity(config, self.granted_cores)
         self.level = jail.choose_level(config.isolation).level
         self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
         """Descriptors that the configured slots need. With a lower limit there are fewer slots."""
@@ -125,7 +125,7 @@ class Executor:
         self._scratch_parent_dir = self._find_scratch_parent_dir()
         profiles = tuple(Profile(name) for name in config.profiles)
         min_pools = -(-(self.slots + self.long_slots) // MAX_SLOTS_PER_POOL)
-        pools = max(min(capacity["zygotes"], self.slots), min_pools)
+        pools = max(min(capacity["zygote_pools"], self.slots), min_pools)
         short, long = -(-self.slots // pools), -(-self.long_slots // pools)
         self.pools = [self._new_pool(number, Slots(short, long), profiles) for number in range(pools)]
         self._announced_window = self.window

@@ -17,7 +17,7 @@ from sandbox.types import Call, EncodedResult, Profile, Result
 def run_once(call: Call, config: ExecutorConfig) -> Result:
     """Run one call and wait for its result. Raises `SandboxError` if the machine cannot run calls."""
     profile = smallest_profile(imported_modules(call.code)) if call.profile is Profile.AUTO else call.profile
-    config = replace(config, profiles=(profile.value,), zygotes=1, slots=1)
+    config = replace(config, profiles=(profile.value,), zygote_pools=1, slots=1)
     limits, clamped = call.limits.clamped(within_memory(call.limits, machine.memory_limit() >> 20))
     try:
         result = Result.decode(trio.run(_run, replace(call, limits=limits), config))

@@ -75,7 +75,7 @@ async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
 async def test_a_protocol_error_ends_the_jail(
     behaviour: str, profile: Profile, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1) as driver:
+    async with driven(monkeypatch, zygote_pools=1) as driver:
         await driver.run(f"{behaviour} 1", profile=profile)
         await driver.executor.wait_ready()
         (jail, *_) = driver.fleet.jails
@@ -88,7 +88,7 @@ async def test_a_protocol_error_ends_the_jail(
 async def test_the_death_of_a_zygote_does_not_affect_other_zygotes(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1) as driver:
+    async with driven(monkeypatch, zygote_pools=1) as driver:
         bystander = driver.submit("slow 9", profile=Profile.BARE)
         (result,) = await driver.run("die 1", profile=Profile.NUMERIC)
         await driver.wait_for(bystander)
@@ -176,7 +176,7 @@ async def test_a_slot_whose_limits_cannot_be_set_costs_no_attempt_and_is_used_ag
 async def test_a_cancelled_call_gets_no_result_and_frees_its_slot(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, slots=2, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
         running = driver.submit("hang", "hang")
         queued = driver.submit("ok 1 queued", "ok 1 queued")
         for seq in (*queued, *running):
@@ -191,7 +191,7 @@ async def test_a_cancelled_call_gets_no_result_and_frees_its_slot(
 async def test_cancelled_calls_in_the_queue_hold_no_code(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (blocking,) = driver.submit("hang")
         for seq in driver.submit(*["ok" * 100_000] * 100):
             driver.executor.cancel(seq)
@@ -204,7 +204,7 @@ async def test_cancelled_calls_in_the_queue_hold_no_code(
 async def test_a_cancelled_call_that_does_not_end_costs_the_jail(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (seq,) = driver.submit("hang")
         await trio.testing.wait_all_tasks_blocked()
         for zygote in driver.fleet.zygotes:
@@ -269,7 +269,7 @@ async def test_missing_modules_of_the_verify_profile_are_logged_once(
 
     caplog.set_level("INFO")
     monkeypatch.setattr(FakeZygote, "send_ready", send_ready)
-    async with driven(monkeypatch, zygotes=1) as driver:
+    async with driven(monkeypatch, zygote_pools=1) as driver:
         assert [zygote.missing_modules for zygote in driver.executor.all_zygotes()] == [["numpy"], ["numpy"]]
         before = [line for line in caplog.messages if "lacks" in line]
         await driver.run("ok", profile=Profile.VERIFY)
@@ -283,7 +283,7 @@ async def test_missing_modules_of_the_verify_profile_are_logged_once(
 async def test_a_temporary_lack_of_processes_or_descriptors_does_not_end_the_executor(
     lacking: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, attempts=2) as driver:
+    async with driven(monkeypatch, zygote_pools=1, attempts=2) as driver:
         start_jail, socketpair = zygote_pool.ZygotePool._start_jail, socket.socketpair
         failures = iter(range(5))
 
@@ -406,7 +406,7 @@ async def test_a_zygote_with_an_invalid_ready_frame_is_restarted(
 
 def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: sys.maxsize)
-    config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygotes=1, slots=10_000)
+    config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygote_pools=1, slots=10_000)
     pools = Executor(config, lambda *_: None).pools
     assert len(pools) == 3
     assert max(max(pool.slots.free) for pool in pools) < zygote_pool.MAX_SLOTS_PER_POOL
@@ -435,7 +435,7 @@ CALLS = st.lists(st.tuples(BEHAVIOURS, st.integers(0, 4), PROFILES, st.booleans(
 def test_every_call_gets_exactly_one_result(calls: list[Any], pools: int, slots: int) -> None:
     async def main() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            async with driven(monkeypatch, zygotes=pools, slots=max(pools, slots)) as driver:
+            async with driven(monkeypatch, zygote_pools=pools, slots=max(pools, slots)) as driver:
                 await _check_results(driver, calls)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))

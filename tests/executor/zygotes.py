@@ -329,7 +329,7 @@ async def driven(
     monkeypatch: pytest.MonkeyPatch, *, is_replacement: bool = False, **settings: Any
 ) -> AsyncIterator[Driven]:
     """An executor with fake zygotes on Trio's clock, ready. Asserts at the end that no descriptor has leaked."""
-    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygotes": 2, "slots": 4, **settings}
+    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygote_pools": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
         patch.setattr(executor, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)
