@@ -166,7 +166,7 @@ def test_what_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(SandboxError):
         run_once(Call("1"), config(isolation="nsjail"))
     monkeypatch.setattr(ZygotePool, "_start_jail", _start_nothing)
-    with pytest.raises(NodeError, match="does not start"):
+    with pytest.raises(NodeError, match="failed to start 3 times"):
         run_once(Call("1"), config())
 
 

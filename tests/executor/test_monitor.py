@@ -317,7 +317,7 @@ class Watch(monitor.CallMonitor):
     def _step(self) -> float | None:
         return next(self._looks, None)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._pidfd >= 0:
             super().stop()
 
