@@ -89,7 +89,7 @@ async def _enter(page: Page, token: str) -> None:
 
 
 async def _try(page: Page, status: int) -> None:
-    """Send the example of /v1/execute until it has a response with `status`. The page ignores clicks while it renders."""
+    """Send the example of /v1/execute until it has a response with `status`. Clicks are lost while the page renders."""
     await page.until(f"""(() => {{
         const operation = document.querySelector('.opblock-post');
         const shown = operation.querySelector('.live-responses-table .response .response-col_status');
