@@ -256,9 +256,10 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, ba
     from trainer.engines.weight_sync import Reference, direct
     from trainer.episodes.chat_format import rstar2
     from trainer.rollout.collector import Collector
+    from trainer.scheduling.scheduler import Scheduler
 
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=8, max_length=160)
-    pool = background.enter(Pool([engine], most_tokens=160, carry=direct, reference=Reference(model)))
+    pool = background.enter(Pool([engine], scheduler=Scheduler(160), carry=direct, reference=Reference(model)))
     collector = Collector(pool, rstar2(AutoTokenizer.from_pretrained(model), preamble="Go."), ScriptedTools())
     changes = {"steps": 3, "samples": 4, "keep": 2, "partial": 1.0, "early_stop": True, "max_tokens": 40}
     stage = Stage(tmp_path, model, background, **changes)
