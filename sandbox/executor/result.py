@@ -13,13 +13,13 @@ from typing import Any
 
 from sandbox.executor.zygote_frames import number
 from sandbox.jail import CgroupUsage
-from sandbox.types import Status
+from sandbox.types import EncodedError, EncodedResult, Status
 
 _REPORT = struct.Struct("<6i")
 _FILE = struct.Struct("<IQ")
 _VALUE_CUT, _TRACEBACK_CUT, _FILES_CUT, _OUT_OF_MEMORY = 1, 2, 4, 8
 
-WireResult = dict[str, Any]
+WireResult = EncodedResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _status(code: int | None, late: bool, flooded: bool, was_oom: bool, report: 
 
 def _error(
     status: Status, code: int | None, ended_by: int | None, report: Report, timeout_s: float
-) -> dict[str, Any] | None:
+) -> EncodedError | None:
     if status is Status.OK:
         return None
     if status is Status.TIMEOUT:
@@ -147,7 +147,7 @@ def _error(
     return {"type": kind, "message": message, "traceback": trace, "line": line}
 
 
-def _words(kind: str, message: str) -> dict[str, Any]:
+def _words(kind: str, message: str) -> EncodedError:
     return {"type": kind, "message": message, "traceback": "", "line": None}
 
 
