@@ -69,8 +69,8 @@ def _memory_of(group: Path) -> tuple[int, int]:
 
 def _groups(controller: str, root: str) -> Iterator[Path]:
     """The group we are in and all above it, in the hierarchy of `controller` and in that of version 2."""
-    paths = {name: path for names, path in _memberships(root) for name in names.split(",")}
-    for inside, place, kind, options in _mounts(root):
+    paths = {name: path for names, path in cgroup_paths(root) for name in names.split(",")}
+    for inside, place, kind, options in mounts(root):
         if kind == "cgroup2":
             name = ""
         elif kind == "cgroup" and controller in options.split(","):
@@ -86,13 +86,13 @@ def _groups(controller: str, root: str) -> Iterator[Path]:
         yield from (above for above in group.parents if above == top or top in above.parents)
 
 
-def _memberships(root: str) -> Iterator[tuple[str, str]]:
+def cgroup_paths(root: str = "/") -> Iterator[tuple[str, str]]:
     for line in _read(Path(root, "proc/self/cgroup")).splitlines():
         _order, names, path = line.split(":", 2)
         yield names, path
 
 
-def _mounts(root: str) -> Iterator[tuple[str, str, str, str]]:
+def mounts(root: str = "/") -> Iterator[tuple[str, str, str, str]]:
     """Root, mount point, type and the file system's options, of every mount (proc_pid_mountinfo(5))."""
     for line in _read(Path(root, "proc/self/mountinfo")).splitlines():
         mount, _, system = line.partition(" - ")

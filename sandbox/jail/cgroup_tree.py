@@ -93,7 +93,7 @@ class CgroupTree:
         return f"{self._version.name}, {', '.join(self._locks)}"
 
     def cgroup(self, slot: int) -> SlotCgroup:
-        """Return the cgroup of a slot. It is created on first use, since most slots are rarely used. Raises `OSError`."""
+        """Return the cgroup of a slot, created on first use since most slots are rarely used. Raises `OSError`."""
         if slot not in self._cgroups:
             self._cgroups[slot] = self._create_slot_cgroup(slot)
         return self._cgroups[slot]
@@ -101,8 +101,8 @@ class CgroupTree:
     def allow_clone_into(self, pid: int, uid: int) -> None:
         """Allow a zygote and its forks to fork directly into the cgroups (clone3(2)), if the kernel supports it.
 
-        `pid` and `uid` are the zygote's outside of the jail. The kernel requires write permission to cgroup.procs of the
-        target and of the common ancestor of the target and the zygote's own cgroup.
+        `pid` and `uid` are the zygote's outside of the jail. The kernel requires write permission to cgroup.procs of
+        the target and of the common ancestor of the target and the zygote's own cgroup.
         """
         self._can_clone_into = False
         if self._version is not V2 or not kernel.has_clone3():
@@ -134,7 +134,7 @@ class CgroupTree:
             yield _open(f"{top}/{slot}/{self._version.enter_file}", os.O_WRONLY)
 
     def close(self) -> None:
-        """Kill all processes in the cgroups and remove them. Idempotent. The next tree removes what cannot be removed."""
+        """Kill all processes in the cgroups and remove these. Idempotent. The next tree removes what is left."""
         for cgroup in self._cgroups.values():
             cgroup.close()
         if self.idle is not None:
@@ -169,10 +169,10 @@ class CgroupTree:
 
 
 class IdleCgroup:
-    """A cgroup for demoted threads, which run only when no other thread in `parent`, the server's cgroup, wants the core.
+    """A cgroup for demoted threads, which run only on cores that all other threads of `parent` leave idle.
 
-    SCHED_IDLE alone does not achieve that: outside of containers the kernel first divides the cores among sessions
-    (sched_autogroup_enabled), and a jail is a session of its own, in which calls may start further ones.
+    `parent` is the server's cgroup. SCHED_IDLE alone does not achieve this: outside of containers the kernel first
+    divides the cores among sessions (sched_autogroup_enabled). A jail is a session, and its calls may start others.
     """
 
     def __init__(self, parent: str) -> None:

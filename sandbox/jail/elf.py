@@ -1,7 +1,7 @@
 """Finds the shared libraries that ELF files need, as this machine's loader would.
 
-`library_closure` returns all host files without which the given binaries do not load. It reads only dynamic sections and
-runs no code. It leaves out a library that it cannot find: importing that module fails inside the jail as it does
+`library_closure` returns all host files without which the given binaries do not load. It reads only dynamic sections
+and runs no code. It leaves out a library that it cannot find: importing that module then fails in the jail as it does
 outside.
 """
 

@@ -1,4 +1,4 @@
-"""Level `nsjail`: a program that builds the root and has nsjail build the rest of the jail. `plan.launch_argv` starts it.
+"""Level `nsjail`: a program that builds the root and starts nsjail, which builds the rest. See `plan.launch_argv`.
 
     server ── launcher ── nsjail ── init (PID 1 inside, guest/init.py) ── guest (the zygote) ── calls
               waits       waits     reaps orphans

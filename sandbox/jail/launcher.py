@@ -30,8 +30,7 @@ EXIT_LAYER_REFUSED = 78
 EXIT_CANNOT_START = 127
 """Exit status of a launcher if the guest's program cannot be executed, as in shells."""
 ZYGOTE_CAPABILITIES: Mapping[str, int] = {
-    name: getattr(kernel, name)
-    for name in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL")
+    name: getattr(kernel, name) for name in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL")
 }
 """Capabilities that the zygote keeps inside its user namespace, to confine calls (mounts and namespaces, uids, the
 bounding set) and to kill them."""

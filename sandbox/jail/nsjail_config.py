@@ -1,4 +1,4 @@
-"""Level `nsjail`: turns a `JailSpec` into the text of nsjail's configuration. Pure; `launch_nsjail` starts nsjail with it.
+"""Level `nsjail`: turns a `JailSpec` into the text of nsjail's configuration. Pure; `launch_nsjail` uses it.
 
 - All fields exist, by these names, in config.proto since nsjail 3.1.
 - `POLICY` refuses the zygote the host's namespaces, and all capabilities but those that confine a call.
@@ -76,7 +76,8 @@ def config(spec: JailSpec, start: StartParameters) -> str:
     """Return nsjail's configuration in protobuf's text format, one field of the message per line."""
     inside, outside, count = start.id_map.split()
     ids: Fields = (("inside_id", inside), ("outside_id", outside), ("count", int(count)))
-    program, *arguments = (spec.guest_python, "-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.launcher_alive_fd))
+    init = ("-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.launcher_alive_fd))
+    arguments = (*init, *spec.guest_argv(start.socket_fd))
     fields: Fields = (
         *POLICY,
         ("log_file", start.log_file),
@@ -87,7 +88,7 @@ def config(spec: JailSpec, start: StartParameters) -> str:
         ("pass_fd", start.socket_fd),
         ("pass_fd", start.launcher_alive_fd),
         *(("envar", f"{name}={value}") for name, value in spec.guest_env().items()),
-        ("exec_bin", (("path", program), *(("arg", word) for word in (*arguments, *spec.guest_argv(start.socket_fd))))),
+        ("exec_bin", (("path", spec.guest_python), *(("arg", argument) for argument in arguments))),
     )
     return "".join(f"{line}\n" for line in _lines(fields))
 
@@ -114,5 +115,6 @@ def _scalar(value: bool | int | str | EnumValue) -> str:
 
 def quoted(text: str) -> str:
     """Return a string literal: printable ASCII unchanged, all other bytes as three octal digits."""
-    characters = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in os.fsencode(text))
+    data = os.fsencode(text)
+    characters = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in data)
     return f'"{"".join(characters)}"'

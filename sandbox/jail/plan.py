@@ -11,7 +11,7 @@ from sandbox.jail.landlock_rules import check_requirements, rules_for
 from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec, Level
 
 CALL_INODES = 4096
-"""Maximum number of files in a scratch directory. Each takes about 1 KiB of kernel memory that disk_mb does not limit."""
+"""Maximum number of files in a scratch directory. Each takes about 1 KiB of kernel memory beyond disk_mb."""
 LAUNCHER_MODULES = {
     Level.NSJAIL: "launch_nsjail",
     Level.NAMESPACES: "launch_namespaces",

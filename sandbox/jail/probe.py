@@ -350,7 +350,7 @@ def _use_memory_and_fork(procs_fds: list[int]) -> int:
 def _run_nsjail_trial(environ: Mapping[str, str]) -> None:
     """Run one line of this Python in a jail, by the launcher and policy of a zygote's. Takes half a second."""
     is_jailed = "os.getuid() == 0 and os.getpid() > 1 and not os.listdir('/tmp') and not os.path.exists('/proc')"
-    spec = JailSpec(Level.NSJAIL, Interpreter.find(sys.executable), GUEST_SOURCE_DIR, {}, (), *host_uids(0, 1))
+    spec = JailSpec(Level.NSJAIL, Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR), {}, (), *host_uids(0, 1))
     spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({is_jailed}))"))
     with open(os.devnull) as null:  # stands in for the guest's socket
         argv, fd = launch_argv(spec, null.fileno()), null.fileno()
@@ -391,7 +391,11 @@ _ATTEMPTS: tuple[_Attempt, ...] = (
     _PROCESS_LIMITS,
     ("schedstat", _try_schedstat, "time limits in virtual time, independent of load"),
     ("priorities", _try_priorities, "long calls run at SCHED_IDLE; without it they compete equally with short calls"),
-    ("executable memory", _try_executable_memory, "machine code forks batches of calls; without it Python does, slower"),
+    (
+        "executable memory",
+        _try_executable_memory,
+        "machine code forks batches of calls; else Python does, slower",
+    ),
     ("Landlock", _try_landlock, "level landlock, for containers without namespaces"),
     ("cgroups", _try_cgroups, "limits and usage of a whole call; without them the executor samples its memory"),
 )

@@ -107,10 +107,10 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "ioctl": (ArgumentCheck(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
     "prctl": (ArgumentCheck(0, (3, 15, 16, 39)),),
-    # Commands on descriptors and their flags. Missing are leases (other calls would wait to open the file), F_NOTIFY (it
-    # reports what others read), owners and signals, and hints, which would stay on files that all calls share. A lock on
-    # a shared file would pass a bit to other calls, so locking only seems to succeed. That suffices for sqlite: no other
-    # call can open a call's own files.
+    # Commands on descriptors and their flags. Missing are leases (other calls would wait to open the file), F_NOTIFY
+    # (it reports what others read), owners and signals, and hints, which would stay on files that all calls share. A
+    # lock on a shared file would pass a bit to other calls, so locking only seems to succeed. That suffices for sqlite:
+    # no other call can open a call's own files.
     "fcntl": (ArgumentCheck(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1032), fake_success_values=(6, 7, 37, 38)),),
     # No flags: RWF_NOWAIT would reveal which files others have read recently.
     "preadv2": (ArgumentCheck(5, (0,)),),
@@ -266,7 +266,7 @@ def _ranges(kind: FilterKind) -> list[tuple[int, str]]:
 
 
 def _search_tree(ranges: Sequence[tuple[int, str]], label: str | None = None) -> list[bpf.Instruction]:
-    """Return a binary search with one comparison per boundary between ranges. Its leaves jump to the ranges' targets."""
+    """Return a binary search with one comparison per boundary of ranges. Its leaves jump to the ranges' targets."""
     middle = len(ranges) // 2
     boundary = ranges[middle][0]
     low, high = ranges[:middle], ranges[middle:]

@@ -25,7 +25,7 @@ FIRST_SLOT_UID = 1000
 """Uid, inside the jail, of the calls of slot 0."""
 UIDS_PER_SLOT = 3
 """Uids that a slot has at level `landlock`; `guest/landlock_slots.py` explains them."""
-GUEST_SOURCE_DIR = str(Path(__file__).parents[1] / "guest")
+GUEST_SOURCE_DIR = Path(__file__).resolve().parents[1] / "guest"
 GUEST_DIR_IN_JAIL = "/guest"
 
 

@@ -1,6 +1,6 @@
 """Chooses the host uids of a jail: a range that no user and no other jail has.
 
-    host_uids(jail=2, slots=64)  ->  (first uid, number of uids), or (None, 0) if this process cannot map a range
+host_uids(jail=2, slots=64)  ->  (first uid, number of uids), or (None, 0) if this process cannot map a range
 """
 
 from __future__ import annotations

@@ -119,9 +119,7 @@ def enter_jail_namespaces(uid_base: int | None, uid_count: int, proc_self: int, 
     `proc_self` is from `open_proc_self`, `privileged` from `become_privileged` with the same range.
     """
     with layer_errors("namespaces and id map", ID_MAP_REMEDY):
-        unshare_mapped(
-            JAIL_NAMESPACES, zygote_id_map(uid_base, uid_count, proc_self, privileged=privileged), proc_self
-        )
+        unshare_mapped(JAIL_NAMESPACES, zygote_id_map(uid_base, uid_count, proc_self, privileged=privileged), proc_self)
     with layer_errors("user ids"):
         become_uid_0(can_change_groups=privileged or uid_base is not None)
 

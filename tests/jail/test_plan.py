@@ -49,10 +49,10 @@ def test_guest_environment_is_the_spec_and_the_packages() -> None:
     assert spec(Level.NONE, env={"A": "1"}).guest_env() == {"A": "1"}
 
 
-@pytest.mark.parametrize(("level", "scratch"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
-def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch: str | None) -> None:
-    with pytest.raises(ConfigError, match="scratch="):
-        spec(level, scratch=scratch)
+@pytest.mark.parametrize(("level", "scratch_root"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
+def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch_root: str | None) -> None:
+    with pytest.raises(ConfigError, match="scratch_root="):
+        spec(level, scratch_root=scratch_root)
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
@@ -62,7 +62,6 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
     assert b64decode(plan.pop("zygote_seccomp")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
     assert b64decode(plan.pop("seccomp")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
     assert plan == {
-        "level": level.value,
         "unshare_pid": True,
         "unshare_user": False,
         "bounds_processes": True,
