@@ -17,7 +17,7 @@ import re
 import sys
 from typing import Any
 
-MAX_CHARS = 4096
+MAX_ANSWER_CHARS = 4096
 """The longest answer that is looked at (`sandbox.verify` has the same number)."""
 
 _NUMBERS = re.compile(r"(?:Integer|Float|Symbol|'[\w.+-]*'|[\d\s.()+*/-])*\Z", re.ASCII)
@@ -42,7 +42,9 @@ def compare(gold: str, answer: str) -> str:
     sympy_random.seed(0)
     parsed = []
     for name, text in (("gold", gold), ("answer", answer)):
-        found = math_verify.parse(boxed(text), parsing_timeout=None) if 0 < len(text.strip()) <= MAX_CHARS else []
+        found = (
+            math_verify.parse(boxed(text), parsing_timeout=None) if 0 < len(text.strip()) <= MAX_ANSWER_CHARS else []
+        )
         if not found:
             return "no " + name
         parsed.append(found)
