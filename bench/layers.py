@@ -209,11 +209,11 @@ class _Jail:
         if header["op"] != "ready":
             raise output.BenchFailed(f"expected ready from the measuring zygote, got {header}")
         for door in self._groups.doors(0) if self._groups else ():
-            socket.send_fds(self._sock, [_frame({"op": "door", "slot": 0, "blobs": []})], [door])
+            socket.send_fds(self._sock, [_frame({"op": "cgroup_procs", "slot": 0, "blobs": []})], [door])
             os.close(door)
         pages = max(_mapped_pages(pid) for pid in processes.tree(process.pid))
         space = pages * os.sysconf("SC_PAGE_SIZE")
-        self._sock.sendall(_frame({"op": "serve", "address_space": space, "lasting_s": WAIT_S, "blobs": []}))
+        self._sock.sendall(_frame({"op": "start", "address_space_bytes": space, "report_after_s": WAIT_S, "blobs": []}))
 
     def start(self, step: str, code: str, calls: int) -> None:
         """Have it run `calls` calls as far as `step`."""

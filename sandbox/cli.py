@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import ENV_PREFIX, SETTINGS, Names, Range, Rule, ServeConfig, flag_name, load
+from sandbox.config import ENV_PREFIX, REMOVED_SETTINGS, SETTINGS, Names, Range, Rule, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
@@ -55,7 +55,7 @@ def serve(args: argparse.Namespace) -> int:
     """Answer calls over HTTP until stopped."""
     import logging
 
-    config = _config(args, tuple(SETTINGS))
+    config = _config(args, (*SETTINGS, *REMOVED_SETTINGS))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
@@ -201,6 +201,8 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _no_install_argument(parser)
     _settings_arguments(parser, tuple(SETTINGS))
+    for name in REMOVED_SETTINGS:  # accepted here, so that `load` can say what became of the setting
+        parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
 
 
 def _no_install_argument(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,6 @@ LONG_PER_CORE, LEAST_LONG = 32, 512
 leave of the cores, so memory is what bounds them, and descriptors: see `jail.most_slots`."""
 CORES_PER_EXECUTOR = 8
 """An executor is one thread, which spends a fraction of a millisecond on a call that costs a core several."""
-CORES_PER_GATEWAY = 16
-"""A gateway moves over 8,000 calls a second (`bench.gateway`); 16 cores run hardly more of the shortest ones."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Profile.VERIFY))
@@ -168,9 +166,6 @@ class ServeConfig:
     port: int = _setting(8642, Range(0, 65535), "port to listen on; 0 takes a free one")
     token: str | None = _setting(None, Text(), "what clients must send as 'Authorization: Bearer TOKEN'", secret=True)
     token_file: str | None = _setting(None, Text(), "file holding the token")
-    gateways: int = _setting(
-        1, Range(0, 256), f"gateway processes on the one port; 0 is one per {CORES_PER_GATEWAY} cores"
-    )
     executors: int = _setting(0, Range(0, 1024), f"executor processes; 0 is one per {CORES_PER_EXECUTOR} cores")
     queue_calls: int = _setting(100_000, Range(1, 100_000_000), "calls waiting or running before new ones get 429")
     queue_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of calls held before new ones get 429")
@@ -217,32 +212,24 @@ class ServeConfig:
         `cores` and `memory_mb`. Raises `ConfigError`."""
         shared: dict[str, Any] = in_numbers(self, cores)
         cores, slots = shared["cores"], shared["slots"]
-        gateways = self.gateways or -(-cores // CORES_PER_GATEWAY)
-        executors = self.executors or max(gateways, min(slots, -(-cores // CORES_PER_EXECUTOR)))
-        if executors < gateways:
-            raise ConfigError(f"executors={executors} for gateways={gateways}: expected one each; lower gateways")
+        executors = self.executors or min(slots, -(-cores // CORES_PER_EXECUTOR))
         if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
         max_limits = self.max_limits if memory_mb is None else within_memory(self.max_limits, memory_mb)
-        return replace(self, **shared, gateways=gateways, executors=executors, max_limits=max_limits)
-
-    def parts(self) -> list[ServeConfig]:
-        """What each gateway gets, once all is resolved."""
-        return [replace(self, gateways=1, **part) for part in self._divided(PARTED, self.gateways)]
+        return replace(self, **shared, executors=executors, max_limits=max_limits)
 
     def shares(self) -> list[ExecutorConfig]:
         """What each executor gets of cores, slots and warm interpreters, once these are resolved."""
-        return [replace(self.executor(), **part) for part in self._divided(SHARED, self.executors)]
-
-    def _divided(self, names: Sequence[str], parts: int) -> list[dict[str, Any]]:
-        shares = zip(*(divided(getattr(self, name), parts) for name in names), strict=True)
-        return [dict(zip(names, share, strict=True)) for share in shares]
+        shares = zip(*(divided(getattr(self, name), self.executors) for name in SHARED), strict=True)
+        return [replace(self.executor(), **dict(zip(SHARED, share, strict=True))) for share in shares]
 
 
 SHARED = ("cores", "slots", "long_slots", "zygotes")
 """Settings that are for all executors together."""
-PARTED = (*SHARED, "executors", "queue_calls", "queue_mb", "results_mb", "connections")
-"""Settings that are for all gateways together."""
+REMOVED_SETTINGS = {
+    "gateways": "was removed: one server has one gateway; run several servers behind a TCP load balancer"
+}
+"""Settings of earlier versions, with what the error message says about each."""
 
 
 def in_numbers(config: ExecutorConfig | ServeConfig, cores: int) -> dict[str, int]:
@@ -350,6 +337,8 @@ def _read_token(file: Path, where: str) -> str:
 def _known(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
     if name in settings:
         return settings[name]
+    if name in REMOVED_SETTINGS:
+        raise ConfigError(f"{where}: {REMOVED_SETTINGS[name]}")
     near = difflib.get_close_matches(name, settings, n=1)
     advice = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(settings)}"
     raise ConfigError(f"{where}: unknown setting; {advice}")

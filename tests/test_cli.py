@@ -363,10 +363,15 @@ def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.Monk
     served: list[ServeConfig] = []
     fake = types.SimpleNamespace(serve=lambda config: served.append(config) or 0)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", fake)
-    assert cli.main(["serve", "--gateways", "2", "--executors", "4", "--slots", "8", "--cores", "4"]) == 0
-    executors = [share for part in served[0].parts() for share in part.shares()]
+    assert cli.main(["serve", "--executors", "4", "--slots", "8", "--cores", "4"]) == 0
+    executors = served[0].shares()
     assert [executor.isolation for executor in executors] == ["landlock"] * 4
-    assert {part.isolation_reason for part in served[0].parts()} == {"weaker than auto"}
+    assert served[0].isolation_reason == "weaker than auto"
+
+
+def test_the_removed_flag_gateways_is_an_error_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--gateways", "2"]) == 2
+    assert "--gateways: was removed: one server has one gateway" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_traceback(guest_python: Path) -> None:

@@ -154,21 +154,14 @@ def test_executors_share_what_is_the_whole_servers(
     assert [(share.cores, share.slots, share.zygotes) for share in shares] == expected
 
 
-def test_gateways_share_what_is_the_whole_servers() -> None:
-    config = ServeConfig(gateways=0, queue_calls=1001, connections=9).resolved(40)
-    parts = config.parts()
-    assert [(part.cores, part.executors, part.queue_calls, part.connections) for part in parts] == [
-        (14, 2, 334, 3),
-        (13, 2, 334, 3),
-        (13, 1, 333, 3),
-    ]
-    assert sum(len(part.resolved(40).shares()) for part in parts) == config.executors == 5
-    assert all(part.resolved(40) == part for part in parts)
-
-
-def test_a_gateway_without_an_executor_is_refused() -> None:
-    with pytest.raises(ConfigError, match="executors=1 for gateways=2: expected one each; lower gateways"):
-        ServeConfig(executors=1, gateways=2).resolved(8)
+@pytest.mark.parametrize("source", ["toml", "environment", "flag"])
+def test_a_removed_setting_is_an_error_that_names_what_replaces_it(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("gateways = 2\n" if source == "toml" else "")
+    environ = {"RSTAR_SANDBOX_GATEWAYS": "2"} if source == "environment" else {}
+    flags = {"gateways": "2"} if source == "flag" else {}
+    with pytest.raises(ConfigError, match="was removed: one server has one gateway; run several servers behind"):
+        load(file, environ, flags)
 
 
 def test_an_executor_without_a_slot_is_refused() -> None:

@@ -76,7 +76,7 @@ class MeasuringZygote(zygote.Zygote):
 
     def _bare(self, step: str, call: dict[str, Any], source: bytes) -> None:
         """Fork, confine as far as `step`, compile and run, leave; output goes to a memory file as in the real thing."""
-        out = output_files.bounded_file(call["output"])
+        out = output_files.bounded_file(call["output_bytes"])
         pid = self._fork_plainly(step) if step in ("floor", "os.fork") else self._fork_confined(step, call, out)
         if pid == 0:
             self._bare_child(source, out)

@@ -123,18 +123,18 @@ class Work:
         names = json.dumps([list(files), returned]).encode() if files or returned else b""
         header = {
             "op": "call",
-            "id": ticket,
+            "run_id": ticket,
             "slot": slot,
             "timeout_s": self.timeout_s,
-            "memory": int(limits["memory_mb"]) << 20,
-            "output": int(limits["output_kb"]) << 10,
+            "memory_bytes": int(limits["memory_mb"]) << 20,
+            "output_bytes": int(limits["output_kb"]) << 10,
             "processes": self.most_processes,
-            "disk": int(limits["disk_mb"]) << 20,
+            "disk_bytes": int(limits["disk_mb"]) << 20,
             "file_bytes": self.most_file_bytes,
             "open_files": OPEN_FILES,
             "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES) + RETURN_HEADERS,
             "echo": call.get("echo", True),
-            "returns": len(returned),
+            "return_count": len(returned),
         }
         return zygote_frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), names, *files.values()])
 

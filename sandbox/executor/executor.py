@@ -193,7 +193,7 @@ class Executor:
         if work.whereabouts is not None:
             zygote, ticket = work.whereabouts
             work.give_up_at = min(work.give_up_at, time.monotonic() + GRACE_S)
-            zygote.send({"op": "kill", "id": ticket})
+            zygote.send({"op": "kill", "run_id": ticket})
 
     def pump(self) -> None:
         """Start what can be started. Call after `submit`."""

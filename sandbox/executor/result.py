@@ -63,11 +63,11 @@ def judge(
     all its processes, if it did. Raises `ProtocolError`."""
     stdout, stderr, report_bytes, files = (*blobs, b"", b"", b"", b"")[:4]
     report = Report.parse(report_bytes)
-    code = None if done.get("code") is None else int(number(done, "code"))
+    code = None if done.get("exit_code") is None else int(number(done, "exit_code"))
     ended_by = None if done.get("signal") is None else int(number(done, "signal"))
     if late:  # also one that ended just before we came to end it
         code, ended_by = None, int(signal.SIGKILL)
-    out_cut, err_cut = done.get("out_cut") is True, done.get("err_cut") is True
+    out_cut, err_cut = done.get("stdout_truncated") is True, done.get("stderr_truncated") is True
     was_oom = ended_by == signal.SIGKILL and spent is not None and spent.was_oom
     status = _status(code, late, out_cut or err_cut, was_oom, report)
     cuts = {

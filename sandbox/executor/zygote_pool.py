@@ -78,7 +78,7 @@ class Zygote:
     def let_in(self, slot: int, tree: jail.Tree) -> None:
         """Hand it the ways into the groups of a slot, once. Not of all slots: a call closes each way that there is."""
         if slot not in self._may_enter:
-            for op, fds in (("door", tree.doors(slot)), ("floor", tree.floors(slot))):
+            for op, fds in (("cgroup_procs", tree.doors(slot)), ("cgroup_dir", tree.floors(slot))):
                 for fd in fds:
                     self.link.write(zygote_frames.pack({"op": op, "slot": slot}), fd)
                     os.close(fd)
@@ -256,28 +256,28 @@ class Family:
                 self._tree.admit(zygote.link.peer_pid, zygote.link.peer_uid)
             elif self._spec.level is not jail.Level.NONE:
                 zygote.jail_end = self._watch_init(zygote.link.peer_pid)
-        zygote.send({"op": "serve", "address_space": mapped, "lasting_s": self._lasting_s})
+        zygote.send({"op": "start", "address_space_bytes": mapped, "report_after_s": self._lasting_s})
 
     def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
-        ticket: Any = header.get("id")
+        ticket: Any = header.get("run_id")
         work = zygote.calls.get(ticket) if type(ticket) is int else None
         if work is None:
             raise ProtocolError(f"{zygote_frames.text(header, 'op')!r} about a call that it does not have")
         if sum(map(len, blobs)) > work.most_bytes:
             raise ProtocolError("more came than the call may have written")
         match header["op"]:
-            case "done":
+            case "ended":
                 self._release(zygote, ticket, work)
                 self._owner.on_done(zygote, work, header, blobs)
-            case "failed":
-                why = zygote_frames.text(header, "why")
+            case "start_failed":
+                why = zygote_frames.text(header, "reason")
                 self._release(zygote, ticket, work)
                 self._owner.on_failed(work, why)
-            case "lasting":
+            case "still_running":
                 wall_s = zygote_frames.number(header, "wall_ms") / 1e3
                 work.zygote_pid, work.inner_pid = zygote.link.peer_pid, int(zygote_frames.number(header, "pid"))
                 if not zygote.link.fds or work.watch is not None:
-                    raise ProtocolError("lasting without a pidfd, or for the second time")
+                    raise ProtocolError("still_running without a pidfd, or for the second time")
                 self._owner.on_lasting(self, work, wall_s, zygote.link.fds.pop(0))
             case _:
                 raise ProtocolError(f"unexpected {zygote_frames.text(header, 'op')!r}")

@@ -49,7 +49,7 @@ _TIME_WORD, _RLIMIT_WORD, _CLONE_WORD, _OPTIONS_WORD = 0, 2, 10, 21
 RLIMITS = {
     "file_bytes": resource.RLIMIT_FSIZE,
     "open_files": resource.RLIMIT_NOFILE,
-    "memory": resource.RLIMIT_AS,
+    "memory_bytes": resource.RLIMIT_AS,
     "processes": resource.RLIMIT_NPROC,
 }
 """Limits of a call by their key in its frame; `processes` is set only where the plan bounds it."""
@@ -154,7 +154,8 @@ class Confinement:
         `directory` is the call's working directory at level `none`.
         """
         if self.landlock is not None:
-            directory = self.landlock.check_parent_and_home(slot)
+            self.landlock.exit_if_orphaned()
+            directory = os.environ["HOME"] = os.environ["TMPDIR"] = self.landlock.home(slot)
         if directory is not None:
             os.chdir(directory)
         if self._filter is not None and self._filter.needs_pid:
@@ -191,13 +192,13 @@ class Confinement:
         data = [0] * _OPTIONS_WORD
         at = _RLIMIT_WORD
         for name in self._limits:
-            data[at] = data[at + 1] = call[name] + (self.address_space_bytes if name == "memory" else 0)
+            data[at] = data[at + 1] = call[name] + (self.address_space_bytes if name == "memory_bytes" else 0)
             at += 2
         if slot in self.cgroup_dir_fds:
             data[_CLONE_WORD:_OPTIONS_WORD] = self._clone3
             data[_CLONE_WORD + _CLONE_ARG_CGROUP] = self.cgroup_dir_fds[slot]
         if self.scratch_mount is not None:
-            data += _mount_options(call["disk"], self._inodes, uid)
+            data += _mount_options(call["disk_bytes"], self._inodes, uid)
         return data
 
     def _address(self, content: bytes) -> int:

@@ -54,10 +54,18 @@ _IRREVOCABLE = (
 def play(zygote: Any, times: int) -> None:
     """Have the scripts run, so often. Raises `RuntimeError` if they do not run as in a call."""
     limits = {name: resource.getrlimit(what)[1] for name, what in confine._BOUNDED.items()}
-    call = {"op": "call", "id": 0, "slot": _SLOT, "timeout_s": 1.0, "output": 1024, "disk": 0, "return_bytes": 0}
+    call = {
+        "op": "call",
+        "run_id": 0,
+        "slot": _SLOT,
+        "timeout_s": 1.0,
+        "output_bytes": 1024,
+        "disk_bytes": 0,
+        "return_bytes": 0,
+    }
     with _apart(zygote):
         for _ in range(times):
-            said = [_run(zygote, {**call, **limits, "echo": True, "returns": 0}, bytearray(s)) for s in _SCRIPTS]
+            said = [_run(zygote, {**call, **limits, "echo": True, "return_count": 0}, bytearray(s)) for s in _SCRIPTS]
             if said[0][-len(_FIRST_WRITES) :] != _FIRST_WRITES:
                 raise RuntimeError(f"rehearsing {_SCRIPTS[0]!r}: expected to hear {_FIRST_WRITES!r}, got {said[0]!r}")
 

@@ -77,7 +77,7 @@ class Outbox:
     def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
         """Queue a frame whose blobs are the first so many bytes of `files`, (descriptor, length) each."""
         header["blobs"] = [size for _, size in files]
-        head = _done(header) if header["op"] == "done" else json.dumps(header).encode()
+        head = _done(header) if header["op"] == "ended" else json.dumps(header).encode()
         body_size = sum(header["blobs"])
         whole = 8 + len(head) + body_size
         if self._end + whole > len(self._room):
@@ -115,16 +115,16 @@ class Outbox:
 
 def _done(header: dict) -> bytes:
     """1, id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, bits; then a u64 for each blob."""
-    code, ended_by, sizes = header["code"], header["signal"], header["blobs"]
+    code, ended_by, sizes = header["exit_code"], header["signal"], header["blobs"]
     return _DONE.pack(
         _DONE_KIND,
-        header["id"],
+        header["run_id"],
         -1 if code is None else code,
         -1 if ended_by is None else ended_by,
         round(header["wall_ms"] * 1e3),
         round(header["cpu_ms"] * 1e3),
         header["peak_kb"],
-        _OUT_CUT * header["out_cut"] | _ERR_CUT * header["err_cut"],
+        _OUT_CUT * header["stdout_truncated"] | _ERR_CUT * header["stderr_truncated"],
     ) + struct.pack(f"<{len(sizes)}Q", *sizes)
 
 

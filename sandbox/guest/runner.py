@@ -131,7 +131,7 @@ def run(call: dict, blobs: list) -> None:
         _start(bool(stdin))
         home = os.getcwd()
         laid, returned = json.loads(bytes(names)) if names else ([], [])
-        report = _Report(call["output"])
+        report = _Report(call["output_bytes"])
         code = _run_script(call, bytes(source), list(zip(laid, contents)), report)
         code = _finish(code)
         report.files_cut = _return_files(returned, home, call["return_bytes"])

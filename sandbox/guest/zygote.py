@@ -4,13 +4,14 @@ Owns its running calls: it forks them, reaps them, and sends each one's outcome 
 takes orders over one socket from the executor, which alone decides about time:
 
     configure {plan, profile}   first            ready   {profile, python, missing, problems}
-    door {slot} + a descriptor  to enter its control groups by
-    floor {slot} + a descriptor its group, to fork into
-    serve {address_space, ...}  limits' base      done    {id, code, signal, ...} + stdout, stderr, report, files
-    call {id, slot, ...} + code, stdin, names, files
-                                                  failed  {id, why}      the call did not start; nothing ran
-    kill {id}                                     lasting {id, pid, wall_ms} + a pidfd, once, when lasting_s (of serve)
-                                                  or timeout_s has passed
+    cgroup_procs {slot} + a descriptor  to enter its cgroup by
+    cgroup_dir {slot} + a descriptor    its cgroup, to clone into
+    start {address_space_bytes, report_after_s}
+    call {run_id, slot, ...} + code, stdin, names, files
+                                ended {run_id, exit_code, signal, ...} + stdout, stderr, report, files
+                                start_failed {run_id, reason}   the call did not start; nothing ran
+    kill {run_id}               still_running {run_id, pid, wall_ms} + a pidfd, once, when report_after_s
+                                or timeout_s has passed
     spawn {profile} + a socket                    fork a child zygote that adds a profile and serves the socket
 
 End of file on the socket ends the zygote and with it every call.
@@ -82,9 +83,9 @@ class Running:
     __slots__ = ("deadline", "disk_limit", "fds", "files_fd", "folder", "id", "output_limit", "pid", "slot", "started")
 
     def __init__(self, call: dict) -> None:
-        self.id: int = call["id"]
+        self.id: int = call["run_id"]
         self.slot: int = call["slot"]
-        self.output_limit: int = call["output"]
+        self.output_limit: int = call["output_bytes"]
         self.disk_limit: int = call["return_bytes"]
         self.pid = 0
         self.started = 0.0
@@ -144,14 +145,14 @@ class Zygote:
         """Queue a frame, with the first so many bytes of `files`, (descriptor, length) each."""
         self.outbox.add(header, files)
 
-    def _do_serve(self, header: dict, _body: memoryview) -> None:
-        self.layers.address_space = header["address_space"]
-        self.lasting_s = header["lasting_s"]
+    def _do_start(self, header: dict, _body: memoryview) -> None:
+        self.layers.address_space = header["address_space_bytes"]
+        self.lasting_s = header["report_after_s"]
 
-    def _do_door(self, header: dict, _body: memoryview) -> None:
+    def _do_cgroup_procs(self, header: dict, _body: memoryview) -> None:
         self.layers.doors.setdefault(header["slot"], []).append(self.frames.fds.pop(0))
 
-    def _do_floor(self, header: dict, _body: memoryview) -> None:
+    def _do_cgroup_dir(self, header: dict, _body: memoryview) -> None:
         self.layers.floors[header["slot"]] = self.frames.fds.pop(0)
 
     def _do_call(self, call: dict, body: memoryview) -> None:
@@ -180,7 +181,7 @@ class Zygote:
             stdin = output_files.readable(body[code_size : code_size + stdin_size])
             running.fds.append(stdin)
             fds.append((stdin, 0))
-        if call["returns"]:
+        if call["return_count"]:
             running.files_fd = output_files.bounded_file(running.disk_limit)
             running.fds.append(running.files_fd)
             fds.append((running.files_fd, runner.FILES_FD))
@@ -193,7 +194,7 @@ class Zygote:
 
     def _fail(self, running: Running, why: str) -> None:
         running.close()
-        self.send({"op": "failed", "id": running.id, "why": why})
+        self.send({"op": "start_failed", "run_id": running.id, "reason": why})
 
     def _launch(self) -> None:
         """Fork what is ready."""
@@ -252,7 +253,7 @@ class Zygote:
                 self.burst.check()
             else:
                 self._make_ready(running, call, fds)
-            descriptors.close_from(5 if call["returns"] else 4)
+            descriptors.close_from(5 if call["return_count"] else 4)
         except BaseException as why:
             os.write(runner.REPORT_FD, f"{type(why).__name__}: {why}".encode())
             os._exit(1)
@@ -302,18 +303,18 @@ class Zygote:
         report_size, _ = output_files.written(report, runner.report_size(limit))
         if self.marks[running.slot] != _CONFINED:
             why = os.pread(report, report_size, 0).decode("utf-8", "replace")
-            self.send({"op": "failed", "id": running.id, "why": why})
+            self.send({"op": "start_failed", "run_id": running.id, "reason": why})
         else:
             done = {
-                "op": "done",
-                "id": running.id,
-                "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+                "op": "ended",
+                "run_id": running.id,
+                "exit_code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
                 "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
                 "wall_ms": wall_ms,
                 "cpu_ms": (usage.ru_utime + usage.ru_stime) * 1e3,
                 "peak_kb": max(0, usage.ru_maxrss - self.inherited_kb),
-                "out_cut": out_cut,
-                "err_cut": err_cut,
+                "stdout_truncated": out_cut,
+                "stderr_truncated": err_cut,
             }
             blobs = [(out, out_size), (err, err_size), (report, report_size)]
             if running.files_fd >= 0:
@@ -323,7 +324,7 @@ class Zygote:
 
     def _do_kill(self, header: dict, _body: memoryview) -> None:
         for running in self.running.values():
-            if running.id == header["id"]:
+            if running.id == header["run_id"]:
                 os.kill(running.pid, signal.SIGKILL)
                 return
 
@@ -363,7 +364,7 @@ class Zygote:
             except OSError:  # out of descriptors, say
                 self._await_deadline(running, now + _AGAIN_S)
                 continue
-            late = {"op": "lasting", "id": call_id, "pid": pid, "wall_ms": (now - running.started) * 1e3}
+            late = {"op": "still_running", "run_id": call_id, "pid": pid, "wall_ms": (now - running.started) * 1e3}
             self.outbox.add_with(late, fd)
             os.close(fd)
 

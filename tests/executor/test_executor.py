@@ -369,7 +369,7 @@ def driven_from(monkeypatch: pytest.MonkeyPatch, start: Any) -> Any:
         {"op": "ready", "modules": [], "python": {}, "missing": []},
         {"op": "ready", "modules": [], "python": "3", "missing": {"a": 1}},
         {"op": "ready", "modules": [], "python": "3", "missing": [[]]},
-        {"op": "done", "modules": [], "python": "3", "missing": []},
+        {"op": "ended", "modules": [], "python": "3", "missing": []},
     ],
 )
 @pytest.mark.trio

@@ -75,7 +75,7 @@ class Machine:
             return
         self.killed_after = trio.current_time() - self._started
         peer, ticket = self._peers.pop(0)
-        peer.say(done(ticket, code=None, signal=number))
+        peer.say(done(ticket, exit_code=None, signal=number))
 
     async def demoted_after_s(self, calls: int, short: str | None = None) -> float:
         """Wall time after which half of some endless calls are long. Calls of `short` keep one more slot busy, and one
@@ -495,8 +495,8 @@ standing: dict[Caller, set[int]] = {}
 """The executor's own processes, jails and zygotes."""
 PATIENT = """
 import runpy, sys
-from sandbox.executor import lasting
-lasting.SLOWEST = 1e9
+from sandbox.executor import monitor
+monitor.SLOWEST = 1e9
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """

@@ -18,7 +18,7 @@ import frames, socket, types, zygote
 ours, theirs = socket.socketpair()
 one = zygote.Zygote(frames.Frames(theirs), types.SimpleNamespace(has_steps=False))
 def call(pid, deadline):
-    running = zygote.Running(dict(id=pid, slot=0, output=1, return_bytes=1))
+    running = zygote.Running(dict(run_id=pid, slot=0, output_bytes=1, return_bytes=1))
     running.pid = pid
     one.running[pid] = running
     one._await_deadline(running, deadline)
@@ -48,9 +48,10 @@ ours, theirs = socket.socketpair()
 layers = types.SimpleNamespace(has_steps=False, ground=None, tmpfs="/tmp", floors={{1: 99}})
 layers.steps = lambda *call: ([], [])
 one, said, before = zygote.Zygote(frames.Frames(theirs), layers), [], len(os.listdir("/proc/self/fd"))
-one.burst, one.send = Jobs(), lambda header, files=(): said.append((header["op"], header["id"], header["why"]))
+one.burst, one.send = Jobs(), lambda header, files=(): said.append((header["op"], header["run_id"], header["reason"]))
 for number in range(5):
-    call = dict(op="call", id=number, slot=number, output=1, return_bytes=0, returns=0, timeout_s=1.0, blobs=[1, 0, 0])
+    limits = dict(output_bytes=1, return_bytes=0, return_count=0, timeout_s=1.0)
+    call = dict(op="call", run_id=number, slot=number, blobs=[1, 0, 0], **limits)
     one._do_call(call, memoryview(bytearray(b"x")))
 one._launch()
 print(sorted((pid, running.id, running.started) for pid, running in one.running.items()))
@@ -63,7 +64,7 @@ print(len(os.listdir("/proc/self/fd")) - before == 3 * len(one.running))
         running == "[(1001, 0, 1.0), (1002, 1, 1.0), (1004, 3, 4.0)]"
     )  # 1: clone3 was refused, and it was tried again
     why = "fork: Resource temporarily unavailable", "fork: Operation not permitted"
-    assert said == f"[('failed', 2, {why[0]!r}), ('failed', 4, {why[1]!r})] {{}}"
+    assert said == f"[('start_failed', 2, {why[0]!r}), ('start_failed', 4, {why[1]!r})] {{}}"
     assert closed == "True"
 
 
@@ -80,7 +81,7 @@ fork, os.fork = os.fork, lacking
 one._do_spawn(dict(profile="numeric"), b"")
 os.fork = fork
 print(wanted.recv(1) == b"")
-running = zygote.Running(dict(id=7, slot=0, output=1, return_bytes=1))
+running = zygote.Running(dict(run_id=7, slot=0, output_bytes=1, return_bytes=1))
 running.pid, running.started = os.getpid(), time.monotonic()
 one.marks[0] = zygote._CONFINED
 one.running[running.pid] = running
@@ -93,7 +94,7 @@ time.sleep(one._patience_ms() / 1e3)
 one._tell_lasting()
 one.outbox.flush()
 data, fds, _, _ = socket.recv_fds(ours, 4096, 4)
-print(data.count(b"lasting"), len(fds), one.deadlines)
+print(data.count(b"still_running"), len(fds), one.deadlines)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "True\n1 1 []\n"
@@ -105,7 +106,7 @@ import sys; sys.path.insert(0, {str(GUEST)!r})
 import frames, json, os, socket, time, types, zygote
 ours, theirs = socket.socketpair()
 one = zygote.Zygote(frames.Frames(theirs), types.SimpleNamespace(has_steps=False))
-running = zygote.Running(dict(id=7, slot=3, output=1, return_bytes=1))
+running = zygote.Running(dict(run_id=7, slot=3, output_bytes=1, return_bytes=1))
 running.pid, running.started = os.getpid(), time.monotonic() - 100.0
 one.running[running.pid] = running
 one._await_deadline(running, running.started)
@@ -123,7 +124,7 @@ said = json.loads(data[8:])
 print(said["op"], len(fds), said["wall_ms"] < 50_000)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "nothing\nlasting 1 True\n"
+    assert done.stdout == "nothing\nstill_running 1 True\n"
 
 
 @pytest.mark.parametrize(("error", "ends"), [("EOFError", 0), ("BrokenPipeError", 0), ("ValueError", 1)])

@@ -48,13 +48,11 @@ class Doors:
         self.told = 0
         self._server: asyncio.Server | None = None
 
-    async def open(self, host: str, port: int, *, is_shared: bool = False) -> str:
+    async def open(self, host: str, port: int) -> str:
         """Listen; returns the URL, whose port is the real one even if 0 was asked for. Raises `ConfigError`."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                self._connection, host, port, backlog=BACKLOG, reuse_address=True, reuse_port=is_shared
-            )
+            self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
         except OSError as why:
             raise cannot_listen(host, port, why) from None
         host, port = self._server.sockets[0].getsockname()[:2]
