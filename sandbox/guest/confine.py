@@ -37,7 +37,7 @@ import landlock_slots
 import system_calls
 from system_calls import check
 
-_CLONE_CHILD_SETTID, _CLONE_NEWUSER, _CLONE_NEWPID = 0x01000000, 0x10000000, 0x20000000
+_CLONE_CHILD_SETTID, _CLONE_NEWUSER, CLONE_NEWPID = 0x01000000, 0x10000000, 0x20000000
 _CLONE_INTO_CGROUP = 0x200000000
 _CLONE_ARGS_BYTES, _CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 88, 2, 4, 10
 _MOUNT_FLAGS = 0x2 | 0x4 | 0x8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
@@ -223,8 +223,8 @@ def _clone_flags() -> tuple[int, int]:
     """
     tid = ctypes.c_void_p()
     if system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0:
-        return _CLONE_NEWPID | _CLONE_CHILD_SETTID, tid.value or 0
-    return _CLONE_NEWPID, 0
+        return CLONE_NEWPID | _CLONE_CHILD_SETTID, tid.value or 0
+    return CLONE_NEWPID, 0
 
 
 def _step(number: int, *arguments: int) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 
     return os.writev(sock.fileno(), list(buffers))
 
 
-_main = types.ModuleType("__main__")
+main_module = types.ModuleType("__main__")
 
 
 def prepare(folder: str) -> None:
@@ -98,8 +98,8 @@ def prepare(folder: str) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
-    _main.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
-    sys.modules["__main__"] = _main
+    main_module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
+    sys.modules["__main__"] = main_module
     for file in os.listdir(os.path.dirname(_HERE)):
         sys.modules.pop(file.partition(".")[0], None)  # the code may bring files of these names
     sys.argv = [SCRIPT]
@@ -110,7 +110,7 @@ _logging: Any = None
 _handlers: list = []
 
 
-def settle() -> None:
+def take_over_logging() -> None:
     """Once in a zygote, with all imported: `logging` has nothing to shut down for a call that gave it no handler. As a
     function that runs at exit it would see to that at length."""
     global _logging, _handlers
@@ -133,7 +133,7 @@ def run(call: dict, blobs: list) -> None:
         laid, returned = json.loads(bytes(names)) if names else ([], [])
         report = _Report(call["output_bytes"])
         code = _run_script(call, bytes(source), list(zip(laid, contents)), report)
-        code = _finish(code)
+        code = _finalize(code)
         report.files_cut = _return_files(returned, home, call["return_bytes"])
         report.send()
     except SystemExit as leaving:  # raised by what ran at exit
@@ -149,11 +149,11 @@ def _start(stdin_given: bool) -> None:
         raw = io.BufferedReader(io.FileIO(0, closefd=False))
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape")
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
-    _forget_randomness()
+    _reseed()
     getattr(warnings, "_filters_mutated", int)()  # "once per place" starts anew
 
 
-def _forget_randomness() -> None:
+def _reseed() -> None:
     """Without this every fork of a zygote would draw the same numbers."""
     random = sys.modules.get("random")
     if random is not None:
@@ -180,10 +180,10 @@ def _lay_files(files: list) -> None:
 
 
 def _run_script(call: dict, source: bytes, files: list, report: _Report) -> int:
-    scope = _main.__dict__
+    scope = main_module.__dict__
     try:
         _lay_files(files)
-        text = _read(source)
+        text = _decode_source(source)
         # Lines as the compiler counts them; str.splitlines would also cut at form feeds and the like.
         linecache.cache[SCRIPT] = (len(text), None, [line + "\n" for line in text.split("\n")], SCRIPT)
         body, last = _compile(text, call["echo"])
@@ -202,7 +202,7 @@ def _run_script(call: dict, source: bytes, files: list, report: _Report) -> int:
         return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _read(source: bytes) -> str:
+def _decode_source(source: bytes) -> str:
     """The text of a script as Python reads it from a file: without a byte order mark, with plain line ends."""
     text = source.decode("utf-8", "surrogatepass")
     if text[:1] == "\ufeff":
@@ -270,22 +270,22 @@ def _exit_code(leaving: SystemExit, report: _Report) -> int:
     if code is None or code == 0:
         return 0
     if not isinstance(code, int):
-        _say(f"{code}\n")
+        _write_stderr(f"{code}\n")
     report.error = ("SystemExit", str(code), "", None)
     return code & 0xFF if isinstance(code, int) else 1
 
 
 def _describe(error: BaseException) -> tuple:
     """Type, message, traceback and line of an uncaught exception; the traceback also goes to stderr."""
-    _keep_users_frames(error)
+    _strip_internal_frames(error)
     text = _traceback_text(error)
     if sys.excepthook is sys.__excepthook__:
-        _say(text)
+        _write_stderr(text)
     else:
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except BaseException as why:
-            _say(f"Error in sys.excepthook:\n{_traceback_text(why)}\nOriginal exception was:\n{text}")
+            _write_stderr(f"Error in sys.excepthook:\n{_traceback_text(why)}\nOriginal exception was:\n{text}")
     return type(error).__qualname__, _message(error), text, _line(error)
 
 
@@ -296,7 +296,7 @@ def _traceback_text(error: BaseException) -> str:
         return f"{type(error).__qualname__}: {_message(error)}\n"
 
 
-def _keep_users_frames(error: BaseException) -> None:
+def _strip_internal_frames(error: BaseException) -> None:
     """Cut the frames of the runner and of libraries out of an exception, its causes, and its group's members."""
     seen: set = {id(None)}
     found: list = [error]
@@ -305,13 +305,13 @@ def _keep_users_frames(error: BaseException) -> None:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = _users_part(one.__traceback__)
+        one.__traceback__ = _user_frames(one.__traceback__)
         found += (one.__cause__, one.__context__)
         if isinstance(one, _GROUP):
             found += one.exceptions
 
 
-def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     links = []
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -344,7 +344,7 @@ def _line(error: BaseException) -> int | None:
     return line
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     """To whatever stderr is by now, which may be anything."""
     try:
         sys.stderr.write(text)
@@ -353,7 +353,7 @@ def _say(text: str) -> None:
         os.write(2, text.encode("utf-8", "backslashreplace"))
 
 
-def _finish(code: int) -> int:
+def _finalize(code: int) -> int:
     """What an interpreter does at its end: wait for threads, run exit handlers, let go of globals, flush."""
     try:
         if _thread._count():  # how many threads were started and have not ended
@@ -362,8 +362,8 @@ def _finish(code: int) -> int:
         if _logging is not None and _logging._handlerList != _handlers:
             _logging.shutdown()  # the last, as it was the first to be registered
     except Exception as error:
-        _say(_traceback_text(error))
-    scope = _main.__dict__
+        _write_stderr(_traceback_text(error))
+    scope = main_module.__dict__
     for name in list(scope):  # files close, finalizers speak, and find `print` while they do
         if name != "__builtins__":
             scope.pop(name, None)
@@ -431,7 +431,7 @@ class _Report:
         return REPORT.pack(*sizes, -1 if line is None else line, bits) + b"".join(texts)
 
 
-def report_size(limit: int) -> int:
+def max_report_bytes(limit: int) -> int:
     """The most bytes a report takes under an output limit."""
     return REPORT.size + 2 * limit + TYPE_BYTES + MESSAGE_BYTES
 

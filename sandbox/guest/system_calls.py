@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 
 WRITE, OPEN, CLOSE, SIGPROCMASK, DUP2, CLONE, CHDIR, SETPGID, SETSID = 1, 2, 3, 14, 33, 56, 80, 109, 112
 SETGROUPS, SETRESUID, SETRESGID, CAPSET, PRCTL, SETRLIMIT, MOUNT = 116, 117, 119, 126, 157, 160, 165
@@ -31,6 +32,12 @@ errno_location = _libc.__errno_location
 fork, prctl, capset, syscall = _libc.fork, _libc.prctl, _libc.capset, _libc.syscall
 select, signalfd, sigprocmask, mprotect = _libc.select, _libc.signalfd, _libc.sigprocmask, _libc.mprotect
 mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+do_nothing = _libc.sched_yield
+"""A function like `syscall` that returns 0."""
+_SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)  # sigset_t
+_SIG_BLOCK = 0
+_SFD_CLOEXEC = 0o2000000
 
 _raw = _libc["syscall"]  # a second object, with types of its own
 _raw.argtypes, _raw.restype = (ctypes.c_long,) * 7, ctypes.c_long
@@ -56,6 +63,12 @@ def invoke(number: int, *arguments: int) -> int:
     else:
         result = _functions[number](*arguments)
     return int(result) if result != -1 else -int(errno_location()[0])
+
+
+def open_child_signal_fd() -> int:
+    """Return a descriptor that is readable when a child has died (signalfd(2)). No signal handler is needed."""
+    sigprocmask(_SIG_BLOCK, _SIGCHLD_ONLY, None)
+    return check(signalfd(-1, _SIGCHLD_ONLY, _SFD_CLOEXEC), "signalfd")
 
 
 def check(result: int, name: str) -> int:
