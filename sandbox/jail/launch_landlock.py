@@ -132,7 +132,7 @@ def _children() -> list[int]:
 
 
 def _kill_slots(spec: JailSpec) -> None:
-    """Everything that has a slot's uid, at once: kill(2) goes by the effective uid; see `guest/landlock.py`."""
+    """Everything that has a slot's uid, at once: kill(2) goes by the effective uid; see `guest/landlock_slots.py`."""
     if spec.uid_base is None:
         return
     for slot in range(spec.slots):

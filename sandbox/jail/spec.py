@@ -19,7 +19,7 @@ from sandbox.jail.interpreter import HOME, Interpreter
 SLOT_UID = 1000
 """The first uid of calls, inside."""
 UIDS_OF_A_SLOT = 3
-"""At level `landlock`; see `guest/landlock.py`."""
+"""At level `landlock`; see `guest/landlock_slots.py`."""
 GUEST = "/guest"
 
 

@@ -128,7 +128,8 @@ before = [work() for _ in range(200)][0]
 count = fork_memory.colocate_bytecode({str(GUEST)!r})
 functions = frames.split_blobs, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
 there = sorted(id(function.__code__) for function in functions)
-print(count, all(work() == before for _ in range(200)), there[-1] - there[0] < 32768, frames.split_blobs.__name__, flush=True)
+print(count, all(work() == before for _ in range(200)), there[-1] - there[0] < 32768, end=" ")
+print(frames.split_blobs.__name__, flush=True)
 import os; os._exit(0)
 """
 
