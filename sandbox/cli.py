@@ -23,7 +23,7 @@ from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
-    from sandbox.jail import Layer
+    from sandbox.jail import ProbedLayer
 
 TIMED_OUT = 124
 """What timeout(1) returns."""
@@ -59,9 +59,9 @@ def serve(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
-    from sandbox.jail import decide
+    from sandbox.jail import choose_level
 
-    choice = decide(config.isolation)  # once, for all executors and however often they start
+    choice = choose_level(config.isolation)  # once, for all executors and however often they start
     return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
 
 
@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """Show each layer of isolation on this machine, what `auto` would take, and whether a call runs."""
-    from sandbox.jail import decide, probe
+    from sandbox.jail import choose_level, probe
 
     config = _config(args, _RUN_SETTINGS)
     layers = probe()
     try:
-        choice = decide("auto")
+        choice = choose_level("auto")
         level, reason = choice.level.value, choice.reason
     except ConfigError as why:
         level, reason = "", str(why)
@@ -431,7 +431,7 @@ def _trial(config: ServeConfig) -> str:
     return f"{result.status}: {result.error.message if result.error else result.stderr.strip()}"
 
 
-def _print_layers(layers: Sequence[Layer]) -> None:
+def _print_layers(layers: Sequence[ProbedLayer]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +38,16 @@ def memory_available(root: str = "/") -> int:
         if limit:
             available = min(available, limit - used)
     return max(0, available)
+
+
+def raise_fd_limit(wanted: int) -> int:
+    """Raise this process's limit on open file descriptors (RLIMIT_NOFILE) to `wanted`, or to the hard limit where that
+    is lower. A higher limit is left as it is. Returns the limit that holds then; `sys.maxsize` stands for none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def _cpu_quota(group: Path) -> tuple[float, float]:

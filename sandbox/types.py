@@ -16,7 +16,7 @@ import binascii
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, TypedDict, overload
 
 from sandbox.errors import InvalidCall
 
@@ -234,6 +234,44 @@ class Usage:
     peak_memory_mb: float = 0.0
 
 
+class EncodedError(TypedDict):
+    """`CallError` in msgpack form."""
+
+    type: str
+    message: str
+    traceback: str
+    line: int | None
+
+
+class EncodedUsage(TypedDict):
+    """`Usage` in msgpack form."""
+
+    queue_ms: float
+    run_ms: float
+    cpu_ms: float
+    peak_memory_mb: float
+
+
+class EncodedResult(TypedDict):
+    """`Result` in msgpack form: `Result.encode(binary=True)` in frames and between modules of the server. A server that
+    handles many results builds and edits these mappings without a `Result` in between."""
+
+    id: str
+    status: str
+    stdout: str
+    stderr: str
+    value: str | None
+    error: EncodedError | None
+    exit_code: int | None
+    signal: int | None
+    truncated: list[str]
+    files: dict[str, bytes]
+    usage: EncodedUsage
+    attempts: int
+    clamped: Mapping[str, float]
+    missing_files: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The answer to one call. `RESULT_FIELDS` describes each field."""
@@ -253,10 +291,16 @@ class Result:
     clamped: Mapping[str, float] = field(default_factory=dict)
     missing_files: tuple[str, ...] = ()
 
-    def encode(self, *, binary: bool = False) -> dict[str, Any]:
+    @overload
+    def encode(self, *, binary: Literal[True]) -> EncodedResult: ...
+
+    @overload
+    def encode(self, *, binary: Literal[False] = False) -> dict[str, Any]: ...
+
+    def encode(self, *, binary: bool = False) -> EncodedResult | dict[str, Any]:
         """A mapping fit for JSON, or for msgpack with raw file contents if `binary`."""
         error, usage = self.error, self.usage
-        return {
+        encoded: EncodedResult = {
             "id": self.id,
             "status": self.status.value,
             "stdout": self.stdout,
@@ -268,7 +312,7 @@ class Result:
             "exit_code": self.exit_code,
             "signal": self.signal,
             "truncated": list(self.truncated),
-            "files": {path: data if binary else _b64(data) for path, data in self.files.items()} if self.files else {},
+            "files": dict(self.files),
             "usage": {
                 "queue_ms": usage.queue_ms,
                 "run_ms": usage.run_ms,
@@ -279,6 +323,7 @@ class Result:
             "clamped": dict(self.clamped),
             "missing_files": list(self.missing_files),
         }
+        return encoded if binary else {**encoded, "files": {path: _b64(data) for path, data in self.files.items()}}
 
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> Result:

@@ -235,7 +235,7 @@ def test_a_file_that_the_code_did_not_leave_is_named(
 
 
 @dataclass(frozen=True)
-class Layer:
+class ProbedLayer:
     """As `sandbox.jail` has it."""
 
     name: str
@@ -245,16 +245,18 @@ class Layer:
 
 
 def _jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
-    def decide(asked: str) -> types.SimpleNamespace:
+    def choose_level(asked: str) -> types.SimpleNamespace:
         if level is None:
             raise IsolationError("nothing isolates here")
         return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {asked}")
 
     layers = (
-        Layer("seccomp", True, "filter mode", "fewer system calls"),
-        Layer("nsjail", False, "no binary", "a jail"),
+        ProbedLayer("seccomp", True, "filter mode", "fewer system calls"),
+        ProbedLayer("nsjail", False, "no binary", "a jail"),
     )
-    monkeypatch.setitem(sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, decide=decide))
+    monkeypatch.setitem(
+        sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, choose_level=choose_level)
+    )
 
 
 @pytest.mark.parametrize(("level", "code"), [("namespaces", 0), (None, 1)])

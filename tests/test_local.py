@@ -15,7 +15,7 @@ import pytest
 from sandbox import local
 from sandbox.client import AsyncClient
 from sandbox.errors import IsolationError, ServiceError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.local import local_service
 
 LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
@@ -37,7 +37,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module", autouse=True)
 def _can_run(guest_python: Path) -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,23 @@ def test_a_mount_that_shows_another_part_of_the_hierarchy(tmp_path: Path) -> Non
 def test_this_machine_has_some_of_each() -> None:
     assert 1 <= machine.cores() <= 8
     assert 0 < machine.memory_available() <= machine.memory_limit()
+
+
+@pytest.mark.parametrize(
+    ("limits", "granted", "left"),
+    [
+        ((100, 1000), 500, (500, 1000)),
+        ((100, 300), 300, (300, 300)),
+        ((800, 1000), 800, (800, 1000)),
+        ((100, resource.RLIM_INFINITY), 500, (500, resource.RLIM_INFINITY)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), sys.maxsize, (resource.RLIM_INFINITY,) * 2),
+    ],
+)
+def test_the_descriptor_limit_is_raised_to_the_wanted_number_or_the_hard_limit(
+    limits: tuple[int, int], granted: int, left: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: current[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: current.append(wanted))
+    assert machine.raise_fd_limit(500) == granted
+    assert current[-1] == left

@@ -10,7 +10,7 @@ from typing import Any
 
 from sandbox.executor import profile_choice, virtual_clock, zygote_frames
 from sandbox.executor.result import WireResult
-from sandbox.jail import Spent
+from sandbox.jail import CgroupUsage
 from sandbox.types import LIMIT_FIELDS, Profile, unavailable
 
 RETURN_BYTES = 16 << 20
@@ -63,7 +63,7 @@ class Work:
     out_of_time: bool = False
     starved: bool = False
     out_of_memory: bool = False
-    spent: Spent | None = None
+    spent: CgroupUsage | None = None
     cancelled: bool = False
 
     @classmethod

@@ -22,8 +22,6 @@ from sandbox.executor.unix_stream import Link
 from sandbox.jail import AUTO
 from sandbox.types import unavailable
 
-FRAME_CALLS = 64
-FRAME_BYTES = 8 << 20
 STATS_S = 1.0
 FLUSH_S = 5.0
 """At the end, for what is still to be sent."""
@@ -156,7 +154,7 @@ def _batches(results: list[tuple[int, WireResult]]) -> list[list[tuple[int, Wire
     size = 0
     for seq, result in results:
         weight = sum(map(len, (result["stdout"], result["stderr"], result["value"] or "", *result["files"].values())))
-        if not batches or len(batches[-1]) == FRAME_CALLS or size + weight > FRAME_BYTES:
+        if not batches or len(batches[-1]) == wire.MAX_FRAME_CALLS or size + weight > wire.TARGET_FRAME_BYTES:
             batches.append([])
             size = 0
         batches[-1].append((seq, result))

@@ -76,11 +76,11 @@ class Executor:
     def __init__(self, config: ExecutorConfig, answer: Answer, *, hurry: bool = False) -> None:
         self.all_cores = machine.cores()
         shared = in_numbers(config, self.all_cores)
-        self.level = jail.choose(config.isolation)
-        self.wanted_files = jail.files_of(shared["slots"] + shared["long_slots"])
+        self.level = jail.choose_level(config.isolation).level
+        self.wanted_files = jail.fds_for_slots(shared["slots"] + shared["long_slots"])
         """With fewer descriptors there are fewer slots than asked for."""
-        self.slots = max(1, min(shared["slots"], jail.most_slots()))
-        self.long_slots = max(0, min(shared["long_slots"], jail.most_slots() - self.slots))
+        self.slots = max(1, min(shared["slots"], jail.max_slots_for_fds()))
+        self.long_slots = max(0, min(shared["long_slots"], jail.max_slots_for_fds() - self.slots))
         self._demote_after_s = config.demote_after_ms / 1e3
         self._progress_at = -math.inf
         """When a call last ended, or the first of those that wait for a short slot came."""
@@ -110,7 +110,7 @@ class Executor:
         self._scratch_parent = ""
         if self.level is jail.Level.LANDLOCK:
             has_uids = jail.host_uids(0, 1, self.level)[0] is not None
-            parent = self._scratch_parent = jail.scratch_parent(has_uids=has_uids)
+            parent = self._scratch_parent = jail.scratch_parent_dir(has_uids=has_uids)
             room = shutil.disk_usage(parent).total >> 20
             usual = tempfile.gettempdir()
             instead = f" (not to {usual}, where only some users may enter)" if parent != usual else ""
@@ -130,7 +130,7 @@ class Executor:
             env=GUEST_ENV,
             uid_base=base,
             uid_count=count,
-            own_namespaces=shares_uid and self._may_count_processes,
+            user_namespace_per_call=shares_uid and self._may_count_processes,
             scratch=scratch if self.level is jail.Level.LANDLOCK else None,
         )
         return Family(spec, profiles, slots, self, lasting_s=self._demote_after_s, hurry=self._hurry)
@@ -138,7 +138,7 @@ class Executor:
     @cached_property
     def _may_count_processes(self) -> bool:
         """Whether each call can have a limit of processes though all share one uid."""
-        counts = jail.process_counts()
+        counts = jail.probe_process_limits()
         if not counts.ok:
             log.warning("no limit of processes for each call but by control groups: %s", counts.found)
         return counts.ok
@@ -162,8 +162,8 @@ class Executor:
         if self.level is jail.Level.NONE:
             return
         try:
-            jail.want_files(sum(family.slots.count for family in self.families))
-            trees = [stack.enter_context(closing(jail.Tree())) for _ in self.families]
+            jail.raise_fd_limit_for(sum(family.slots.count for family in self.families))
+            trees = [stack.enter_context(closing(jail.CgroupTree())) for _ in self.families]
         except IsolationError as why:
             stack.close()
             log.warning("no control groups, so the memory of a call's processes is summed by looking at them: %s", why)
@@ -302,7 +302,7 @@ class Executor:
         self._stop_watch(work)
         self._progress_at = time.monotonic()
         was_killed = header.get("signal") == signal.SIGKILL
-        if was_killed and work.spent is not None and work.spent.was_squeezed and not work.out_of_time:
+        if was_killed and work.spent is not None and work.spent.hit_outer_limit and not work.out_of_time:
             self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
             return
         try:
@@ -318,7 +318,7 @@ class Executor:
                 asked_files=work.call.get("return_files", []),
                 timeout_s=work.timeout_s,
                 late=is_spent or (work.out_of_time and was_killed),
-                spent=jail.Spent(None, None, was_oom=True) if work.out_of_memory else work.spent,
+                spent=jail.CgroupUsage(None, None, hit_own_limit=True) if work.out_of_memory else work.spent,
             )
         except ProtocolError as why:
             self._retry(work, str(why))

@@ -8,38 +8,37 @@
 Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
 """
 
-from sandbox.jail.cgroup import Group, Spent
-from sandbox.jail.cgroup_tree import Idle, Tree, files_of, most_slots, want_files
+from sandbox.jail.cgroup import CgroupUsage, SlotCgroup
+from sandbox.jail.cgroup_tree import CgroupTree, IdleCgroup, fds_for_slots, max_slots_for_fds, raise_fd_limit_for
 from sandbox.jail.interpreter import Interpreter
-from sandbox.jail.kernel import may_set_priorities
-from sandbox.jail.landlock_rules import scratch_parent
-from sandbox.jail.plan import call_plan, command
-from sandbox.jail.probe import AUTO, Choice, Layer, choose, decide, probe, process_counts
-from sandbox.jail.spec import SLOT_UID, JailSpec, Level
+from sandbox.jail.kernel import can_restore_priority
+from sandbox.jail.landlock_rules import scratch_parent_dir
+from sandbox.jail.plan import confinement_plan, launch_argv
+from sandbox.jail.probe import AUTO, LevelChoice, ProbedLayer, choose_level, probe, probe_process_limits
+from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec, Level
 from sandbox.jail.uid_range import host_uids
 
 __all__ = [
     "AUTO",
-    "SLOT_UID",
-    "Choice",
-    "Group",
-    "Idle",
+    "FIRST_SLOT_UID",
+    "CgroupTree",
+    "CgroupUsage",
+    "IdleCgroup",
     "Interpreter",
     "JailSpec",
-    "Layer",
     "Level",
-    "Spent",
-    "Tree",
-    "call_plan",
-    "choose",
-    "command",
-    "decide",
-    "files_of",
+    "LevelChoice",
+    "ProbedLayer",
+    "SlotCgroup",
+    "can_restore_priority",
+    "choose_level",
+    "confinement_plan",
+    "fds_for_slots",
     "host_uids",
-    "may_set_priorities",
-    "most_slots",
+    "launch_argv",
+    "max_slots_for_fds",
     "probe",
-    "process_counts",
-    "scratch_parent",
-    "want_files",
+    "probe_process_limits",
+    "raise_fd_limit_for",
+    "scratch_parent_dir",
 ]

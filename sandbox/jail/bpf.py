@@ -11,7 +11,7 @@ AND = 0x54  # BPF_ALU | BPF_AND | BPF_K
 IF_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 IF_AT_LEAST = 0x35  # BPF_JMP | BPF_JGE | BPF_K
 RETURN = 0x06  # BPF_RET | BPF_K
-FARTHEST = 255
+MAX_JUMP = 255
 """A conditional jump's reach, in instructions, and only forwards."""
 
 
@@ -32,7 +32,7 @@ def assemble(instructions: Sequence[Instruction]) -> bytes:
 
     def distance(here: int, target: str | None) -> int:
         steps = 0 if target is None else places[target] - here - 1
-        assert 0 <= steps <= FARTHEST, f"jump from {here} to {target}: {steps} instructions"
+        assert 0 <= steps <= MAX_JUMP, f"jump from {here} to {target}: {steps} instructions"
         return steps
 
     return b"".join(

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-MOST_BYTES, MOST_PROCESSES = 1 << 62, 1 << 22
+MAX_BYTES, MAX_TASKS = 1 << 62, 1 << 22
 """Limits beyond every machine that the kernel still takes (pids.max: PID_MAX_LIMIT)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class CgroupVersion:
     """What a version of control groups calls its files (kernel: admin-guide/cgroup-v1/, admin-guide/cgroup-v2.rst)."""
 
     name: str
@@ -43,7 +43,7 @@ class Dialect:
     """Who is in it."""
 
 
-V1 = Dialect(
+V1 = CgroupVersion(
     name="version 1",
     memory="memory",
     pids="pids",
@@ -60,7 +60,7 @@ V1 = Dialect(
     door="tasks",  # not cgroup.procs: moving a single thread does not wait for every fork on the machine
     threads="tasks",
 )
-V2 = Dialect(
+V2 = CgroupVersion(
     name="version 2",
     memory="",
     pids="",
@@ -80,36 +80,36 @@ V2 = Dialect(
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class CgroupUsage:
     """What one call used, all its processes together. None: the kernel does not count that here."""
 
     cpu_ms: float | None
     peak_bytes: int | None
-    was_oom: bool = False
+    hit_own_limit: bool = False
     """One of its processes was killed, since together they were at their limit of memory."""
-    was_squeezed: bool = False
+    hit_outer_limit: bool = False
     """The kernel killed one of its processes for want of memory, but the limit was another's: the machine's, or that of
     whoever runs the server."""
 
 
-class Group:
+class SlotCgroup:
     """Made over `folders`, which exist: the group in each hierarchy. Raises `OSError`."""
 
-    def __init__(self, dialect: Dialect, folders: Mapping[str, str]) -> None:
-        self._dialect = dialect
-        self._memory, self._pids = folders[dialect.memory], folders[dialect.pids]
+    def __init__(self, version: CgroupVersion, folders: Mapping[str, str]) -> None:
+        self._version = version
+        self._memory, self._pids = folders[version.memory], folders[version.pids]
         self._limits: tuple[int, int] | None = None
         self._base = 0
-        for name, text in dialect.once:
+        for name, text in version.once:
             with suppress(OSError):
                 _write(f"{self._memory}/{name}", text)
         self._fds: list[int] = []
-        self._peak = self._opened(f"{self._memory}/{dialect.peak}", os.O_RDWR)
-        self._kills = self._opened(f"{self._memory}/{dialect.kills}", os.O_RDONLY)
-        self._refusals = self._opened(f"{self._memory}/{dialect.refusals}", os.O_RDONLY)
+        self._peak = self._opened(f"{self._memory}/{version.peak}", os.O_RDWR)
+        self._kills = self._opened(f"{self._memory}/{version.kills}", os.O_RDONLY)
+        self._refusals = self._opened(f"{self._memory}/{version.refusals}", os.O_RDONLY)
         self._members = self._opened(f"{self._pids}/pids.current", os.O_RDONLY)
-        cpu = folders.get(dialect.cpu_time)
-        self._cpu = self._opened(f"{cpu}/{dialect.cpu}", os.O_RDONLY) if cpu else -1
+        cpu = folders.get(version.cpu_time)
+        self._cpu = self._opened(f"{cpu}/{version.cpu}", os.O_RDONLY) if cpu else -1
         self._last = self._counts()
         self._can_reset = True
         try:
@@ -118,54 +118,54 @@ class Group:
             self._can_reset = False
             self._base = int(os.pread(self._peak, 64, 0))
 
-    def begin(self, memory: int, processes: int) -> None:
+    def set_limits(self, memory: int, processes: int) -> None:
         """Bound the next call to so many bytes and processes."""
-        memory, processes = min(memory, MOST_BYTES), min(processes, MOST_PROCESSES)
+        memory, processes = min(memory, MAX_BYTES), min(processes, MAX_TASKS)
         if self._limits != (memory, processes):
             self._limits = None  # unknown, should this fail half-way
-            _write(f"{self._memory}/{self._dialect.limit}", str(memory))
+            _write(f"{self._memory}/{self._version.limit}", str(memory))
             _write(f"{self._pids}/pids.max", str(processes))
             self._limits = (memory, processes)
         self._reset_peak()
 
-    def end(self) -> Spent:
+    def read_usage(self) -> CgroupUsage:
         """What was used since `begin`."""
         before, self._last = self._last, self._counts()
         kills, refusals, cpu = (now - then for now, then in zip(self._last, before, strict=True))
-        return Spent(
-            cpu_ms=cpu / self._dialect.cpu_per_ms if self._cpu >= 0 else None,
+        return CgroupUsage(
+            cpu_ms=cpu / self._version.cpu_per_ms if self._cpu >= 0 else None,
             peak_bytes=self._read_peak(),
-            was_oom=kills > 0 and refusals > 0,
-            was_squeezed=kills > 0 and not refusals,
+            hit_own_limit=kills > 0 and refusals > 0,
+            hit_outer_limit=kills > 0 and not refusals,
         )
 
-    def ran_s(self) -> float | None:
+    def cpu_s(self) -> float | None:
         """CPU seconds since the last `end`, when the present call had not begun; None if the kernel does not count."""
         if self._cpu < 0:
             return None
-        return (_number(self._cpu, self._dialect.cpu_key) - self._last[2]) / self._dialect.cpu_per_ms / 1e3
+        return (_number(self._cpu, self._version.cpu_key) - self._last[2]) / self._version.cpu_per_ms / 1e3
 
     @property
-    def count(self) -> int:
+    def task_count(self) -> int:
         """How many processes and threads the kernel counts in it."""
         return int(os.pread(self._members, 64, 0))
 
-    def others(self, first: int) -> list[int]:
+    def other_pids(self, first: int) -> list[int]:
         """The processes in it besides `first`, as this PID namespace numbers them: 0 for those that it does not see."""
-        if self.count <= 1:  # to ask how many takes a tenth of what it takes to ask who
+        if self.task_count <= 1:  # to ask how many takes a tenth of what it takes to ask who
             return []
         with open(f"{self._pids}/cgroup.procs", encoding="ascii") as members:
             return [pid for pid in map(int, members.read().split()) if pid != first]
 
-    def threads(self) -> list[int]:
+    def thread_ids(self) -> list[int]:
         """All of them, likewise."""
-        with open(f"{self._pids}/{self._dialect.threads}", encoding="ascii") as members:
+        with open(f"{self._pids}/{self._version.threads}", encoding="ascii") as members:
             return [*map(int, members.read().split())]
 
     @property
     def is_empty(self) -> bool:
         """Whether the kernel counts nobody in it any more."""
-        return self.count == 0
+        return self.task_count == 0
 
     def kill(self) -> None:
         """Every process in it that this PID namespace sees, at once."""
@@ -203,11 +203,11 @@ class Group:
 
     def _counts(self) -> tuple[int, int, int]:
         """What only grows: kills, refusals, CPU time."""
-        dialect = self._dialect
+        version = self._version
         return (
             _number(self._kills, b"oom_kill"),
-            _number(self._refusals, dialect.refusals_key),
-            _number(self._cpu, dialect.cpu_key),
+            _number(self._refusals, version.refusals_key),
+            _number(self._cpu, version.cpu_key),
         )
 
 

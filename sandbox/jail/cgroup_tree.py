@@ -3,7 +3,8 @@
     where the server runs / rstar-sandbox-PID-RANDOM / 0, 1, 2 ...      a group per slot, made once, used by many calls
                                                      / zygotes          version 2: those that fork into them
 
-- Version 1 is three hierarchies (memory, pids, and cpuacct where there is one), version 2 is one; `Tree` hides which.
+- Version 1 is three hierarchies (memory, pids, and cpuacct where there is one), version 2 is one; `CgroupTree` hides
+  it.
 - A tree belongs to one family of one executor, which holds a lock on it (flock(2)) for as long as it lives. A tree that
   nobody has locked is left over from an executor that was killed, and whoever plants the next tree removes it.
 - Groups are made below the one the server runs in, so that the operator's limits on the server hold for its calls.
@@ -12,7 +13,7 @@
   cores between sessions first (sched_autogroup_enabled), of which a jail is one, and a call may begin others.
 - Version 2 has no processes beside groups that are bounded, so there the server and all others in its group move to one
   beside the tree (`OWN`): in a container, or where systemd has left the group to us, and nowhere else.
-- A call enters by a file that was opened out here (`Tree.doors`): the kernel goes by the rights of the opener. In
+- A call enters by a file that was opened out here (`CgroupTree.doors`): the kernel goes by the rights of the opener. In
   version 2 that would have it wait for every fork on the machine, so there a zygote forks straight into the group
   (clone3(2)) where it can. Nothing in a jail sees a file system of groups.
 """
@@ -32,157 +33,157 @@ from contextlib import suppress
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
-from sandbox.jail.cgroup import V1, V2, Dialect, Group, kill_members
+from sandbox.jail.cgroup import V1, V2, CgroupVersion, SlotCgroup, kill_members
 
 log = logging.getLogger(__name__)
 
 PREFIX = "rstar-sandbox-"
-OWN = "rstar-sandbox"
+SERVER_LEAF = "rstar-sandbox"
 ZYGOTES = "zygotes"
-LONGEST_END_S = 5.0
+KILL_TIMEOUT_S = 5.0
 """For killed processes to be gone from a group; they need milliseconds, and more only on a swamped machine."""
 MOST_DOORS = 3
-FILES_OF_A_SLOT = 8
+FDS_PER_SLOT = 8
 """Descriptors that a slot takes, but for rare calls: of an executor those of its group, of a zygote its doors and the
 files of the call in it."""
-OTHER_FILES = 256
+RESERVED_FDS = 256
 """Descriptors that a process needs for all else."""
 _TRIES = 5
 _NEEDED = {"memory", "pids"}
 """Of version 2. It counts CPU time in every group."""
 
 
-def most_slots() -> int:
+def max_slots_for_fds() -> int:
     """For how many slots, of all families, an executor has descriptors."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - OTHER_FILES) // FILES_OF_A_SLOT
+    return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - RESERVED_FDS) // FDS_PER_SLOT
 
 
-def files_of(slots: int) -> int:
+def fds_for_slots(slots: int) -> int:
     """How many descriptors an executor needs for so many slots."""
-    return FILES_OF_A_SLOT * slots + OTHER_FILES
+    return FDS_PER_SLOT * slots + RESERVED_FDS
 
 
-def want_files(slots: int) -> None:
+def raise_fd_limit_for(slots: int) -> None:
     """Raise this process's limit, which its zygotes inherit, to what so many slots take. Raises `IsolationError` where
     that is more than it may be."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_OF_A_SLOT * slots
+    wanted = FDS_PER_SLOT * slots
     if most != resource.RLIM_INFINITY and wanted > most:
         raise IsolationError(f"cgroups: {slots} slots need {wanted} descriptors, got {most}; raise ulimit -n")
-    wanted += OTHER_FILES
+    wanted += RESERVED_FDS
     if soft != resource.RLIM_INFINITY and wanted > soft:
         wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-class Tree:
+class CgroupTree:
     """The groups of one family. Raises `IsolationError` where this process may not make any."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}  # by the name of the hierarchy
         self._locks: dict[str, int] = {}  # by folder: hierarchies may be mounted together
-        self._groups: dict[int, Group] = {}
-        self.idle: Idle | None = None
+        self._cgroups: dict[int, SlotCgroup] = {}
+        self.idle: IdleCgroup | None = None
         self._zygote_uid = -1
-        self._has_floors = False
+        self._can_clone_into = False
         try:
-            self._dialect, homes = _find()
+            self._version, homes = _find_version()
             for name, home in homes.items():
-                self._folders[name] = self._planted(home)
-            self.group(0)  # if one can be had, others can
-            if self._dialect is V1:
-                self.idle = Idle.planted(homes)
+                self._folders[name] = self._create_in(home)
+            self.cgroup(0)  # if one can be had, others can
+            if self._version is V1:
+                self.idle = IdleCgroup.create(homes)
         except OSError as why:
             self.close()
             raise IsolationError(f"cgroups: {why}") from None
 
     def __str__(self) -> str:
-        return f"{self._dialect.name}, {', '.join(self._locks)}"
+        return f"{self._version.name}, {', '.join(self._locks)}"
 
-    def group(self, number: int) -> Group:
+    def cgroup(self, number: int) -> SlotCgroup:
         """That of a slot, made when it is first asked for: most slots are there for storms. Raises `OSError`."""
-        if number not in self._groups:
-            self._groups[number] = self._made(number)
-        return self._groups[number]
+        if number not in self._cgroups:
+            self._cgroups[number] = self._create_slot_cgroup(number)
+        return self._cgroups[number]
 
-    def admit(self, pid: int, uid: int) -> None:
+    def allow_clone_into(self, pid: int, uid: int) -> None:
         """Let a zygote (as processes and users are numbered out here), and those forked from it, fork straight into the
         groups, where that is possible.
 
         The kernel has it write to the files of the target and of what that has in common with its own group.
         """
-        self._has_floors = False
-        if self._dialect is not V2 or not kernel.has_clone3():
+        self._can_clone_into = False
+        if self._version is not V2 or not kernel.has_clone3():
             return
         (folder,) = self._locks
         try:
             self._zygote_uid = uid
-            for place in (folder, *(f"{folder}/{number}" for number in self._groups)):
-                self._let_in(place)
+            for place in (folder, *(f"{folder}/{number}" for number in self._cgroups)):
+                self._chown_procs_file(place)
             os.makedirs(f"{folder}/{ZYGOTES}", exist_ok=True)
             _write(f"{folder}/{ZYGOTES}/{V2.door}", str(pid))
-            os.close(kernel.detached(f"{folder}/0"))
+            os.close(kernel.open_detached(f"{folder}/0"))
         except OSError as why:
             log.info("no clone3 into groups, which costs calls time: %s", why)
         else:
-            self._has_floors = True
+            self._can_clone_into = True
 
-    def floors(self, number: int) -> Iterator[int]:
+    def open_directories(self, number: int) -> Iterator[int]:
         """A descriptor of the group of a slot for clone3(2), if zygotes may fork into it. The caller closes it."""
-        self.group(number)
-        if self._has_floors:
+        self.cgroup(number)
+        if self._can_clone_into:
             (folder,) = self._locks
-            yield kernel.detached(f"{folder}/{number}")
+            yield kernel.open_detached(f"{folder}/{number}")
 
-    def doors(self, number: int) -> Iterator[int]:
+    def open_procs_files(self, number: int) -> Iterator[int]:
         """Descriptors to which a process writes "0" to enter the group of a slot. The caller closes them."""
-        self.group(number)
+        self.cgroup(number)
         for folder in self._locks:
-            yield _open(f"{folder}/{number}/{self._dialect.door}", os.O_WRONLY)
+            yield _open(f"{folder}/{number}/{self._version.door}", os.O_WRONLY)
 
     def close(self) -> None:
         """Kill what is left in the groups, and remove them. Idempotent; what cannot be removed now, the next tree
         sweeps up."""
-        for group in self._groups.values():
-            group.close()
+        for cgroup in self._cgroups.values():
+            cgroup.close()
         if self.idle is not None:
             self.idle.close()
             self.idle = None
         for folder, lock in self._locks.items():
             _remove(folder)
             os.close(lock)
-        self._groups = {}
+        self._cgroups = {}
         self._locks = {}
 
-    def _planted(self, home: str) -> str:
+    def _create_in(self, home: str) -> str:
         for folder in self._locks:
             if os.path.dirname(folder) == home:
                 return folder
-        _sweep(home)
-        folder, lock = _plant(home)
+        _remove_stale(home)
+        folder, lock = _create_locked(home)
         self._locks[folder] = lock
-        if self._dialect is V2:
-            _enable(folder)
+        if self._version is V2:
+            _enable_controllers(folder)
         return folder
 
-    def _made(self, number: int) -> Group:
+    def _create_slot_cgroup(self, number: int) -> SlotCgroup:
         for folder in self._locks:
             os.makedirs(f"{folder}/{number}", exist_ok=True)  # should this fail half-way, it is tried again
             if self._zygote_uid >= 0:
-                self._let_in(f"{folder}/{number}")
-        return Group(self._dialect, {name: f"{folder}/{number}" for name, folder in self._folders.items()})
+                self._chown_procs_file(f"{folder}/{number}")
+        return SlotCgroup(self._version, {name: f"{folder}/{number}" for name, folder in self._folders.items()})
 
-    def _let_in(self, place: str) -> None:
+    def _chown_procs_file(self, place: str) -> None:
         os.chown(f"{place}/{V2.door}", self._zygote_uid, -1)
 
 
-class Idle:
+class IdleCgroup:
     """A group whose threads give way to all others of the group around it, `home`, where the server is."""
 
     def __init__(self, home: str) -> None:
-        _sweep(home)
-        self._folder, self._lock = _plant(home)
+        _remove_stale(home)
+        self._folder, self._lock = _create_locked(home)
         try:
             _write(f"{self._folder}/cpu.idle", "1")
         except OSError:  # before Linux 5.15
@@ -191,9 +192,9 @@ class Idle:
         self._outside = _open(f"{home}/{V1.door}", os.O_WRONLY)
 
     @classmethod
-    def planted(cls, homes: dict[str, str]) -> Idle | None:
+    def create(cls, homes: dict[str, str]) -> IdleCgroup | None:
         """None where there is no such hierarchy, it may not be written to, or slots have their groups in it."""
-        home = own_folders().get("cpu")
+        home = own_cgroup_dirs().get("cpu")
         if home is None or home in homes.values():
             return None
         try:
@@ -213,12 +214,12 @@ class Idle:
         os.close(self._lock)
 
 
-def _find() -> tuple[Dialect, dict[str, str]]:
+def _find_version() -> tuple[CgroupVersion, dict[str, str]]:
     """The dialect, and where this process may make groups in each hierarchy."""
-    homes = own_folders()
+    homes = own_cgroup_dirs()
     lacking = []
     try:
-        return V2, {"": _divisible(homes)}
+        return V2, {"": _find_v2_parent(homes)}
     except OSError as why:
         lacking.append(f"{V2.name}: {why}")
     missing = [name for name in (V1.memory, V1.pids) if name not in homes]
@@ -228,42 +229,42 @@ def _find() -> tuple[Dialect, dict[str, str]]:
     raise IsolationError(f"cgroups: {'; '.join(lacking)}")
 
 
-def _divisible(homes: dict[str, str]) -> str:
+def _find_v2_parent(homes: dict[str, str]) -> str:
     """The group of version 2 in which bounded ones may be made; made so if need be. Raises `OSError`."""
     if "" not in homes:
         raise OSError("it is not mounted")
     home = homes[""]
-    if os.path.basename(home) == OWN:
+    if os.path.basename(home) == SERVER_LEAF:
         home = os.path.dirname(home)
     if missing := sorted(_NEEDED.difference(_read(f"{home}/cgroup.controllers").split())):
         raise OSError(f"{home} has no {' or '.join(missing)}")
     if _NEEDED.difference(_read(f"{home}/cgroup.subtree_control").split()):
         try:
-            _enable(home)
+            _enable_controllers(home)
         except OSError as why:
             if why.errno != errno.EBUSY:
                 raise
-            _make_room(home)
-            _enable(home)
+            _move_processes_to_leaf(home)
+            _enable_controllers(home)
     return home
 
 
-def _enable(folder: str) -> None:
+def _enable_controllers(folder: str) -> None:
     """Let groups in it be bounded."""
     _write(f"{folder}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(_NEEDED)))
 
 
-def _make_room(home: str) -> None:
+def _move_processes_to_leaf(home: str) -> None:
     """Move whoever is in a group to one below. Only where all of it is ours: it is the whole of what our namespace of
     groups shows, or systemd says so (systemd.resource-control(5), Delegate=)."""
     if ("", "/") not in _own_paths() and not _is_delegated(home):
         raise OSError(f"{home} is not ours to divide; run in a container, or under systemd with Delegate=yes")
-    os.makedirs(f"{home}/{OWN}", exist_ok=True)
+    os.makedirs(f"{home}/{SERVER_LEAF}", exist_ok=True)
     for _ in range(_TRIES):  # whoever is just being forked is there the next time
         members = [pid for pid in _read(f"{home}/cgroup.procs").split() if pid != "0"]  # 0: of another PID namespace
         for pid in members:
             with suppress(ProcessLookupError):
-                _write(f"{home}/{OWN}/cgroup.procs", pid)
+                _write(f"{home}/{SERVER_LEAF}/cgroup.procs", pid)
         if not members:
             return
 
@@ -276,7 +277,7 @@ def _is_delegated(folder: str) -> bool:
     return False
 
 
-def own_folders() -> dict[str, str]:
+def own_cgroup_dirs() -> dict[str, str]:
     """The folder of the group this process is in, for each controller of version 1, and for version 2 under ""."""
     folders: dict[str, str] = {}
     paths = dict(_own_paths())
@@ -307,7 +308,7 @@ def _mounts() -> Iterator[tuple[str, str, str, str]]:
             yield root, place, kind, options
 
 
-def _plant(home: str) -> tuple[str, int]:
+def _create_locked(home: str) -> tuple[str, int]:
     """A new group and a lock on it, both ours."""
     for _ in range(_TRIES):
         folder = f"{home}/{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
@@ -321,7 +322,7 @@ def _plant(home: str) -> tuple[str, int]:
     raise OSError(errno.EAGAIN, "others remove what is made here", home)
 
 
-def _sweep(home: str) -> None:
+def _remove_stale(home: str) -> None:
     """Remove the trees of executors that have ended without doing so."""
     for name in os.listdir(home):
         if not name.startswith(PREFIX):
@@ -339,7 +340,7 @@ def _sweep(home: str) -> None:
 
 def _remove(folder: str) -> None:
     """A tree with all in it, as far as that is possible in a little while."""
-    deadline = time.monotonic() + LONGEST_END_S
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     for place, _, _ in os.walk(folder, topdown=False):
         while True:
             try:

@@ -33,7 +33,7 @@ class Elf:
     interpreter: str | None
 
 
-def closure(roots: Iterable[str], visible: Iterable[str]) -> tuple[str | None, dict[str, str]]:
+def library_closure(roots: Iterable[str], visible: Iterable[str]) -> tuple[str | None, dict[str, str]]:
     """The loader's path, and library name -> host file for everything that `roots` need, recursively.
 
     Libraries that a file finds relative to itself ($ORIGIN) inside one of the `visible` folders are left out: these

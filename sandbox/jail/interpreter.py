@@ -18,13 +18,13 @@ from typing import Any
 from sandbox.errors import ConfigError
 from sandbox.jail import elf
 
-HOME = "/python"
+PYTHON_DIR_IN_JAIL = "/python"
 OLDEST = (3, 9)
 PACKAGES = ("site-packages", "dist-packages")
 # Tk and NIS: of no use without a display or a network, and the largest libraries of all.
-LEFT_OUT = ("_tkinter.", "nis.")
+SKIPPED_LIBRARIES = ("_tkinter.", "nis.")
 
-_ASK = """
+_QUERY = """
 import json, os, site, sys, sysconfig
 dynload = [p for p in sys.path if os.path.basename(p) == "lib-dynload"]
 print(json.dumps({
@@ -44,9 +44,9 @@ class Interpreter:
     binary: str
     """The real binary behind it, outside any virtual environment."""
     version: tuple[int, int, int]
-    trees: tuple[tuple[str, str], ...]
+    mounts: tuple[tuple[str, str], ...]
     """Folders to mount, in order: the standard library, then packages (some inside it)."""
-    masks: tuple[str, ...]
+    masked_paths: tuple[str, ...]
     """Folders inside that must look empty: the base interpreter's own packages."""
     libraries: tuple[tuple[str, str], ...]
     """Shared libraries, the loader among them."""
@@ -57,7 +57,7 @@ class Interpreter:
     def find(cls, python: str) -> Interpreter:
         """Ask `python` where its files are. Runs it once or twice, about 0.2 s. Raises `ConfigError`."""
         python = os.path.abspath(shutil.which(python) or python)
-        said = _ask(python)
+        said = _query(python)
         version = tuple(said["version"])
         if version < OLDEST:
             raise ConfigError(
@@ -65,31 +65,31 @@ class Interpreter:
                 "make a virtual environment with a newer one, and name its bin/python"
             )
         binary = os.path.realpath(said["base"])
-        base = said if said["prefix"] == said["base_prefix"] else _ask(binary)
-        trees, masks, pythonpath = _lay_out(said, base)
+        base = said if said["prefix"] == said["base_prefix"] else _query(binary)
+        mounts, masked_paths, pythonpath = _plan_mounts(said, base)
         return cls(
             executable=python,
             binary=binary,
             version=(version[0], version[1], version[2]),
-            trees=trees,
-            masks=masks,
-            libraries=_libraries(binary, [source for source, _ in trees]),
+            mounts=mounts,
+            masked_paths=masked_paths,
+            libraries=_libraries(binary, [source for source, _ in mounts]),
             pythonpath=pythonpath,
         )
 
     @classmethod
     def decode(cls, raw: dict[str, Any]) -> Interpreter:
         """The inverse of `dataclasses.asdict` after a trip through JSON."""
-        pairs = {name: tuple(map(tuple, raw[name])) for name in ("trees", "libraries")}
-        plain = {name: tuple(raw[name]) for name in ("version", "masks", "pythonpath")}
+        pairs = {name: tuple(map(tuple, raw[name])) for name in ("mounts", "libraries")}
+        plain = {name: tuple(raw[name]) for name in ("version", "masked_paths", "pythonpath")}
         return cls(**{**raw, **pairs, **plain})
 
 
-def _ask(python: str) -> dict[str, Any]:
+def _query(python: str) -> dict[str, Any]:
     """Run `_ASK` in the interpreter, isolated from our environment, and read its answer."""
     try:
         run = subprocess.run(
-            [python, "-I", "-c", _ASK], env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+            [python, "-I", "-c", _QUERY], env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as why:
         raise ConfigError(f"python={python!r}: expected a Python that starts, got {why}; check the path") from None
@@ -105,53 +105,57 @@ def _ask(python: str) -> dict[str, Any]:
     return said
 
 
-def _lay_out(
+def _plan_mounts(
     said: dict[str, Any], base: dict[str, Any]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]:
-    """Where the library and the packages go: (trees, masks, pythonpath)."""
+    """Where the library and the packages go: (mounts, masked_paths, pythonpath)."""
     stdlib = os.path.realpath(base["stdlib"])
-    library = _inside(base["stdlib"], base["base_prefix"])
-    trees = [(stdlib, library)]
+    library = _path_in_jail(base["stdlib"], base["base_prefix"])
+    mounts = [(stdlib, library)]
     for dynload in base["dynload"]:
         if not os.path.realpath(dynload).startswith(stdlib + "/"):  # Debian and Fedora may keep it apart
-            trees.append((os.path.realpath(dynload), _inside(dynload, base["base_prefix"])))
+            mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, base["base_prefix"])))
 
     def can_mount(target: str) -> bool:
         under = os.path.relpath(target, library)
         return under.startswith("..") or os.path.isdir(os.path.join(stdlib, under))
 
-    free = [target for path in base["sites"] if can_mount(target := _inside(path, base["base_prefix"]))]
+    free = [target for path in base["sites"] if can_mount(target := _path_in_jail(path, base["base_prefix"]))]
     taken = set()
     pythonpath: list[str] = []
     for source in dict.fromkeys(os.path.realpath(path) for path in said["sites"] if os.path.isdir(path)):
-        own = _inside(source, base["base_prefix"])
+        own = _path_in_jail(source, base["base_prefix"])
         if own in free:
             free.remove(own)
             target = own
         elif free:
             target = free.pop(0)
         else:
-            target = f"{HOME}/packages{len(pythonpath)}"
+            target = f"{PYTHON_DIR_IN_JAIL}/packages{len(pythonpath)}"
             pythonpath.append(target)
         taken.add(target)
         if source != os.path.join(stdlib, os.path.relpath(target, library)):  # else it is there already
-            trees.append((source, target))
+            mounts.append((source, target))
     packages = (f"{library}/{name}" for name in PACKAGES)
-    masks = tuple(path for path in packages if can_mount(path) and path not in taken)
-    return tuple(trees), masks, tuple(pythonpath)
+    masked_paths = tuple(path for path in packages if can_mount(path) and path not in taken)
+    return tuple(mounts), masked_paths, tuple(pythonpath)
 
 
-def _inside(path: str, prefix: str) -> str:
+def _path_in_jail(path: str, prefix: str) -> str:
     """The jail's path for a host path under the interpreter's prefix."""
     relative = os.path.relpath(path, prefix)
-    return f"{HOME}/{relative}" if not relative.startswith("..") else f"{HOME}/lib/{os.path.basename(path)}"
+    return (
+        f"{PYTHON_DIR_IN_JAIL}/{relative}"
+        if not relative.startswith("..")
+        else f"{PYTHON_DIR_IN_JAIL}/lib/{os.path.basename(path)}"
+    )
 
 
-def _libraries(binary: str, trees: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def _libraries(binary: str, mounts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Every shared library, flat in the folder where this machine's loader finds libc without being told."""
-    packages = [path for tree in trees for name in PACKAGES if os.path.isdir(path := os.path.join(tree, name))]
-    modules = [path for tree in dict.fromkeys((*trees, *packages)) for path in _shared_objects(tree)]
-    loader, found = elf.closure([binary, *modules], trees)
+    packages = [path for tree in mounts for name in PACKAGES if os.path.isdir(path := os.path.join(tree, name))]
+    modules = [path for tree in dict.fromkeys((*mounts, *packages)) for path in _shared_objects(tree)]
+    loader, found = elf.library_closure([binary, *modules], mounts)
     libc = found.get("libc.so.6") or loader
     if loader is None or libc is None:
         return ()  # a static interpreter loads nothing
@@ -164,7 +168,7 @@ def _shared_objects(tree: str) -> Iterator[str]:
     for folder, below, names in os.walk(tree):
         below[:] = [name for name in below if name not in PACKAGES]  # they are trees of their own, or masked
         for name in names:
-            if (name.endswith(".so") or ".so." in name) and not name.startswith(LEFT_OUT):
+            if (name.endswith(".so") or ".so." in name) and not name.startswith(SKIPPED_LIBRARIES):
                 yield os.path.join(folder, name)
 
 

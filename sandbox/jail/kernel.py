@@ -67,7 +67,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def detached(path: str) -> int:
+def open_detached(path: str) -> int:
     """A descriptor of a folder from which no way leads up: a mount of its own, in no namespace (open_tree(2))."""
     clone = 1  # OPEN_TREE_CLONE
     fd = int(_libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), clone | os.O_CLOEXEC))
@@ -139,26 +139,26 @@ def exit_status(child: int) -> int:
     return code
 
 
-def die_with_parent() -> None:
+def set_parent_death_signal() -> None:
     """SIGKILL when the thread that forked us ends. Any change of ids undoes it: call it after those."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
-def adopt_orphans() -> None:
+def set_child_subreaper() -> None:
     """Whatever below this process loses its parent becomes its child (PR_SET_CHILD_SUBREAPER)."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def no_new_privileges() -> None:
+def set_no_new_privs() -> None:
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
-def hide_memory() -> None:
+def set_not_dumpable() -> None:
     """No other process may trace this one or read its memory. Exec undoes it."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
-def bound_capabilities(kept: frozenset[int]) -> None:
+def limit_bounding_set(kept: frozenset[int]) -> None:
     """Drop every capability but `kept` from the bounding set, which is all that exec as uid 0 can then grant."""
     capability = 0
     while _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:
@@ -181,7 +181,7 @@ def effective_capabilities() -> frozenset[int]:
     return frozenset(bit for bit in range(64) if mask >> bit & 1)
 
 
-def may_set_priorities() -> bool:
+def can_restore_priority() -> bool:
     """Whether this process may make others' more eager for a core again than it has made them (sched(7)). The kernel
     wants the capability in the first user namespace, where ids are those of the machine."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
@@ -189,7 +189,7 @@ def may_set_priorities() -> bool:
     return is_first and CAP_SYS_NICE in effective_capabilities()
 
 
-def load_filter(program: bytes) -> None:
+def load_seccomp(program: bytes) -> None:
     """Install a classic BPF program (8-byte instructions) as this thread's seccomp filter."""
     described = _Program(len(program) // 8, program)
     done = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described), 0, 0)
@@ -204,7 +204,7 @@ def landlock_abi() -> int:
     return abi
 
 
-def landlock(handled: Sequence[int], rules: Iterable[tuple[str, int]], flags: int) -> None:
+def restrict_with_landlock(handled: Sequence[int], rules: Iterable[tuple[str, int]], flags: int) -> None:
     """Refuse this process for good all of `handled` (struct landlock_ruleset_attr: files, network, scopes), but for the
     rights that `rules` give beneath paths. Needs no_new_privs."""
     attributes = struct.pack("<QQQ", *handled)

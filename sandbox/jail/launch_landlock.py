@@ -28,11 +28,10 @@ from typing import NoReturn
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, launcher
-from sandbox.jail.landlock_rules import REMOVE_DIR, rules
-from sandbox.jail.launch_namespaces import REFUSED
+from sandbox.jail.landlock_rules import REMOVE_DIR, rules_for
 from sandbox.jail.private import share
-from sandbox.jail.spec import SLOT_UID, JailSpec
-from sandbox.jail.uid_range import NEEDED
+from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec
+from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 
 SWEEP_S = 60.0
 """For one slot's folder; what hostile code can fill in its time can be removed in less."""
@@ -40,38 +39,38 @@ SWEEP_S = 60.0
 
 def main() -> NoReturn:
     spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = launcher.begin()
+    parent = launcher.detach_from_server()
     try:
         folder = _Folder(spec)
         folder.make()
     except IsolationError as why:
         print(f"jail: {why}", file=sys.stderr, flush=True)
-        os._exit(REFUSED)
-    alive, held = os.pipe()  # init sees the end of this process
+        os._exit(launcher.EXIT_LAYER_REFUSED)
+    launcher_alive_r, launcher_alive_w = os.pipe()  # init sees the end of this process
     init = os.fork()
     if init == 0:
-        os.close(held)
-        os._exit(_be_init(spec, folder, fd, alive))
+        os.close(launcher_alive_w)
+        os._exit(_run_init(spec, folder, fd, launcher_alive_r))
     os.close(fd)
-    kernel.hide_memory()
+    kernel.set_not_dumpable()
     ended = _first_of(parent, os.pidfd_open(init))
     if ended == parent:
         os._exit(1)
-    code = launcher.reap(init)
+    code = launcher.reap_until(init)
     folder.sweep()  # nothing is left to do, unless init was killed
     os._exit(code)
 
 
-def _be_init(spec: JailSpec, folder: _Folder, fd: int, alive: int) -> int:
-    kernel.adopt_orphans()
+def _run_init(spec: JailSpec, folder: _Folder, fd: int, launcher_alive_r: int) -> int:
+    kernel.set_child_subreaper()
     guest = os.fork()
     if guest == 0:
         _become_guest(spec, fd)
     with suppress(PermissionError):  # it has done so itself, and runs its program already
         os.setpgid(guest, guest)
-    launcher.close_all_but(alive, folder.lock)
-    kernel.hide_memory()
-    _first_of(alive, os.pidfd_open(guest))
+    launcher.close_fds_except(launcher_alive_r, folder.lock)
+    kernel.set_not_dumpable()
+    _first_of(launcher_alive_r, os.pidfd_open(guest))
     code = _end_all(spec, guest)
     folder.sweep()
     return code
@@ -83,18 +82,18 @@ def _become_guest(spec: JailSpec, fd: int) -> NoReturn:
         os.setpgid(0, 0)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a ruleset for each slot
-        kernel.no_new_privileges()
+        kernel.set_no_new_privs()
         if spec.uid_base is not None:
             share(spec.python)
             os.setgroups([])
-            kernel.bound_capabilities(NEEDED)
-        given = rules(spec, kernel.landlock_abi())
+            kernel.limit_bounding_set(LANDLOCK_CAPABILITIES)
+        given = rules_for(spec, kernel.landlock_abi())
         calls = (f"{spec.scratch}/calls", given.scratch | REMOVE_DIR)
-        kernel.landlock(given.handled, (*given.paths, calls), given.flags)
+        kernel.restrict_with_landlock(given.handled, (*given.paths, calls), given.flags)
     except OSError as why:
         print(f"jail: landlock: the kernel refused ({why})", file=sys.stderr, flush=True)
-        os._exit(REFUSED)
-    launcher.become_guest(spec, fd)
+        os._exit(launcher.EXIT_LAYER_REFUSED)
+    launcher.exec_guest(spec, fd)
 
 
 def _end_all(spec: JailSpec, guest: int) -> int:
@@ -136,7 +135,7 @@ def _kill_slots(spec: JailSpec) -> None:
     if spec.uid_base is None:
         return
     for slot in range(spec.slots):
-        uid = spec.uid_base + SLOT_UID + slot
+        uid = spec.uid_base + FIRST_SLOT_UID + slot
         os.setresuid(uid + spec.slots, uid, 0)
         try:
             with suppress(ProcessLookupError):
@@ -204,7 +203,7 @@ class _Folder:
             return
         has_uids = self.spec.uid_base is not None
         filled = f"{place}/tmp" if has_uids else place
-        argv = [self.spec.guest_python, "-I", "-S", "-B", f"{self.spec.guest_home}/scratch_cleanup.py", filled]
+        argv = [self.spec.guest_python, "-I", "-S", "-B", f"{self.spec.guest_dir_in_jail}/scratch_cleanup.py", filled]
         become = partial(self._become_owner, slot) if has_uids else None
         subprocess.run(argv, env={}, stdin=subprocess.DEVNULL, timeout=SWEEP_S, check=True, preexec_fn=become)
         _is_removed(f"{place}/tmp")
@@ -213,7 +212,7 @@ class _Folder:
     def _become_owner(self, slot: int) -> None:
         """In a child: be the user that the calls of a slot are, and reach the guest's Python as they do."""
         assert self.spec.uid_base is not None
-        uid = self.spec.uid_base + SLOT_UID + slot
+        uid = self.spec.uid_base + FIRST_SLOT_UID + slot
         share(self.spec.python)
         os.setgroups([])
         os.setresgid(uid, uid, uid)

@@ -16,12 +16,12 @@ from sandbox.jail.spec import JailSpec
 
 def main() -> NoReturn:
     spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = launcher.begin()
+    parent = launcher.detach_from_server()
     guest = os.fork()
     if guest == 0:
-        launcher.become_guest(spec, fd)
+        launcher.exec_guest(spec, fd)
     os.close(fd)
-    os._exit(launcher.watch(parent, guest))
+    os._exit(launcher.wait_or_kill(parent, guest))
 
 
 if __name__ == "__main__":

@@ -17,29 +17,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Union
 
-from sandbox.jail.launch_namespaces import HOSTNAME
-from sandbox.jail.spec import GUEST, JailSpec
+from sandbox.jail.launcher import HOSTNAME
+from sandbox.jail.spec import GUEST_DIR_IN_JAIL, JailSpec
 
 CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL")
 """`namespaces.KEPT`, as nsjail names them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class EnumValue:
     """The name of an enum's value, which is written without quotes."""
 
     name: str
 
 
-Value = Union[bool, int, str, Word, "Fields"]
+Value = Union[bool, int, str, EnumValue, "Fields"]
 Fields = Sequence[tuple[str, Value]]
 
 POLICY: Fields = (
     ("name", "rstar-sandbox"),
-    ("mode", Word("ONCE")),
+    ("mode", EnumValue("ONCE")),
     ("hostname", HOSTNAME),
     ("cwd", "/"),
-    ("log_level", Word("WARNING")),
+    ("log_level", EnumValue("WARNING")),
     ("keep_env", False),
     ("keep_caps", False),
     *(("cap", name) for name in CAPABILITIES),
@@ -60,7 +60,7 @@ _ROOT_MOUNT: Fields = (("dst", "/"), ("is_bind", True), ("is_dir", True), ("rw",
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartParameters:
     """What one start of nsjail adds to the policy: descriptors that the guest gets, files, the id map, a priority."""
 
     fd: int
@@ -77,11 +77,11 @@ class Start:
     """The priority to run at: nsjail would choose the lowest."""
 
 
-def config(spec: JailSpec, start: Start) -> str:
+def config(spec: JailSpec, start: StartParameters) -> str:
     """nsjail's configuration in protobuf's text format, one top field a line."""
     inside, outside, count = start.id_map.split()
     ids: Fields = (("inside_id", inside), ("outside_id", outside), ("count", int(count)))
-    program, *arguments = (spec.guest_python, "-I", "-S", "-B", f"{GUEST}/init.py", str(start.alive))
+    program, *arguments = (spec.guest_python, "-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.alive))
     fields: Fields = (
         *POLICY,
         ("log_file", start.log),
@@ -99,19 +99,19 @@ def config(spec: JailSpec, start: Start) -> str:
 
 def _lines(fields: Fields) -> Iterator[str]:
     for name, value in fields:
-        if isinstance(value, (bool, int, str, Word)):
+        if isinstance(value, (bool, int, str, EnumValue)):
             yield f"{name}: {_scalar(value)}"
         else:
             yield f"{name} {{ {' '.join(_lines(value))} }}"
 
 
-def _scalar(value: bool | int | str | Word) -> str:
+def _scalar(value: bool | int | str | EnumValue) -> str:
     match value:
         case bool():
             return "true" if value else "false"
         case int():
             return str(value)
-        case Word():
+        case EnumValue():
             return value.name
         case str():
             return quoted(value)

@@ -19,7 +19,7 @@ def used_paths(python: Interpreter) -> list[str]:
     """All that a process of this Python opens, links on the way to its binary included."""
     around = os.path.dirname(os.path.dirname(python.executable))
     files = [f"{around}/pyvenv.cfg"] if os.path.isfile(f"{around}/pyvenv.cfg") else []
-    sources = (source for source, _ in (*python.trees, *python.libraries))
+    sources = (source for source, _ in (*python.mounts, *python.libraries))
     return list(dict.fromkeys((*_links(python.executable), python.binary, *files, *sources)))
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import cgroup_tree, kernel, landlock_rules, nsjail_binary, seccomp, userns
 from sandbox.jail.interpreter import Interpreter
-from sandbox.jail.plan import command
+from sandbox.jail.plan import launch_argv
 from sandbox.jail.spec import JailSpec, Level
 from sandbox.jail.uid_range import host_uids
 
@@ -47,7 +47,7 @@ _PASSING_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM})
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ProbedLayer:
     """One thing that a jail may rest on: whether it is there, what was found or why not, and what it is for."""
 
     name: str
@@ -57,24 +57,21 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LevelChoice:
     """A level, and why `auto` took none that is stronger: empty if there is none or the level was asked for by name."""
 
     level: Level
     reason: str = ""
 
 
-def probe(environ: Mapping[str, str] = os.environ) -> tuple[Layer, ...]:
+def probe(environ: Mapping[str, str] = os.environ) -> tuple[ProbedLayer, ...]:
     """Every layer, tried now; well under a second. It forks, so call it from a process with one thread."""
-    return (*(_tried(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL)), _nsjail(environ))
+    return (*(_probe_in_child(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL)), _nsjail(environ))
 
 
-def choose(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping[str, str] = os.environ) -> Level:
-    """The level of `decide`."""
-    return decide(asked, layers, environ).level
-
-
-def decide(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping[str, str] = os.environ) -> Choice:
+def choose_level(
+    asked: str, layers: tuple[ProbedLayer, ...] | None = None, environ: Mapping[str, str] = os.environ
+) -> LevelChoice:
     """The level to run at: what was asked for, or for `auto` the strongest there is, which is never `none`.
 
     Raises `ConfigError` for a name that is no level, `IsolationError` when the machine lacks a layer of the level, and
@@ -91,16 +88,18 @@ def decide(asked: str, layers: tuple[Layer, ...] | None = None, environ: Mapping
             raise ConfigError(f"isolation={asked!r}: expected one of {AUTO}, {', '.join(Level)}") from None
     lacks: list[tuple[Level, str, str]] = []
     for level in wanted:
-        lacking, remedy = _lacking(level, layers, environ)
+        lacking, remedy = _missing_layers(level, layers, environ)
         if not lacking:
-            return Choice(level, "; ".join(f"{other}: {why}" for other, why, _ in lacks)[:REASON_CHARS])
+            return LevelChoice(level, "; ".join(f"{other}: {why}" for other, why, _ in lacks)[:REASON_CHARS])
         if asked != AUTO or level is not Level.NSJAIL or environ.get(nsjail_binary.VARIABLE):  # else nobody misses it
             lacks.append((level, lacking, remedy))
     refusals = (f"isolation={level.value}: {why}{remedy}" for level, why, remedy in lacks)
     raise IsolationError(f"{'. '.join(refusals)}, or ask for isolation=none by name")
 
 
-def _lacking(level: Level, layers: tuple[Layer, ...] | None, environ: Mapping[str, str]) -> tuple[str, str]:
+def _missing_layers(
+    level: Level, layers: tuple[ProbedLayer, ...] | None, environ: Mapping[str, str]
+) -> tuple[str, str]:
     """What a level lacks on this machine, nothing if it is all there; and how to get it."""
     if level is Level.NSJAIL:
         row = next((layer for layer in layers or (_nsjail(environ),) if layer.name == NSJAIL), None)
@@ -108,12 +107,12 @@ def _lacking(level: Level, layers: tuple[Layer, ...] | None, environ: Mapping[st
             return row.found if row else "not tried", f"; or ask for isolation={Level.NAMESPACES.value}"
     needed = _NEEDED.get(level, frozenset())
     if layers is None:
-        layers = tuple(_tried(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL) if attempt[0] in needed)
+        layers = tuple(_probe_in_child(*attempt) for attempt in (*_REQUIRED, *_OPTIONAL) if attempt[0] in needed)
     missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in needed and not layer.ok]
     return f"this machine lacks {'; '.join(missing)}" if missing else "", f". {_REMEDIES.get(level, '')}"
 
 
-def _tried(name: str, attempt: Callable[[], str], purpose: str) -> Layer:
+def _probe_in_child(name: str, attempt: Callable[[], str], purpose: str) -> ProbedLayer:
     """Run `attempt` in a child, again if it fails for a passing reason: its text is what was found, its error what is
     missing."""
     status, found = _attempted(attempt)
@@ -122,7 +121,7 @@ def _tried(name: str, attempt: Callable[[], str], purpose: str) -> Layer:
             break
         time.sleep(RETRY_S)
         status, found = _attempted(attempt)
-    return Layer(name, status == _OK, found, purpose)
+    return ProbedLayer(name, status == _OK, found, purpose)
 
 
 def _attempted(attempt: Callable[[], str]) -> tuple[int, str]:
@@ -160,7 +159,7 @@ def _is_passing(why: BaseException | None) -> bool:
 
 def _user_namespace() -> str:
     """By the jail's own steps: which of them are refused depends on who we are, and in which user namespace."""
-    proc = userns.own_proc()
+    proc = userns.open_proc_self()
     base, count = host_uids(0, 1)
     userns.enter_guests(base, count, proc, privileged=userns.become_privileged(base, count))
     return "single id map" if base is None else "a range of ids"
@@ -173,24 +172,24 @@ def _uid_range() -> str:
             "needs root with CAP_SETUID and enough ids, or newuidmap with ids in /etc/subuid and /etc/subgid, and no "
             "no_new_privs; all calls share one host uid"
         )
-    proc = userns.own_proc()
+    proc = userns.open_proc_self()
     userns.enter_guests(base, count, proc, privileged=userns.become_privileged(base, count))
     os.setresuid(count - 1, count - 1, count - 1)
     return f"host uids from {base}"
 
 
-def process_counts() -> Layer:
+def probe_process_limits() -> ProbedLayer:
     """Whether calls that share a uid can have a limit of processes each."""
-    return _tried(*_PROCESS_COUNTS)
+    return _probe_in_child(*_PROCESS_COUNTS)
 
 
 def _process_counts() -> str:
     """With two processes of its uid outside a user namespace, one within may have two, as is the limit there, and no
     third."""
-    proc = userns.own_proc()
+    proc = userns.open_proc_self()
     userns.become_privileged()
-    userns.enter(0, userns.id_map(None, 0, proc), proc)
-    userns.become_first_id(privileged=False)
+    userns.unshare_mapped(0, userns.id_map(None, 0, proc), proc)
+    userns.become_uid_0(privileged=False)
     with ExitStack() as ends:
         ends.callback(_end, _start_one())
         kernel.unshare(kernel.CLONE_NEWUSER)
@@ -210,7 +209,7 @@ def _start_one() -> int:
     """A process that waits to be killed."""
     pid = os.fork()
     if pid == 0:
-        kernel.die_with_parent()
+        kernel.set_parent_death_signal()
         signal.pause()
     return pid
 
@@ -227,7 +226,7 @@ def _pid_namespace() -> str:
     if child == 0:
         os._exit(os.getpid())
     first = kernel.exit_status(child)
-    return _expect(first == 1, "its first process is PID 1", f"its first process has PID {first}")
+    return _found_or_raise(first == 1, "its first process is PID 1", f"its first process has PID {first}")
 
 
 def _private_tmpfs() -> str:
@@ -236,7 +235,7 @@ def _private_tmpfs() -> str:
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("probe", _STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=700")
     size = (found := os.statvfs(_STAGE)).f_blocks * found.f_frsize
-    return _expect(size == MIB, "sizes hold", f"asked for {MIB} bytes, got {size}")
+    return _found_or_raise(size == MIB, "sizes hold", f"asked for {MIB} bytes, got {size}")
 
 
 def _pivot_root() -> str:
@@ -244,7 +243,7 @@ def _pivot_root() -> str:
     os.chdir(_STAGE)
     kernel.pivot_root(".", ".")
     kernel.detach(".")
-    return _expect(os.listdir("/") == [], "the old root is gone", "the old root is still there")
+    return _found_or_raise(os.listdir("/") == [], "the old root is gone", "the old root is still there")
 
 
 def _ipc_namespace() -> str:
@@ -257,33 +256,33 @@ def _uts_namespace() -> str:
     userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWUTS)
     kernel.set_hostname("probe")
-    return _expect(os.uname().nodename == "probe", "granted", "the host name did not change")
+    return _found_or_raise(os.uname().nodename == "probe", "granted", "the host name did not change")
 
 
 def _net_namespace() -> str:
     userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWNET)
     names = [name for _, name in socket.if_nameindex()]
-    return _expect(names == ["lo"], "only a loopback, down", f"interfaces {names}")
+    return _found_or_raise(names == ["lo"], "only a loopback, down", f"interfaces {names}")
 
 
 def _no_capabilities() -> str:
     userns.become_privileged()
-    kernel.bound_capabilities(frozenset())
+    kernel.limit_bounding_set(frozenset())
     kernel.drop_capabilities()
     left = kernel.effective_capabilities()
-    return _expect(not left, "all dropped", f"{len(left)} are left")
+    return _found_or_raise(not left, "all dropped", f"{len(left)} are left")
 
 
 def _no_new_privileges() -> str:
-    kernel.no_new_privileges()
+    kernel.set_no_new_privs()
     return "granted"
 
 
 def _seccomp() -> str:
     program = seccomp.program()
-    kernel.no_new_privileges()
-    kernel.load_filter(program)
+    kernel.set_no_new_privs()
+    kernel.load_seccomp(program)
     try:
         socket.socket().close()
     except PermissionError:
@@ -311,11 +310,13 @@ def _schedstat() -> str:
     os.sched_yield()  # brings this process's numbers up to date
     with open("/proc/self/schedstat", encoding="ascii") as file:
         ran, waited, _ = map(int, file.read().split())
-    return _expect(ran > 0, f"waited {waited / 1e6:.3f} ms so far", "the kernel does not count (CONFIG_SCHED_INFO)")
+    return _found_or_raise(
+        ran > 0, f"waited {waited / 1e6:.3f} ms so far", "the kernel does not count (CONFIG_SCHED_INFO)"
+    )
 
 
 def _priorities() -> str:
-    if not kernel.may_set_priorities():
+    if not kernel.can_restore_priority():
         raise PermissionError("no CAP_SYS_NICE in the first user namespace")
     for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
         os.sched_setscheduler(0, policy, os.sched_param(0))
@@ -326,12 +327,12 @@ def _landlock() -> str:
     abi = kernel.landlock_abi()
     handled = landlock_rules.handled(abi)
     may_change_uids = host_uids(0, 1, Level.LANDLOCK)[0] is not None
-    if abi < landlock_rules.TRUNCATES and not may_change_uids:
+    if abi < landlock_rules.TRUNCATE_ABI and not may_change_uids:
         raise IsolationError(
-            f"ABI {abi}; without root and Docker's default capabilities it takes {landlock_rules.TRUNCATES}"
+            f"ABI {abi}; without root and Docker's default capabilities it takes {landlock_rules.TRUNCATE_ABI}"
         )
-    kernel.no_new_privileges()
-    kernel.landlock(handled, [(_STAGE, landlock_rules.READ_FILE)], 0)
+    kernel.set_no_new_privs()
+    kernel.restrict_with_landlock(handled, [(_STAGE, landlock_rules.READ_FILE)], 0)
     os.close(os.open(f"{_STAGE}/self/stat", os.O_RDONLY))
     try:
         os.close(os.open("/", os.O_RDONLY))
@@ -343,22 +344,22 @@ def _landlock() -> str:
 
 def _control_groups() -> str:
     """A group is made, a process goes in, uses 4 MiB under a limit of one process, and is counted."""
-    tree = cgroup_tree.Tree()
+    tree = cgroup_tree.CgroupTree()
     try:
-        group, doors = tree.group(0), list(tree.doors(0))
-        group.begin(64 * MIB, 1)
+        cgroup, doors = tree.cgroup(0), list(tree.open_procs_files(0))
+        cgroup.set_limits(64 * MIB, 1)
         child = os.fork()
         if child == 0:
-            os._exit(_fill(doors))
+            os._exit(_use_memory(doors))
         if kernel.exit_status(child):
             raise OSError("a process could not enter, or its limit did not hold")
-        peak = group.end().peak_bytes
-        return _expect(peak is None or peak >= 4 * MIB, str(tree), f"4 MiB were counted as {peak} bytes")
+        peak = cgroup.read_usage().peak_bytes
+        return _found_or_raise(peak is None or peak >= 4 * MIB, str(tree), f"4 MiB were counted as {peak} bytes")
     finally:
         tree.close()
 
 
-def _fill(doors: list[int]) -> int:
+def _use_memory(doors: list[int]) -> int:
     for door in doors:
         os.write(door, b"0")
     bytearray(b"x" * (4 * MIB))
@@ -371,19 +372,19 @@ def _fill(doors: list[int]) -> int:
     return 1
 
 
-def _nsjail(environ: Mapping[str, str]) -> Layer:
+def _nsjail(environ: Mapping[str, str]) -> ProbedLayer:
     purpose, found = "level nsjail", ""
     for _ in range(TRIES):
         try:
             path = nsjail_binary.find(environ)
             _try_nsjail(environ)
-            return Layer(NSJAIL, True, path, purpose)
+            return ProbedLayer(NSJAIL, True, path, purpose)
         except (ConfigError, OSError, subprocess.TimeoutExpired) as why:
             found = str(why)
             if not _is_passing(why):
                 break
         time.sleep(RETRY_S)
-    return Layer(NSJAIL, False, found, purpose)
+    return ProbedLayer(NSJAIL, False, found, purpose)
 
 
 def _try_nsjail(environ: Mapping[str, str]) -> None:
@@ -392,7 +393,7 @@ def _try_nsjail(environ: Mapping[str, str]) -> None:
     spec = JailSpec(Level.NSJAIL, Interpreter.find(sys.executable), _GUEST_DIR, {}, (), *host_uids(0, 1))
     spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({holds}))"))
     with open(os.devnull) as null:  # in place of the socket
-        argv, fd = command(spec, null.fileno()), null.fileno()
+        argv, fd = launch_argv(spec, null.fileno()), null.fileno()
         run = subprocess.run(
             argv, pass_fds=[fd], env=environ, stdin=null, capture_output=True, timeout=_TRIAL_S, check=False
         )
@@ -403,7 +404,7 @@ def _try_nsjail(environ: Mapping[str, str]) -> None:
         raise IsolationError(f"a trial failed: {said[:_TRIAL_TEXT]}")
 
 
-def _expect(holds: bool, found: str, otherwise: str) -> str:
+def _found_or_raise(holds: bool, found: str, otherwise: str) -> str:
     if not holds:
         raise OSError(otherwise)
     return found

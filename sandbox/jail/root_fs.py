@@ -19,12 +19,12 @@ import shutil
 import stat
 
 from sandbox.jail import kernel
-from sandbox.jail.interpreter import HOME, Interpreter
-from sandbox.jail.spec import GUEST, JailSpec
+from sandbox.jail.interpreter import PYTHON_DIR_IN_JAIL, Interpreter
+from sandbox.jail.spec import GUEST_DIR_IN_JAIL, JailSpec
 
 # Mounted on for a moment, until the root is entered or moved: every Linux host has it, and nothing that we mount comes
 # from it.
-STAGE = "/proc"
+ROOT_STAGING_DIR = "/proc"
 LARGE_BYTES = 4 << 20
 """From here on one more mount is cheaper than a copy in every jail's memory."""
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
@@ -37,29 +37,31 @@ ETC = {
 _READ_ONLY = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 
 
-def lay_out(spec: JailSpec) -> None:
+def build(spec: JailSpec) -> None:
     """Make the root in this (new, own) mount namespace, at `STAGE`."""
     # First of all: whatever is mounted from here on must not appear on the host.
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount("jail", STAGE, "tmpfs", kernel.MS_NOSUID, "mode=755")
+    kernel.mount("jail", ROOT_STAGING_DIR, "tmpfs", kernel.MS_NOSUID, "mode=755")
     for folder in ("tmp", "dev", "etc", "python/bin", "guest"):
-        os.makedirs(f"{STAGE}/{folder}")
+        os.makedirs(f"{ROOT_STAGING_DIR}/{folder}")
     _write_etc()
     _copy_guest(spec.guest_dir)
     _place_python(spec)
     _make_devices()
     # Last, when nothing is left to create: read-only as a file system, not only as a mount of it.
-    kernel.mount("jail", STAGE, flags=kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID, options="mode=755")
+    kernel.mount(
+        "jail", ROOT_STAGING_DIR, flags=kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID, options="mode=755"
+    )
 
 
 def move_to(folder: str) -> None:
     """Take what was laid out to `folder`, for another program to enter; what `STAGE` hid is there again."""
-    kernel.mount(STAGE, folder, flags=kernel.MS_MOVE)
+    kernel.mount(ROOT_STAGING_DIR, folder, flags=kernel.MS_MOVE)
 
 
-def enter() -> None:
+def pivot() -> None:
     """Move into what was laid out, and let go of the host's root."""
-    os.chdir(STAGE)
+    os.chdir(ROOT_STAGING_DIR)
     # Old and new root on one spot: the old one ends on top and is detached, and no folder for it stays behind.
     kernel.pivot_root(".", ".")
     kernel.detach(".")
@@ -68,31 +70,31 @@ def enter() -> None:
 
 def _write_etc() -> None:
     for name, text in ETC.items():
-        with open(f"{STAGE}/etc/{name}", "w", encoding="ascii") as file:
+        with open(f"{ROOT_STAGING_DIR}/etc/{name}", "w", encoding="ascii") as file:
             file.write(text)
 
 
 def _copy_guest(guest_dir: str) -> None:
     for name in sorted(os.listdir(guest_dir)):
         if name.endswith(".py"):
-            shutil.copyfile(os.path.join(guest_dir, name), f"{STAGE}{GUEST}/{name}")
+            shutil.copyfile(os.path.join(guest_dir, name), f"{ROOT_STAGING_DIR}{GUEST_DIR_IN_JAIL}/{name}")
 
 
 def _place_python(spec: JailSpec) -> None:
     python = spec.python
     for source, target in python.libraries:
         _place_file(source, target)
-    _place_file(python.binary, f"{HOME}/bin/python3")
+    _place_file(python.binary, f"{PYTHON_DIR_IN_JAIL}/bin/python3")
     for name in ("python", "python{}.{}".format(*python.version)):
-        os.symlink("python3", f"{STAGE}{HOME}/bin/{name}")
-    for source, target in python.trees:
+        os.symlink("python3", f"{ROOT_STAGING_DIR}{PYTHON_DIR_IN_JAIL}/bin/{name}")
+    for source, target in python.mounts:
         _bind(source, target)
-    for target in python.masks:
-        _bind(f"{STAGE}/tmp", target)
+    for target in python.masked_paths:
+        _bind(f"{ROOT_STAGING_DIR}/tmp", target)
 
 
 def _place_file(source: str, target: str) -> None:
-    path = STAGE + target
+    path = ROOT_STAGING_DIR + target
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.getsize(source) >= LARGE_BYTES:
         _touch(path)
@@ -104,7 +106,7 @@ def _place_file(source: str, target: str) -> None:
 
 def _make_devices() -> None:
     for name, minor in DEVICES.items():
-        path = f"{STAGE}/dev/{name}"
+        path = f"{ROOT_STAGING_DIR}/dev/{name}"
         try:
             os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
             os.chmod(path, 0o666)
@@ -112,11 +114,11 @@ def _make_devices() -> None:
             _touch(path)
             kernel.mount(f"/dev/{name}", path, flags=kernel.MS_BIND)
             _restrict(path, kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NOEXEC)
-    os.symlink("/tmp", f"{STAGE}/dev/shm")
+    os.symlink("/tmp", f"{ROOT_STAGING_DIR}/dev/shm")
 
 
 def _bind(source: str, target: str) -> None:
-    path = STAGE + target
+    path = ROOT_STAGING_DIR + target
     if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)
     kernel.mount(source, path, flags=kernel.MS_BIND)
@@ -133,9 +135,9 @@ def _touch(path: str) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
 
 
-def unreadable(python: Interpreter) -> str | None:
+def first_unreadable(python: Interpreter) -> str | None:
     """The first path of the interpreter that only its owner may read, if there is one: calls run as other users."""
-    for path in (python.binary, *(source for source, _ in (*python.trees, *python.libraries))):
+    for path in (python.binary, *(source for source, _ in (*python.mounts, *python.libraries))):
         needed = stat.S_IROTH | (stat.S_IXOTH if os.path.isdir(path) else 0)
         if os.stat(path).st_mode & needed != needed:
             return path

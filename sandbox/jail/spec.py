@@ -1,8 +1,8 @@
 """What a jail is to be, as data: `JailSpec`, which goes to the launcher as JSON.
 
 A jail holds one family of zygotes, which fork the calls. Its first uid inside (0) is the zygote's; calls run as
-`SLOT_UID + slot`. Two jails with disjoint host ranges (`host_uids`) never share a host uid, so neither per-uid limits
-nor signals reach from one to the other.
+`FIRST_SLOT_UID + slot`. Two jails with disjoint host ranges (`host_uids`) never share a host uid, so neither
+per-uid limits nor signals reach from one to the other.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from sandbox.errors import ConfigError
-from sandbox.jail.interpreter import HOME, Interpreter
+from sandbox.jail.interpreter import PYTHON_DIR_IN_JAIL, Interpreter
 
-SLOT_UID = 1000
+FIRST_SLOT_UID = 1000
 """The first uid of calls, inside."""
-UIDS_OF_A_SLOT = 3
+UIDS_PER_SLOT = 3
 """At level `landlock`; see `guest/landlock_slots.py`."""
-GUEST = "/guest"
+GUEST_DIR_IN_JAIL = "/guest"
 
 
 class Level(StrEnum):
@@ -36,7 +36,7 @@ class Level(StrEnum):
     """Rlimits only; asked for by name."""
 
 
-ON_THE_HOST = (Level.LANDLOCK, Level.NONE)
+HOST_PATH_LEVELS = (Level.LANDLOCK, Level.NONE)
 """The levels at which the guest sees the host's paths."""
 
 
@@ -55,13 +55,13 @@ class JailSpec:
     uid_base: int | None = None
     uid_count: int = 0
     scratch: str | None = None
-    own_namespaces: bool = False
+    user_namespace_per_call: bool = False
 
     def __post_init__(self) -> None:
-        if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= SLOT_UID):
+        if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= FIRST_SLOT_UID):
             raise ConfigError(
                 f"uid_base={self.uid_base}, uid_count={self.uid_count}: expected a base over 0 and a count over "
-                f"{SLOT_UID}, the first slot's uid; take both from host_uids()"
+                f"{FIRST_SLOT_UID}, the first slot's uid; take both from host_uids()"
             )
         if (self.level is Level.LANDLOCK) != (self.scratch is not None):
             raise ConfigError(f"scratch={self.scratch!r}: expected a path for level landlock, and None for others")
@@ -69,23 +69,23 @@ class JailSpec:
     @property
     def slots(self) -> int:
         """At level `landlock`, of how many slots the range has the uids: the call's and two helpers' for each."""
-        return max(0, self.uid_count - SLOT_UID) // UIDS_OF_A_SLOT
+        return max(0, self.uid_count - FIRST_SLOT_UID) // UIDS_PER_SLOT
 
     @property
     def guest_python(self) -> str:
         """Where the guest's Python is, as the guest sees it."""
-        return self.python.executable if self.level in ON_THE_HOST else f"{HOME}/bin/python3"
+        return self.python.executable if self.level in HOST_PATH_LEVELS else f"{PYTHON_DIR_IN_JAIL}/bin/python3"
 
     @property
-    def guest_home(self) -> str:
+    def guest_dir_in_jail(self) -> str:
         """Where `guest_dir` is, as the guest sees it."""
         if self.scratch is not None:
             return f"{self.scratch}/guest"
-        return self.guest_dir if self.level is Level.NONE else GUEST
+        return self.guest_dir if self.level is Level.NONE else GUEST_DIR_IN_JAIL
 
     def guest_argv(self, fd: int) -> list[str]:
         """What the jail runs. No -I: the environment is ours alone, and PYTHONPATH may be in it."""
-        zygote = (self.guest_python, "-s", "-B", f"{self.guest_home}/zygote.py", "--fd", "{fd}")
+        zygote = (self.guest_python, "-s", "-B", f"{self.guest_dir_in_jail}/zygote.py", "--fd", "{fd}")
         return [str(fd) if word == "{fd}" else word for word in self.argv or zygote]
 
     def guest_env(self) -> dict[str, str]:

@@ -22,22 +22,24 @@ NOBODY = 65_534
 ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 # The user namespace comes with the others, so that it owns them. No cgroup namespace: it only changes what /proc and
 # /sys show, and neither is there. No time namespace: clocks are not secret.
-INNER = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+JAIL_NAMESPACES = (
+    kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+)
 RANGE = 1
 """Where a range begins in the namespace of `become_root`; id 0 is who we were."""
 MAPPERS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
 SUBORDINATE = "/etc/subuid", "/etc/subgid"
 
 
-def own_proc() -> int:
+def open_proc_self() -> int:
     """A handle on this process's folder in /proc, good for as long as it is held, mounted or not."""
     return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
 
 
-def become_root(uid_base: int | None = None, uid_count: int = 0) -> None:
+def enter_as_root(uid_base: int | None = None, uid_count: int = 0) -> None:
     """As an ordinary user: a user namespace in which we may mount. It has the range if there is one; without one,
     groups cannot be changed in it, by kernel rule."""
-    uid, gid, proc = os.geteuid(), os.getegid(), own_proc()
+    uid, gid, proc = os.geteuid(), os.getegid(), open_proc_self()
     if uid_base is None:
         kernel.unshare(kernel.CLONE_NEWUSER)
         for name, text in (("setgroups", "deny"), ("gid_map", f"0 {gid} 1"), ("uid_map", f"0 {uid} 1")):
@@ -55,7 +57,7 @@ def may_have(uid_base: int, uid_count: int) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            become_root(uid_base, uid_count)
+            enter_as_root(uid_base, uid_count)
         except OSError:
             os._exit(1)
         os._exit(0)
@@ -83,30 +85,30 @@ def id_map(uid_base: int | None, uid_count: int, proc: int) -> str:
     raise IsolationError("user namespace: expected id 65534 or 0 to exist in this container, but neither does")
 
 
-def enter(flags: int, mapped: str, proc: int) -> None:
+def unshare_mapped(flags: int, mapped: str, proc: int) -> None:
     """Unshare a user namespace, mapped as said, and all of `flags` in it. `proc` is from `own_proc`."""
     _unshare(kernel.CLONE_NEWUSER | flags, lambda: _write_maps(proc, dict.fromkeys(MAPPERS, mapped)), repr(mapped))
 
 
 def _unshare(flags: int, write: Callable[[], None], what: str) -> None:
     """Unshare a user namespace whose maps a child, forked before, writes from outside."""
-    entered, enter = os.pipe()
+    unshared_r, unshared_w = os.pipe()
     mapper = os.fork()
     if mapper == 0:
-        os.close(enter)
-        os._exit(_error_of(write) if os.read(entered, 1) else 0)
-    os.close(entered)
+        os.close(unshared_w)
+        os._exit(_error_of(write) if os.read(unshared_r, 1) else 0)
+    os.close(unshared_r)
     try:
         kernel.unshare(flags)
-        os.write(enter, b".")
+        os.write(unshared_w, b".")
     finally:
-        os.close(enter)
+        os.close(unshared_w)
         number = kernel.exit_status(mapper)
     if number:
         raise OSError(number, f"writing the id map, {what}: {os.strerror(number)}")
 
 
-def become_first_id(*, privileged: bool) -> None:
+def become_uid_0(*, privileged: bool) -> None:
     """Be id 0 of the new namespace. Groups first: without the host's privileges they stay, as the kernel wants it."""
     if privileged:
         os.setgroups([])
@@ -120,8 +122,8 @@ def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
     and rights."""
     if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
         return True
-    with layer("user namespace", "enable unprivileged user namespaces, or start as root"):
-        become_root(uid_base, uid_count)
+    with layer_errors("user namespace", "enable unprivileged user namespaces, or start as root"):
+        enter_as_root(uid_base, uid_count)
     return False
 
 
@@ -134,14 +136,14 @@ def inner_map(uid_base: int | None, uid_count: int, proc: int, *, privileged: bo
 def enter_guests(uid_base: int | None, uid_count: int, proc: int, *, privileged: bool) -> None:
     """Enter the guest's namespaces and be their first id. `proc` is from `own_proc`, `privileged` from
     `become_privileged` with the same range."""
-    with layer("namespaces and id map", ID_MAP_REMEDY):
-        enter(INNER, inner_map(uid_base, uid_count, proc, privileged=privileged), proc)
-    with layer("user ids"):
-        become_first_id(privileged=privileged or uid_base is not None)
+    with layer_errors("namespaces and id map", ID_MAP_REMEDY):
+        unshare_mapped(JAIL_NAMESPACES, inner_map(uid_base, uid_count, proc, privileged=privileged), proc)
+    with layer_errors("user ids"):
+        become_uid_0(privileged=privileged or uid_base is not None)
 
 
 @contextmanager
-def layer(name: str, remedy: str = "") -> Iterator[None]:
+def layer_errors(name: str, remedy: str = "") -> Iterator[None]:
     """What the kernel refuses in here is refused by this name."""
     try:
         yield

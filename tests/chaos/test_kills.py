@@ -19,7 +19,7 @@ from bench.probes.leftovers import still_there
 from bench.servers import service
 from bench.workloads import checked_calls
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 pytestmark = pytest.mark.timeout(400)
@@ -30,7 +30,7 @@ FLAGS = ("--profiles", "bare", "--executors", "2", "--zygotes", "1", "--slots", 
 def target() -> Iterator[Target]:
     """A lean server that may be killed."""
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     with ExitStack() as life:

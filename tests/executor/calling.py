@@ -18,7 +18,7 @@ import pytest
 from sandbox import wire
 from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result
 from tests.jail.jails import descendants
 
@@ -110,7 +110,7 @@ def executor(
     settings = {"isolation": "auto", "profiles": ("bare",), "zygotes": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
-            settings["isolation"] = choose("auto").value
+            settings["isolation"] = choose_level("auto").level.value
         except IsolationError as why:
             pytest.skip(str(why))
     config = ExecutorConfig(python=str(python), **settings)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import Tree
-from sandbox.jail.cgroup_tree import MOST_DOORS, PREFIX, own_folders
+from sandbox.jail import CgroupTree
+from sandbox.jail.cgroup_tree import MOST_DOORS, PREFIX, own_cgroup_dirs
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 
@@ -23,7 +23,7 @@ LONG_S = 60
 @pytest.fixture(scope="module")
 def grouped() -> Iterator[Caller]:
     try:
-        Tree().close()
+        CgroupTree().close()
     except IsolationError as why:
         pytest.skip(str(why))
     with executor() as caller:
@@ -33,8 +33,8 @@ def grouped() -> Iterator[Caller]:
 @pytest.fixture
 def resettable(grouped: Caller) -> None:
     """Version 1, or version 2 from Linux 6.12 on: the peak is each call's own."""
-    tree = Tree()
-    can_reset = tree.group(0)._can_reset and tree.group(0)._peak >= 0
+    tree = CgroupTree()
+    can_reset = tree.cgroup(0)._can_reset and tree.cgroup(0)._peak >= 0
     tree.close()
     if not can_reset:
         pytest.skip("this kernel's peak of a group cannot be reset")
@@ -42,7 +42,7 @@ def resettable(grouped: Caller) -> None:
 
 def trees(pid: int) -> list[Path]:
     """The groups that an executor has made."""
-    return [path for home in {*own_folders().values()} for path in Path(home).glob(f"{PREFIX}{pid}-*")]
+    return [path for home in {*own_cgroup_dirs().values()} for path in Path(home).glob(f"{PREFIX}{pid}-*")]
 
 
 def most_held(pid: int) -> int:

@@ -17,7 +17,7 @@ import pytest
 from sandbox import wire
 from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
 from tests.jail import jails
@@ -320,7 +320,7 @@ def test_it_does_not_choose_a_level_itself() -> None:
 @pytest.mark.parametrize("denial", jails.NO_EXECUTABLE_MEMORY)
 def test_calls_run_where_memory_cannot_be_made_executable(denial: str, isolation: str) -> None:
     try:
-        choose(isolation)
+        choose_level(isolation)
     except IsolationError as why:
         pytest.skip(str(why))
     code = jails.without_executable_memory(denial)

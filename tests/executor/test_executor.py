@@ -22,7 +22,7 @@ from sandbox.executor import profile_choice
 from sandbox.executor import zygote_pool as family
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
-from sandbox.jail import Spent
+from sandbox.jail import CgroupUsage
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.zygotes import HOSTILE, Driven, Peer, driven, frame
@@ -126,14 +126,14 @@ async def test_an_outage_of_some_seconds_costs_no_call_its_verdict(
     ("spent", "status", "attempts"),
     [
         (None, Status.KILLED, 1),
-        (Spent(1.0, 1), Status.KILLED, 1),
-        (Spent(1.0, 1, was_oom=True), Status.MEMORY_LIMIT, 1),
-        (Spent(1.0, 1, was_squeezed=True), Status.UNAVAILABLE, 3),
+        (CgroupUsage(1.0, 1), Status.KILLED, 1),
+        (CgroupUsage(1.0, 1, hit_own_limit=True), Status.MEMORY_LIMIT, 1),
+        (CgroupUsage(1.0, 1, hit_outer_limit=True), Status.UNAVAILABLE, 3),
     ],
 )
 @pytest.mark.trio
 async def test_the_kernels_count_tells_one_kill_from_another(
-    spent: Spent | None,
+    spent: CgroupUsage | None,
     status: Status,
     attempts: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -244,7 +244,7 @@ def test_zygotes_that_never_start_end_the_executor(monkeypatch: pytest.MonkeyPat
 def test_slots_are_no_more_than_there_are_descriptors_for(
     most: int, slots: int, long_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core.jail, "most_slots", lambda: most)
+    monkeypatch.setattr(core.jail, "max_slots_for_fds", lambda: most)
     config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
     executor = core.Executor(config, lambda *_: None)
     assert (executor.slots, executor.long_slots) == (slots, long_slots)
@@ -390,7 +390,7 @@ async def test_a_zygote_that_is_warm_in_no_sane_way_is_started_anew(
 
 
 def test_many_slots_are_spread_over_enough_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core.jail, "most_slots", lambda: sys.maxsize)
+    monkeypatch.setattr(core.jail, "max_slots_for_fds", lambda: sys.maxsize)
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygotes=1, slots=10_000)
     families = Executor(config, lambda *_: None).families
     assert len(families) == 3

@@ -20,7 +20,7 @@ from sandbox.executor.executor import Executor
 from sandbox.executor.monitor import behind_s
 from sandbox.executor.process_tree import CallTree, Eagerness
 from sandbox.executor.virtual_clock import Look, Process, Thread
-from sandbox.jail import Tree
+from sandbox.jail import CgroupTree
 from sandbox.types import Limits, Result, Status
 from tests.executor.calling import Caller, call, executor
 from tests.executor.zygotes import Driven, Peer, done, driven
@@ -581,7 +581,7 @@ def test_a_long_call_is_judged_as_ever() -> None:
 
 def test_what_lasts_gives_way_to_everything_and_not_only_in_its_session(narrow: Caller) -> None:
     """Where the kernel divides cores between sessions, a policy says nothing to those of another one."""
-    tree = Tree()
+    tree = CgroupTree()
     has_group = tree.idle is not None
     tree.close()
     if not has_group or not Eagerness().can_change:
@@ -614,7 +614,7 @@ def bare(path):
 tree._read = bare
 class Nothing:
     def __init__(self): raise errors.IsolationError("cgroups: hidden")
-if not has_groups: jail.Tree = Nothing
+if not has_groups: jail.CgroupTree = Nothing
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """

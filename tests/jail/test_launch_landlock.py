@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import Interpreter, JailSpec, Level, call_plan, choose, host_uids, kernel, landlock_rules
-from sandbox.jail.uid_range import NEEDED
+from sandbox.jail import Interpreter, JailSpec, Level, choose_level, confinement_plan, host_uids, kernel, landlock_rules
+from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 from tests.jail import jails
 from tests.jail.conftest import find
 from tests.jail.test_plan import PYTHON
@@ -45,7 +45,7 @@ def pure_spec(**more: object) -> JailSpec:
 
 @pytest.mark.parametrize("abi", range(1, 8))
 def test_nothing_but_devices_is_written_outside_the_folder_of_calls(abi: int) -> None:
-    given = landlock_rules.rules(pure_spec(), abi)
+    given = landlock_rules.rules_for(pure_spec(), abi)
     writing = [
         path
         for path, access in given.paths
@@ -64,8 +64,8 @@ def test_guest_finds_its_things_on_the_host() -> None:
 
 def test_old_kernels_are_no_ground_for_ordinary_users() -> None:
     with pytest.raises(IsolationError, match=r"needs Landlock ABI 3 \(Linux 6.2\), got 2"):
-        landlock_rules.refuse_unfit(pure_spec(), 2)
-    landlock_rules.refuse_unfit(pure_spec(), 3)
+        landlock_rules.check_requirements(pure_spec(), 2)
+    landlock_rules.check_requirements(pure_spec(), 3)
 
 
 def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,21 +73,21 @@ def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.M
         (folder / "closed").mkdir(mode=0o700)
         library = folder / "closed" / "lib"
         library.mkdir()
-        python = replace(PYTHON, binary="/bin/true", trees=((str(library), "/python/lib"),), libraries=())
+        python = replace(PYTHON, binary="/bin/true", mounts=((str(library), "/python/lib"),), libraries=())
         spec = replace(pure_spec(uid_base=5000, uid_count=2000), python=python)
-        monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED)
+        monkeypatch.setattr(kernel, "effective_capabilities", lambda: LANDLOCK_CAPABILITIES)
         with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
-            landlock_rules.refuse_unfit(spec, 7)
-        monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED | {kernel.CAP_SYS_ADMIN})
-        landlock_rules.refuse_unfit(spec, 7)  # the launcher mounts it where calls can reach it
+            landlock_rules.check_requirements(spec, 7)
+        monkeypatch.setattr(kernel, "effective_capabilities", lambda: LANDLOCK_CAPABILITIES | {kernel.CAP_SYS_ADMIN})
+        landlock_rules.check_requirements(spec, 7)  # the launcher mounts it where calls can reach it
         with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
-            landlock_rules.refuse_unfit(replace(spec, scratch=f"{folder}/closed/calls"), 7)
+            landlock_rules.check_requirements(replace(spec, scratch=f"{folder}/closed/calls"), 7)
 
 
 @pytest.fixture(params=["uids of their own", "one uid"])
 def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -> Iterator[JailSpec]:
     try:
-        choose("landlock")
+        choose_level("landlock")
     except IsolationError as why:
         pytest.skip(str(why))
     uids: tuple[int | None, int] = (None, 0)
@@ -162,7 +162,7 @@ def _watched(spec: JailSpec, code: str) -> Iterator[tuple[jails.Jailed, list[int
 def test_places_of_the_plan_are_the_jails_own() -> None:
     if _abi() == 0:
         pytest.skip("needs Landlock")
-    plan = call_plan(pure_spec())
+    plan = confinement_plan(pure_spec())
     assert (plan["uid_base"], plan["drop_bounding"], plan["landlock"]["folder"]) == (None, False, "/tmp/calls/calls")
     assert len(plan["own_pid_at"]) == 5  # kill, tgkill, two of rt_sigqueueinfo, prlimit64
 

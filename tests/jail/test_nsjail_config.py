@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.jail import JailSpec, Level, kernel, launch_namespaces
-from sandbox.jail.nsjail_config import CAPABILITIES, Start, config, quoted
+from sandbox.jail.nsjail_config import CAPABILITIES, StartParameters, config, quoted
 from tests.jail.test_plan import PYTHON
 
-START = Start(fd=7, alive=9, root="/run/root", log="/run/nsjail.log", id_map="0 1381171200 1064", nice=5)
+START = StartParameters(fd=7, alive=9, root="/run/root", log="/run/nsjail.log", id_map="0 1381171200 1064", nice=5)
 
 GOLDEN = """\
 name: "rstar-sandbox"
@@ -63,7 +63,7 @@ def test_whole_text() -> None:
 
 
 def test_capabilities_are_those_that_calls_need() -> None:
-    assert {getattr(kernel, name) for name in CAPABILITIES} == launch_namespaces.KEPT
+    assert {getattr(kernel, name) for name in CAPABILITIES} == launch_namespaces.ZYGOTE_CAPABILITIES
 
 
 def unquoted(literal: str) -> str:
@@ -97,5 +97,5 @@ def test_no_text_adds_a_field(env: dict[str, str], argv: list[str]) -> None:
 def test_one_id_is_mapped_as_said(id_map: str) -> None:
     inside, outside, count = id_map.split()
     fields = f'{{ inside_id: "{inside}" outside_id: "{outside}" count: {count} }}'
-    text = config(spec(), Start(7, 9, "/run/root", "/run/nsjail.log", id_map, 0))
+    text = config(spec(), StartParameters(7, 9, "/run/root", "/run/nsjail.log", id_map, 0))
     assert f"uidmap {fields}\ngidmap {fields}\n" in text

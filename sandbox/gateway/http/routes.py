@@ -23,7 +23,7 @@ from sandbox.gateway.http.errors import Refusal, refusals_as_json
 from sandbox.gateway.http.listener import IDLE_S
 from sandbox.gateway.http.openapi import MOST, Route, document
 from sandbox.gateway.stats import Stats
-from sandbox.types import Result, Status
+from sandbox.types import EncodedResult, Result, Status
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 CONFIG = web.AppKey("config", ServeConfig)
@@ -217,7 +217,7 @@ async def _within(seconds: float, event: asyncio.Event) -> bool:
         return False
 
 
-def _all(batch: Batch) -> list[dict[str, Any]]:
+def _all(batch: Batch) -> list[EncodedResult]:
     return [batch.take(index) for index in range(len(batch.answers))]
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(node, "MIN_BACKOFF_S", 0.0)
 
 
 def batch(*codes: str) -> dict[str, list[dict[str, str]]]:
