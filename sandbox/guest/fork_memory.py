@@ -1,12 +1,15 @@
-"""Settles a zygote's memory, so that forking it copies as little as possible.
+"""Arranges a zygote's memory so that a fork copies as little as possible.
 
-A fork copies each mapping of its parent (1 µs, and its end as much), and the page tables of all that the parent has
-written to: an entry and its bookkeeping for each 4 KiB, which for a heap of 50 MB costs more than everything else a
-small call does. So while a zygote loads (`use_one_heap`), and even before (`reexec_with_malloc`), all memory comes from one heap, which
-is then collapsed into huge pages (`compact_heap`; madvise(2), MADV_COLLAPSE, Linux 6.1). A kernel that cannot stays slower.
+This is an optimisation: where the kernel or the C library lacks a feature, forks are slower.
 
-Code is another matter: it is mapped from files, whose pages a fork does not copy, so each call would fault them in
-again, 16 at a time. What of the interpreter fills whole huge pages is copied into such: no fault at all in a call.
+A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
+each 4 KiB page that the parent has written. For a heap of 50 MB these entries cost more than all else of a small call.
+
+    use_one_heap, reexec_with_malloc   all memory comes from malloc's heap          at the start of a zygote
+    colocate_bytecode                  hot bytecode lies side by side               after the first warm-up
+    remap_code                         code in huge pages, two mappings a library   when a zygote has loaded its profile
+    compact_heap                       the heap is collapsed into huge pages        after that (MADV_COLLAPSE, Linux 6.1)
+    trim_heap                          the free end of the heap is returned         last
 """
 
 from __future__ import annotations
