@@ -350,7 +350,7 @@ def _executor(python: str) -> Iterator[_Executor]:
             process = subprocess.Popen(command, pass_fds=[fd], start_new_session=True, stdin=subprocess.DEVNULL)
         try:
             executor = _Executor(ours, process.pid)
-            executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).settings())
+            executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).encode())
             yield executor
         finally:
             ours.close()  # it ends by itself

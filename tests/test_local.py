@@ -18,7 +18,7 @@ from sandbox.errors import IsolationError, ServiceError
 from sandbox.jail import choose_level
 from sandbox.local import local_service
 
-LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
+LEAN = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
 DEADLINE_S = 120
 
 CHILD = """

@@ -11,7 +11,7 @@ from typing import Any
 from sandbox.executor import profile_choice, virtual_clock, zygote_frames
 from sandbox.executor.result import WireResult
 from sandbox.jail import CgroupUsage
-from sandbox.types import LIMIT_FIELDS, Profile, unavailable
+from sandbox.types import LIMIT_FIELDS, Profile, unavailable_result
 
 RETURN_BYTES = 16 << 20
 """The most that one call's returned files may hold together: a result travels in one piece."""
@@ -140,7 +140,7 @@ class Work:
 
     def no_verdict(self, kind: str, message: str) -> WireResult:
         """The result that says it is us."""
-        return unavailable(self.call.get("id", ""), kind, message, self.attempts).encode(binary=True)
+        return unavailable_result(self.call.get("id", ""), kind, message, self.attempts).encode(binary=True)
 
 
 def _code(text: str) -> bytes:

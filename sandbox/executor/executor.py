@@ -28,7 +28,7 @@ from typing import Any
 import trio
 
 from sandbox import jail, machine, runtime
-from sandbox.config import ExecutorConfig, in_numbers
+from sandbox.config import ExecutorConfig, resolve_capacity
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor import monitor, virtual_clock, zygote_frames
 from sandbox.executor import result as verdict
@@ -74,8 +74,8 @@ class Executor:
     """`submit` and `cancel` from one task; results come through `answer(seq, result)`."""
 
     def __init__(self, config: ExecutorConfig, answer: Answer, *, hurry: bool = False) -> None:
-        self.all_cores = machine.cores()
-        shared = in_numbers(config, self.all_cores)
+        self.all_cores = machine.granted_cores()
+        shared = resolve_capacity(config, self.all_cores)
         self.level = jail.choose_level(config.isolation).level
         self.wanted_files = jail.fds_for_slots(shared["slots"] + shared["long_slots"])
         """With fewer descriptors there are fewer slots than asked for."""
@@ -105,7 +105,7 @@ class Executor:
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        families = max(min(shared["zygotes"], self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
+        families = max(min(shared["zygote_pools"], self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
         self._scratch_parent = ""
         if self.level is jail.Level.LANDLOCK:

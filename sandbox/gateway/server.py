@@ -44,7 +44,7 @@ CLOSE_TIMEOUT_S = 5.0
 def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code."""
     try:
-        config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         heap.use_one_arena()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)

@@ -153,7 +153,7 @@ class _Machine:
     """What is cheap to know of the machine, and of the gateway's own process."""
 
     def __init__(self) -> None:
-        self.cores = machine.cores()
+        self.cores = machine.granted_cores()
         self.memory_bytes = machine.memory_limit()
         self.gauges: dict[str, float] = {}
         self._busy, self._all = _ticks()

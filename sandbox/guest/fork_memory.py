@@ -7,8 +7,8 @@ each 4 KiB page that the parent has written. For a heap of 50 MB these entries c
 
     use_one_heap, reexec_with_malloc   all memory comes from malloc's heap          at the start of a zygote
     colocate_bytecode                  hot bytecode lies side by side               after the first warm-up
-    remap_code                         code in huge pages, two mappings a library   when a zygote has loaded its profile
-    compact_heap                       the heap is collapsed into huge pages        after that (MADV_COLLAPSE, Linux 6.1)
+    remap_code                         code in huge pages, two mappings a library   after a profile is loaded
+    compact_heap                       the heap is collapsed into huge pages        after that; MADV_COLLAPSE, Linux 6.1
     trim_heap                          the free end of the heap is returned         last
 """
 

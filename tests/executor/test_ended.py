@@ -70,7 +70,7 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
 
     monkeypatch.setattr(Slots, "_free", note)
     answers: list[Result] = []
-    settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygotes": 1, "slots": 2, "attempts": 1}
+    settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2, "attempts": 1}
     executor = Executor(
         ExecutorConfig(python=python, isolation=level, **settings),
         lambda _seq, result: answers.append(Result.decode(result)),

@@ -328,7 +328,7 @@ class Driven:
 @asynccontextmanager
 async def driven(monkeypatch: pytest.MonkeyPatch, *, hurry: bool = False, **settings: Any) -> AsyncIterator[Driven]:
     """An executor whose zygotes are fakes and whose clock is Trio's; ready, and at rest at the end."""
-    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygotes": 2, "slots": 4, **settings}
+    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygote_pools": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
         patch.setattr(executor, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)

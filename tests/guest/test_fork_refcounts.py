@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.runtime import best_base
+from sandbox.runtime import best_python
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 
@@ -21,7 +21,7 @@ def _run(python: Path | str, code: str) -> str:
 
 @pytest.fixture(scope="module")
 def newer() -> Path:
-    python, version = best_base()
+    python, version = best_python()
     if version < (3, 12):
         pytest.skip("needs a Python 3.12 or later, as python3.12 or python3.13")
     return python

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.fair_queue import FairQueue
-from sandbox.types import Call, EncodedResult, unavailable
+from sandbox.types import Call, EncodedResult, unavailable_result
 
 Node = int
 """A node by its number, as `dispatch` counts them."""
@@ -336,7 +336,7 @@ class Ledger:
                 f"results of {self.results} bytes wait for clients to read them, at most {most}, and {batch.held} of "
                 "them are this batch's; send smaller batches, ask for a stream, or read it faster"
             )
-            lost = unavailable(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
+            lost = unavailable_result(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
             answer.update({**lost, "usage": answer["usage"], "clamped": answer["clamped"]})
             size = size_of(answer)
         self._readers += not batch.held and size > 0
@@ -392,7 +392,7 @@ class Ledger:
 
     def _refuse(self, ticket: Ticket, kind: str, message: str) -> None:
         self._close(ticket)
-        result = unavailable(ticket.id, kind, message, attempts=ticket.attempts)
+        result = unavailable_result(ticket.id, kind, message, attempts=ticket.attempts)
         ticket.batch.fill(ticket.index, result.encode(binary=True))
 
     def _close(self, ticket: Ticket) -> None:

@@ -42,7 +42,7 @@ class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
 
     def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
-        self.config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        self.config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         self.counters = Counters()
         bounds = Bounds(
             config.queue_calls, config.queue_mb << 20, config.attempts, config.tenant_share, config.results_mb << 20
@@ -62,8 +62,8 @@ class Dispatcher:
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._last_alive = monotonic()
-        shares = self.config.shares()
-        self.nodes = [Node(n, self._launch, share.settings(), self) for n, share in enumerate(shares)]
+        shares = self.config.per_executor()
+        self.nodes = [Node(n, self._launch, share.encode(), self) for n, share in enumerate(shares)]
         await self._tasks.__aenter__()
         self._lives = [self._tasks.create_task(node.run()) for node in self.nodes]
         self._lives.append(self._tasks.create_task(trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)))

@@ -27,7 +27,7 @@ from sandbox.types import (
     Call,
     CallError,
     Limits,
-    Number,
+    NumberRule,
     Outcome,
     Profile,
     Result,
@@ -386,7 +386,7 @@ def _limits() -> Schema:
     return {"type": "object", "description": ABOUT[Limits], "properties": properties, "additionalProperties": False}
 
 
-def _range(rule: Number) -> Schema:
+def _range(rule: NumberRule) -> Schema:
     kind = int if rule.whole else float
     return {"minimum": kind(rule.low), "maximum": kind(rule.high)}
 

@@ -102,7 +102,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with Background() as background:
-        tools = background.enter(service("local", arguments=["--slots", "8", "--zygotes", "1"]))
+        tools = background.enter(service("local", arguments=["--slots", "8", "--zygote-pools", "1"]))
         run = Run(_guessing(tmp_path_factory.mktemp("taught"), tools.endpoints))
         recipe(run.config, start=_until("sft"))
         run.finish(Unit("eval", "sft"), {"scores": {}, "seconds": 0})
