@@ -78,7 +78,9 @@ def test_program_says_what_its_policy_says(policy: seccomp.FilterKind, registers
 @given(registers)
 def test_a_zygotes_filter_and_what_each_call_adds_are_the_policy(registers: list[int]) -> None:
     for number in range(512):
-        both = [seccomp.evaluate(number, registers, kind=seccomp.FilterKind(name)) for name in ("zygote", "call on top")]
+        both = [
+            seccomp.evaluate(number, registers, kind=seccomp.FilterKind(name)) for name in ("zygote", "call on top")
+        ]
         stricter = min(both)  # a refusal's value is below that of ALLOW
         if seccomp.ENOSYS in both and seccomp.EPERM in both:  # the later filter's errno counts
             stricter = both[1]
