@@ -113,7 +113,7 @@ def _profiles(text: str) -> tuple[str, ...]:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    if jail.choose("auto") is not jail.Level.NAMESPACES:
+    if jail.choose_level("auto").level is not jail.Level.NAMESPACES:
         raise output.BenchFailed("expected isolation=namespaces on this machine; see `rstar-sandbox doctor`")
     python = service.guest_python(args.python)
     costs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
@@ -196,7 +196,7 @@ def summarise(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
 class _Jail:
     """A jail with a measuring zygote of one profile, and our end of its socket."""
 
-    def __init__(self, sock: socket.socket, plan: Mapping[str, Any], groups: jail.Tree | None) -> None:
+    def __init__(self, sock: socket.socket, plan: Mapping[str, Any], groups: jail.CgroupTree | None) -> None:
         self._sock = sock
         self._plan = plan
         self._groups = groups
@@ -208,12 +208,12 @@ class _Jail:
         header = self._receive()
         if header["op"] != "ready":
             raise output.BenchFailed(f"expected ready from the measuring zygote, got {header}")
-        for door in self._groups.doors(0) if self._groups else ():
-            socket.send_fds(self._sock, [_frame({"op": "door", "slot": 0, "blobs": []})], [door])
+        for door in self._groups.open_procs_files(0) if self._groups else ():
+            socket.send_fds(self._sock, [_frame({"op": "cgroup_procs", "slot": 0, "blobs": []})], [door])
             os.close(door)
         pages = max(_mapped_pages(pid) for pid in processes.tree(process.pid))
         space = pages * os.sysconf("SC_PAGE_SIZE")
-        self._sock.sendall(_frame({"op": "serve", "address_space": space, "lasting_s": WAIT_S, "blobs": []}))
+        self._sock.sendall(_frame({"op": "start", "address_space_bytes": space, "report_after_s": WAIT_S, "blobs": []}))
 
     def start(self, step: str, code: str, calls: int) -> None:
         """Have it run `calls` calls as far as `step`."""
@@ -233,7 +233,7 @@ class _Jail:
             raise output.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
         cpu_ms = (took["cpu_ms"] + took["own_cpu_ms"]) / calls
         if step == "groups" and self._groups:
-            cpu_ms += _set_and_read(self._groups.group(0), calls)
+            cpu_ms += _set_and_read(self._groups.cgroup(0), calls)
         return Cost(cpu_ms, took["wall_ms"] / calls, faults=took["faults"] / calls)
 
     def _receive(self) -> dict[str, Any]:
@@ -247,21 +247,21 @@ class _Jail:
         return header
 
 
-def _set_and_read(group: jail.Group, calls: int) -> float:
+def _set_and_read(group: jail.SlotCgroup, calls: int) -> float:
     """Milliseconds of CPU, as the executor spends them on each call."""
     start = time.process_time_ns()
     for _ in range(calls):
-        group.begin(1 << 30, 64)
-        group.end()
+        group.set_limits(1 << 30, 64)
+        group.read_usage()
         if not group.is_empty:
             raise output.BenchFailed("expected an empty group, but a process is in it")
     return (time.process_time_ns() - start) / 1e6 / calls
 
 
 @contextmanager
-def _groups() -> Iterator[jail.Tree | None]:
+def _groups() -> Iterator[jail.CgroupTree | None]:
     try:
-        tree = jail.Tree()
+        tree = jail.CgroupTree()
     except IsolationError:
         yield None
         return
@@ -275,7 +275,7 @@ def _groups() -> Iterator[jail.Tree | None]:
 def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
     """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
     with tempfile.TemporaryDirectory(prefix="bench-layers-") as folder, _groups() as groups:
-        for path in (*core.GUEST.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
+        for path in (*jail.GUEST_SOURCE_DIR.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
             shutil.copy(path, folder)
         place = FIRST_JAIL + number * len(CODES) + list(CODES).index(profile)
         base, count = jail.host_uids(place, 1)
@@ -287,9 +287,9 @@ def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                process = subprocess.Popen(jail.command(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
+                process = subprocess.Popen(jail.launch_argv(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
             try:
-                guest = _Jail(ours, jail.call_plan(spec), groups)
+                guest = _Jail(ours, jail.confinement_plan(spec), groups)
                 guest.configure(profile, process)
                 yield guest
             finally:
@@ -350,7 +350,7 @@ def _executor(python: str) -> Iterator[_Executor]:
             process = subprocess.Popen(command, pass_fds=[fd], start_new_session=True, stdin=subprocess.DEVNULL)
         try:
             executor = _Executor(ours, process.pid)
-            executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).settings())
+            executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).encode())
             yield executor
         finally:
             ours.close()  # it ends by itself

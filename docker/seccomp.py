@@ -1,8 +1,8 @@
 """The seccomp profile for level `namespaces` in a container without --privileged: `python docker/seccomp.py`.
 
-- An allow-list, in tables: what calls of model-written code may make (`sandbox.jail.seccomp.POLICY`, by name alone,
-  since their own filter checks the arguments), what the server and its container need on top, and what the server
-  jails itself with, each with the arguments that it uses and no others. The rest is refused with EPERM.
+- An allow-list, in tables: what calls of model-written code may make (`sandbox.jail.seccomp.CALL_POLICY`, by name
+  alone, since their own filter checks the arguments), what the server and its container need on top, and what the
+  server jails itself with, each with the arguments that it uses and no others. The rest is refused with EPERM.
 - What the policy says does not exist does not exist here: libc does without clone3 only then.
 - For x86_64, as the policy is.
 """
@@ -33,7 +33,7 @@ _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _NETLINK, _ROUTE = 16, 0
 _EVERY_NAMESPACE = 0x7E020000
 """Every CLONE_NEW* that clone takes."""
-_NAMESPACES = kernel.CLONE_NEWUSER | userns.INNER
+_NAMESPACES = kernel.CLONE_NEWUSER | userns.JAIL_NAMESPACES
 _MOUNTS = (
     *(kernel.MS_RDONLY, kernel.MS_NOSUID, kernel.MS_NODEV, kernel.MS_NOEXEC),
     *(kernel.MS_REMOUNT, kernel.MS_BIND, kernel.MS_MOVE, kernel.MS_REC, kernel.MS_PRIVATE),
@@ -71,8 +71,8 @@ CHECKED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
 def profile() -> str:
     """The whole profile, as the file has it."""
     checked = {name for name, _ in CHECKED}
-    rules = {name: seccomp.rule_of(number) for name, number in X86_64.items()}
-    allowed = {name for name in seccomp.POLICY if rules[name] != seccomp.ENOSYS}
+    rules = {name: seccomp.rule_for(number) for name, number in X86_64.items()}
+    allowed = {name for name in seccomp.CALL_POLICY if rules[name] != seccomp.ENOSYS}
     allowed = (allowed | {*_SERVER.split(), *_RUNTIME.split()}) - checked
     absent = {name for name, rule in rules.items() if rule == seccomp.ENOSYS}
     whole = {

@@ -18,12 +18,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import ENV_PREFIX, SETTINGS, Names, Range, Rule, ServeConfig, flag_name, load
+from sandbox.config import (
+    ENV_PREFIX,
+    REMOVED_SETTINGS,
+    SETTINGS,
+    NameListRule,
+    Range,
+    ServeConfig,
+    SettingRule,
+    flag_name,
+    load,
+)
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
-    from sandbox.jail import Layer
+    from sandbox.jail import ProbedLayer
 
 TIMED_OUT = 124
 """What timeout(1) returns."""
@@ -55,13 +65,13 @@ def serve(args: argparse.Namespace) -> int:
     """Answer calls over HTTP until stopped."""
     import logging
 
-    config = _config(args, tuple(SETTINGS))
+    config = _config(args, (*SETTINGS, *REMOVED_SETTINGS))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
-    from sandbox.jail import decide
+    from sandbox.jail import choose_level
 
-    choice = decide(config.isolation)  # once, for all executors and however often they start
+    choice = choose_level(config.isolation)  # once, for all executors and however often they start
     return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
 
 
@@ -73,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     config = _with_python(_config(args, _RUN_SETTINGS), args)
     from sandbox.executor import run_once
 
-    result = run_once(call, replace(config.executor(), zygotes=1, slots=1))
+    result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
     for path, data in result.files.items():
         if path in call.return_files:
             _save(_destination(path, overwrite=args.force), data)
@@ -86,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """Show each layer of isolation on this machine, what `auto` would take, and whether a call runs."""
-    from sandbox.jail import decide, probe
+    from sandbox.jail import choose_level, probe
 
     config = _config(args, _RUN_SETTINGS)
     layers = probe()
     try:
-        choice = decide("auto")
+        choice = choose_level("auto")
         level, reason = choice.level.value, choice.reason
     except ConfigError as why:
         level, reason = "", str(why)
@@ -119,12 +129,12 @@ def runtime(args: argparse.Namespace) -> int:
     if args.python:
         python, version = Path(args.python), runtimes.version_of(Path(args.python))
     else:
-        python, version = runtimes.best_base()
-    folder = Path(args.path).absolute() if args.path else runtimes.default_folder(version)
-    if args.check and not runtimes.is_whole(folder):
-        raise runtimes.RuntimeFailed(f"no finished runtime at {folder}; run `rstar-sandbox runtime`")
+        python, version = runtimes.best_python()
+    folder = Path(args.path).absolute() if args.path else runtimes.default_dir(version)
+    if args.check and not runtimes.is_complete(folder):
+        raise runtimes.RuntimeBuildError(f"no finished runtime at {folder}; run `rstar-sandbox runtime`")
     with _clean_end():
-        made = folder / "bin" / "python" if args.check else runtimes.make(python, folder, force=args.force)
+        made = folder / "bin" / "python" if args.check else runtimes.build(python, folder, force=args.force)
     print(made)
     if (taken := runtimes.find()) != folder:
         other = f"take {taken}" if taken else "do not find it"
@@ -201,6 +211,8 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _no_install_argument(parser)
     _settings_arguments(parser, tuple(SETTINGS))
+    for name in REMOVED_SETTINGS:  # accepted here, so that `load` can say what became of the setting
+        parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
 
 
 def _no_install_argument(parser: argparse.ArgumentParser) -> None:
@@ -265,10 +277,10 @@ def _settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -
         group.add_argument(f"--{flag_name(name)}", dest=name, metavar=_metavar(setting.rule), help=text)
 
 
-def _metavar(rule: Rule) -> str:
+def _metavar(rule: SettingRule) -> str:
     if isinstance(rule, Range):
         return "N"
-    if isinstance(rule, Names):
+    if isinstance(rule, NameListRule):
         return "NAMES"
     return "|".join(rule.choices) or "TEXT"
 
@@ -421,7 +433,7 @@ def _trial(config: ServeConfig) -> str:
     from sandbox.executor import run_once
 
     try:
-        result = run_once(Call("print(6 * 7)"), replace(config.executor(), zygotes=1, slots=1))
+        result = run_once(Call("print(6 * 7)"), replace(config.executor_config(), zygote_pools=1, slots=1))
     except SandboxError as why:
         return str(why)
     if result.stdout == "42\n":
@@ -429,7 +441,7 @@ def _trial(config: ServeConfig) -> str:
     return f"{result.status}: {result.error.message if result.error else result.stderr.strip()}"
 
 
-def _print_layers(layers: Sequence[Layer]) -> None:
+def _print_layers(layers: Sequence[ProbedLayer]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -204,9 +204,9 @@ class AsyncClient:
         `fields` are `limits`, `priority` and `tenant`, as in a `Call`. Each pair is a call of its own. Raises as
         `run_batch` does.
         """
-        like = verifying.like(fields)
+        shared = verifying.shared_fields(fields)
         given = [_pair(pair, f"pairs[{index}]") for index, pair in enumerate(_listed(pairs, "pairs", _A_PAIR))]
-        results = await self.run_batch([verifying.call_of(gold, answer, like) for gold, answer in given])
+        results = await self.run_batch([verifying.check_call(gold, answer, shared) for gold, answer in given])
         return [verifying.verdict_of(result) for result in results]
 
     async def ready(self) -> bool:

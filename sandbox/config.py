@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from sandbox.errors import ConfigError
-from sandbox.types import LIMIT_FIELDS, Limits, Number, Profile
+from sandbox.types import LIMIT_FIELDS, Limits, NumberRule, Profile
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
 CLIENT_ENV = {"URL"}
@@ -26,22 +26,20 @@ CLIENT_ENV = {"URL"}
 SLOTS_PER_CORE = 16
 """Calls running at once, per core: enough that sleepers and I/O do not idle it, and that orders and answers of small
 calls travel together (8 take a tenth more CPU for each); few enough to keep memory small."""
-CORES_PER_FAMILY = 2
+CORES_PER_ZYGOTE_POOL = 2
 """A zygote forks one call at a time, in a third of what a small call costs; more of them share less memory."""
-LONG_PER_CORE, LEAST_LONG = 32, 512
+LONG_SLOTS_PER_CORE, MIN_LONG_SLOTS = 32, 512
 """Long calls beside those, per core, and at the least: one in a hundred of a burst of 50,000. They take what short ones
-leave of the cores, so memory is what bounds them, and descriptors: see `jail.most_slots`."""
+leave of the cores, so memory is what bounds them, and descriptors: see `jail.max_slots_for_fds`."""
 CORES_PER_EXECUTOR = 8
 """An executor is one thread, which spends a fraction of a millisecond on a call that costs a core several."""
-CORES_PER_GATEWAY = 16
-"""A gateway moves over 8,000 calls a second (`bench.gateway`); 16 cores run hardly more of the shortest ones."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Profile.VERIFY))
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextRule:
     """The rule for a text setting: any text, or one of `choices`."""
 
     choices: tuple[str, ...] = ()
@@ -50,15 +48,15 @@ class Text:
     def expected(self) -> str:
         return f"one of {', '.join(self.choices)}" if self.choices else "text"
 
-    def read(self, text: str) -> Any:
+    def parse(self, text: str) -> Any:
         return text
 
-    def holds(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         return isinstance(value, str) and bool(value) and (not self.choices or value in self.choices)
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class NameListRule:
     """The rule for a list of distinct names out of `choices`; text separates them by commas."""
 
     choices: tuple[str, ...]
@@ -67,10 +65,10 @@ class Names:
     def expected(self) -> str:
         return f"a list of {', '.join(self.choices)}"
 
-    def read(self, text: str) -> Any:
+    def parse(self, text: str) -> Any:
         return [name.strip() for name in text.split(",")]
 
-    def holds(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         named = isinstance(value, (list, tuple)) and all(name in self.choices for name in value)
         return named and 0 < len(value) == len(set(value))
 
@@ -87,18 +85,18 @@ class Range:
     def expected(self) -> str:
         return f"a{' whole' if self.whole else ''} number from {self.low:.12g} to {self.high:.12g}"
 
-    def read(self, text: str) -> Any:
+    def parse(self, text: str) -> Any:
         try:
             return int(text) if self.whole else float(text)
         except ValueError:
             return text
 
-    def holds(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         kind = int if self.whole else (int, float)
         return isinstance(value, kind) and not isinstance(value, bool) and self.low <= value <= self.high
 
 
-Rule = Text | Names | Range
+SettingRule = TextRule | NameListRule | Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,29 +104,42 @@ class Setting:
     """What a setting is for, and which values it takes."""
 
     doc: str
-    rule: Rule
+    rule: SettingRule
     is_flag: bool = True
 
 
-def _setting(default: Any, rule: Rule, doc: str, *, secret: bool = False) -> Any:
+def _setting(default: Any, rule: SettingRule, doc: str, *, secret: bool = False) -> Any:
     return field(default=default, metadata={"setting": Setting(doc, rule, is_flag=not secret)}, repr=not secret)
 
 
-_PYTHON = _setting(None, Text(), "Python that runs the calls (default: the runtime, made on first use)")
-_ISOLATION = _setting("auto", Text(("auto", *ISOLATION_LEVELS)), "isolation level; auto takes the strongest to be had")
+_PYTHON = _setting(None, TextRule(), "Python that runs the calls (default: the runtime, made on first use)")
+_ISOLATION = _setting(
+    "auto",
+    TextRule(("auto", *ISOLATION_LEVELS)),
+    "isolation level; auto: the strongest level that this machine supports",
+)
 _CORES = _setting(0, Range(0, 4096), "cores to plan for; 0 is all that the machine and its control groups grant")
 _ZYGOTES = _setting(
-    0, Range(0, 4096), f"families of warm interpreters, of all executors; 0 is one for {CORES_PER_FAMILY} cores"
+    0,
+    Range(0, 4096),
+    f"zygote pools (one zygote per profile each), for all executors together; 0: one per {CORES_PER_ZYGOTE_POOL} cores",
 )
 _SLOTS = _setting(0, Range(0, 100_000), f"calls running at once, of all executors; 0 is {SLOTS_PER_CORE} per core")
 _LONG_SLOTS = _setting(
     0,
     Range(0, 100_000),
-    f"long calls running beside those in slots, of all executors; 0 is {LONG_PER_CORE} per core, at least {LEAST_LONG}",
+    f"long calls running in addition to --slots, for all executors together; 0: {LONG_SLOTS_PER_CORE} per core, "
+    f"at least {MIN_LONG_SLOTS}",
 )
-_DEMOTE_AFTER_MS = _setting(100.0, Range(1, 1e9, whole=False), "own milliseconds after which a call is a long one")
-_PROFILES = _setting(ZYGOTE_PROFILES, Names(ZYGOTE_PROFILES), "which warm interpreters to keep")
-_ATTEMPTS = _setting(3, Range(1, 100), "tries for a call whose zygote or executor died under it")
+_DEMOTE_AFTER_MS = _setting(
+    100.0,
+    Range(1, 1e9, whole=False),
+    "milliseconds of virtual time after which a call counts as long and runs at idle priority",
+)
+_PROFILES = _setting(
+    ZYGOTE_PROFILES, NameListRule(ZYGOTE_PROFILES), "profiles that each zygote pool keeps a zygote for"
+)
+_ATTEMPTS = _setting(3, Range(1, 100), "attempts per call if its zygote or executor dies")
 
 
 @dataclass(frozen=True)
@@ -138,39 +149,38 @@ class ExecutorConfig:
     python: str | None = _PYTHON
     isolation: str = _ISOLATION
     cores: int = _CORES
-    zygotes: int = _ZYGOTES
+    zygote_pools: int = _ZYGOTES
     slots: int = _SLOTS
     long_slots: int = _LONG_SLOTS
     demote_after_ms: float = _DEMOTE_AFTER_MS
     profiles: tuple[str, ...] = _PROFILES
     attempts: int = _ATTEMPTS
 
-    def settings(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """A mapping fit for msgpack or JSON."""
         return {**asdict(self), "profiles": list(self.profiles)}
 
     @classmethod
-    def from_settings(cls, raw: Mapping[str, Any]) -> ExecutorConfig:
+    def decode(cls, raw: Mapping[str, Any]) -> ExecutorConfig:
         """The inverse of `settings`. Raises `ConfigError`."""
         known = _settings_of(cls)
         values = {name: value for name, value in raw.items() if value is not None or name != "python"}
         return cls(**{name: _checked(value, _known(name, known, name), name) for name, value in values.items()})
 
 
-CEILINGS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
+DEFAULT_MAX_LIMITS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
 
 
 @dataclass(frozen=True)
 class ServeConfig:
     """Everything `rstar-sandbox serve` can be told. Raises `ConfigError` where settings contradict each other."""
 
-    host: str = _setting("127.0.0.1", Text(), "address to listen on; beyond loopback a token is required")
+    host: str = _setting("127.0.0.1", TextRule(), "address to listen on; beyond loopback a token is required")
     port: int = _setting(8642, Range(0, 65535), "port to listen on; 0 takes a free one")
-    token: str | None = _setting(None, Text(), "what clients must send as 'Authorization: Bearer TOKEN'", secret=True)
-    token_file: str | None = _setting(None, Text(), "file holding the token")
-    gateways: int = _setting(
-        1, Range(0, 256), f"gateway processes on the one port; 0 is one per {CORES_PER_GATEWAY} cores"
+    token: str | None = _setting(
+        None, TextRule(), "what clients must send as 'Authorization: Bearer TOKEN'", secret=True
     )
+    token_file: str | None = _setting(None, TextRule(), "file holding the token")
     executors: int = _setting(0, Range(0, 1024), f"executor processes; 0 is one per {CORES_PER_EXECUTOR} cores")
     queue_calls: int = _setting(100_000, Range(1, 100_000_000), "calls waiting or running before new ones get 429")
     queue_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of calls held before new ones get 429")
@@ -184,17 +194,15 @@ class ServeConfig:
     results_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of results held for clients that are slow to read")
     body_mb: int = _setting(256, Range(1, 100_000), "MiB of one request body")
     connections: int = _setting(16_384, Range(1, 1_000_000), "connections before new ones get 503")
-    stall_s: float = _setting(
-        30.0, Range(0.01, 1e6, whole=False), "seconds a client may take to send or to read a piece of 256 KiB"
-    )
+    stall_s: float = _setting(30.0, Range(0.01, 1e6, whole=False), "seconds a client may take to send or read 256 KiB")
     drain_s: float = _setting(30.0, Range(0, 1e6, whole=False), "seconds that running calls get when the server stops")
-    max_limits: Limits = CEILINGS
+    max_limits: Limits = DEFAULT_MAX_LIMITS
     python: str | None = _PYTHON
     isolation: str = _ISOLATION
     isolation_reason: str = ""
     """Why `auto`, which `isolation` was before the server chose, took no stronger level."""
     cores: int = _CORES
-    zygotes: int = _ZYGOTES
+    zygote_pools: int = _ZYGOTES
     slots: int = _SLOTS
     long_slots: int = _LONG_SLOTS
     demote_after_ms: float = _DEMOTE_AFTER_MS
@@ -208,51 +216,44 @@ class ServeConfig:
                 f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
             )
 
-    def executor(self) -> ExecutorConfig:
+    def executor_config(self) -> ExecutorConfig:
         """The part that an executor needs, if there is only one."""
         return ExecutorConfig(**{f.name: getattr(self, f.name) for f in fields(ExecutorConfig)})
 
     def resolved(self, cores: int, memory_mb: int | None = None) -> ServeConfig:
         """With numbers in place of zeros, and no call granted more memory than there is, on a machine that grants
         `cores` and `memory_mb`. Raises `ConfigError`."""
-        shared: dict[str, Any] = in_numbers(self, cores)
+        shared: dict[str, Any] = resolve_capacity(self, cores)
         cores, slots = shared["cores"], shared["slots"]
-        gateways = self.gateways or -(-cores // CORES_PER_GATEWAY)
-        executors = self.executors or max(gateways, min(slots, -(-cores // CORES_PER_EXECUTOR)))
-        if executors < gateways:
-            raise ConfigError(f"executors={executors} for gateways={gateways}: expected one each; lower gateways")
+        executors = self.executors or min(slots, -(-cores // CORES_PER_EXECUTOR))
         if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
         max_limits = self.max_limits if memory_mb is None else within_memory(self.max_limits, memory_mb)
-        return replace(self, **shared, gateways=gateways, executors=executors, max_limits=max_limits)
+        return replace(self, **shared, executors=executors, max_limits=max_limits)
 
-    def parts(self) -> list[ServeConfig]:
-        """What each gateway gets, once all is resolved."""
-        return [replace(self, gateways=1, **part) for part in self._divided(PARTED, self.gateways)]
-
-    def shares(self) -> list[ExecutorConfig]:
+    def per_executor(self) -> list[ExecutorConfig]:
         """What each executor gets of cores, slots and warm interpreters, once these are resolved."""
-        return [replace(self.executor(), **part) for part in self._divided(SHARED, self.executors)]
-
-    def _divided(self, names: Sequence[str], parts: int) -> list[dict[str, Any]]:
-        shares = zip(*(divided(getattr(self, name), parts) for name in names), strict=True)
-        return [dict(zip(names, share, strict=True)) for share in shares]
+        shares = zip(*(split_evenly(getattr(self, name), self.executors) for name in SPLIT_BY_EXECUTOR), strict=True)
+        return [replace(self.executor_config(), **dict(zip(SPLIT_BY_EXECUTOR, share, strict=True))) for share in shares]
 
 
-SHARED = ("cores", "slots", "long_slots", "zygotes")
+SPLIT_BY_EXECUTOR = ("cores", "slots", "long_slots", "zygote_pools")
 """Settings that are for all executors together."""
-PARTED = (*SHARED, "executors", "queue_calls", "queue_mb", "results_mb", "connections")
-"""Settings that are for all gateways together."""
+REMOVED_SETTINGS = {
+    "gateways": "was removed: one server has one gateway; run several servers behind a TCP load balancer",
+    "zygotes": "was renamed to zygote_pools",
+}
+"""Settings of earlier versions, with what the error message says about each."""
 
 
-def in_numbers(config: ExecutorConfig | ServeConfig, cores: int) -> dict[str, int]:
-    """The settings in `SHARED`, with numbers in place of zeros, on a machine that grants `cores`."""
+def resolve_capacity(config: ExecutorConfig | ServeConfig, cores: int) -> dict[str, int]:
+    """The settings in `SPLIT_BY_EXECUTOR`, with numbers in place of zeros, on a machine that grants `cores`."""
     cores = config.cores or cores
     return {
         "cores": cores,
         "slots": config.slots or SLOTS_PER_CORE * cores,
-        "long_slots": config.long_slots or max(LONG_PER_CORE * cores, LEAST_LONG),
-        "zygotes": config.zygotes or -(-cores // CORES_PER_FAMILY),
+        "long_slots": config.long_slots or max(LONG_SLOTS_PER_CORE * cores, MIN_LONG_SLOTS),
+        "zygote_pools": config.zygote_pools or -(-cores // CORES_PER_ZYGOTE_POOL),
     }
 
 
@@ -261,7 +262,7 @@ def within_memory(limits: Limits, memory_mb: int) -> Limits:
     return replace(limits, memory_mb=min(limits.memory_mb, max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low))))
 
 
-def divided(total: int, parts: int) -> list[int]:
+def split_evenly(total: int, parts: int) -> list[int]:
     """`total` in whole parts that differ by one at most; 0 stays 0, and nobody gets none of anything else."""
     return [max((total + n) // parts, min(total, 1)) for n in reversed(range(parts))]
 
@@ -274,7 +275,7 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
     values |= _with_token(_from_environment(environ))
     values |= _with_token({name: (_read(name, text), f"--{flag_name(name)}") for name, text in flags.items()})
     ceilings = {name: values.pop(f"max_{name}") for name in LIMIT_FIELDS if f"max_{name}" in values}
-    return ServeConfig(**values, max_limits=replace(CEILINGS, **ceilings))
+    return ServeConfig(**values, max_limits=replace(DEFAULT_MAX_LIMITS, **ceilings))
 
 
 def flag_name(name: str) -> str:
@@ -286,7 +287,7 @@ def _settings_of(cls: type) -> dict[str, Setting]:
     return {f.name: f.metadata["setting"] for f in fields(cls) if "setting" in f.metadata}
 
 
-def _ceiling(name: str, number: Number) -> Setting:
+def _ceiling(name: str, number: NumberRule) -> Setting:
     doc = f"ceiling for calls: {number.doc}"
     return Setting(doc, Range(number.low, number.high, number.whole))
 
@@ -323,7 +324,7 @@ def _is_service_link(bare: str, text: str) -> bool:
 
 def _read(name: str, text: str) -> Any:
     setting = SETTINGS.get(name)
-    return setting.rule.read(text) if setting else text
+    return setting.rule.parse(text) if setting else text
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -350,13 +351,15 @@ def _read_token(file: Path, where: str) -> str:
 def _known(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
     if name in settings:
         return settings[name]
+    if name in REMOVED_SETTINGS:
+        raise ConfigError(f"{where}: {REMOVED_SETTINGS[name]}")
     near = difflib.get_close_matches(name, settings, n=1)
     advice = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(settings)}"
     raise ConfigError(f"{where}: unknown setting; {advice}")
 
 
 def _checked(value: Any, setting: Setting, where: str) -> Any:
-    if not setting.rule.holds(value):
+    if not setting.rule.accepts(value):
         came = f"{value!r:.80}" if setting.is_flag else "something else"
         raise ConfigError(f"{where}: expected {setting.rule.expected}, got {came}")
     if isinstance(setting.rule, Range) and not setting.rule.whole:

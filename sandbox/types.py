@@ -16,7 +16,7 @@ import binascii
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, TypedDict, overload
 
 from sandbox.errors import InvalidCall
 
@@ -80,7 +80,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumberRule:
     """The rule for a numeric field: its range, both ends allowed, and whether it must be whole."""
 
     low: float
@@ -91,14 +91,14 @@ class Number:
 
 
 # The highs are sanity bounds on the wire; what a node grants is the operator's ceiling (`Limits.clamped`).
-LIMIT_FIELDS: dict[str, Number] = {
-    "timeout_s": Number(0.01, 1e9, False, 10.0, "seconds on the call's own clock"),
-    "memory_mb": Number(
+LIMIT_FIELDS: dict[str, NumberRule] = {
+    "timeout_s": NumberRule(0.01, 1e9, False, 10.0, "seconds of virtual time: wall time without waiting for a core"),
+    "memory_mb": NumberRule(
         16, 1e9, True, 512, "MiB beyond the warm interpreter's own, of each process and of all together"
     ),
-    "output_kb": Number(1, 1e9, True, 64, "KiB kept of stdout, of stderr and of value, each"),
-    "processes": Number(1, 1e9, True, 64, "processes and threads at once"),
-    "disk_mb": Number(1, 1e9, True, 64, "MiB of private scratch files"),
+    "output_kb": NumberRule(1, 1e9, True, 64, "KiB kept of stdout, of stderr and of value, each"),
+    "processes": NumberRule(1, 1e9, True, 64, "processes and threads at once"),
+    "disk_mb": NumberRule(1, 1e9, True, 64, "MiB of private scratch files"),
 }
 
 
@@ -122,7 +122,7 @@ class Limits:
         if isinstance(raw, Limits):
             raw = {name: getattr(raw, name) for name in LIMIT_FIELDS}
         mapping = _mapping(raw, where)
-        _known(mapping, LIMIT_FIELDS, where)
+        check_fields(mapping, LIMIT_FIELDS, where)
         values: dict[str, Any] = {n: _number(mapping[n], LIMIT_FIELDS[n], f"{where}.{n}") for n in mapping}
         return replace(base, **values) if values else base
 
@@ -168,7 +168,7 @@ class Call:
     def decode(cls, raw: Any, defaults: Call | None = None, where: str = "call") -> Call:
         """A call from a decoded JSON or msgpack mapping. Raises `InvalidCall` naming the field and what it expects."""
         mapping = _mapping(raw, where)
-        _known(mapping, CALL_FIELDS, where)
+        check_fields(mapping, CALL_FIELDS, where)
         if "code" not in mapping:
             raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
         base = defaults or _NO_DEFAULTS
@@ -234,6 +234,44 @@ class Usage:
     peak_memory_mb: float = 0.0
 
 
+class EncodedError(TypedDict):
+    """`CallError` in msgpack form."""
+
+    type: str
+    message: str
+    traceback: str
+    line: int | None
+
+
+class EncodedUsage(TypedDict):
+    """`Usage` in msgpack form."""
+
+    queue_ms: float
+    run_ms: float
+    cpu_ms: float
+    peak_memory_mb: float
+
+
+class EncodedResult(TypedDict):
+    """`Result` in msgpack form: `Result.encode(binary=True)` in frames and between modules of the server. A server that
+    handles many results builds and edits these mappings without a `Result` in between."""
+
+    id: str
+    status: str
+    stdout: str
+    stderr: str
+    value: str | None
+    error: EncodedError | None
+    exit_code: int | None
+    signal: int | None
+    truncated: list[str]
+    files: dict[str, bytes]
+    usage: EncodedUsage
+    attempts: int
+    clamped: Mapping[str, float]
+    missing_files: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The answer to one call. `RESULT_FIELDS` describes each field."""
@@ -253,10 +291,16 @@ class Result:
     clamped: Mapping[str, float] = field(default_factory=dict)
     missing_files: tuple[str, ...] = ()
 
-    def encode(self, *, binary: bool = False) -> dict[str, Any]:
+    @overload
+    def encode(self, *, binary: Literal[True]) -> EncodedResult: ...
+
+    @overload
+    def encode(self, *, binary: Literal[False] = False) -> dict[str, Any]: ...
+
+    def encode(self, *, binary: bool = False) -> EncodedResult | dict[str, Any]:
         """A mapping fit for JSON, or for msgpack with raw file contents if `binary`."""
         error, usage = self.error, self.usage
-        return {
+        encoded: EncodedResult = {
             "id": self.id,
             "status": self.status.value,
             "stdout": self.stdout,
@@ -268,7 +312,7 @@ class Result:
             "exit_code": self.exit_code,
             "signal": self.signal,
             "truncated": list(self.truncated),
-            "files": {path: data if binary else _b64(data) for path, data in self.files.items()} if self.files else {},
+            "files": dict(self.files),
             "usage": {
                 "queue_ms": usage.queue_ms,
                 "run_ms": usage.run_ms,
@@ -279,6 +323,7 @@ class Result:
             "clamped": dict(self.clamped),
             "missing_files": list(self.missing_files),
         }
+        return encoded if binary else {**encoded, "files": {path: _b64(data) for path, data in self.files.items()}}
 
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> Result:
@@ -324,12 +369,12 @@ class Verdict:
         }
 
 
-def unavailable(call_id: str, kind: str, message: str, attempts: int = 0) -> Result:
+def unavailable_result(call_id: str, kind: str, message: str, attempts: int = 0) -> Result:
     """The result of a call that got no verdict through the service's fault; `kind` names which."""
     return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(kind, message), attempts=attempts)
 
 
-def invalid(call_id: str, message: str) -> Result:
+def invalid_result(call_id: str, message: str) -> Result:
     """The result of a malformed call in a batch."""
     return Result(id=call_id, status=Status.INVALID, error=CallError("InvalidCall", message), attempts=0)
 
@@ -384,7 +429,7 @@ VERDICT_FIELDS: dict[str, str] = {
     "message": "why there is no comparison; else empty",
     "usage": "what the check cost",
 }
-PRIORITY = Number(-100, 100, True, 0, CALL_FIELDS["priority"])
+PRIORITY = NumberRule(-100, 100, True, 0, CALL_FIELDS["priority"])
 _DEFAULTS = {one.name: one.default for one in fields(Call)}
 _set = object.__setattr__
 
@@ -403,7 +448,7 @@ def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
         return _paths(value, where)
     if name == "echo":
         if not isinstance(value, bool):
-            raise InvalidCall(f"{where}: expected true or false, got {_show(value)}")
+            raise InvalidCall(f"{where}: expected true or false, got {_shown(value)}")
         return value
     if name == "priority":
         return _number(value, PRIORITY, where)
@@ -411,35 +456,35 @@ def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
         return Profile(value)
     except ValueError:
         names = ", ".join(Profile)
-        raise InvalidCall(f"{where}: expected one of {names}, got {_show(value)}") from None
+        raise InvalidCall(f"{where}: expected one of {names}, got {_shown(value)}") from None
 
 
 def _mapping(raw: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
-        raise InvalidCall(f"{where}: expected an object, got {_show(raw)}")
+        raise InvalidCall(f"{where}: expected an object, got {_shown(raw)}")
     return raw
 
 
-def _known(mapping: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+def check_fields(mapping: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
     if mapping.keys() <= known.keys():
         return
     unknown = next(name for name in mapping if name not in known)
-    raise InvalidCall(f"{where}: unknown field {_show(unknown)}; the fields are {', '.join(known)}")
+    raise InvalidCall(f"{where}: unknown field {_shown(unknown)}; the fields are {', '.join(known)}")
 
 
-def _number(value: Any, rule: Number, where: str) -> float:
+def _number(value: Any, rule: NumberRule, where: str) -> float:
     kind = "a whole number" if rule.whole else "a number"
     expected = f"{where}: expected {kind} from {rule.low:g} to {rule.high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidCall(f"{expected}, got {_show(value)}")
+        raise InvalidCall(f"{expected}, got {_shown(value)}")
     if not rule.low <= value <= rule.high or (rule.whole and value != int(value)):
-        raise InvalidCall(f"{expected}, got {_show(value)}")
+        raise InvalidCall(f"{expected}, got {_shown(value)}")
     return int(value) if rule.whole else float(value)
 
 
 def _text(value: Any, where: str, most: int) -> str:
     if not isinstance(value, str):
-        raise InvalidCall(f"{where}: expected text, got {_show(value)}")
+        raise InvalidCall(f"{where}: expected text, got {_shown(value)}")
     if len(value) > most:
         raise InvalidCall(f"{where}: expected at most {most} characters, got {len(value)}; send less, or use files")
     return value
@@ -447,7 +492,7 @@ def _text(value: Any, where: str, most: int) -> str:
 
 def _label(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
-        raise InvalidCall(f"{where}: expected printable text of at most 256 characters, got {_show(value)}")
+        raise InvalidCall(f"{where}: expected printable text of at most 256 characters, got {_shown(value)}")
     return value
 
 
@@ -455,14 +500,14 @@ def _files(value: Any, where: str) -> Mapping[str, bytes]:
     mapping = _mapping(value, where)
     if len(mapping) > MAX_FILES:
         raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
-    files = {_path(path, where): _bytes(data, f"{where}[{_show(path)}]") for path, data in mapping.items()}
+    files = {_path(path, where): _bytes(data, f"{where}[{_shown(path)}]") for path, data in mapping.items()}
     for path in files:
         end = path.find("/")
         while end >= 0:
             if path[:end] in files:
                 raise InvalidCall(
-                    f"{where}: expected each path to be a file or a directory, but {_show(path[:end])} is a file "
-                    f"and a directory in {_show(path)}; rename one"
+                    f"{where}: expected each path to be a file or a directory, but {_shown(path[:end])} is a file "
+                    f"and a directory in {_shown(path)}; rename one"
                 )
             end = path.find("/", end + 1)
     return files
@@ -470,7 +515,7 @@ def _files(value: Any, where: str) -> Mapping[str, bytes]:
 
 def _paths(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > MAX_FILES:
-        raise InvalidCall(f"{where}: expected a list of at most {MAX_FILES} relative paths, got {_show(value)}")
+        raise InvalidCall(f"{where}: expected a list of at most {MAX_FILES} relative paths, got {_shown(value)}")
     return tuple(_path(path, where) for path in value)
 
 
@@ -479,7 +524,7 @@ def _path(path: Any, where: str) -> str:
     clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
     if not clean or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):
         expected = "a relative path without empty, '.' or '..' parts, such as 'data/in.csv'"
-        raise InvalidCall(f"{where}: expected {expected}, got {_show(path)}")
+        raise InvalidCall(f"{where}: expected {expected}, got {_shown(path)}")
     return str(path)
 
 
@@ -490,15 +535,15 @@ def _bytes(value: Any, where: str) -> bytes:
         try:
             return base64.b64decode(value, validate=True)
         except (binascii.Error, ValueError) as why:
-            raise InvalidCall(f"{where}: expected base64 text, got {_show(value)} ({why})") from None
-    raise InvalidCall(f"{where}: expected base64 text (or bytes in msgpack), got {_show(value)}")
+            raise InvalidCall(f"{where}: expected base64 text, got {_shown(value)} ({why})") from None
+    raise InvalidCall(f"{where}: expected base64 text (or bytes in msgpack), got {_shown(value)}")
 
 
 def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _show(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A short, safe rendering of a hostile value for an error message."""
     if isinstance(value, (Mapping, list, tuple)):
         return f"{type(value).__name__} of {len(value)}"

@@ -19,27 +19,29 @@ from typing import Any
 from sandbox.errors import InvalidCall
 from sandbox.types import MAX_STDIN_BYTES, Call, Outcome, Profile, Result, Status, Verdict
 
-MAX_CHARS = 4096
+MAX_ANSWER_CHARS = 4096
 """Of an answer that can be read, in characters. The checker has the same number; no more than that is sent to it."""
-CALL_FIELDS = ("limits", "priority", "tenant")
+VERIFY_CALL_FIELDS = ("limits", "priority", "tenant")
 """What a caller may say of the calls that check its pairs."""
 
 _CODE = "import rstar_checker\nrstar_checker.outcome()"
-_SAID = {
+_VERDICT_OF_WORD = {
     "'equivalent'": Verdict(Outcome.EQUIVALENT),
     "'not_equivalent'": Verdict(Outcome.NOT_EQUIVALENT),
-    "'no gold'": Verdict(Outcome.UNPARSABLE, message=f"gold is empty, too long (over {MAX_CHARS}), or no answer"),
-    "'no answer'": Verdict(Outcome.UNPARSABLE, message=f"answer is empty, too long (over {MAX_CHARS}), or none"),
+    "'no gold'": Verdict(
+        Outcome.UNPARSABLE, message=f"gold is empty, too long (over {MAX_ANSWER_CHARS}), or no answer"
+    ),
+    "'no answer'": Verdict(Outcome.UNPARSABLE, message=f"answer is empty, too long (over {MAX_ANSWER_CHARS}), or none"),
     "'failed'": Verdict(Outcome.UNPARSABLE, message="math-verify failed on this pair"),
 }
-_THE_PAIRS_OWN = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
+_STATUSES_OF_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
 
 
-def like(fields: Mapping[str, Any], where: str = "verify") -> Call:
+def shared_fields(fields: Mapping[str, Any], where: str = "verify") -> Call:
     """What all calls of a request share, from the wire. Raises `InvalidCall`."""
     for name in fields:
-        if name not in CALL_FIELDS:
-            raise InvalidCall(f"{where}: unknown field {name!r:.80}; the fields are {', '.join(CALL_FIELDS)}")
+        if name not in VERIFY_CALL_FIELDS:
+            raise InvalidCall(f"{where}: unknown field {name!r:.80}; the fields are {', '.join(VERIFY_CALL_FIELDS)}")
     return Call.decode_defaults(fields, where)
 
 
@@ -55,19 +57,19 @@ def decode_pair(raw: Any, where: str) -> tuple[str, str]:
     return raw["gold"], raw["answer"]
 
 
-def call_of(gold: str, answer: str, like: Call) -> Call:
+def check_call(gold: str, answer: str, shared: Call) -> Call:
     """The call that compares them, with the limits, priority and tenant of another."""
-    texts = json.dumps([gold[: MAX_CHARS + 1], answer[: MAX_CHARS + 1]])
-    return replace(like, code=_CODE, stdin=texts, profile=Profile.VERIFY)
+    texts = json.dumps([gold[: MAX_ANSWER_CHARS + 1], answer[: MAX_ANSWER_CHARS + 1]])
+    return replace(shared, code=_CODE, stdin=texts, profile=Profile.VERIFY)
 
 
 def verdict_of(result: Result) -> Verdict:
     """What a check's result means."""
-    said = _SAID.get(result.value or "") if result.status is Status.OK else None
+    said = _VERDICT_OF_WORD.get(result.value or "") if result.status is Status.OK else None
     if said is not None:
         return replace(said, usage=result.usage)
     message = f"{result.error.type}: {result.error.message}" if result.error else "the checker said nothing"
-    if result.status in _THE_PAIRS_OWN:
+    if result.status in _STATUSES_OF_PAIR:
         return Verdict(Outcome.UNPARSABLE, result.status, message, result.usage)
     if result.status is Status.INVALID:
         return Verdict(Outcome.INVALID, Status.INVALID, message)

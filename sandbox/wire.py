@@ -28,6 +28,10 @@ import msgpack
 from sandbox.errors import ProtocolError
 
 MAX_FRAME_BYTES = 512 << 20
+MAX_FRAME_CALLS = 64
+"""Calls or results in one frame, at most."""
+TARGET_FRAME_BYTES = 8 << 20
+"""Bytes of calls or results in a frame above which no more are added, so that large ones travel alone."""
 _LENGTH = struct.Struct("<I")
 
 

@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 DEADLINE_S = 60
@@ -18,10 +18,10 @@ DEADLINE_S = 60
 
 def test_a_limit_above_the_ceiling_is_lowered_holds_and_is_said() -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
-    flags = ("--port", "0", "--python", OWN_PYTHON, "--profiles", "bare", "--zygotes", "1", "--slots", "1")
+    flags = ("--port", "0", "--python", OWN_PYTHON, "--profiles", "bare", "--zygote-pools", "1", "--slots", "1")
     argv = [sys.executable, "-m", "sandbox", "serve", *flags, "--max-memory-mb", "64", "--max-disk-mb", "32"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -183,7 +183,7 @@ def test_run_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     limits = Limits(timeout_s=2.0, memory_mb=64)
     files = {"in.csv": b"1,2"}
     assert calls == [Call("print('é')", "7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
-    assert (seen[0].isolation, seen[0].slots, seen[0].zygotes) == ("none", 1, 1)
+    assert (seen[0].isolation, seen[0].slots, seen[0].zygote_pools) == ("none", 1, 1)
 
 
 def test_run_takes_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_file_that_the_code_did_not_leave_is_named(
 
 
 @dataclass(frozen=True)
-class Layer:
+class ProbedLayer:
     """As `sandbox.jail` has it."""
 
     name: str
@@ -245,16 +245,18 @@ class Layer:
 
 
 def _jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
-    def decide(asked: str) -> types.SimpleNamespace:
+    def choose_level(asked: str) -> types.SimpleNamespace:
         if level is None:
             raise IsolationError("nothing isolates here")
         return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {asked}")
 
     layers = (
-        Layer("seccomp", True, "filter mode", "fewer system calls"),
-        Layer("nsjail", False, "no binary", "a jail"),
+        ProbedLayer("seccomp", True, "filter mode", "fewer system calls"),
+        ProbedLayer("nsjail", False, "no binary", "a jail"),
     )
-    monkeypatch.setitem(sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, decide=decide))
+    monkeypatch.setitem(
+        sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, choose_level=choose_level)
+    )
 
 
 @pytest.mark.parametrize(("level", "code"), [("namespaces", 0), (None, 1)])
@@ -363,10 +365,15 @@ def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.Monk
     served: list[ServeConfig] = []
     fake = types.SimpleNamespace(serve=lambda config: served.append(config) or 0)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", fake)
-    assert cli.main(["serve", "--gateways", "2", "--executors", "4", "--slots", "8", "--cores", "4"]) == 0
-    executors = [share for part in served[0].parts() for share in part.shares()]
+    assert cli.main(["serve", "--executors", "4", "--slots", "8", "--cores", "4"]) == 0
+    executors = served[0].per_executor()
     assert [executor.isolation for executor in executors] == ["landlock"] * 4
-    assert {part.isolation_reason for part in served[0].parts()} == {"weaker than auto"}
+    assert served[0].isolation_reason == "weaker than auto"
+
+
+def test_the_removed_flag_gateways_is_an_error_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--gateways", "2"]) == 2
+    assert "--gateways: was removed: one server has one gateway" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_traceback(guest_python: Path) -> None:

@@ -22,7 +22,7 @@ from sandbox import verify
 from sandbox.client import RETRYABLE_ERRORS, STREAM, TIMEOUT_S, AsyncClient, Client, backoff_s
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.gateway.http import codec
-from sandbox.types import Call, Limits, Result, Status, invalid, unavailable
+from sandbox.types import Call, Limits, Result, Status, invalid_result, unavailable_result
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until
 
@@ -53,7 +53,9 @@ async def garbage(request: web.Request, calls: list[dict[str, Any]]) -> web.Stre
 
 
 async def all_invalid(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-    results = [{"index": index, **invalid("", "no such field").encode(binary=True)} for index in range(len(calls))]
+    results = [
+        {"index": index, **invalid_result("", "no such field").encode(binary=True)} for index in range(len(calls))
+    ]
     return web.Response(status=400, content_type=STREAM, body=b"".join(map(msgpack.packb, results)))
 
 
@@ -69,7 +71,7 @@ def failing(kind: str, which: str) -> Respond:
     """Calls whose code is `which` come back as `unavailable`, because of `kind`; the others go well."""
 
     async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-        lost = unavailable("", kind, "try again").encode(binary=True)
+        lost = unavailable_result("", kind, "try again").encode(binary=True)
         answers = [lost if call["code"] == which else answer_of(call) for call in calls]
         lines = [msgpack.packb({"index": index, **answer}) for index, answer in enumerate(answers)]
         return web.Response(body=b"".join(lines))
@@ -429,7 +431,7 @@ async def test_it_is_sent_again_while_its_request_goes_on() -> None:
     async def lost_at_once(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        lost = unavailable("", "Stopped", "try again").encode(binary=True)
+        lost = unavailable_result("", "Stopped", "try again").encode(binary=True)
         await response.write(msgpack.packb({"index": 1, **lost}))
         await release.wait()
         await response.write(lines(calls, range(1)))
@@ -463,7 +465,7 @@ async def test_what_would_be_the_same_again_is_not_sent_again(kind: str) -> None
 @pytest.mark.asyncio
 async def test_checks_without_a_verdict_are_sent_again() -> None:
     async def stopped(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-        lost = unavailable("", "Stopped", "try again").encode(binary=True)
+        lost = unavailable_result("", "Stopped", "try again").encode(binary=True)
         return web.Response(body=b"".join(msgpack.packb({"index": n, **lost}) for n in range(len(calls))))
 
     async with scripted(stopped, checked) as server, AsyncClient(server.url) as client:
@@ -545,8 +547,8 @@ async def test_checks_are_calls_and_tried_again_like_them() -> None:
         assert await client.verify([]) == []
     assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
     assert [len(calls) for calls in server.seen] == [3, 1]
-    like = verify.like({"limits": {"timeout_s": 2}, "tenant": "mine"})
-    assert Call.decode(server.seen[1][0]) == verify.call_of("3", "3", like)
+    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert Call.decode(server.seen[1][0]) == verify.check_call("3", "3", shared)
 
 
 @pytest.mark.asyncio

@@ -15,10 +15,10 @@ import pytest
 from sandbox import local
 from sandbox.client import AsyncClient
 from sandbox.errors import IsolationError, ServiceError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.local import local_service
 
-LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
+LEAN = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
 DEADLINE_S = 120
 
 CHILD = """
@@ -37,7 +37,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module", autouse=True)
 def _can_run(guest_python: Path) -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
 

@@ -1,4 +1,4 @@
-"""requirements/*.txt: what CI, the Makefile and the images install, held against pyproject.toml and the README."""
+"""Checks the locked versions in requirements/*.txt against pyproject.toml and the documents."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_all_files_lock_the_same_versions() -> None:
     assert {key: found for key, found in versions.items() if len(found) > 1} == {}
 
 
-def test_readme_names_the_versions_that_were_tested() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
+def test_the_documents_name_the_tested_versions() -> None:
+    document = (REPOSITORY / "docs/training.md").read_text()
     pins = {requirement.name: str(requirement.specifier)[2:] for requirement, _ in locked("train")}
     for name in ("trl", "transformers"):
-        assert f"{name} {pins[name]}" in readme
+        assert f"{name} {pins[name]}" in document

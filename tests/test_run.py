@@ -16,7 +16,7 @@ from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError, IsolationError, NodeError, SandboxError
 from sandbox.executor import run_once
 from sandbox.executor.zygote_pool import Family
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Profile, Result, Status
 from tests.executor.calling import OWN_PYTHON, wait_gone
 from tests.jail import jails
@@ -28,7 +28,7 @@ DEADLINE_S = 60
 @pytest.fixture(scope="module", autouse=True)
 def _machine() -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
 

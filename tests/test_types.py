@@ -24,8 +24,8 @@ from sandbox.types import (
     Result,
     Status,
     Usage,
-    invalid,
-    unavailable,
+    invalid_result,
+    unavailable_result,
 )
 
 any_text = st.text(st.characters(codec=None, categories=None), max_size=40)  # lone surrogates and NUL too
@@ -201,7 +201,7 @@ def test_the_limits_are_described_once_and_completely() -> None:
 
 
 def test_no_verdict_says_whose_move_is_next() -> None:
-    ours, theirs = unavailable("a", "ExecutorLost", "it died"), invalid("a", "no code")
+    ours, theirs = unavailable_result("a", "ExecutorLost", "it died"), invalid_result("a", "no code")
     assert (ours.status, ours.error) == (Status.UNAVAILABLE, CallError("ExecutorLost", "it died"))
     assert (theirs.status, theirs.error) == (Status.INVALID, CallError("InvalidCall", "no code"))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sandbox.executor import profile_choice, virtual_clock, zygote_frames
 from sandbox.executor.result import WireResult
-from sandbox.jail import Spent
-from sandbox.types import LIMIT_FIELDS, Profile, unavailable
+from sandbox.jail import CgroupUsage
+from sandbox.types import LIMIT_FIELDS, Profile, unavailable_result
 
 RETURN_BYTES = 16 << 20
 """The most that one call's returned files may hold together: a result travels in one piece."""
@@ -63,7 +63,7 @@ class Work:
     out_of_time: bool = False
     starved: bool = False
     out_of_memory: bool = False
-    spent: Spent | None = None
+    spent: CgroupUsage | None = None
     cancelled: bool = False
 
     @classmethod
@@ -123,24 +123,24 @@ class Work:
         names = json.dumps([list(files), returned]).encode() if files or returned else b""
         header = {
             "op": "call",
-            "id": ticket,
+            "run_id": ticket,
             "slot": slot,
             "timeout_s": self.timeout_s,
-            "memory": int(limits["memory_mb"]) << 20,
-            "output": int(limits["output_kb"]) << 10,
+            "memory_bytes": int(limits["memory_mb"]) << 20,
+            "output_bytes": int(limits["output_kb"]) << 10,
             "processes": self.most_processes,
-            "disk": int(limits["disk_mb"]) << 20,
+            "disk_bytes": int(limits["disk_mb"]) << 20,
             "file_bytes": self.most_file_bytes,
             "open_files": OPEN_FILES,
             "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES) + RETURN_HEADERS,
             "echo": call.get("echo", True),
-            "returns": len(returned),
+            "return_count": len(returned),
         }
         return zygote_frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), names, *files.values()])
 
     def no_verdict(self, kind: str, message: str) -> WireResult:
         """The result that says it is us."""
-        return unavailable(self.call.get("id", ""), kind, message, self.attempts).encode(binary=True)
+        return unavailable_result(self.call.get("id", ""), kind, message, self.attempts).encode(binary=True)
 
 
 def _code(text: str) -> bytes:

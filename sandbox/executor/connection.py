@@ -20,10 +20,8 @@ from sandbox.executor.executor import Executor
 from sandbox.executor.result import WireResult
 from sandbox.executor.unix_stream import Link
 from sandbox.jail import AUTO
-from sandbox.types import unavailable
+from sandbox.types import unavailable_result
 
-FRAME_CALLS = 64
-FRAME_BYTES = 8 << 20
 STATS_S = 1.0
 FLUSH_S = 5.0
 """At the end, for what is still to be sent."""
@@ -41,7 +39,7 @@ async def serve(sock: socket.socket) -> int:
             first = await anext(frames, None)
             if first is None or first[0] != "configure":
                 raise ProtocolError("expected a configure frame first")
-            config, hurry = ExecutorConfig.from_settings(first[1]), first[2:] == [True]
+            config, hurry = ExecutorConfig.decode(first[1]), first[2:] == [True]
             if config.isolation == AUTO:
                 raise ConfigError(
                     f"isolation={AUTO}: expected a level; the server chooses one, for all its executors, once"
@@ -146,7 +144,7 @@ def _packed(batch: list[tuple[int, WireResult]]) -> bytes:
     try:
         return wire.pack(["results", batch])
     except ProtocolError as why:  # an operator's ceilings may grant more than a frame takes
-        none = [(seq, unavailable(r["id"], "ResultTooLarge", str(why), r["attempts"])) for seq, r in batch]
+        none = [(seq, unavailable_result(r["id"], "ResultTooLarge", str(why), r["attempts"])) for seq, r in batch]
         return wire.pack(["results", [(seq, result.encode(binary=True)) for seq, result in none]])
 
 
@@ -156,7 +154,7 @@ def _batches(results: list[tuple[int, WireResult]]) -> list[list[tuple[int, Wire
     size = 0
     for seq, result in results:
         weight = sum(map(len, (result["stdout"], result["stderr"], result["value"] or "", *result["files"].values())))
-        if not batches or len(batches[-1]) == FRAME_CALLS or size + weight > FRAME_BYTES:
+        if not batches or len(batches[-1]) == wire.MAX_FRAME_CALLS or size + weight > wire.TARGET_FRAME_BYTES:
             batches.append([])
             size = 0
         batches[-1].append((seq, result))

@@ -22,13 +22,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import trio
 
 from sandbox import jail, machine, runtime
-from sandbox.config import ExecutorConfig, in_numbers
+from sandbox.config import ExecutorConfig, resolve_capacity
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor import monitor, virtual_clock, zygote_frames
 from sandbox.executor import result as verdict
@@ -41,7 +40,6 @@ from sandbox.types import Profile
 
 log = logging.getLogger(__name__)
 
-GUEST = Path(__file__).resolve().parent.parent / "guest"
 GUEST_ENV = {
     "PATH": "/python/bin",
     "HOME": "/tmp",
@@ -74,13 +72,13 @@ class Executor:
     """`submit` and `cancel` from one task; results come through `answer(seq, result)`."""
 
     def __init__(self, config: ExecutorConfig, answer: Answer, *, hurry: bool = False) -> None:
-        self.all_cores = machine.cores()
-        shared = in_numbers(config, self.all_cores)
-        self.level = jail.choose(config.isolation)
-        self.wanted_files = jail.files_of(shared["slots"] + shared["long_slots"])
+        self.all_cores = machine.granted_cores()
+        shared = resolve_capacity(config, self.all_cores)
+        self.level = jail.choose_level(config.isolation).level
+        self.wanted_files = jail.fds_for_slots(shared["slots"] + shared["long_slots"])
         """With fewer descriptors there are fewer slots than asked for."""
-        self.slots = max(1, min(shared["slots"], jail.most_slots()))
-        self.long_slots = max(0, min(shared["long_slots"], jail.most_slots() - self.slots))
+        self.slots = max(1, min(shared["slots"], jail.max_slots_for_fds()))
+        self.long_slots = max(0, min(shared["long_slots"], jail.max_slots_for_fds() - self.slots))
         self._demote_after_s = config.demote_after_ms / 1e3
         self._progress_at = -math.inf
         """When a call last ended, or the first of those that wait for a short slot came."""
@@ -105,12 +103,12 @@ class Executor:
         self._ready = trio.Event()
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        families = max(min(shared["zygotes"], self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
+        families = max(min(shared["zygote_pools"], self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
         profiles = tuple(Profile(name) for name in config.profiles)
         self._scratch_parent = ""
         if self.level is jail.Level.LANDLOCK:
             has_uids = jail.host_uids(0, 1, self.level)[0] is not None
-            parent = self._scratch_parent = jail.scratch_parent(has_uids=has_uids)
+            parent = self._scratch_parent = jail.scratch_parent_dir(has_uids=has_uids)
             room = shutil.disk_usage(parent).total >> 20
             usual = tempfile.gettempdir()
             instead = f" (not to {usual}, where only some users may enter)" if parent != usual else ""
@@ -126,19 +124,19 @@ class Executor:
         spec = jail.JailSpec(
             self.level,
             self.python,
-            str(GUEST),
+            str(jail.GUEST_SOURCE_DIR),
             env=GUEST_ENV,
             uid_base=base,
             uid_count=count,
-            own_namespaces=shares_uid and self._may_count_processes,
-            scratch=scratch if self.level is jail.Level.LANDLOCK else None,
+            user_namespace_per_call=shares_uid and self._may_count_processes,
+            scratch_root=scratch if self.level is jail.Level.LANDLOCK else None,
         )
         return Family(spec, profiles, slots, self, lasting_s=self._demote_after_s, hurry=self._hurry)
 
     @cached_property
     def _may_count_processes(self) -> bool:
         """Whether each call can have a limit of processes though all share one uid."""
-        counts = jail.process_counts()
+        counts = jail.probe_process_limits()
         if not counts.ok:
             log.warning("no limit of processes for each call but by control groups: %s", counts.found)
         return counts.ok
@@ -162,8 +160,8 @@ class Executor:
         if self.level is jail.Level.NONE:
             return
         try:
-            jail.want_files(sum(family.slots.count for family in self.families))
-            trees = [stack.enter_context(closing(jail.Tree())) for _ in self.families]
+            jail.raise_fd_limit_for(sum(family.slots.count for family in self.families))
+            trees = [stack.enter_context(closing(jail.CgroupTree())) for _ in self.families]
         except IsolationError as why:
             stack.close()
             log.warning("no control groups, so the memory of a call's processes is summed by looking at them: %s", why)
@@ -193,7 +191,7 @@ class Executor:
         if work.whereabouts is not None:
             zygote, ticket = work.whereabouts
             work.give_up_at = min(work.give_up_at, time.monotonic() + GRACE_S)
-            zygote.send({"op": "kill", "id": ticket})
+            zygote.send({"op": "kill", "run_id": ticket})
 
     def pump(self) -> None:
         """Start what can be started. Call after `submit`."""
@@ -302,7 +300,7 @@ class Executor:
         self._stop_watch(work)
         self._progress_at = time.monotonic()
         was_killed = header.get("signal") == signal.SIGKILL
-        if was_killed and work.spent is not None and work.spent.was_squeezed and not work.out_of_time:
+        if was_killed and work.spent is not None and work.spent.hit_outer_limit and not work.out_of_time:
             self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
             return
         try:
@@ -318,7 +316,7 @@ class Executor:
                 asked_files=work.call.get("return_files", []),
                 timeout_s=work.timeout_s,
                 late=is_spent or (work.out_of_time and was_killed),
-                spent=jail.Spent(None, None, was_oom=True) if work.out_of_memory else work.spent,
+                spent=jail.CgroupUsage(None, None, hit_own_limit=True) if work.out_of_memory else work.spent,
             )
         except ProtocolError as why:
             self._retry(work, str(why))

@@ -191,7 +191,7 @@ class Watch:
         processes = tree.look()
         signal.pidfd_send_signal(self._pidfd, 0)  # it is there yet, so its number was no other's
         if processes is None or processes:
-            ran_s = tree.ran_s if group is None or (all_s := group.ran_s()) is None else all_s
+            ran_s = tree.ran_s if group is None or (all_s := group.cpu_s()) is None else all_s
             own.look(wall_s, processes, ran_s)
             cores = 1 if own.was_alone else self._host.all_cores
             work.most_cpu_s = ran_s + (work.timeout_s - own.own_s) * cores

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Protocol
 
 from sandbox.executor.virtual_clock import Look, Process, Thread
-from sandbox.jail import Idle, may_set_priorities
+from sandbox.jail import IdleCgroup, can_restore_priority
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ def counts_waits() -> bool:
 class Members(Protocol):
     """Who is in a call's control group, by the numbers of this /proc."""
 
-    def others(self, first: int) -> list[int]:
+    def other_pids(self, first: int) -> list[int]:
         """The processes besides `first`; 0 for those that are not to be seen here."""
         ...
 
-    def threads(self) -> list[int]: ...
+    def thread_ids(self) -> list[int]: ...
 
 
 class CallTree:
@@ -137,7 +137,7 @@ class CallTree:
                     os.sched_setscheduler(tid, policy, _NORMAL)
                     self._policies[tid] = policy
 
-    def move(self, group: Idle, *, inside: bool) -> None:
+    def move(self, group: IdleCgroup, *, inside: bool) -> None:
         """The same by control group, and of a crowd some at a time. Raises `OSError`."""
         if self._is_inside is None and not inside:
             return
@@ -157,7 +157,7 @@ class CallTree:
         if self._members is None:
             return list(self._descendants())
         try:
-            return [self.root, *filter(None, self._members.others(self.root))]
+            return [self.root, *filter(None, self._members.other_pids(self.root))]
         except OSError:
             return [self.root]
 
@@ -189,7 +189,7 @@ class CallTree:
                 self._pids = [*self._descendants()]
                 tids = [tid for pid in self._pids for tid in _threads(pid)]
             else:
-                tids = self._members.threads()
+                tids = self._members.thread_ids()
         self._policies = {tid: before.get(tid, _NO_POLICY) for tid in tids if tid}
 
     def _read(self, pid: int) -> Process | None:
@@ -311,11 +311,11 @@ class Eagerness:
     """Whether threads of calls can be made less eager for a core, and eager again. Either both or none."""
 
     def __init__(self) -> None:
-        self.can_change = may_set_priorities()
+        self.can_change = can_restore_priority()
         if not self.can_change:
             log.info("no right to set priorities (CAP_SYS_NICE): long calls take cores as short ones do")
 
-    def set(self, tree: CallTree, group: Idle | None = None, *, is_idle: bool) -> None:
+    def set(self, tree: CallTree, group: IdleCgroup | None = None, *, is_idle: bool) -> None:
         """All that the last look at it found. Idempotent."""
         if not self.can_change:
             return

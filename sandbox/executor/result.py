@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox.executor.zygote_frames import number
-from sandbox.jail import Spent
-from sandbox.types import Status
+from sandbox.jail import CgroupUsage
+from sandbox.types import EncodedError, EncodedResult, Status
 
 _REPORT = struct.Struct("<6i")
 _FILE = struct.Struct("<IQ")
 _VALUE_CUT, _TRACEBACK_CUT, _FILES_CUT, _OUT_OF_MEMORY = 1, 2, 4, 8
 
-WireResult = dict[str, Any]
+WireResult = EncodedResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ def judge(
     asked_files: list[str],
     timeout_s: float,
     late: bool,
-    spent: Spent | None = None,
+    spent: CgroupUsage | None = None,
 ) -> WireResult:
     """The result of a call whose process has ended; `late` if it used up its time, `spent` what the kernel counted of
     all its processes, if it did. Raises `ProtocolError`."""
     stdout, stderr, report_bytes, files = (*blobs, b"", b"", b"", b"")[:4]
     report = Report.parse(report_bytes)
-    code = None if done.get("code") is None else int(number(done, "code"))
+    code = None if done.get("exit_code") is None else int(number(done, "exit_code"))
     ended_by = None if done.get("signal") is None else int(number(done, "signal"))
     if late:  # also one that ended just before we came to end it
         code, ended_by = None, int(signal.SIGKILL)
-    out_cut, err_cut = done.get("out_cut") is True, done.get("err_cut") is True
-    was_oom = ended_by == signal.SIGKILL and spent is not None and spent.was_oom
+    out_cut, err_cut = done.get("stdout_truncated") is True, done.get("stderr_truncated") is True
+    was_oom = ended_by == signal.SIGKILL and spent is not None and spent.hit_own_limit
     status = _status(code, late, out_cut or err_cut, was_oom, report)
     cuts = {
         "stdout": out_cut,
@@ -101,14 +101,14 @@ def judge(
     }
 
 
-def cpu_ms(done: dict[str, Any], spent: Spent | None) -> float:
+def cpu_ms(done: dict[str, Any], spent: CgroupUsage | None) -> float:
     """Of all its processes, or where nobody counted those, of the first and what it waited for. Raises
     `ProtocolError`."""
     first = number(done, "cpu_ms")
     return first if spent is None or spent.cpu_ms is None else round(spent.cpu_ms, 3)
 
 
-def _peak_bytes(done: dict[str, Any], spent: Spent | None) -> float:
+def _peak_bytes(done: dict[str, Any], spent: CgroupUsage | None) -> float:
     """What it added to the memory that it inherits from the zygote: all its processes and files together; without a
     control group the largest of its processes, where neither files nor copies of inherited pages count."""
     largest = number(done, "peak_kb") * 1024
@@ -129,7 +129,7 @@ def _status(code: int | None, late: bool, flooded: bool, was_oom: bool, report: 
 
 def _error(
     status: Status, code: int | None, ended_by: int | None, report: Report, timeout_s: float
-) -> dict[str, Any] | None:
+) -> EncodedError | None:
     if status is Status.OK:
         return None
     if status is Status.TIMEOUT:
@@ -147,7 +147,7 @@ def _error(
     return {"type": kind, "message": message, "traceback": trace, "line": line}
 
 
-def _words(kind: str, message: str) -> dict[str, Any]:
+def _words(kind: str, message: str) -> EncodedError:
     return {"type": kind, "message": message, "traceback": "", "line": None}
 
 

@@ -20,7 +20,7 @@ def run_once(call: Call, config: ExecutorConfig) -> Result:
     profile = (
         profile_choice.choose(profile_choice.imported(call.code)) if call.profile is Profile.AUTO else call.profile
     )
-    alone = replace(config, profiles=(profile.value,), zygotes=1, slots=1)
+    alone = replace(config, profiles=(profile.value,), zygote_pools=1, slots=1)
     limits, clamped = call.limits.clamped(within_memory(call.limits, machine.memory_limit() >> 20))
     try:
         return replace(Result.decode(trio.run(_run, replace(call, limits=limits), alone)), clamped=clamped)

@@ -17,7 +17,7 @@ import os
 
 import trio
 
-from sandbox.jail import Group, Idle, Spent, Tree
+from sandbox.jail import CgroupTree, CgroupUsage, IdleCgroup, SlotCgroup
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,15 @@ class Slots:
         self.long: set[int] = set()
         """Those of calls in long places."""
         self._most_long = long
-        self._tree: Tree | None = None
+        self._tree: CgroupTree | None = None
         self._namespaces: dict[int, int] = {}  # of mounts, by slot
 
-    def equip(self, tree: Tree) -> None:
+    def equip(self, tree: CgroupTree) -> None:
         """With a group for each."""
         self._tree = tree
 
     @property
-    def idle(self) -> Idle | None:
+    def idle(self) -> IdleCgroup | None:
         """The group for what shall give way."""
         return self._tree.idle if self._tree else None
 
@@ -75,22 +75,22 @@ class Slots:
         else:
             self._namespaces[number] = fd
 
-    def group(self, number: int) -> Group | None:
+    def group(self, number: int) -> SlotCgroup | None:
         """What counts the call in a slot, if anything does."""
-        return self._tree.group(number) if self._tree else None
+        return self._tree.cgroup(number) if self._tree else None
 
     def begin(self, number: int, memory: int, processes: int) -> None:
         """Bound the next call in a slot. Raises `OSError`; then the slot is not to be used now."""
         if self._tree:
-            self._tree.group(number).begin(memory, processes)
+            self._tree.cgroup(number).set_limits(memory, processes)
 
-    def end(self, number: int) -> Spent | None:
+    def end(self, number: int) -> CgroupUsage | None:
         """What the call used, if its slot has a group. Before `give_back`."""
-        return self._tree.group(number).end() if self._tree else None
+        return self._tree.cgroup(number).read_usage() if self._tree else None
 
     def give_back(self, number: int) -> bool:
         """Whether the slot is free now; if not, `settle` it."""
-        if number in self._namespaces or (self._tree and not self._tree.group(number).is_empty):
+        if number in self._namespaces or (self._tree and not self._tree.cgroup(number).is_empty):
             return False
         self._free(number)
         return True
@@ -103,7 +103,7 @@ class Slots:
             waited += pause
             pause = min(2 * pause, LONGEST_LOOK_S)
             try:
-                group = self._tree.group(number)
+                group = self._tree.cgroup(number)
             except OSError as why:
                 log.warning("slot %d has no group yet: %s", number, why)
                 continue

@@ -85,15 +85,15 @@ def _done(head: bytes) -> dict[str, Any]:
     if count > _MOST_DONE_BLOBS:
         raise ValueError(f"{count} blobs")
     return {
-        "op": "done",
-        "id": ticket,
-        "code": code if code >= 0 else None,
+        "op": "ended",
+        "run_id": ticket,
+        "exit_code": code if code >= 0 else None,
         "signal": ended_by if ended_by >= 0 else None,
         "wall_ms": wall_us / 1e3,
         "cpu_ms": cpu_us / 1e3,
         "peak_kb": peak_kb,
-        "out_cut": bool(bits & _OUT_CUT),
-        "err_cut": bool(bits & _ERR_CUT),
+        "stdout_truncated": bool(bits & _OUT_CUT),
+        "stderr_truncated": bool(bits & _ERR_CUT),
         "blobs": list(struct.unpack(f"<{count}Q", head[_DONE.size :])),
     }
 

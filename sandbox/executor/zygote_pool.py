@@ -75,10 +75,10 @@ class Zygote:
         self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, work.most_bytes)
         self.link.write(work.order(ticket, slot, now))
 
-    def let_in(self, slot: int, tree: jail.Tree) -> None:
+    def let_in(self, slot: int, tree: jail.CgroupTree) -> None:
         """Hand it the ways into the groups of a slot, once. Not of all slots: a call closes each way that there is."""
         if slot not in self._may_enter:
-            for op, fds in (("door", tree.doors(slot)), ("floor", tree.floors(slot))):
+            for op, fds in (("cgroup_procs", tree.open_procs_files(slot)), ("cgroup_dir", tree.open_directories(slot))):
                 for fd in fds:
                     self.link.write(zygote_frames.pack({"op": op, "slot": slot}), fd)
                     os.close(fd)
@@ -111,7 +111,7 @@ class Family:
     ) -> None:
         self.slots = slots
         self._lasting_s = lasting_s
-        self._tree: jail.Tree | None = None
+        self._tree: jail.CgroupTree | None = None
         self.inherited = 0
         """Bytes of its own that the largest zygote has had: what a call may come to copy by writing to it."""
         self.zygotes: dict[Profile, Zygote] = {}
@@ -119,7 +119,7 @@ class Family:
         self.has_served = False
         """Whether all its zygotes have been warm at once; in a hurry, whether any has."""
         self._spec = spec
-        self._plan = jail.call_plan(spec)
+        self._plan = jail.confinement_plan(spec)
         self._profiles = tuple(p for p in ORDER if p in profiles or p is Profile.BARE)
         self._owner = owner
         self._changed = trio.Event()
@@ -130,7 +130,7 @@ class Family:
         self._process: subprocess.Popen[bytes] | None = None
         self._nursery: trio.Nursery | None = None
 
-    def equip(self, tree: jail.Tree) -> None:
+    def equip(self, tree: jail.CgroupTree) -> None:
         """With a control group for each slot."""
         self._tree = tree
         self.slots.equip(tree)
@@ -253,31 +253,31 @@ class Family:
         self.inherited = max(self.inherited, private)
         if zygote.profile is Profile.BARE:
             if self._tree is not None:
-                self._tree.admit(zygote.link.peer_pid, zygote.link.peer_uid)
+                self._tree.allow_clone_into(zygote.link.peer_pid, zygote.link.peer_uid)
             elif self._spec.level is not jail.Level.NONE:
                 zygote.jail_end = self._watch_init(zygote.link.peer_pid)
-        zygote.send({"op": "serve", "address_space": mapped, "lasting_s": self._lasting_s})
+        zygote.send({"op": "start", "address_space_bytes": mapped, "report_after_s": self._lasting_s})
 
     def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
-        ticket: Any = header.get("id")
+        ticket: Any = header.get("run_id")
         work = zygote.calls.get(ticket) if type(ticket) is int else None
         if work is None:
             raise ProtocolError(f"{zygote_frames.text(header, 'op')!r} about a call that it does not have")
         if sum(map(len, blobs)) > work.most_bytes:
             raise ProtocolError("more came than the call may have written")
         match header["op"]:
-            case "done":
+            case "ended":
                 self._release(zygote, ticket, work)
                 self._owner.on_done(zygote, work, header, blobs)
-            case "failed":
-                why = zygote_frames.text(header, "why")
+            case "start_failed":
+                why = zygote_frames.text(header, "reason")
                 self._release(zygote, ticket, work)
                 self._owner.on_failed(work, why)
-            case "lasting":
+            case "still_running":
                 wall_s = zygote_frames.number(header, "wall_ms") / 1e3
                 work.zygote_pid, work.inner_pid = zygote.link.peer_pid, int(zygote_frames.number(header, "pid"))
                 if not zygote.link.fds or work.watch is not None:
-                    raise ProtocolError("lasting without a pidfd, or for the second time")
+                    raise ProtocolError("still_running without a pidfd, or for the second time")
                 self._owner.on_lasting(self, work, wall_s, zygote.link.fds.pop(0))
             case _:
                 raise ProtocolError(f"unexpected {zygote_frames.text(header, 'op')!r}")
@@ -369,7 +369,7 @@ class Family:
         self._changed = trio.Event()
 
     def _start_jail(self, sock: socket.socket) -> subprocess.Popen[bytes]:
-        argv = jail.command(self._spec, sock.fileno())
+        argv = jail.launch_argv(self._spec, sock.fileno())
         try:
             return subprocess.Popen(argv, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         except OSError as why:

@@ -33,7 +33,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "run_seconds": ("histogram", "seconds a call ran"),
     "answer_seconds": ("histogram", "seconds from a call's admission to its answer"),
     "body_bytes_total": ("counter", "bytes of bodies, by direction"),
-    "gateways_up": ("gauge", "gateways that this scrape heard of, where there are several"),
     "executors_ready": ("gauge", "executors that take calls"),
     "executor_restarts_total": ("counter", "executors started again"),
 }

@@ -1,8 +1,7 @@
 """What the dashboard shows: the service now, and the last ten minutes of it, as `GET /v1/stats` answers.
 
 `Stats` has the clock and the one task; the steps themselves are `history`'s. Executors' own numbers come with their
-stats frames, about a second old; numbers only are taken from them, and names of a bounded length. Where there are
-several gateways, each keeps the history of all of them together, by what its siblings tell it each second.
+stats frames, about a second old; numbers only are taken from them, and names of a bounded length.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,6 @@ from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.calls.executor_handle import Node
 from sandbox.gateway.history import History, Snapshot
 from sandbox.gateway.metrics import VERSION
-from sandbox.gateway.siblings import Siblings, State
-
-Others = Mapping[int, State]
-NOBODY: Others = {}
 
 TICK_S = 1.0
 NAME_CHARS = 60
@@ -34,30 +28,16 @@ EXECUTOR_GAUGES = ("queued", "running", "running_short", "running_long", "long_s
 """Of the executors' numbers, those that rise and fall; one that no executor tells is not there."""
 
 
-MACHINE_GAUGES = ("machine_busy", "memory_used_bytes", "gateway_cpu", "gateway_rss_bytes")
-"""Of the machine, or of the gateway that is asked; not to be added up."""
-
-
 class Stats:
-    """Use `start` and `stop` around the life of the application; `tell` has the body of `GET /v1/stats`.
+    """Use `start` and `stop` around the life of the application; `build` returns the body of `GET /v1/stats`."""
 
-    `others` is what the siblings say (`own`), by number.
-    """
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        siblings: Siblings | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:
         self._dispatcher = dispatcher
-        self._siblings = siblings or Siblings()
         self._clock = clock
         self._began = clock()
         self._started_at = time.time()
         self._lasting = _LastingCounts()
         self._machine = _Machine()
-        self._whole = _Whole()
         self._history = History(self._snapshot())
         self._task: asyncio.Task[None] | None = None
 
@@ -70,64 +50,30 @@ class Stats:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def tick(self, others: Others = NOBODY) -> None:
+    def tick(self) -> None:
         """End a step of the history."""
         self._machine.look()
-        self._history.add(self._whole.sum(self._snapshot(), others))
+        self._history.add(self._snapshot())
 
-    def own(self) -> State:
-        """What this gateway alone has, for its siblings."""
+    def build(self, after: int) -> dict[str, Any]:
+        """The body of `GET /v1/stats`, with the history's steps after number `after`."""
+        now = self._snapshot()
         return {
-            "snapshot": asdict(self._snapshot()),
             "service": self._service(),
-            "executors": [_executor(node) for node in self._dispatcher.nodes],
-            "missed_imports": self._missed_imports(),
-        }
-
-    async def tell(self, after: int) -> dict[str, Any]:
-        """`answer`, after a word with the siblings."""
-        return self.answer(after, await self._others())
-
-    def answer(self, after: int, others: Others = NOBODY) -> dict[str, Any]:
-        """Everything, with the history's steps after number `after`."""
-        now = self._whole.sum(self._snapshot(), others)
-        parts = sorted([(self._siblings.number, self.own()), *others.items()])
-        missed: Counter[str] = sum((Counter(part["missed_imports"]) for _, part in parts), Counter())
-        return {
-            "service": self._service_of([part["service"] for _, part in parts]),
             "now": self._history.recent(now),
             "totals": {"statuses": dict(now.statuses), "events": dict(now.events)},
-            "executors": [
-                {**row, "gateway": number} if others else row for number, part in parts for row in part["executors"]
-            ],
-            "missed_imports": dict(missed.most_common(NAMES)),
+            "executors": [_executor(node) for node in self._dispatcher.nodes],
+            "missed_imports": self._missed_imports(),
             "steps": self._history.after(after),
         }
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
-        if others := await self._others():  # what they counted before this one began is no growth
-            self._history = History(self._whole.sum(self._snapshot(), others))
         while True:
             due = max(due + TICK_S, loop.time())
             await asyncio.sleep(due - loop.time())
-            self.tick(await self._others())
-
-    async def _others(self) -> Others:
-        return {number: state["stats"] for number, state in (await self._siblings.ask()).items()}
-
-    def _service_of(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """What holds for all gateways together: any that is not ready is said."""
-        states = {part["state"] for part in parts}
-        return {
-            **self._service(),
-            "state": next(state for state in STATES if state in states),
-            "queue_calls": sum(part["queue_calls"] for part in parts),
-            "queue_bytes": sum(part["queue_bytes"] for part in parts),
-            "gateways": self._siblings.count,
-            "gateways_up": len(parts),
-        }
+            self.tick()
 
     def _service(self) -> dict[str, Any]:
         about = next((node.about for node in self._dispatcher.nodes if node.about), {})
@@ -188,46 +134,6 @@ class Stats:
         return dict(found.most_common(NAMES))
 
 
-class _Whole:
-    """Sums over gateways. What one had counted lasts when it is gone, and another in its place counts from 0."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[float, Snapshot]] = {}
-        """When each sibling began, and its latest; also of those that are down."""
-        self._gone: list[Snapshot] = []
-        """One at most: the sum of those that were replaced."""
-
-    def sum(self, own: Snapshot, others: Others) -> Snapshot:
-        """`own`, and all that the siblings have counted; what there is now, of those that are up."""
-        told = {number: Snapshot(**state["snapshot"]) for number, state in others.items()}
-        for number, snapshot in told.items():
-            began = others[number]["service"]["started_at"]
-            last_began, last = self._last.get(number, (began, snapshot))
-            if began != last_began:
-                self._gone = [_added([last, *self._gone])]
-            elif snapshot.at_s < last.at_s:  # two asked at once, and the later answer came first
-                continue
-            self._last[number] = began, snapshot
-        counted = _added([own, *(last for _, last in self._last.values()), *self._gone])
-        gauges = Counter(own.gauges)
-        for snapshot in told.values():
-            gauges.update({name: value for name, value in snapshot.gauges.items() if name not in MACHINE_GAUGES})
-        return replace(counted, gauges=dict(gauges))
-
-
-def _added(parts: list[Snapshot]) -> Snapshot:
-    """All that was counted; what there is now, of the first."""
-    return replace(
-        parts[0],
-        statuses=dict(sum((Counter(part.statuses) for part in parts), Counter[str]())),
-        events=dict(sum((Counter(part.events) for part in parts), Counter[str]())),
-        latencies={
-            name: tuple(map(sum, zip(*(part.latencies[name] for part in parts), strict=True)))
-            for name in parts[0].latencies
-        },
-    )
-
-
 class _LastingCounts:
     """Sums of the executors' counters, which outlive the executors: one that starts again counts from 0."""
 
@@ -247,7 +153,7 @@ class _Machine:
     """What is cheap to know of the machine, and of the gateway's own process."""
 
     def __init__(self) -> None:
-        self.cores = machine.cores()
+        self.cores = machine.granted_cores()
         self.memory_bytes = machine.memory_limit()
         self.gauges: dict[str, float] = {}
         self._busy, self._all = _ticks()
@@ -265,10 +171,6 @@ class _Machine:
             "gateway_rss_bytes": _rss_bytes(),
         }
         self._busy, self._all, self._cpu_s, self._at_s = busy, whole, cpu_s, at_s
-
-
-STATES = ("draining", "no executor", "starting", "ready")
-"""From what an operator should know first."""
 
 
 def _state(dispatcher: Dispatcher) -> str:

@@ -1,45 +1,46 @@
-"""What the kernel grants: jails around zygotes, the layers of each call, and what this machine has of them.
+"""Isolation: jails around zygotes, the plan that confines each call, and a probe of what this machine supports.
 
     python = Interpreter.find("/opt/runtime/bin/python")
     uid_base, uid_count = host_uids(jail=0, slots=64)
-    spec = JailSpec(choose("auto"), python, guest_dir, uid_base=uid_base, uid_count=uid_count)
-    subprocess.Popen(command(spec, fd), pass_fds=[fd])
+    spec = JailSpec(choose_level("auto").level, python, GUEST_SOURCE_DIR, uid_base=uid_base, uid_count=uid_count)
+    subprocess.Popen(launch_argv(spec, fd), pass_fds=[fd])
 
-Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
+The package is synchronous and imports only the standard library, `machine` and `errors`. `launch_argv` is pure.
 """
 
-from sandbox.jail.cgroup import Group, Spent
-from sandbox.jail.cgroup_tree import Idle, Tree, files_of, most_slots, want_files
+from sandbox.jail.cgroup import CgroupUsage, SlotCgroup
+from sandbox.jail.cgroup_tree import CgroupTree, IdleCgroup, fds_for_slots, max_slots_for_fds, raise_fd_limit_for
 from sandbox.jail.interpreter import Interpreter
-from sandbox.jail.kernel import may_set_priorities
-from sandbox.jail.landlock_rules import scratch_parent
-from sandbox.jail.plan import call_plan, command
-from sandbox.jail.probe import AUTO, Choice, Layer, choose, decide, probe, process_counts
-from sandbox.jail.spec import SLOT_UID, JailSpec, Level
+from sandbox.jail.kernel import can_restore_priority
+from sandbox.jail.landlock_rules import scratch_parent_dir
+from sandbox.jail.level_choice import AUTO, LevelChoice, choose_level
+from sandbox.jail.plan import confinement_plan, launch_argv
+from sandbox.jail.probe import ProbedLayer, probe, probe_process_limits
+from sandbox.jail.spec import FIRST_SLOT_UID, GUEST_SOURCE_DIR, JailSpec, Level
 from sandbox.jail.uid_range import host_uids
 
 __all__ = [
     "AUTO",
-    "SLOT_UID",
-    "Choice",
-    "Group",
-    "Idle",
+    "FIRST_SLOT_UID",
+    "GUEST_SOURCE_DIR",
+    "CgroupTree",
+    "CgroupUsage",
+    "IdleCgroup",
     "Interpreter",
     "JailSpec",
-    "Layer",
     "Level",
-    "Spent",
-    "Tree",
-    "call_plan",
-    "choose",
-    "command",
-    "decide",
-    "files_of",
+    "LevelChoice",
+    "ProbedLayer",
+    "SlotCgroup",
+    "can_restore_priority",
+    "choose_level",
+    "confinement_plan",
+    "fds_for_slots",
     "host_uids",
-    "may_set_priorities",
-    "most_slots",
+    "launch_argv",
+    "max_slots_for_fds",
     "probe",
-    "process_counts",
-    "scratch_parent",
-    "want_files",
+    "probe_process_limits",
+    "raise_fd_limit_for",
+    "scratch_parent_dir",
 ]

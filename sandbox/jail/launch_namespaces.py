@@ -1,12 +1,12 @@
-"""Level `namespaces`: the launcher, which turns itself into a jail around the guest. Started by `plan.command`.
+"""Level `namespaces`: a program that builds a jail with namespaces around the guest. `plan.launch_argv` starts it.
 
     server ── launcher ── init (PID 1 inside) ── guest (the zygote) ── calls
               waits       reaps orphans
 
-- The kernel kills everything inside when init ends; init ends with the guest, and dies with the launcher.
-- The launcher gives up its own privileges and its view of the host too, once the jail stands.
-- The root is made *before* the user namespace of the guest: its mounts then belong to a more privileged namespace and
-  are locked, so that even the guest's CAP_SYS_ADMIN can neither remount them writable nor take them off.
+- When init ends, the kernel kills all processes inside. Init ends with the guest, and dies with the launcher.
+- The launcher also drops its privileges and its view of the host, once the jail is complete.
+- The root is built *before* the guest's user namespace: its mounts then belong to a more privileged namespace and are
+  locked. Even the guest's CAP_SYS_ADMIN can neither remount them writable nor unmount them (mount_namespaces(7)).
 """
 
 from __future__ import annotations
@@ -18,89 +18,65 @@ from typing import NoReturn
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, launcher, root_fs, userns
 from sandbox.jail.spec import JailSpec
-from sandbox.jail.userns import layer
-
-HOSTNAME = "sandbox"
-REFUSED = 78
-"""Exit status when the machine does not grant a layer (EX_CONFIG); stderr says which."""
-# What the guest needs to set up a call: mounts and namespaces, the slot's uid, the bounding set, and ending calls.
-KEPT = frozenset({kernel.CAP_SYS_ADMIN, kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SETPCAP, kernel.CAP_KILL})
+from sandbox.jail.userns import layer_errors
 
 
 def main() -> NoReturn:
-    spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = launcher.begin()
+    spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
+    server = launcher.detach_from_server()
     try:
-        enter(spec)
-    except IsolationError as why:
-        print(f"jail: {why}", file=sys.stderr, flush=True)
-        os._exit(REFUSED)
-    # Only the holder of the other end keeps this pipe open: init sees its launcher's death even if it came first.
-    alive, held = os.pipe()
+        enter_jail(spec)
+    except IsolationError as error:
+        launcher.print_error(error)
+        os._exit(launcher.EXIT_LAYER_REFUSED)
+    # The launcher alone holds the write end, so init sees the launcher's end even if that came before init could ask
+    # for a death signal.
+    launcher_alive_r, launcher_alive_w = os.pipe()
     init = os.fork()
     if init == 0:
-        os.close(held)
-        os._exit(_be_init(spec, fd, alive))
-    os.close(fd)  # so that the guest's end of the socket is the only one
-    retire()
-    os._exit(launcher.watch(parent, init))
+        os.close(launcher_alive_w)
+        os._exit(_run_init(spec, socket_fd, launcher_alive_r))
+    os.close(socket_fd)  # the guest's must be the only copy, so that the socket ends with the guest
+    launcher.drop_privileges()
+    os._exit(launcher.wait_or_kill(server, init))
 
 
-def enter(spec: JailSpec) -> None:
-    """Put this process into the jail, all but its PID, which only children can change.
+def enter_jail(spec: JailSpec) -> None:
+    """Put this process into the jail, except for the PID namespace, which only its children enter.
 
-    The order: no_new_privs as soon as it can be, it costs nothing and holds for all that follows. The root is built
-    with the host's rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they
-    end those rights.
+    | step | reason for its place |
+    |---|---|
+    | no_new_privs, root | the root needs the host's privileges, and its mounts must be locked for the guest |
+    | namespaces, ids | changing ids ends the host's privileges |
+    | hostname, bounding set | they belong to the new namespaces |
     """
-    proc = userns.own_proc()  # while there is a /proc: the id maps are written through it when there is none
-    privileged = lay_out_root(spec)
-    with layer("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
-        root_fs.enter()
-    userns.enter_guests(spec.uid_base, spec.uid_count, proc, privileged=privileged)
-    os.close(proc)
-    with layer("hostname"):
-        kernel.set_hostname(HOSTNAME)
-    with layer("capabilities"):
-        kernel.bound_capabilities(KEPT)
+    proc_self = userns.open_proc_self()  # opened here since the new root has no /proc; the id maps are written by it
+    privileged = launcher.prepare_root(spec)
+    with layer_errors("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
+        root_fs.pivot()
+    userns.enter_jail_namespaces(spec.uid_base, spec.uid_count, proc_self, privileged=privileged)
+    os.close(proc_self)
+    with layer_errors("hostname"):
+        kernel.set_hostname(launcher.HOSTNAME)
+    with layer_errors("capabilities"):
+        kernel.limit_bounding_set(frozenset(launcher.ZYGOTE_CAPABILITIES.values()))
 
 
-def lay_out_root(spec: JailSpec) -> bool:
-    """The first half of `enter`, up to a root that is ready in an own mount namespace. Returns whether the host's
-    rights were there for it; without them it is in a user namespace of its own, which has the range of ids."""
-    privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
-    with layer("no_new_privs"):  # not before newuidmap has run, which is set-uid
-        kernel.no_new_privileges()
-    if (privileged or spec.uid_base is not None) and (hidden := root_fs.unreadable(spec.python)):
-        raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
-    with layer("mount namespace", "grant CAP_SYS_ADMIN"):
-        kernel.unshare(kernel.CLONE_NEWNS)
-    with layer("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
-        root_fs.lay_out(spec)
-    return privileged
-
-
-def _be_init(spec: JailSpec, fd: int, alive: int) -> int:
-    """PID 1: start the guest, reap whatever is orphaned, and end with the guest, which ends everything."""
-    kernel.die_with_parent()
-    os.set_blocking(alive, False)
+def _run_init(spec: JailSpec, socket_fd: int, launcher_alive_r: int) -> int:
+    """Run as PID 1: start the guest, reap orphans, and end with the guest, which ends all other processes inside."""
+    kernel.set_parent_death_signal()
+    os.set_blocking(launcher_alive_r, False)
     try:
-        os.read(alive, 1)  # end of file: the launcher is gone already, and its death signal with it
+        os.read(launcher_alive_r, 1)  # end of file: the launcher ended before the death signal was set
         return 1
     except BlockingIOError:
         pass
     guest = os.fork()
     if guest == 0:
-        launcher.become_guest(spec, fd)
-    launcher.close_all_but()
-    retire()
-    return launcher.reap(guest)
-
-
-def retire() -> None:
-    """From here on this process only waits. Its memory still holds the environment that the server gave it."""
-    kernel.drop_capabilities()
-    kernel.hide_memory()
+        launcher.exec_guest(spec, socket_fd)
+    launcher.close_fds_except()
+    launcher.drop_privileges()
+    return launcher.reap_until(guest)
 
 
 if __name__ == "__main__":

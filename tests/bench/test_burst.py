@@ -20,7 +20,7 @@ from bench.burst import FORMS, Held, Run
 from bench.probes.sampler import Watch
 from bench.servers.service import Service
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 COUNT = 20
@@ -147,7 +147,7 @@ def test_more_connections_than_descriptors_is_misuse(
 @pytest.mark.timeout(300)
 def test_a_small_burst_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     sizes = ["--calls", "120", "--loops", "0.02", "--loop-s", "0.3", "--batch", "7", "--steady", "64", "--lean"]

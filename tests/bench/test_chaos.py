@@ -17,7 +17,7 @@ from bench.chaos import Load, Tally, Target
 from bench.harness.command import BenchFailed
 from bench.workloads import checked_calls
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Call, CallError, Result, Status
 from tests.executor.calling import OWN_PYTHON
 
@@ -121,7 +121,7 @@ def test_a_span_that_is_none_is_misuse(flag: str, given: str, capsys: pytest.Cap
 @pytest.mark.timeout(400)
 def test_a_small_attack_is_survived(capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     sizes = ["--calls", "250", "--kill-every", "1", "--lean", "--python", OWN_PYTHON]

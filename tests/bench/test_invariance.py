@@ -15,7 +15,7 @@ from bench import invariance
 from bench.invariance import NEEDS, Case
 from bench.probes import processes
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import CallError, Result, Status
 from tests.executor.calling import OWN_PYTHON
 
@@ -97,7 +97,7 @@ def test_nobody_is_busy_any_more_afterwards() -> None:
 @pytest.mark.timeout(400)
 def test_a_small_comparison_has_all_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     corpus = tmp_path / "snippets.jsonl"

@@ -35,7 +35,7 @@ def test_an_unknown_profile_is_misuse(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.runtime
 def test_every_step_is_measured(guest_python: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if jail.choose("auto") is not jail.Level.NAMESPACES:
+    if jail.choose_level("auto").level is not jail.Level.NAMESPACES:
         pytest.skip("needs isolation=namespaces")
     sizes = ["--calls", "8", "--rounds", "1", "--profiles", "bare", "--at-most", "1e9"]
     assert layers.main([*sizes, "--python", str(guest_python), "--json"]) == 0

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from bench import mixed
 from bench.mixed import Arrival, Storm, Tally
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 OK = {"status": "ok", "stdout": "", "usage": {"cpu_ms": 2.0}}
@@ -132,7 +132,7 @@ def test_bombs_are_not_run_without_isolation(capsys: pytest.CaptureFixture[str])
 @pytest.mark.timeout(400)
 def test_a_little_traffic_and_a_small_storm_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     sizes = ["--seconds", "2", "--calibration", "20", "--rate", "8", "--loop-s", "0.5", "--loops", "1", "--short", "5"]

@@ -18,7 +18,7 @@ from bench.leaks import Holdings
 from bench.soak import Sight
 from bench.workloads import checked_calls
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 REST = Holdings(1000, 8, 0, 200, 90, 4, 0, 120.0)
@@ -154,7 +154,7 @@ def test_calls_and_seconds_are_one_or_the_other(capsys: pytest.CaptureFixture[st
 @pytest.mark.timeout(400)
 def test_a_short_soak_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     code = soak.main(["--calls", "80", "--lean", "--python", OWN_PYTHON, "--json"])

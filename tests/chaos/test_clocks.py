@@ -22,7 +22,7 @@ from sandbox.errors import IsolationError
 from sandbox.executor import executor
 from sandbox.gateway.calls import dispatcher
 from sandbox.gateway.calls.call_table import DrainRate
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Status
 from tests.chaos.test_kills import FLAGS, ask
 from tests.executor.calling import OWN_PYTHON
@@ -42,7 +42,7 @@ open(os.path.join({folder!r}, str(os.getpid())), "w").close()
 def mad(tmp_path: Path) -> Iterator[Target]:
     """A lean server of which no process has a wall clock that makes sense; `tmp_path/marks` names them."""
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     (tmp_path / "marks").mkdir()

@@ -18,7 +18,7 @@ from bench.chaos import Target
 from bench.probes.fault_injector import victims
 from bench.servers import service
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from tests.chaos.test_kills import FLAGS, ask
 from tests.executor.calling import OWN_PYTHON
 
@@ -29,7 +29,7 @@ OUTAGE_S = 2.0
 @pytest.fixture
 def life() -> Iterator[ExitStack]:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     with ExitStack() as life:

@@ -19,18 +19,18 @@ from bench.probes.leftovers import still_there
 from bench.servers import service
 from bench.workloads import checked_calls
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 pytestmark = pytest.mark.timeout(400)
-FLAGS = ("--profiles", "bare", "--executors", "2", "--zygotes", "1", "--slots", "4")
+FLAGS = ("--profiles", "bare", "--executors", "2", "--zygote-pools", "1", "--slots", "4")
 
 
 @pytest.fixture
 def target() -> Iterator[Target]:
     """A lean server that may be killed."""
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
     with ExitStack() as life:

@@ -17,7 +17,7 @@ import pytest
 
 from sandbox.config import load
 from sandbox.jail import kernel, userns
-from sandbox.jail.seccomp import ENOSYS, EPERM, POLICY
+from sandbox.jail.seccomp import CALL_POLICY, ENOSYS, EPERM
 from sandbox.jail.syscalls import X86_64
 
 REPOSITORY = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_profile_is_what_its_script_writes() -> None:
     ("call", "arguments"),
     [
         ("unshare", (kernel.CLONE_NEWUSER,)),
-        ("unshare", (kernel.CLONE_NEWUSER | userns.INNER,)),
+        ("unshare", (kernel.CLONE_NEWUSER | userns.JAIL_NAMESPACES,)),
         ("unshare", (kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS,)),
         ("clone", (kernel.CLONE_NEWPID | signal.SIGCHLD,)),
         ("mount", (0, 0, 0, kernel.MS_REC | kernel.MS_PRIVATE, 0)),
@@ -109,7 +109,7 @@ def test_profile_says_what_libc_can_do_without_does_not_exist(call: str) -> None
 def test_profile_refuses_nothing_that_the_policy_of_calls_allows() -> None:
     profile = json.loads(seccomp().PROFILE.read_text())
     allowed = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
-    assert {name for name, rule in POLICY.items() if rule not in (EPERM, ENOSYS)} <= allowed
+    assert {name for name, rule in CALL_POLICY.items() if rule not in (EPERM, ENOSYS)} <= allowed
 
 
 def test_profile_names_system_calls_that_there_are() -> None:

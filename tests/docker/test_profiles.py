@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import bpf, choose
+from sandbox.jail import bpf, choose_level
 from sandbox.jail.seccomp import ARCH_X86_64, EPERM
 from sandbox.jail.syscalls import X86_64
 from tests.executor.calling import executor
@@ -29,8 +29,8 @@ UNDER = """
 import os, sys
 from pathlib import Path
 from sandbox.jail import kernel
-kernel.no_new_privileges()
-kernel.load_filter(Path(sys.argv[1]).read_bytes())
+kernel.set_no_new_privs()
+kernel.load_seccomp(Path(sys.argv[1]).read_bytes())
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 """A program that loads a filter and becomes Python with the rest of its arguments."""
@@ -87,7 +87,7 @@ def under(profile: Mapping[str, Any], folder: Path) -> list[str]:
 
 def granted(level: str) -> None:
     try:
-        choose(level)
+        choose_level(level)
     except IsolationError as why:
         pytest.skip(str(why))
 
@@ -120,6 +120,6 @@ def test_level_namespaces_needs_what_the_profile_checks(call: str, tmp_path: Pat
     granted("namespaces")
     profile = json.loads(PROFILE.read_text())
     profile["syscalls"] = [rule for rule in profile["syscalls"] if call not in rule["names"]]
-    argv = [*under(profile, tmp_path), "-c", "from sandbox.jail import choose; choose('namespaces')"]
+    argv = [*under(profile, tmp_path), "-c", "from sandbox.jail import choose_level; choose_level('namespaces')"]
     run = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert f"{call}" in run.stderr and "Operation not permitted" in run.stderr

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
@@ -254,7 +254,7 @@ def target(name: str, host: Host) -> Iterator[Target]:
     """The executor of that name; skips, with the reason, where this machine does not grant it."""
     level, _, identity = name.partition(" as ")
     try:
-        choose(level)
+        choose_level(level)
     except IsolationError as why:
         pytest.skip(str(why))
     with ExitStack() as stack:

@@ -65,9 +65,9 @@ def test_system_call_is_let_in_elsewhere(what: str, host: Host, tmp_path: Path) 
 @cache
 def _allowed() -> frozenset[str]:
     """What Python and its libraries need of a kernel, for what calls are there for; nothing else need be let in."""
-    from sandbox.jail.seccomp import EPERM, rule_of
+    from sandbox.jail.seccomp import EPERM, rule_for
 
-    return frozenset(name for name, number in X86_64.items() if rule_of(number) != EPERM)
+    return frozenset(name for name, number in X86_64.items() if rule_for(number) != EPERM)
 
 
 def test_every_number_that_is_not_for_calls(target: Target) -> None:

@@ -18,7 +18,7 @@ import pytest
 from sandbox import wire
 from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result
 from tests.jail.jails import descendants
 
@@ -107,10 +107,10 @@ def executor(
 
     `server` is the command that its own Python is, `process_options` are those of its `Popen`.
     """
-    settings = {"isolation": "auto", "profiles": ("bare",), "zygotes": 1, "slots": 4, **settings}
+    settings = {"isolation": "auto", "profiles": ("bare",), "zygote_pools": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
-            settings["isolation"] = choose("auto").value
+            settings["isolation"] = choose_level("auto").level.value
         except IsolationError as why:
             pytest.skip(str(why))
     config = ExecutorConfig(python=str(python), **settings)
@@ -122,7 +122,7 @@ def executor(
     with ours, process:
         try:
             caller = Caller(process, ours)
-            caller.send("configure", config.settings())
+            caller.send("configure", config.encode())
             caller.until(lambda: bool(caller.ready))
             yield caller
             ours.close()

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from sandbox import wire
-from sandbox.executor.connection import FRAME_BYTES, FRAME_CALLS, _batches, _packed
+from sandbox.executor.connection import _batches, _packed
 from sandbox.types import Result, Status
+from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 
 def results(*sizes: int) -> list[tuple[int, dict[str, Any]]]:
@@ -16,14 +17,16 @@ def results(*sizes: int) -> list[tuple[int, dict[str, Any]]]:
     return [(seq, result.encode(binary=True)) for seq, result in enumerate(made)]
 
 
-@pytest.mark.parametrize("sizes", [[], [0] * 200, [FRAME_BYTES + 1] * 3, [1, FRAME_BYTES, 1], [FRAME_BYTES // 3] * 10])
+@pytest.mark.parametrize(
+    "sizes", [[], [0] * 200, [TARGET_FRAME_BYTES + 1] * 3, [1, TARGET_FRAME_BYTES, 1], [TARGET_FRAME_BYTES // 3] * 10]
+)
 def test_batches_are_bounded_and_keep_all_in_order(sizes: list[int]) -> None:
     made = results(*sizes)
     batches = _batches(made)
     assert [pair for batch in batches for pair in batch] == made
-    assert all(1 <= len(batch) <= FRAME_CALLS for batch in batches)
+    assert all(1 <= len(batch) <= MAX_FRAME_CALLS for batch in batches)
     weights = [sum(sizes[seq] for seq, _ in batch) for batch in batches]
-    assert all(weight <= FRAME_BYTES or len(batch) == 1 for weight, batch in zip(weights, batches, strict=True))
+    assert all(weight <= TARGET_FRAME_BYTES or len(batch) == 1 for weight, batch in zip(weights, batches, strict=True))
 
 
 def test_a_result_that_no_frame_takes_is_answered_without_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from sandbox import wire
 from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
 from tests.jail import jails
@@ -212,7 +212,7 @@ def test_a_call_whose_zygote_is_killed_each_time_gets_no_verdict() -> None:
 
 @pytest.mark.parametrize("end", ["close", "shutdown", "SIGTERM", "SIGKILL", "SIGINT and close"])
 def test_its_end_is_the_end_of_all_below(end: str) -> None:
-    with executor(zygotes=2) as caller:
+    with executor(zygote_pools=2) as caller:
         start_sleeper(caller)
         caller.submit(call("import os\nos.setsid() if os.fork() else None\nimport time\ntime.sleep(1000)"))
         start_sleeper(caller)
@@ -308,7 +308,7 @@ def test_it_does_not_choose_a_level_itself() -> None:
         argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
         process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     with ours, process:
-        ours.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").settings(), True]))
+        ours.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").encode(), True]))
         unpacker = wire.Unpacker()
         unpacker.feed(ours.recv(1 << 16))
         ((kind, why),) = unpacker
@@ -320,7 +320,7 @@ def test_it_does_not_choose_a_level_itself() -> None:
 @pytest.mark.parametrize("denial", jails.NO_EXECUTABLE_MEMORY)
 def test_calls_run_where_memory_cannot_be_made_executable(denial: str, isolation: str) -> None:
     try:
-        choose(isolation)
+        choose_level(isolation)
     except IsolationError as why:
         pytest.skip(str(why))
     code = jails.without_executable_memory(denial)

@@ -14,7 +14,7 @@ from sandbox.errors import IsolationError
 from sandbox.executor import executor as core
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
-from sandbox.jail import Tree, choose
+from sandbox.jail import CgroupTree, choose_level
 from sandbox.types import Call, Profile, Result
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, is_gone
 from tests.jail.jails import descendants, is_passable, system_python
@@ -31,7 +31,7 @@ time.sleep(1000)
 
 def guest_of(level: str) -> str:
     try:
-        choose(level)
+        choose_level(level)
     except IsolationError as why:
         pytest.skip(str(why))
     if level == "landlock" and os.geteuid() != 0:
@@ -41,7 +41,7 @@ def guest_of(level: str) -> str:
     return OWN_PYTHON
 
 
-def no_groups() -> Tree:
+def no_groups() -> CgroupTree:
     raise IsolationError("cgroups: none in this test")
 
 
@@ -55,11 +55,11 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
     python = guest_of(level)
     if has_groups:
         try:
-            Tree().close()
+            CgroupTree().close()
         except IsolationError as why:
             pytest.skip(str(why))
     else:
-        monkeypatch.setattr(core.jail, "Tree", no_groups)
+        monkeypatch.setattr(core.jail, "CgroupTree", no_groups)
     crowd: list[int] = []
     left: list[list[int]] = []
     free = Slots._free
@@ -70,7 +70,7 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
 
     monkeypatch.setattr(Slots, "_free", note)
     answers: list[Result] = []
-    settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygotes": 1, "slots": 2, "attempts": 1}
+    settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2, "attempts": 1}
     executor = Executor(
         ExecutorConfig(python=python, isolation=level, **settings),
         lambda _seq, result: answers.append(Result.decode(result)),

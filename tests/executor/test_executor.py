@@ -22,7 +22,7 @@ from sandbox.executor import profile_choice
 from sandbox.executor import zygote_pool as family
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
-from sandbox.jail import Spent
+from sandbox.jail import CgroupUsage
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.zygotes import HOSTILE, Driven, Peer, driven, frame
@@ -75,7 +75,7 @@ async def test_a_zygote_that_stays_hostile_is_no_verdict(
 async def test_a_zygote_that_breaks_the_protocol_loses_its_jail(
     what: str, profile: Profile, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1) as driver:
+    async with driven(monkeypatch, zygote_pools=1) as driver:
         await driver.run(f"{what} 1", profile=profile)
         await driver.executor.wait_ready()
         (jail, *_) = driver.fleet.jails
@@ -88,7 +88,7 @@ async def test_a_zygote_that_breaks_the_protocol_loses_its_jail(
 async def test_a_zygote_that_dies_takes_no_other_along(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1) as driver:
+    async with driven(monkeypatch, zygote_pools=1) as driver:
         bystander = driver.submit("slow 9", profile=Profile.BARE)
         (result,) = await driver.run("die 1", profile=Profile.NUMERIC)
         await driver.all_of(bystander)
@@ -126,14 +126,14 @@ async def test_an_outage_of_some_seconds_costs_no_call_its_verdict(
     ("spent", "status", "attempts"),
     [
         (None, Status.KILLED, 1),
-        (Spent(1.0, 1), Status.KILLED, 1),
-        (Spent(1.0, 1, was_oom=True), Status.MEMORY_LIMIT, 1),
-        (Spent(1.0, 1, was_squeezed=True), Status.UNAVAILABLE, 3),
+        (CgroupUsage(1.0, 1), Status.KILLED, 1),
+        (CgroupUsage(1.0, 1, hit_own_limit=True), Status.MEMORY_LIMIT, 1),
+        (CgroupUsage(1.0, 1, hit_outer_limit=True), Status.UNAVAILABLE, 3),
     ],
 )
 @pytest.mark.trio
 async def test_the_kernels_count_tells_one_kill_from_another(
-    spent: Spent | None,
+    spent: CgroupUsage | None,
     status: Status,
     attempts: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -176,7 +176,7 @@ async def test_a_slot_that_cannot_be_bounded_costs_no_attempt_and_is_used_again(
 async def test_a_cancelled_call_is_not_answered_and_its_slot_is_free(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, slots=2, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
         running = driver.submit("hang", "hang")
         queued = driver.submit("ok 1 queued", "ok 1 queued")
         for seq in (*queued, *running):
@@ -191,7 +191,7 @@ async def test_a_cancelled_call_is_not_answered_and_its_slot_is_free(
 async def test_cancelled_calls_that_wait_hold_no_memory(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (blocking,) = driver.submit("hang")
         for seq in driver.submit(*["ok" * 100_000] * 100):
             driver.executor.cancel(seq)
@@ -204,7 +204,7 @@ async def test_cancelled_calls_that_wait_hold_no_memory(
 async def test_a_cancelled_call_that_will_not_end_costs_the_jail(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (seq,) = driver.submit("hang")
         await trio.testing.wait_all_tasks_blocked()
         for peer in driver.fleet.peers:
@@ -244,7 +244,7 @@ def test_zygotes_that_never_start_end_the_executor(monkeypatch: pytest.MonkeyPat
 def test_slots_are_no_more_than_there_are_descriptors_for(
     most: int, slots: int, long_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core.jail, "most_slots", lambda: most)
+    monkeypatch.setattr(core.jail, "max_slots_for_fds", lambda: most)
     config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
     executor = core.Executor(config, lambda *_: None)
     assert (executor.slots, executor.long_slots) == (slots, long_slots)
@@ -261,7 +261,7 @@ async def test_a_python_that_cannot_check_answers_is_one_line_that_says_so(
 
     caplog.set_level("INFO")
     monkeypatch.setattr(Peer, "warm", warm)
-    async with driven(monkeypatch, zygotes=1) as driver:
+    async with driven(monkeypatch, zygote_pools=1) as driver:
         zygotes = [zygote for family in driver.executor.families for zygote in family.zygotes.values()]
         assert [zygote.lacks for zygote in zygotes] == [["numpy"], ["numpy"]]
         before = [line for line in caplog.messages if "lacks" in line]
@@ -276,7 +276,7 @@ async def test_a_python_that_cannot_check_answers_is_one_line_that_says_so(
 async def test_a_machine_that_lacks_what_a_zygote_takes_for_a_while_costs_no_executor(
     what: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygotes=1, attempts=2) as driver:
+    async with driven(monkeypatch, zygote_pools=1, attempts=2) as driver:
         start, pair = family.Family._start_jail, socket.socketpair
         lacking = iter(range(5))
 
@@ -369,7 +369,7 @@ def driven_from(monkeypatch: pytest.MonkeyPatch, start: Any) -> Any:
         {"op": "ready", "modules": [], "python": {}, "missing": []},
         {"op": "ready", "modules": [], "python": "3", "missing": {"a": 1}},
         {"op": "ready", "modules": [], "python": "3", "missing": [[]]},
-        {"op": "done", "modules": [], "python": "3", "missing": []},
+        {"op": "ended", "modules": [], "python": "3", "missing": []},
     ],
 )
 @pytest.mark.trio
@@ -390,8 +390,8 @@ async def test_a_zygote_that_is_warm_in_no_sane_way_is_started_anew(
 
 
 def test_many_slots_are_spread_over_enough_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core.jail, "most_slots", lambda: sys.maxsize)
-    config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygotes=1, slots=10_000)
+    monkeypatch.setattr(core.jail, "max_slots_for_fds", lambda: sys.maxsize)
+    config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygote_pools=1, slots=10_000)
     families = Executor(config, lambda *_: None).families
     assert len(families) == 3
     assert max(max(one.slots.free) for one in families) < 4096
@@ -418,7 +418,7 @@ CALLS = st.lists(
 def test_every_call_is_answered_exactly_once(calls: list[Any], families: int, slots: int) -> None:
     async def main() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            async with driven(monkeypatch, zygotes=families, slots=max(families, slots)) as driver:
+            async with driven(monkeypatch, zygote_pools=families, slots=max(families, slots)) as driver:
                 await _live_through(driver, calls)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import choose, kernel
+from sandbox.jail import choose_level, kernel
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, is_gone, wait_gone
 from tests.jail import jails
@@ -55,7 +55,7 @@ class Served:
 @contextmanager
 def serving(who: str, **settings: Any) -> Iterator[Served]:
     try:
-        choose("landlock")
+        choose_level("landlock")
     except IsolationError as why:
         pytest.skip(str(why))
     server: tuple[str, ...] = (sys.executable,)

@@ -14,7 +14,7 @@ from sandbox.errors import IsolationError
 from sandbox.executor import run_once
 from sandbox.executor.process_tree import CallTree, hold_more
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.jail import choose
+from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
 from tests.executor.test_monitor import BARE_PROC
@@ -115,7 +115,7 @@ def test_calls_that_fork_and_allocate_are_ended_for_it_and_all_others_are_answer
 @pytest.mark.parametrize("level", ["nsjail", "namespaces", "landlock", "none"])
 def test_the_kernel_ends_calls_before_the_service(level: str) -> None:
     try:
-        choose(level)
+        choose_level(level)
     except IsolationError as why:
         pytest.skip(str(why))
     own = oom_score_adj("self")

@@ -20,7 +20,7 @@ from sandbox.executor.executor import Executor
 from sandbox.executor.monitor import behind_s
 from sandbox.executor.process_tree import CallTree, Eagerness
 from sandbox.executor.virtual_clock import Look, Process, Thread
-from sandbox.jail import Tree
+from sandbox.jail import CgroupTree
 from sandbox.types import Limits, Result, Status
 from tests.executor.calling import Caller, call, executor
 from tests.executor.zygotes import Driven, Peer, done, driven
@@ -55,7 +55,7 @@ class Machine:
 
     async def run(self, timeout_s: float, **settings: Any) -> Result:
         """A call that never ends by itself."""
-        settings = {"zygotes": 1, "slots": 1, "profiles": ("bare",), **settings}
+        settings = {"zygote_pools": 1, "slots": 1, "profiles": ("bare",), **settings}
         async with driven(self._patch, **settings) as driver:
             self._started = trio.current_time()
             (result,) = await driver.run("outlast", limits=Limits(timeout_s=timeout_s))
@@ -75,12 +75,12 @@ class Machine:
             return
         self.killed_after = trio.current_time() - self._started
         peer, ticket = self._peers.pop(0)
-        peer.say(done(ticket, code=None, signal=number))
+        peer.say(done(ticket, exit_code=None, signal=number))
 
     async def demoted_after_s(self, calls: int, short: str | None = None) -> float:
         """Wall time after which half of some endless calls are long. Calls of `short` keep one more slot busy, and one
         of them always waits for it."""
-        settings = {"zygotes": 1, "slots": calls + (short is not None), "cores": 1, "profiles": ("bare",)}
+        settings = {"zygote_pools": 1, "slots": calls + (short is not None), "cores": 1, "profiles": ("bare",)}
         async with driven(self._patch, **settings) as driver:
             self._started = trio.current_time()
             driver.submit(*["outlast"] * calls, limits=Limits(timeout_s=60.0))
@@ -219,7 +219,7 @@ async def test_long_calls_leave_the_short_places_until_the_long_ones_are_taken(
 ) -> None:
     Machine(monkeypatch, 0.0)
     windows: list[int] = []
-    async with driven(monkeypatch, zygotes=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
         driver.executor.on_window = windows.append
         endless = driver.submit(*["outlast"] * 3, limits=Limits(timeout_s=1000.0))
         assert [result.status for result in await driver.run("ok", "ok", "ok")] == [Status.OK] * 3
@@ -261,7 +261,7 @@ async def test_without_memory_to_spare_long_calls_keep_their_places(
     Machine(monkeypatch, 0.0)
     available = 0
     monkeypatch.setattr("sandbox.machine.memory_available", lambda: available)
-    async with driven(monkeypatch, zygotes=1, slots=2, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1000.0))
         await trio.sleep(5)
         assert counts(driver) == (1, 0)
@@ -463,7 +463,7 @@ async def test_a_call_that_ends_between_two_looks_is_judged_by_what_it_computed(
 
     monkeypatch.setattr(CallTree, "look", look)
     monkeypatch.setattr(Executor, "calls_per_core", 960)
-    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         machine._started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1.0))
         await trio.sleep(500)
@@ -481,7 +481,7 @@ async def test_what_many_compute_together_before_the_limit_by_the_wall_is_in_tim
 ) -> None:
     """Alone at the last look, it has started sixteen since."""
     machine = Machine(monkeypatch, 0.0)
-    async with driven(monkeypatch, zygotes=1, slots=1, profiles=("bare",)) as driver:
+    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         machine._started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=2.0))
         await trio.sleep(1.4)
@@ -495,8 +495,8 @@ standing: dict[Caller, set[int]] = {}
 """The executor's own processes, jails and zygotes."""
 PATIENT = """
 import runpy, sys
-from sandbox.executor import lasting
-lasting.SLOWEST = 1e9
+from sandbox.executor import monitor
+monitor.SLOWEST = 1e9
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
@@ -581,7 +581,7 @@ def test_a_long_call_is_judged_as_ever() -> None:
 
 def test_what_lasts_gives_way_to_everything_and_not_only_in_its_session(narrow: Caller) -> None:
     """Where the kernel divides cores between sessions, a policy says nothing to those of another one."""
-    tree = Tree()
+    tree = CgroupTree()
     has_group = tree.idle is not None
     tree.close()
     if not has_group or not Eagerness().can_change:
@@ -614,7 +614,7 @@ def bare(path):
 tree._read = bare
 class Nothing:
     def __init__(self): raise errors.IsolationError("cgroups: hidden")
-if not has_groups: jail.Tree = Nothing
+if not has_groups: jail.CgroupTree = Nothing
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """

@@ -17,7 +17,7 @@ import pytest
 from sandbox.executor import process_tree
 from sandbox.executor.process_tree import CallTree, Eagerness, host_pid
 from sandbox.executor.virtual_clock import OwnClock
-from sandbox.jail import Idle
+from sandbox.jail import IdleCgroup
 
 HERE = os.getpid()
 THREADS = """
@@ -239,10 +239,10 @@ class Members:
     def __init__(self, *pids: int) -> None:
         self._pids = pids
 
-    def others(self, first: int) -> list[int]:
+    def other_pids(self, first: int) -> list[int]:
         return [pid for pid in self._pids if pid != first]
 
-    def threads(self) -> list[int]:
+    def thread_ids(self) -> list[int]:
         return [tid for pid in self._pids for tid in process_tree._threads(pid)]
 
 
@@ -355,7 +355,7 @@ def test_a_crowd_gives_way_as_a_whole(has_group: bool) -> None:
             assert {os.sched_getscheduler(tid) for tid in threads} == {policy}
 
 
-class Group(Idle):
+class FakeIdleCgroup(IdleCgroup):
     """Who was moved to where, in turn; some cannot be."""
 
     def __init__(self, **refused: int) -> None:
@@ -373,7 +373,7 @@ class Group(Idle):
 
 
 def test_what_has_been_started_since_a_look_is_moved_with_the_others() -> None:
-    own, group = CallTree(1), Group()
+    own, group = CallTree(1), FakeIdleCgroup()
     own._policies = {1: 0}
     own.move(group, inside=False)
     assert group.taken() == [], "none was ever inside"
@@ -390,7 +390,7 @@ def test_what_has_been_started_since_a_look_is_moved_with_the_others() -> None:
 
 
 def test_of_a_crowd_some_are_moved_at_a_time() -> None:
-    own, group = CallTree(1), Group()
+    own, group = CallTree(1), FakeIdleCgroup()
     own._policies = dict.fromkeys(range(1, 300), 0)
     sizes = []
     for _ in range(4):
@@ -400,7 +400,7 @@ def test_of_a_crowd_some_are_moved_at_a_time() -> None:
 
 
 def test_a_thread_that_cannot_be_moved_yet_is_moved_later() -> None:
-    own, group = CallTree(1), Group(_2=errno.EINVAL, _3=errno.ESRCH)
+    own, group = CallTree(1), FakeIdleCgroup(_2=errno.EINVAL, _3=errno.ESRCH)
     own._policies = {1: 0, 2: 0, 3: 0}
     own.move(group, inside=True)
     assert group.taken() == [(1, True)]
@@ -419,7 +419,7 @@ def test_without_the_right_nothing_is_changed_and_it_is_said_once(
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(process_tree, "may_set_priorities", lambda: True)
+    monkeypatch.setattr(process_tree, "can_restore_priority", lambda: True)
     eagerness = Eagerness()
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     with running(THREADS, "0") as pid:

@@ -14,7 +14,7 @@ from sandbox.executor.result import Report, judge
 from sandbox.types import Result, Status
 from tests.executor.test_zygote_frames import JSON
 
-ENDED: dict[str, Any] = {"code": 0, "signal": None, "wall_ms": 1.5, "cpu_ms": 1.0, "peak_kb": 2048}
+ENDED: dict[str, Any] = {"exit_code": 0, "signal": None, "wall_ms": 1.5, "cpu_ms": 1.0, "peak_kb": 2048}
 
 
 def report(*texts: bytes | None, line: int = -1, bits: int = 0) -> bytes:
@@ -33,18 +33,18 @@ def verdict(ended: dict[str, Any], *blobs: bytes, late: bool = False, asked: tup
 @pytest.mark.parametrize(
     ("ended", "late", "words", "status", "kind"),
     [
-        ({"code": 0}, False, b"", Status.OK, None),
-        ({"code": 0}, False, RAISED, Status.OK, None),
-        ({"code": 1}, False, RAISED, Status.ERROR, "ValueError"),
-        ({"code": 3}, False, b"", Status.ERROR, "SystemExit"),
-        ({"code": 1}, False, report(None, b"MemoryError", b"", b"", bits=8), Status.MEMORY_LIMIT, "MemoryError"),
-        ({"code": 0}, False, report(None, b"MemoryError", b"", b"", bits=8), Status.OK, None),
-        ({"code": None, "signal": 9}, False, b"", Status.KILLED, "SIGKILL"),
-        ({"code": None, "signal": 11}, False, RAISED, Status.KILLED, "SIGSEGV"),
-        ({"code": None, "signal": 1000}, False, b"", Status.KILLED, "SIG1000"),
-        ({"code": None, "signal": 9}, True, b"", Status.TIMEOUT, "Timeout"),
-        ({"code": None, "signal": 9, "out_cut": True}, True, b"", Status.OUTPUT_LIMIT, "OutputLimit"),
-        ({"code": 1, "err_cut": True}, False, RAISED, Status.OUTPUT_LIMIT, "OutputLimit"),
+        ({"exit_code": 0}, False, b"", Status.OK, None),
+        ({"exit_code": 0}, False, RAISED, Status.OK, None),
+        ({"exit_code": 1}, False, RAISED, Status.ERROR, "ValueError"),
+        ({"exit_code": 3}, False, b"", Status.ERROR, "SystemExit"),
+        ({"exit_code": 1}, False, report(None, b"MemoryError", b"", b"", bits=8), Status.MEMORY_LIMIT, "MemoryError"),
+        ({"exit_code": 0}, False, report(None, b"MemoryError", b"", b"", bits=8), Status.OK, None),
+        ({"exit_code": None, "signal": 9}, False, b"", Status.KILLED, "SIGKILL"),
+        ({"exit_code": None, "signal": 11}, False, RAISED, Status.KILLED, "SIGSEGV"),
+        ({"exit_code": None, "signal": 1000}, False, b"", Status.KILLED, "SIG1000"),
+        ({"exit_code": None, "signal": 9}, True, b"", Status.TIMEOUT, "Timeout"),
+        ({"exit_code": None, "signal": 9, "stdout_truncated": True}, True, b"", Status.OUTPUT_LIMIT, "OutputLimit"),
+        ({"exit_code": 1, "stderr_truncated": True}, False, RAISED, Status.OUTPUT_LIMIT, "OutputLimit"),
     ],
 )
 def test_each_end_has_its_status(
@@ -58,17 +58,19 @@ def test_each_end_has_its_status(
 
 def test_a_value_comes_only_from_a_call_that_is_ok() -> None:
     assert verdict({}, b"", b"", report(b"5", None, b"", b"")).value == "5"
-    assert verdict({"code": 1}, b"", b"", report(b"5", None, b"", b"")).value is None
+    assert verdict({"exit_code": 1}, b"", b"", report(b"5", None, b"", b"")).value is None
 
 
 def test_cuts_are_named() -> None:
-    result = verdict({"out_cut": True, "err_cut": True}, b"", b"", report(b"", None, b"", b"", bits=7))
+    result = verdict(
+        {"stdout_truncated": True, "stderr_truncated": True}, b"", b"", report(b"", None, b"", b"", bits=7)
+    )
     assert result.truncated == ("stdout", "stderr", "value", "traceback", "files")
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.booleans())
 def test_no_report_and_no_files_break_a_verdict(words: bytes, files: bytes, late: bool) -> None:
-    result = verdict({"code": 1}, b"\xff", b"", words, files, late=late, asked=("a", "b"))
+    result = verdict({"exit_code": 1}, b"\xff", b"", words, files, late=late, asked=("a", "b"))
     assert result.status in (Status.ERROR, Status.TIMEOUT, Status.MEMORY_LIMIT)
     assert set(result.files) <= {"a", "b"}
     assert sum(map(len, result.files.values())) <= len(files)
@@ -83,8 +85,11 @@ def test_any_numbers_are_a_report_or_none(numbers: list[int], rest: bytes) -> No
     assert said <= 3 * len(rest)
 
 
-@given(st.dictionaries(st.sampled_from([*ENDED, "out_cut", "err_cut", "id", "op"]), JSON), st.lists(st.binary()))
-@example({"code": True}, [])
+@given(
+    st.dictionaries(st.sampled_from([*ENDED, "stdout_truncated", "stderr_truncated", "run_id", "op"]), JSON),
+    st.lists(st.binary()),
+)
+@example({"exit_code": True}, [])
 @example({"wall_ms": float("nan")}, [])
 @example({"cpu_ms": 10**400}, [])
 @example({"signal": 1e14}, [b""] * 10)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import choose, kernel
+from sandbox.jail import choose_level, kernel
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor
 from tests.jail.jails import host_uid, open_folder, python_for_all, system_python
@@ -37,12 +37,12 @@ def ordinary() -> Iterator[dict[str, Any]]:
     if os.geteuid() != 0:
         pytest.skip("to become another user takes root")
     try:
-        choose("namespaces")
+        choose_level("namespaces")
     except IsolationError as why:
         pytest.skip(str(why))
     with open_folder() as folder:
         python = python_for_all(folder)
-        user = {"user": USER, "group": USER, "extra_groups": [], "cwd": "/", "preexec_fn": kernel.no_new_privileges}
+        user = {"user": USER, "group": USER, "extra_groups": [], "cwd": "/", "preexec_fn": kernel.set_no_new_privs}
         yield {"python": str(Path(python).resolve()), "server": (python,), "process_options": user}
 
 
@@ -75,7 +75,7 @@ def test_each_call_has_its_own_limit_of_processes(caller: Caller) -> None:
 UNCOUNTED = """
 import runpy, sys
 from sandbox import jail
-jail.process_counts = lambda: jail.Layer("process counts", False, "not here", "")
+jail.probe_process_limits = lambda: jail.ProbedLayer("process limits", False, "not here", "")
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
@@ -103,7 +103,7 @@ def test_a_call_has_no_privilege_in_its_namespace(caller: Caller) -> None:
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
 def test_who_may_write_id_maps_and_no_more_gives_each_slot_a_uid() -> None:
     try:
-        choose("namespaces")
+        choose_level("namespaces")
     except IsolationError as why:
         pytest.skip(str(why))
     guest = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")

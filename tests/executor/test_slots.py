@@ -16,8 +16,8 @@ import trio.testing
 from trio.testing import MockClock
 
 from sandbox.executor.slots import KILL_AFTER_S, Slots
-from sandbox.jail import Spent, Tree
-from sandbox.jail.cgroup import V1, Group
+from sandbox.jail import CgroupTree, CgroupUsage
+from sandbox.jail.cgroup import V1, SlotCgroup
 
 FILES = {
     "memory.limit_in_bytes": "0",
@@ -47,19 +47,19 @@ class Folder:
     def hears(self, name: str) -> str:
         return (self.path / name).read_text()
 
-    def group(self) -> Group:
-        return Group(V1, {name: str(self.path) for name in ("memory", "pids", "cpuacct")})
+    def cgroup(self) -> SlotCgroup:
+        return SlotCgroup(V1, {name: str(self.path) for name in ("memory", "pids", "cpuacct")})
 
-    def tree(self) -> Tree:
+    def tree(self) -> CgroupTree:
         """With this group alone, whatever the slot."""
-        groups: list[Group] = []
+        groups: list[SlotCgroup] = []
 
-        def group(_number: int) -> Group:
+        def group(_number: int) -> SlotCgroup:
             if not groups:
-                groups.append(self.group())
+                groups.append(self.cgroup())
             return groups[0]
 
-        return cast(Tree, SimpleNamespace(group=group, idle=None))
+        return cast(CgroupTree, SimpleNamespace(cgroup=group, idle=None))
 
 
 @pytest.fixture
@@ -110,10 +110,10 @@ def test_a_limit_that_could_not_be_written_is_written_again(folder: Folder) -> N
 def test_what_a_call_used_is_what_was_added_since_the_last(folder: Folder) -> None:
     slots = equipped(folder)
     for cpu_ns, kills, refusals, expected in (
-        (5_000_000, 0, 3, Spent(5.0, 4096)),
-        (12_500_000, 1, 7, Spent(7.5, 4096, was_oom=True)),
-        (12_500_000, 1, 8, Spent(0.0, 4096)),
-        (13_500_000, 2, 8, Spent(1.0, 4096, was_squeezed=True)),
+        (5_000_000, 0, 3, CgroupUsage(5.0, 4096)),
+        (12_500_000, 1, 7, CgroupUsage(7.5, 4096, hit_own_limit=True)),
+        (12_500_000, 1, 8, CgroupUsage(0.0, 4096)),
+        (13_500_000, 2, 8, CgroupUsage(1.0, 4096, hit_outer_limit=True)),
     ):
         folder.say("memory.max_usage_in_bytes", "1")
         slots.begin(0, 1, 1)
@@ -171,7 +171,7 @@ async def test_who_stays_in_a_slot_is_killed(
 ) -> None:
     slots = equipped(folder)
     folder.say("pids.current", "1")
-    monkeypatch.setattr(Group, "kill", lambda _group: folder.say("pids.current", "0"))
+    monkeypatch.setattr(SlotCgroup, "kill", lambda _group: folder.say("pids.current", "0"))
     before = trio.current_time()
     await slots.settle(0)
     assert slots.free == [0]
@@ -184,16 +184,16 @@ async def test_a_slot_whose_group_cannot_be_had_comes_back_when_it_can(
 ) -> None:
     slots = Slots(1)
     tree, calls = folder.tree(), 0
-    group_of = tree.group
+    cgroup_of = tree.cgroup
 
-    def group(number: int) -> Group:
+    def group(number: int) -> SlotCgroup:
         nonlocal calls
         calls += 1
         if calls < 4:
             raise OSError(24, "Too many open files")
-        return group_of(number)
+        return cgroup_of(number)
 
-    tree.group = group  # type: ignore[method-assign]
+    tree.cgroup = group  # type: ignore[method-assign]
     slots.equip(tree)
     slots.free.pop()
     with pytest.raises(OSError, match="Too many"):

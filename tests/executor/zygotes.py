@@ -63,8 +63,10 @@ def frame(header: dict[str, Any] | str, *blobs: bytes) -> bytes:
 
 
 def done(ticket: int, stdout: bytes = b"", **more: Any) -> bytes:
-    usage = {"wall_ms": 1.0, "cpu_ms": 1.0, "peak_kb": 1024, "out_cut": False, "err_cut": False}
-    return frame({"op": "done", "id": ticket, "code": 0, "signal": None, **usage, **more}, stdout, b"", b"", b"")
+    usage = {"wall_ms": 1.0, "cpu_ms": 1.0, "peak_kb": 1024, "stdout_truncated": False, "stderr_truncated": False}
+    return frame(
+        {"op": "ended", "run_id": ticket, "exit_code": 0, "signal": None, **usage, **more}, stdout, b"", b"", b""
+    )
 
 
 def answer(ticket: int, stdout: bytes = b"", code: int = 0) -> bytes:
@@ -150,10 +152,10 @@ class Peer:
                 self.fleet.begin(self.jail, socket.socket(fileno=self.fds.pop(0)))
             case "call":
                 code = body[: header["blobs"][0]].decode()
-                self.calls[header["id"]] = code
-                self.fleet.behave(self, header["id"], code)
-            case "kill" if header["id"] in self.calls:
-                self.say(done(header["id"], code=None, signal=signal.SIGKILL))
+                self.calls[header["run_id"]] = code
+                self.fleet.behave(self, header["run_id"], code)
+            case "kill" if header["run_id"] in self.calls:
+                self.say(done(header["run_id"], exit_code=None, signal=signal.SIGKILL))
 
     def warm(self) -> None:
         self.say(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": [], "problems": []}))
@@ -171,11 +173,11 @@ class Peer:
 
     def killed(self, ticket: int) -> None:
         del self.calls[ticket]
-        self.say(done(ticket, code=None, signal=signal.SIGKILL))
+        self.say(done(ticket, exit_code=None, signal=signal.SIGKILL))
 
     def failed(self, ticket: int) -> None:
         del self.calls[ticket]
-        self.say(frame({"op": "failed", "id": ticket, "why": "no\nroom" * 1000}))
+        self.say(frame({"op": "start_failed", "run_id": ticket, "reason": "no\nroom" * 1000}))
 
     def die(self, _ticket: int) -> None:
         self.end()
@@ -206,23 +208,23 @@ class Peer:
         self.say(answer(ticket)[:-20])
 
     def late(self, ticket: int) -> None:
-        self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": "soon"}))
+        self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": "soon"}))
 
     def no_pidfd(self, ticket: int) -> None:
-        self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": 10.0}))
+        self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": 10.0}))
 
     def fake_pidfd(self, ticket: int) -> None:
         self.lasting(ticket, -1e14)
 
     def lasting(self, ticket: int, wall_ms: float) -> None:
         with open(os.devnull) as null:
-            self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": wall_ms}), (null.fileno(),))
+            self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": wall_ms}), (null.fileno(),))
 
     def two_lasting(self, ticket: int) -> None:
         with subprocess.Popen(["sleep", "1000"]) as victim:
             own = os.pidfd_open(victim.pid)
             for _ in range(2):
-                self.say(frame({"op": "lasting", "id": ticket, "pid": 7, "wall_ms": 0.0}), (own,))
+                self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": 0.0}), (own,))
             os.close(own)
             victim.kill()
 
@@ -232,19 +234,19 @@ class Peer:
                 self.say(b"\0", (null.fileno(),) * 10)
 
     def wrong_types(self, ticket: int) -> None:
-        self.say(done(ticket, code={}, wall_ms=True))
+        self.say(done(ticket, exit_code={}, wall_ms=True))
 
     def deep(self, ticket: int) -> None:
-        self.say(frame('{"op": "done", "blobs": [], "id": ' + "[" * 100_000 + "}"))
+        self.say(frame('{"op": "ended", "blobs": [], "run_id": ' + "[" * 100_000 + "}"))
 
     def not_a_number(self, ticket: int) -> None:
-        self.say(frame(f'{{"op": "done", "blobs": [], "id": {ticket}, "wall_ms": NaN, "cpu_ms": Infinity}}'))
+        self.say(frame(f'{{"op": "ended", "blobs": [], "run_id": {ticket}, "wall_ms": NaN, "cpu_ms": Infinity}}'))
 
     def ready_again(self, _ticket: int) -> None:
         self.warm()
 
     def no_op(self, ticket: int) -> None:
-        self.say(frame({"id": ticket}))
+        self.say(frame({"run_id": ticket}))
 
     def too_much(self, ticket: int) -> None:
         self.say(struct.pack("<II", 100, 1 << 30))
@@ -326,7 +328,7 @@ class Driven:
 @asynccontextmanager
 async def driven(monkeypatch: pytest.MonkeyPatch, *, hurry: bool = False, **settings: Any) -> AsyncIterator[Driven]:
     """An executor whose zygotes are fakes and whose clock is Trio's; ready, and at rest at the end."""
-    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygotes": 2, "slots": 4, **settings}
+    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygote_pools": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
         patch.setattr(executor, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)

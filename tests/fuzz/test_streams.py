@@ -29,7 +29,7 @@ def _zygote_unpacker() -> zygote_frames.Unpacker:
 
 CODECS: dict[str, Codec] = {
     "wire": (lambda text: wire.pack(["results", [[1, text]]]), lambda: wire.Unpacker(max_frame_bytes=1000)),
-    "zygote": (lambda text: frame({"op": "done", "id": 1}, text.encode(), b""), _zygote_unpacker),
+    "zygote": (lambda text: frame({"op": "ended", "run_id": 1}, text.encode(), b""), _zygote_unpacker),
     "zygote's answers": (lambda text: answer(1, text.encode()), _zygote_unpacker),
 }
 

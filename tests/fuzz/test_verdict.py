@@ -23,16 +23,16 @@ NUMBERS = (
     | st.sampled_from([10**400, 1e15, -1e15, 2.0**63])
 )
 ANYTHING = NUMBERS | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
-NAMES = ("code", "signal", "wall_ms", "cpu_ms", "peak_kb", "out_cut", "err_cut")
+NAMES = ("exit_code", "signal", "wall_ms", "cpu_ms", "peak_kb", "stdout_truncated", "stderr_truncated")
 SANE = st.fixed_dictionaries(
     {
-        "code": st.none() | st.integers(0, 255),
+        "exit_code": st.none() | st.integers(0, 255),
         "signal": st.none() | st.integers(0, 64),
         "wall_ms": st.floats(0, 1e6),
         "cpu_ms": st.floats(0, 1e6),
         "peak_kb": st.integers(0, 1 << 30),
-        "out_cut": st.booleans(),
-        "err_cut": st.booleans(),
+        "stdout_truncated": st.booleans(),
+        "stderr_truncated": st.booleans(),
     }
 )
 HOSTILE = st.dictionaries(st.sampled_from(NAMES), ANYTHING)
@@ -70,8 +70,8 @@ def test_a_report_is_read_or_it_is_none(data: bytes) -> None:
 
 
 @given(SANE | HOSTILE | st.builds(lambda a, b: {**a, **b}, SANE, HOSTILE), reports(), file_streams(), st.booleans())
-@example({"code": float("nan")}, b"", b"", False)
-@example({"code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": float("inf")}, b"", b"", False)
+@example({"exit_code": float("nan")}, b"", b"", False)
+@example({"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": float("inf")}, b"", b"", False)
 def test_any_outcome_is_a_result_or_an_error(done: dict[str, Any], report: bytes, files: bytes, late: bool) -> None:
     asked = ["a", "b/c", "d"]
     try:
@@ -102,7 +102,7 @@ def test_any_outcome_is_a_result_or_an_error(done: dict[str, Any], report: bytes
 
 @given(st.lists(st.binary(max_size=30), max_size=6))
 def test_too_few_or_too_many_parts_are_no_matter(blobs: list[bytes]) -> None:
-    done = {"code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": 1}
+    done = {"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": 1}
     raw = verdict.judge(done, blobs, call_id="", attempts=1, asked_files=[], timeout_s=1.0, late=False)
     assert Result.decode(raw).stdout == (blobs[0].decode("utf-8", "replace") if blobs else "")
 

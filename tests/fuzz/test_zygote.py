@@ -18,14 +18,26 @@ from tests.executor.zygotes import Driven, Fleet, Peer, answer, done, driven, fr
 SCALARS = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=4)
 FIELDS = st.dictionaries(
     st.sampled_from(
-        ("op", "code", "signal", "wall_ms", "cpu_ms", "peak_kb", "out_cut", "why", "modules", "blobs", "python")
+        (
+            "op",
+            "exit_code",
+            "signal",
+            "wall_ms",
+            "cpu_ms",
+            "peak_kb",
+            "stdout_truncated",
+            "reason",
+            "modules",
+            "blobs",
+            "python",
+        )
     ),
     SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size=2), SCALARS, max_size=2),
     max_size=5,
 )
 NO_TICKETS = st.sampled_from((-1, 0, 1 << 60, 2**70, True, 1.0, "1", None, [1]))
 """A zygote that gives one of its calls the answer to another cannot be told from one that does not."""
-OPS = st.sampled_from(("done", "failed", "lasting", "ready", "spawn", "call", ""))
+OPS = st.sampled_from(("ended", "start_failed", "still_running", "ready", "spawn", "call", ""))
 
 
 @st.composite
@@ -34,7 +46,7 @@ def says(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "raw": draw(st.binary(max_size=40)).hex(),
         "op": draw(OPS),
-        "fields": draw(FIELDS) | draw(st.just({}) | st.builds(dict, id=NO_TICKETS)),
+        "fields": draw(FIELDS) | draw(st.just({}) | st.builds(dict, run_id=NO_TICKETS)),
         "kind": draw(st.sampled_from(("raw", "made", "damaged", "twice"))),
         "at": draw(st.integers(0, 150)),
         "binary": draw(st.booleans()),
@@ -45,7 +57,7 @@ def says(draw: st.DrawFn) -> dict[str, Any]:
 
 def _fuzzed(what: dict[str, Any], ticket: int) -> bytes:
     raw = bytes.fromhex(what["raw"])
-    header = {"op": what["op"], "id": ticket, **what["fields"]}
+    header = {"op": what["op"], "run_id": ticket, **what["fields"]}
     match what["kind"]:
         case "made":
             return frame(json.dumps({"blobs": [len(raw)], **header}), raw)

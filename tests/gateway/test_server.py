@@ -21,7 +21,7 @@ import pytest
 
 from sandbox.client import AsyncClient
 from sandbox.config import ServeConfig
-from sandbox.gateway.server import _greet, _warn_of_less
+from sandbox.gateway.server import _announce, _warn_of_less
 from sandbox.types import Result, Status
 
 SERVE = """
@@ -29,16 +29,16 @@ import functools, sys
 from sandbox.config import ServeConfig
 from sandbox.gateway import serve
 from sandbox.gateway.calls.executor_handle import ExecutorProcess
-config = ServeConfig(port={port}, drain_s={drain_s}, gateways={gateways})
+config = ServeConfig(port={port}, drain_s={drain_s})
 sys.exit(serve(config, functools.partial(ExecutorProcess.launch, {module!r})))
 """
 
 
 @contextmanager
 def server(
-    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", gateways: int = 1, files: int | None = None
+    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", files: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    code = SERVE.format(port=port, drain_s=drain_s, module=module, gateways=gateways)
+    code = SERVE.format(port=port, drain_s=drain_s, module=module)
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_limit(files)) as process:
         try:
@@ -70,7 +70,9 @@ def post(url: str, body: object) -> dict[str, object]:
 
 def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
     config = ServeConfig(isolation="landlock", isolation_reason="namespaces: this machine lacks it")
-    _greet(config, "http://localhost:1", [{"isolation": "landlock", "slots": 4, "python": "3.11.0"}])
+    about = {"isolation": "landlock", "slots": 4, "python": "3.11.0"}
+    dispatcher: Any = types.SimpleNamespace(config=config, nodes=[types.SimpleNamespace(about=about)])
+    _announce(dispatcher, "http://localhost:1")
     line = capsys.readouterr().err
     assert line.endswith(
         "isolation=landlock  slots=4  python=3.11.0  isolation_reason='namespaces: this machine lacks it'\n"
@@ -153,7 +155,9 @@ def test_fewer_connections_than_asked_for_are_said_once() -> None:
     with server(files=1000) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
-        assert said == "644 connections instead of 16384, for want of open files: ulimit -Hn 16740 is enough for all\n"
+        assert said == (
+            "connection limit lowered from 16384 to 644: not enough file descriptors (`ulimit -Hn 16740` is enough)\n"
+        )
         address_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.stderr.read() == ""
@@ -167,9 +171,9 @@ def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest
     _warn_of_less(dispatcher, connections=100)
     slots, lacks = caplog.messages
     assert slots.startswith(
-        "24 slots instead of 32, 0 long_slots instead of 512, for want of open files: ulimit -Hn 5000"
+        "slots lowered from 32 to 24, long_slots lowered from 512 to 0: not enough file descriptors (`ulimit -Hn 5000`"
     )
-    assert lacks.startswith("calls cannot import numpy, sympy, which /their/python lacks: install them there")
+    assert lacks.startswith("calls cannot import numpy, sympy: not installed for /their/python; install them there")
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from sandbox.gateway.history import RECENT, STEPS, History, Snapshot, between
 from sandbox.gateway.metrics import BOUNDS_S, SCRAPED, Histogram, quantiles_s
-from sandbox.gateway.stats import NAMES, Stats, _Whole
+from sandbox.gateway.stats import NAMES, Stats
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
@@ -127,38 +126,10 @@ async def test_counts_outlive_the_executor_that_counted() -> None:
         for told in ({"zygote_restarts_total": 3}, {"zygote_restarts_total": 5}, {}, {"zygote_restarts_total": 1}):
             node.stats = told
             stats.tick()
-            seen.append(stats.answer(0)["totals"]["events"]["zygote_restarts"])
-        steps = stats.answer(0)["steps"]
+            seen.append(stats.build(0)["totals"]["events"]["zygote_restarts"])
+        steps = stats.build(0)["steps"]
     assert seen == [3, 5, 5, 6]
     assert [step["events"].get("zygote_restarts", 0) for step in steps] == [3, 2, 0, 1]
-
-
-def _told(at_s: float, ok: int, waiting: int = 0, began: float = 1.0) -> dict[str, Any]:
-    told = asdict(snapshot(at_s, ok, waiting, counts_of(*[0.02] * ok)))
-    return {"snapshot": told, "service": {"started_at": began}}
-
-
-def test_what_gateways_count_lasts_and_what_there_is_does_not() -> None:
-    whole, seen = _Whole(), []
-    for others in (
-        {1: _told(1, ok=3, waiting=7), 2: _told(1, ok=5)},
-        {1: _told(2, ok=4, waiting=7)},
-        {1: _told(3, ok=4), 2: _told(0.1, ok=0, began=2.0)},
-        {2: _told(0.2, ok=2, waiting=1, began=2.0)},
-    ):
-        found = whole.sum(snapshot(9, ok=100, waiting=20), others)
-        seen.append((found.statuses["ok"], sum(found.latencies["run_ms"]), found.gauges["waiting"]))
-    assert seen == [(108, 8, 27), (109, 9, 27), (109, 9, 20), (111, 11, 21)]
-
-
-def test_an_answer_that_is_overtaken_counts_nothing_twice() -> None:
-    whole = _Whole()
-    seen = [whole.sum(snapshot(9), {1: _told(at_s, ok)}).statuses["ok"] for at_s, ok in ((2, 5), (1, 3), (3, 6))]
-    assert seen == [5, 5, 6]
-
-
-def test_one_alone_is_its_own_sum() -> None:
-    assert _Whole().sum(snapshot(9, ok=10, waiting=2), {}) == snapshot(9, ok=10, waiting=2)
 
 
 @pytest.mark.asyncio
@@ -171,7 +142,7 @@ async def test_nothing_an_executor_says_breaks_the_answer() -> None:
             "restarts_total": "1", "queued": {},
         }  # fmt: skip
         stats.tick()
-        answer = json.loads(json.dumps(stats.answer(0), allow_nan=False))
+        answer = json.loads(json.dumps(stats.build(0), allow_nan=False))
     assert answer["missed_imports"] == {"x" * 60: 1, "": 2}
     assert answer["now"]["running"] == answer["now"]["slots"] == 0
 
@@ -181,7 +152,7 @@ async def test_only_the_most_missed_imports_are_told() -> None:
     async with serving() as served:
         stats = Stats(served.dispatcher)
         served.dispatcher.nodes[0].stats = {"missed_imports": {f"m{n}": n for n in range(100)}}
-        assert list(stats.answer(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - NAMES, -1)]
+        assert list(stats.build(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - NAMES, -1)]
 
 
 @pytest.mark.asyncio

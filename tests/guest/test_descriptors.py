@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import bpf, choose, kernel
+from sandbox.jail import bpf, choose_level, kernel
 from sandbox.jail.syscalls import X86_64
 from tests.executor.calling import OWN_PYTHON, executor
 from tests.jail.jails import interpreter_of_minor, is_passable, system_python
@@ -30,8 +30,8 @@ def hold(*, has_close_range: bool) -> None:
     guesses to go over `GUESSED`."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    kernel.no_new_privileges()
-    kernel.load_filter(
+    kernel.set_no_new_privs()
+    kernel.load_seccomp(
         bpf.assemble(
             [
                 bpf.Instruction(bpf.LOAD, 0),
@@ -60,7 +60,7 @@ def guest_of(level: str, *, has_close_range: bool) -> str:
 @pytest.mark.parametrize("has_close_range", [True, False])
 def test_no_descriptor_is_closed_by_guessing(level: str, has_close_range: bool) -> None:
     try:
-        choose(level)
+        choose_level(level)
     except IsolationError as why:
         pytest.skip(str(why))
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] <= GUESSED:
@@ -103,9 +103,9 @@ print([fd for fd in range(10_000) if is_open(fd)])
 def test_a_launcher_closes_all_but_what_is_kept(has_close_range: bool) -> None:
     code = """
 import os
-from sandbox.jail import lifeline
+from sandbox.jail import launcher
 for fd in (7, 8, 9, 300, 2048): os.dup2(0, fd)
-lifeline.close_all_but(300, 8)
+launcher.close_fds_except(300, 8)
 def is_open(fd):
     try: return bool(os.fstat(fd))
     except OSError: return False

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import Interpreter, JailSpec, Level, choose, host_uids
+from sandbox.jail import Interpreter, JailSpec, Level, choose_level, host_uids
 from sandbox.runtime import default_python
 from tests.jail import jails
 
@@ -39,7 +39,7 @@ class Way:
 @pytest.fixture(scope="session")
 def machine() -> None:
     try:
-        choose("auto")
+        choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
 
@@ -70,7 +70,7 @@ WAYS = ("root with a range of uids", "root with one uid", "ordinary user")
 @pytest.fixture(scope="session")
 def nsjail(machine: None) -> None:
     try:
-        choose("nsjail")
+        choose_level("nsjail")
     except IsolationError as why:
         pytest.skip(str(why))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from sandbox.jail import Interpreter, JailSpec, Level, bpf, command, scratch_parent, seccomp
+from sandbox.jail import Interpreter, JailSpec, Level, bpf, launch_argv, scratch_parent_dir, seccomp
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 30
@@ -115,7 +115,7 @@ def started(spec: JailSpec, code: str | None, *, ordinary: bool = False) -> Iter
     if code is not None:
         spec = replace(spec, argv=(spec.guest_python, "-c", _PRELUDE + code, "{fd}"))
     with theirs:
-        argv = command(spec, theirs.fileno())
+        argv = launch_argv(spec, theirs.fileno())
         user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if ordinary else {}
         if ordinary:
             # Not this interpreter, which may lie in a home that others cannot enter; nor installed in that one.
@@ -184,7 +184,7 @@ def reachable_python(python: str) -> str:
 def open_folder() -> Iterator[Path]:
     """A folder that every user can enter, wherever TMPDIR is. Not below pytest's own, which each pytest that starts
     closes to other users."""
-    with tempfile.TemporaryDirectory(prefix="rstar-test-", dir=scratch_parent(has_uids=True)) as name:
+    with tempfile.TemporaryDirectory(prefix="rstar-test-", dir=scratch_parent_dir(has_uids=True)) as name:
         os.chmod(name, 0o755)
         yield Path(name)
 

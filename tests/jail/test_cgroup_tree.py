@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,30 +14,31 @@ from pathlib import Path
 
 import pytest
 
+from sandbox import machine
 from sandbox.errors import IsolationError
-from sandbox.jail import Tree, cgroup_tree
+from sandbox.jail import CgroupTree, cgroup_tree
 
 MIB = 1 << 20
 DEADLINE_S = 60
 
 
 @pytest.fixture
-def tree() -> Iterator[Tree]:
+def tree() -> Iterator[CgroupTree]:
     try:
-        made = Tree()
+        made = CgroupTree()
     except IsolationError as why:
         pytest.skip(str(why))
     yield made
     made.close()
 
 
-def folders(made: Tree) -> list[Path]:
+def folders(made: CgroupTree) -> list[Path]:
     return [Path(folder) for folder in made._locks]
 
 
-def inside(made: Tree, slot: int, what: Callable[[], object]) -> int:
+def inside(made: CgroupTree, slot: int, what: Callable[[], object]) -> int:
     """Do that in a process in the slot's group; its exit status."""
-    doors = list(made.doors(slot))
+    doors = list(made.open_procs_files(slot))
     child = os.fork()
     if child == 0:
         code = 1
@@ -63,20 +65,20 @@ def fork_and_fill(mib: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_memory_of_all_processes_is_counted_call_by_call(tree: Tree) -> None:
-    group = tree.group(0)
+def test_memory_of_all_processes_is_counted_call_by_call(tree: CgroupTree) -> None:
+    group = tree.cgroup(0)
     for mib in (40, 80, 5):
-        group.begin(512 * MIB, 64)
+        group.set_limits(512 * MIB, 64)
         assert inside(tree, 0, lambda mib=mib: fork_and_fill(mib)) == 0
-        spent = group.end()
+        spent = group.read_usage()
         if spent.peak_bytes is None:
-            assert mib == 5 or group._peak < 0
+            assert mib == 5 or group._peak_fd < 0
             pytest.skip("this kernel's peak of a group cannot be reset")
         assert mib * MIB <= spent.peak_bytes < (mib + 20) * MIB
-        assert not spent.was_oom
+        assert not spent.hit_own_limit
 
 
-def test_cpu_time_of_children_that_nobody_waited_for_is_counted(tree: Tree) -> None:
+def test_cpu_time_of_children_that_nobody_waited_for_is_counted(tree: CgroupTree) -> None:
     def work() -> None:
         readable, writable = os.pipe()
         if os.fork() == 0:
@@ -86,51 +88,51 @@ def test_cpu_time_of_children_that_nobody_waited_for_is_counted(tree: Tree) -> N
             os._exit(0)
         os.read(readable, 1)
 
-    group = tree.group(0)
-    group.begin(512 * MIB, 64)
+    group = tree.cgroup(0)
+    group.set_limits(512 * MIB, 64)
     assert inside(tree, 0, work) == 0
-    spent = group.end()
+    spent = group.read_usage()
     if spent.cpu_ms is None:
         pytest.skip("no hierarchy of cpuacct is mounted")
     assert spent.cpu_ms >= 290
-    assert (group.end().cpu_ms or 0) < 100, "it starts anew"
+    assert (group.read_usage().cpu_ms or 0) < 100, "it starts anew"
 
 
-def test_too_much_memory_kills_and_is_told_from_any_other_kill(tree: Tree) -> None:
-    group = tree.group(0)
-    group.begin(32 * MIB, 64)
+def test_too_much_memory_kills_and_is_told_from_any_other_kill(tree: CgroupTree) -> None:
+    group = tree.cgroup(0)
+    group.set_limits(32 * MIB, 64)
     assert inside(tree, 0, lambda: fill(64)) == -signal.SIGKILL
-    assert group.end().was_oom
-    group.begin(32 * MIB, 64)
+    assert group.read_usage().hit_own_limit
+    group.set_limits(32 * MIB, 64)
     assert inside(tree, 0, lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
-    spent = group.end()
-    assert not spent.was_oom
-    assert not spent.was_squeezed
+    spent = group.read_usage()
+    assert not spent.hit_own_limit
+    assert not spent.hit_outer_limit
 
 
-def test_memory_that_lacks_elsewhere_is_not_the_calls_doing(tree: Tree) -> None:
-    limit = folders(tree)[0] / tree._dialect.limit
+def test_memory_that_lacks_elsewhere_is_not_the_calls_doing(tree: CgroupTree) -> None:
+    limit = folders(tree)[0] / tree._version.memory_limit
     limit.write_text(str(32 * MIB))
-    group = tree.group(0)
-    group.begin(512 * MIB, 64)
+    group = tree.cgroup(0)
+    group.set_limits(512 * MIB, 64)
     assert inside(tree, 0, lambda: fill(64)) == -signal.SIGKILL
-    spent = group.end()
-    assert spent.was_squeezed
-    assert not spent.was_oom
+    spent = group.read_usage()
+    assert spent.hit_outer_limit
+    assert not spent.hit_own_limit
 
 
-def test_limits_follow_the_call(tree: Tree) -> None:
-    group = tree.group(0)
+def test_limits_follow_the_call(tree: CgroupTree) -> None:
+    group = tree.cgroup(0)
     for limit, ends in ((32, -signal.SIGKILL), (256, 0), (32, -signal.SIGKILL), (1 << 40, 0)):
-        group.begin(limit * MIB, 10**9)
+        group.set_limits(limit * MIB, 10**9)
         assert inside(tree, 0, lambda: fill(64)) == ends
 
 
-def test_a_zygote_is_admitted_to_groups_that_nobody_else_may_change(tree: Tree) -> None:
+def test_a_zygote_is_admitted_to_groups_that_nobody_else_may_change(tree: CgroupTree) -> None:
     stranger = 54_321
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as zygote:
-        tree.admit(zygote.pid, stranger)
-        if not (floors := list(tree.floors(1))):
+        tree.allow_clone_into(zygote.pid, stranger)
+        if not (floors := list(tree.open_directories(1))):
             pytest.skip("version 1, or a container without clone3: calls enter by doors")
         (folder,) = folders(tree)
         assert (folder / "zygotes" / "cgroup.procs").read_text().split() == [str(zygote.pid)]
@@ -145,7 +147,7 @@ def test_a_zygote_is_admitted_to_groups_that_nobody_else_may_change(tree: Tree) 
         os.close(floor)
 
 
-def test_processes_are_bounded_whoever_they_belong_to(tree: Tree) -> None:
+def test_processes_are_bounded_whoever_they_belong_to(tree: CgroupTree) -> None:
     def bomb() -> bool:
         born = 0
         readable, _writable = os.pipe()
@@ -158,25 +160,25 @@ def test_processes_are_bounded_whoever_they_belong_to(tree: Tree) -> None:
             pass
         return born == 4
 
-    group = tree.group(0)
-    group.begin(512 * MIB, 5)
+    group = tree.cgroup(0)
+    group.set_limits(512 * MIB, 5)
     assert inside(tree, 0, bomb) == 0
     assert not group.is_empty, "they wait for what never comes"
-    assert tree.group(1).is_empty
+    assert tree.cgroup(1).is_empty
     group.kill()
     wait_empty(tree, 0)
 
 
-def wait_empty(made: Tree, slot: int) -> None:
+def wait_empty(made: CgroupTree, slot: int) -> None:
     """They are nobody's children here, so the kernel's count is all there is to watch."""
     deadline = time.monotonic() + DEADLINE_S
-    while not made.group(slot).is_empty:
+    while not made.cgroup(slot).is_empty:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_a_tree_leaves_nothing_even_with_somebody_inside(tree: Tree) -> None:
-    tree.group(1)
+def test_a_tree_leaves_nothing_even_with_somebody_inside(tree: CgroupTree) -> None:
+    tree.cgroup(1)
     places = folders(tree)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as sleeper:
         for folder in places:
@@ -189,32 +191,33 @@ def test_a_tree_leaves_nothing_even_with_somebody_inside(tree: Tree) -> None:
     tree.close()
 
 
-def test_the_tree_of_a_killed_owner_is_removed_by_the_next_and_that_of_a_living_one_is_not(tree: Tree) -> None:
-    code = "from sandbox.jail import Tree\nt = Tree()\nprint(*t._locks, flush=True)\ninput()"
+def test_the_tree_of_a_killed_owner_is_removed_by_the_next_and_that_of_a_living_one_is_not(tree: CgroupTree) -> None:
+    code = "from sandbox.jail import CgroupTree\nt = CgroupTree()\nprint(*t._locks, flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         left = [Path(folder) for folder in owner.stdout.readline().decode().split()]
         assert left
-        Tree().close()
+        CgroupTree().close()
         assert all(folder.exists() for folder in left)
         owner.kill()
         owner.wait(DEADLINE_S)
-        Tree().close()
+        CgroupTree().close()
         assert not any(folder.exists() for folder in left)
     assert all(folder.exists() for folder in folders(tree))
 
 
 def test_too_few_descriptors_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup_tree.resource, "getrlimit", lambda _what: (1024, 1024))
+    monkeypatch.setattr(resource, "getrlimit", lambda _resource: (1024, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda _resource, _limits: None)
     with pytest.raises(IsolationError, match=r"1000 slots need \d+ descriptors, got 1024; raise ulimit -n"):
-        cgroup_tree.want_files(1000)
-    cgroup_tree.want_files(cgroup_tree.most_slots())
+        cgroup_tree.raise_fd_limit_for(1000)
+    cgroup_tree.raise_fd_limit_for(cgroup_tree.max_slots_for_fds())
 
 
 def test_no_hierarchies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup_tree, "_mounts", lambda: iter([("/", "/", "ext4", "rw")]))
+    monkeypatch.setattr(machine, "mounts", lambda: iter([("/", "/", "ext4", "rw")]))
     with pytest.raises(IsolationError, match="2: it is not mounted; version 1: no hierarchy of memory or pids is"):
-        Tree()
+        CgroupTree()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_no_hierarchies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ([("memory", "/docker/x")], [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
         ([("memory", "/docker/x/y")], [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m/y"}),
         ([("memory", "/docker/x")], [("/docker/other", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
-        ([("cpu", "/"), ("cpuacct", "/")], [("/", "/c", "cgroup", "rw,cpu,cpuacct")], {"cpu": "/c", "cpuacct": "/c"}),
+        ([("cpu,cpuacct", "/")], [("/", "/c", "cgroup", "rw,cpu,cpuacct")], {"cpu": "/c", "cpuacct": "/c"}),
         ([("", "/s")], [("/", "/u", "cgroup2", "rw"), ("/", "/again", "cgroup2", "rw")], {"": "/u/s"}),
         ([("", "/")], [("/", "/x", "tmpfs", "rw")], {}),
     ],
@@ -235,9 +238,9 @@ def test_own_groups_are_found_where_they_are_mounted(
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cgroup_tree, "_own_paths", lambda: iter(own))
-    monkeypatch.setattr(cgroup_tree, "_mounts", lambda: iter(mounts))
-    assert cgroup_tree.own_folders() == expected
+    monkeypatch.setattr(machine, "cgroup_paths", lambda: iter(own))
+    monkeypatch.setattr(machine, "mounts", lambda: iter(mounts))
+    assert cgroup_tree.own_cgroup_dirs() == expected
 
 
 class Kernel:
@@ -251,7 +254,7 @@ class Kernel:
         (home / "cgroup.controllers").write_text("cpu memory pids\n")
         (home / "cgroup.subtree_control").write_text("\n")
         self.show()
-        monkeypatch.setattr(cgroup_tree, "_write", self.write)
+        monkeypatch.setattr(cgroup_tree, "write_file", self.write)
 
     def show(self) -> None:
         (self.home / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in [0, *self.members]))
@@ -261,7 +264,7 @@ class Kernel:
             if self.members:
                 raise OSError(errno.EBUSY, "Device or resource busy")
             Path(path).write_text(text.replace("+", ""))
-        elif path == f"{self.home}/{cgroup_tree.OWN}/cgroup.procs":
+        elif path == f"{self.home}/{cgroup_tree.SERVER_LEAF}/cgroup.procs":
             self.members.remove(int(text))
             self.moved.append(int(text))
             if int(text) == 10:
@@ -277,43 +280,43 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def own_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(cgroup_tree, "_own_paths", lambda: iter([("", path)]))
+    monkeypatch.setattr(machine, "cgroup_paths", lambda: iter([("", path)]))
 
 
 def test_a_containers_group_is_divided_and_whoever_was_in_it_moves(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_path(monkeypatch, "/")
-    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert cgroup_tree._find_v2_parent({"": str(kernel.home)}) == str(kernel.home)
     assert kernel.moved == [10, 11, 12]
     assert (kernel.home / "cgroup.subtree_control").read_text() == "memory pids"
     kernel.members = [13]  # somebody new is no reason to do it again
-    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
-    assert cgroup_tree._divisible({"": f"{kernel.home}/{cgroup_tree.OWN}"}) == str(kernel.home)
+    assert cgroup_tree._find_v2_parent({"": str(kernel.home)}) == str(kernel.home)
+    assert cgroup_tree._find_v2_parent({"": f"{kernel.home}/{cgroup_tree.SERVER_LEAF}"}) == str(kernel.home)
     assert kernel.moved == [10, 11, 12]
 
 
 def test_an_empty_group_is_divided_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     own_path(monkeypatch, "/elsewhere")
     kernel.members = []
-    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
-    assert not (kernel.home / cgroup_tree.OWN).exists()
+    assert cgroup_tree._find_v2_parent({"": str(kernel.home)}) == str(kernel.home)
+    assert not (kernel.home / cgroup_tree.SERVER_LEAF).exists()
 
 
 def test_a_group_that_others_manage_is_left_alone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     own_path(monkeypatch, "/user.slice/session-1.scope")
     with pytest.raises(OSError, match="is not ours to divide; run in a container, or under systemd with Delegate=yes"):
-        cgroup_tree._divisible({"": str(kernel.home)})
+        cgroup_tree._find_v2_parent({"": str(kernel.home)})
     assert not kernel.moved
     monkeypatch.setattr(os, "getxattr", lambda _path, name: b"1" if name == "user.delegate" else b"")
-    assert cgroup_tree._divisible({"": str(kernel.home)}) == str(kernel.home)
+    assert cgroup_tree._find_v2_parent({"": str(kernel.home)}) == str(kernel.home)
     assert kernel.moved == [10, 11, 12]
 
 
 def test_controllers_that_are_elsewhere_are_named(kernel: Kernel) -> None:
     (kernel.home / "cgroup.controllers").write_text("cpu pids\n")
     with pytest.raises(OSError, match=r"home has no memory$"):
-        cgroup_tree._divisible({"": str(kernel.home)})
+        cgroup_tree._find_v2_parent({"": str(kernel.home)})
 
 
 def test_what_another_user_left_does_not_stop_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,11 +327,11 @@ def test_what_another_user_left_does_not_stop_a_start(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(cgroup_tree.os, "rmdir", rmdir)
     before = time.monotonic()
-    cgroup_tree._sweep(str(tmp_path))
-    assert time.monotonic() - before < cgroup_tree.LONGEST_END_S
+    cgroup_tree._remove_stale(str(tmp_path))
+    assert time.monotonic() - before < cgroup_tree.KILL_TIMEOUT_S
 
 
-def test_a_thread_can_be_put_among_those_that_give_way_and_back(tree: Tree) -> None:
+def test_a_thread_can_be_put_among_those_that_give_way_and_back(tree: CgroupTree) -> None:
     if tree.idle is None:
         pytest.skip("version 1 of control groups does not divide the cores here")
     with subprocess.Popen(["sleep", "1000"]) as child:

@@ -46,11 +46,11 @@ def test_environment_of_the_server_does_not_reach_the_question(tmp_path: Path, m
 def test_environment_brings_its_own_packages_and_hides_its_base(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = Interpreter.find(str(tmp_path / "env" / "bin" / "python"))
-    packages = [(source, target) for source, target in found.trees if "env" in source.split("/")]
+    packages = [(source, target) for source, target in found.mounts if "env" in source.split("/")]
     assert len(packages) == 1
     assert packages[0][0].endswith("/site-packages")
     assert packages[0][1].startswith("/python/")
-    assert not any(source.startswith(sys.prefix) for source, _ in found.trees)
+    assert not any(source.startswith(sys.prefix) for source, _ in found.mounts)
 
 
 def test_libraries_include_libc_and_the_loader() -> None:
@@ -62,7 +62,7 @@ def test_libraries_include_libc_and_the_loader() -> None:
 def test_python_reads_as_elf_and_text_does_not(tmp_path: Path) -> None:
     found = elf.read(str(Path(sys.executable).resolve()))
     assert found is not None
-    assert found.interpreter is not None
+    assert found.loader is not None
     assert found.needed
     (tmp_path / "text").write_text("x" * 100)
     assert elf.read(str(tmp_path / "text")) is elf.read(str(tmp_path)) is elf.read("/missing") is None

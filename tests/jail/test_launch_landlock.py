@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import Interpreter, JailSpec, Level, call_plan, choose, host_uids, kernel, landlock_rules
-from sandbox.jail.uid_range import NEEDED
+from sandbox.jail import Interpreter, JailSpec, Level, choose_level, confinement_plan, host_uids, kernel, landlock_rules
+from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 from tests.jail import jails
 from tests.jail.conftest import find
 from tests.jail.test_plan import PYTHON
@@ -36,16 +36,16 @@ ALL_FILES = (1 << 13) - 1
     ],
 )
 def test_all_that_an_abi_can_refuse_is_handled(abi: int, handled: tuple[int, int, int]) -> None:
-    assert landlock_rules.handled(abi) == handled
+    assert landlock_rules.handled_rights(abi) == handled
 
 
 def pure_spec(**more: object) -> JailSpec:
-    return JailSpec(Level.LANDLOCK, PYTHON, "/src/guest", scratch="/tmp/calls", **more)  # type: ignore[arg-type]
+    return JailSpec(Level.LANDLOCK, PYTHON, "/src/guest", scratch_root="/tmp/calls", **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("abi", range(1, 8))
 def test_nothing_but_devices_is_written_outside_the_folder_of_calls(abi: int) -> None:
-    given = landlock_rules.rules(pure_spec(), abi)
+    given = landlock_rules.rules_for(pure_spec(), abi)
     writing = [
         path
         for path, access in given.paths
@@ -64,8 +64,8 @@ def test_guest_finds_its_things_on_the_host() -> None:
 
 def test_old_kernels_are_no_ground_for_ordinary_users() -> None:
     with pytest.raises(IsolationError, match=r"needs Landlock ABI 3 \(Linux 6.2\), got 2"):
-        landlock_rules.refuse_unfit(pure_spec(), 2)
-    landlock_rules.refuse_unfit(pure_spec(), 3)
+        landlock_rules.check_requirements(pure_spec(), 2)
+    landlock_rules.check_requirements(pure_spec(), 3)
 
 
 def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,21 +73,21 @@ def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.M
         (folder / "closed").mkdir(mode=0o700)
         library = folder / "closed" / "lib"
         library.mkdir()
-        python = replace(PYTHON, binary="/bin/true", trees=((str(library), "/python/lib"),), libraries=())
+        python = replace(PYTHON, binary="/bin/true", mounts=((str(library), "/python/lib"),), libraries=())
         spec = replace(pure_spec(uid_base=5000, uid_count=2000), python=python)
-        monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED)
+        monkeypatch.setattr(kernel, "effective_capabilities", lambda: LANDLOCK_CAPABILITIES)
         with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
-            landlock_rules.refuse_unfit(spec, 7)
-        monkeypatch.setattr(kernel, "effective_capabilities", lambda: NEEDED | {kernel.CAP_SYS_ADMIN})
-        landlock_rules.refuse_unfit(spec, 7)  # the launcher mounts it where calls can reach it
+            landlock_rules.check_requirements(spec, 7)
+        monkeypatch.setattr(kernel, "effective_capabilities", lambda: LANDLOCK_CAPABILITIES | {kernel.CAP_SYS_ADMIN})
+        landlock_rules.check_requirements(spec, 7)  # the launcher mounts it where calls can reach it
         with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
-            landlock_rules.refuse_unfit(replace(spec, scratch=f"{folder}/closed/calls"), 7)
+            landlock_rules.check_requirements(replace(spec, scratch_root=f"{folder}/closed/calls"), 7)
 
 
 @pytest.fixture(params=["uids of their own", "one uid"])
 def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -> Iterator[JailSpec]:
     try:
-        choose("landlock")
+        choose_level("landlock")
     except IsolationError as why:
         pytest.skip(str(why))
     uids: tuple[int | None, int] = (None, 0)
@@ -96,14 +96,14 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
         if uids[0] is None:
             pytest.skip("uids of their own: needs root with Docker's default capabilities")
         python = find(jails.reachable_python(python.executable))
-    scratch = f"/tmp/rstar-test-{secrets.token_hex(8)}"
-    spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch)
+    scratch_root = f"/tmp/rstar-test-{secrets.token_hex(8)}"
+    spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch_root)
     yield spec
     for _ in range(3000):  # init is no child of ours
-        if not os.path.exists(scratch):
+        if not os.path.exists(scratch_root):
             return
         select.select([], [], [], 0.01)
-    pytest.fail(f"{scratch} is left")
+    pytest.fail(f"{scratch_root} is left")
 
 
 def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +113,12 @@ def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_zygote_is_held_too(spec: JailSpec) -> None:
+    root = spec.scratch_root
     code = f"""
 tell([
-    tried(os.listdir, "/"), tried(open, "/etc/passwd"), tried(os.listdir, "/proc"), tried(os.mkdir, "{spec.scratch}x"),
-    tried(open, "{spec.scratch}/guest/zygote.py", "a"), tried(os.unlink, "{spec.scratch}/guest/zygote.py"),
-    tried(os.mkdir, "{spec.scratch}/calls/0"), tried(os.mkdir, "{spec.scratch}/x"), tried(os.listdir, "{spec.scratch}"),
+    tried(os.listdir, "/"), tried(open, "/etc/passwd"), tried(os.listdir, "/proc"), tried(os.mkdir, "{root}x"),
+    tried(open, "{root}/guest/zygote.py", "a"), tried(os.unlink, "{root}/guest/zygote.py"),
+    tried(os.mkdir, "{root}/calls/0"), tried(os.mkdir, "{root}/x"), tried(os.listdir, "{root}"),
     tried(os.kill, {os.getpid()}, 0) if {_abi() >= 6} else "Operation not permitted",
     os.getcwd(),
 ])
@@ -162,7 +163,7 @@ def _watched(spec: JailSpec, code: str) -> Iterator[tuple[jails.Jailed, list[int
 def test_places_of_the_plan_are_the_jails_own() -> None:
     if _abi() == 0:
         pytest.skip("needs Landlock")
-    plan = call_plan(pure_spec())
+    plan = confinement_plan(pure_spec())
     assert (plan["uid_base"], plan["drop_bounding"], plan["landlock"]["folder"]) == (None, False, "/tmp/calls/calls")
     assert len(plan["own_pid_at"]) == 5  # kill, tgkill, two of rt_sigqueueinfo, prlimit64
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.jail import Interpreter, JailSpec, Level, command, kernel, launch_namespaces, launcher
+from sandbox.jail import Interpreter, JailSpec, Level, kernel, launch_argv, launcher
 from tests.jail import jails
 from tests.jail.conftest import Way, find
 
@@ -125,7 +125,7 @@ def test_no_memory_is_dumped_anywhere(way: Way) -> None:
 
 
 def test_host_name_stays_outside(way: Way) -> None:
-    assert way.ask("tell(os.uname().nodename)") == launch_namespaces.HOSTNAME
+    assert way.ask("tell(os.uname().nodename)") == launcher.HOSTNAME
 
 
 def test_zygote_keeps_only_what_calls_need(way: Way) -> None:
@@ -139,7 +139,7 @@ tell([[bit for bit in range(64) if (data[0] | data[3] << 32) >> bit & 1], boundi
 """
     )
     effective, bounding, no_new_privs = way.ask(code)
-    assert set(effective) == set(bounding) == launch_namespaces.KEPT
+    assert set(effective) == set(bounding) == {*launcher.ZYGOTE_CAPABILITIES.values()}
     assert no_new_privs == 1
 
 
@@ -253,7 +253,7 @@ def test_jail_lives_as_long_as_the_server_and_not_its_threads(
     spec = JailSpec(level, python, str(guest_dir), argv=(spec.guest_python, "-c", code))
     server = f"""
 import subprocess, sys, threading
-threading.Thread(target=lambda: subprocess.Popen({command(spec, fd)!r}, pass_fds=[{fd}])).start()
+threading.Thread(target=lambda: subprocess.Popen({launch_argv(spec, fd)!r}, pass_fds=[{fd}])).start()
 sys.stdin.read()
 """
     with subprocess.Popen([sys.executable, "-c", server], stdin=subprocess.PIPE, pass_fds=[fd]) as process:
@@ -294,7 +294,7 @@ def test_missing_guest_folder_ends_the_start(way: Way) -> None:
     missing = replace(way.spec, guest_dir="/missing/guest")
     with jails.started(missing, "", ordinary=way.ordinary) as jail:
         assert "/missing/guest" in jail.refused()
-        assert jail.process.returncode == launch_namespaces.REFUSED
+        assert jail.process.returncode == launcher.EXIT_LAYER_REFUSED
 
 
 def test_range_of_uids_that_is_not_ours_ends_the_start(way: Way) -> None:
@@ -303,14 +303,14 @@ def test_range_of_uids_that_is_not_ours_ends_the_start(way: Way) -> None:
     greedy = replace(way.spec, uid_base=20_000, uid_count=2000)
     with jails.started(greedy, "", ordinary=True) as jail:
         assert "id map" in jail.refused()
-        assert jail.process.returncode == launch_namespaces.REFUSED
+        assert jail.process.returncode == launcher.EXIT_LAYER_REFUSED
 
 
 def test_program_that_is_not_there_is_named(way: Way) -> None:
     spec = replace(way.spec, argv=("/python/bin/other",))
     with jails.started(spec, None, ordinary=way.ordinary) as jail:
         assert "/python/bin/other" in jail.refused()
-        assert jail.process.returncode == launcher.CANNOT_START
+        assert jail.process.returncode == launcher.EXIT_CANNOT_START
 
 
 def test_jail_without_argv_runs_the_zygote(way: Way) -> None:
@@ -322,6 +322,6 @@ def test_private_python_is_refused_by_name(machine: None, python: Interpreter, g
     if os.geteuid() != 0:
         pytest.skip("needs root: an ordinary user's calls run as that user")
     (tmp_path / "packages").mkdir(mode=0o700)
-    private = replace(python, trees=(*python.trees, (str(tmp_path / "packages"), "/python/packages0")))
+    private = replace(python, mounts=(*python.mounts, (str(tmp_path / "packages"), "/python/packages0")))
     with jails.started(jails.spec_for(private, (None, 0), guest_dir), "") as jail:
         assert str(tmp_path / "packages") in jail.refused()

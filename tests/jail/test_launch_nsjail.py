@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.jail import Interpreter, JailSpec, Layer, Level, choose, nsjail_binary, nsjail_config, probe
+from sandbox.jail import Interpreter, JailSpec, Level, ProbedLayer, choose_level, nsjail_binary, nsjail_config, probe
 from sandbox.jail import launch_nsjail as nsjail
-from sandbox.jail.launch_namespaces import REFUSED
+from sandbox.jail.launcher import EXIT_LAYER_REFUSED
 from tests.executor.calling import call, executor, wait_gone
 from tests.jail import jails
 from tests.jail.conftest import Way
@@ -45,10 +45,10 @@ def test_is_found_on_path_and_where_it_is_said_to_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "came"),
     [
-        ("{}/missing", "nothing there"),
-        ("missing-nsjail", "nothing of that name on PATH"),
-        ("{}", "a folder"),
-        ("{}/text", "a file that may not be executed"),
+        ("{}/missing", "no such file"),
+        ("missing-nsjail", "no such command on PATH"),
+        ("{}", "a directory"),
+        ("{}/text", "a file that is not executable"),
     ],
 )
 def test_what_is_no_program_is_refused_by_name(tmp_path: Path, asked: str, came: str) -> None:
@@ -61,25 +61,25 @@ def test_what_is_no_program_is_refused_by_name(tmp_path: Path, asked: str, came:
 
 def test_absence_is_said_with_what_to_do(machine: None) -> None:
     with pytest.raises(IsolationError, match="no nsjail on PATH, and RSTAR_NSJAIL is not set; install nsjail"):
-        choose("nsjail", environ={"PATH": "/missing"})
-    assert choose("auto", environ={"PATH": "/missing"}) is Level.NAMESPACES
+        choose_level("nsjail", environ={"PATH": "/missing"})
+    assert choose_level("auto", environ={"PATH": "/missing"}).level is Level.NAMESPACES
     layer = next(layer for layer in probe({"PATH": "/missing"}) if layer.name == "nsjail")
     assert (layer.ok, "install nsjail" in layer.found) == (False, True)
 
 
 def test_auto_does_not_pass_over_a_setting_that_is_wrong(machine: None) -> None:
     with pytest.raises(IsolationError, match="RSTAR_NSJAIL='/missing'"):
-        choose("auto", environ={"RSTAR_NSJAIL": "/missing"})
+        choose_level("auto", environ={"RSTAR_NSJAIL": "/missing"})
 
 
 def test_auto_takes_it_only_if_a_trial_held() -> None:
-    def found(ok: bool) -> tuple[Layer, ...]:
-        return (Layer("seccomp", True, "", ""), Layer("nsjail", ok, "a trial failed: for a test", ""))
+    def found(ok: bool) -> tuple[ProbedLayer, ...]:
+        return (ProbedLayer("seccomp", True, "", ""), ProbedLayer("nsjail", ok, "a trial failed: for a test", ""))
 
-    assert choose("auto", found(True), {}) is choose("nsjail", found(True), {}) is Level.NSJAIL
-    assert choose("auto", found(False), {}) is Level.NAMESPACES
+    assert choose_level("auto", found(True), {}).level is choose_level("nsjail", found(True), {}).level is Level.NSJAIL
+    assert choose_level("auto", found(False), {}).level is Level.NAMESPACES
     with pytest.raises(IsolationError, match="a trial failed: for a test; or ask for isolation=namespaces"):
-        choose("nsjail", found(False), {})
+        choose_level("nsjail", found(False), {})
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_auto_takes_it_only_if_a_trial_held() -> None:
     [
         ("exit 9", r"does not hold \(status 9\)"),
         (f"echo 'no such luck' > {nsjail.LOG}; exit 255", "no such luck"),
-        ("exit 255", "it does not say why"),
+        ("exit 255", "its log is empty"),
     ],
 )
 def test_a_trial_that_fails_says_why(machine: None, tmp_path: Path, script: str, why: str) -> None:
     environ = {**os.environ, "RSTAR_NSJAIL": str(program(tmp_path / "nsjail", script))}
     with pytest.raises(IsolationError, match=rf"^isolation=nsjail: a trial failed: (jail: |the jail ).*{why}"):
-        choose("nsjail", environ=environ)
+        choose_level("nsjail", environ=environ)
 
 
 def test_nsjail_gets_a_configuration_and_nothing_else(
@@ -107,7 +107,9 @@ echo "$# $1 $2" > {tmp_path}/seen; env | grep -c SECRET >> {tmp_path}/seen; cat 
         assert jail.process.wait(jails.DEADLINE_S) == 7
     arguments, secrets, *text = (tmp_path / "seen").read_text().splitlines()
     assert (arguments, secrets) == (f"2 --config {nsjail.CONFIG}", "0")
-    policy = nsjail_config.config(spec, nsjail_config.Start(3, 4, nsjail.ROOT, nsjail.LOG, "0 0 1", 0)).splitlines()
+    policy = nsjail_config.config(
+        spec, nsjail_config.StartParameters(3, 4, nsjail.ROOT, nsjail.LOG, "0 0 1", 0)
+    ).splitlines()
     assert text[: len(nsjail_config.POLICY)] == policy[: len(nsjail_config.POLICY)]
     assert len(text) == len(policy)
 
@@ -119,7 +121,7 @@ def test_nsjail_that_gives_up_ends_the_start_in_its_words(
     monkeypatch.setenv("RSTAR_NSJAIL", str(program(tmp_path / "nsjail", script)))
     with jails.started(spec, None) as jail:
         assert "clone: Operation not permitted" in jail.refused()
-        assert jail.process.returncode == REFUSED
+        assert jail.process.returncode == EXIT_LAYER_REFUSED
 
 
 def test_nsjail_that_is_no_program_ends_the_start(
@@ -127,8 +129,8 @@ def test_nsjail_that_is_no_program_ends_the_start(
 ) -> None:
     monkeypatch.setenv("RSTAR_NSJAIL", str(tmp_path / "missing"))
     with jails.started(spec, None) as jail:
-        assert "nothing there; install nsjail" in jail.refused()
-        assert jail.process.returncode == REFUSED
+        assert "no such file; install nsjail" in jail.refused()
+        assert jail.process.returncode == EXIT_LAYER_REFUSED
 
 
 def left_behind() -> list[str]:

@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.jail import JailSpec, Level, kernel, launch_namespaces
-from sandbox.jail.nsjail_config import CAPABILITIES, Start, config, quoted
+from sandbox.jail import JailSpec, Level
+from sandbox.jail.nsjail_config import StartParameters, config, quoted
 from tests.jail.test_plan import PYTHON
 
-START = Start(fd=7, alive=9, root="/run/root", log="/run/nsjail.log", id_map="0 1381171200 1064", nice=5)
+START = StartParameters(
+    socket_fd=7,
+    launcher_alive_fd=9,
+    root_dir="/run/root",
+    log_file="/run/nsjail.log",
+    id_map="0 1381171200 1064",
+    nice=5,
+)
 
 GOLDEN = """\
 name: "rstar-sandbox"
@@ -62,10 +69,6 @@ def test_whole_text() -> None:
     assert config(spec(env={"GREETING": '"h\u00e9"\n'}), START) == GOLDEN
 
 
-def test_capabilities_are_those_that_calls_need() -> None:
-    assert {getattr(kernel, name) for name in CAPABILITIES} == launch_namespaces.KEPT
-
-
 def unquoted(literal: str) -> str:
     """What protobuf's text format reads, slowly."""
     assert literal[0] == literal[-1] == '"'
@@ -97,5 +100,5 @@ def test_no_text_adds_a_field(env: dict[str, str], argv: list[str]) -> None:
 def test_one_id_is_mapped_as_said(id_map: str) -> None:
     inside, outside, count = id_map.split()
     fields = f'{{ inside_id: "{inside}" outside_id: "{outside}" count: {count} }}'
-    text = config(spec(), Start(7, 9, "/run/root", "/run/nsjail.log", id_map, 0))
+    text = config(spec(), StartParameters(7, 9, "/run/root", "/run/nsjail.log", id_map, 0))
     assert f"uidmap {fields}\ngidmap {fields}\n" in text

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import SLOT_UID, Interpreter, JailSpec, Level, call_plan, seccomp, userns
-from sandbox.jail.uid_range import HIGH_UIDS, LOWEST, place
+from sandbox.jail import FIRST_SLOT_UID, Interpreter, JailSpec, Level, confinement_plan, seccomp, userns
+from sandbox.jail.uid_range import MIN_UID, RANGE_START, choose_range
 
 PYTHON = Interpreter(
     executable="/opt/guest/bin/python",
     binary="/usr/bin/python3.11",
     version=(3, 11, 2),
-    trees=(("/usr/lib/python3.11", "/python/lib/python3.11"),),
-    masks=("/python/lib/python3.11/dist-packages",),
+    mounts=(("/usr/lib/python3.11", "/python/lib/python3.11"),),
+    masked_paths=("/python/lib/python3.11/dist-packages",),
     libraries=(("/lib/libc.so.6", "/lib/libc.so.6"),),
     pythonpath=("/python/packages0",),
 )
@@ -49,26 +49,25 @@ def test_guest_environment_is_the_spec_and_the_packages() -> None:
     assert spec(Level.NONE, env={"A": "1"}).guest_env() == {"A": "1"}
 
 
-@pytest.mark.parametrize(("level", "scratch"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
-def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch: str | None) -> None:
-    with pytest.raises(ConfigError, match="scratch="):
-        spec(level, scratch=scratch)
+@pytest.mark.parametrize(("level", "scratch_root"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
+def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch_root: str | None) -> None:
+    with pytest.raises(ConfigError, match="scratch_root="):
+        spec(level, scratch_root=scratch_root)
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
 def test_plan_is_json_and_has_every_layer(level: Level) -> None:
-    plan = json.loads(json.dumps(call_plan(spec(level, uid_base=HIGH_UIDS, uid_count=2000))))
+    plan = json.loads(json.dumps(confinement_plan(spec(level, uid_base=RANGE_START, uid_count=2000))))
     assert plan.pop("unshare") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
-    assert b64decode(plan.pop("zygote_seccomp")) == seccomp.program(seccomp.Policy.ZYGOTE)
-    assert b64decode(plan.pop("seccomp")) == seccomp.program(seccomp.Policy.ADDED)
+    assert b64decode(plan.pop("zygote_seccomp")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
+    assert b64decode(plan.pop("seccomp")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
     assert plan == {
-        "level": level.value,
         "unshare_pid": True,
         "unshare_user": False,
         "bounds_processes": True,
         "tmpfs": "/tmp",
         "inodes": 4096,
-        "uid_base": SLOT_UID,
+        "uid_base": FIRST_SLOT_UID,
         "drop_caps": True,
         "drop_bounding": True,
         "no_new_privs": True,
@@ -79,31 +78,33 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
 def test_no_machine_but_x86_64_gets_machine_code_for_it(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only with namespaces do zygotes have any (`guest/burst.py`), and the filter is refused before one starts."""
-    assert call_plan(spec(level))["unshare_pid"] and not call_plan(spec(Level.NONE))["unshare_pid"]
+    """Only with namespaces do zygotes have any (`guest/fork_batch.py`), and the filter is refused before one starts."""
+    assert confinement_plan(spec(level))["unshare_pid"] and not confinement_plan(spec(Level.NONE))["unshare_pid"]
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()
     with pytest.raises(IsolationError, match="expected an x86_64 machine"):
-        call_plan(spec(level))
+        confinement_plan(spec(level))
 
 
 def test_plan_of_one_uid_leaves_calls_at_it() -> None:
-    assert call_plan(spec())["uid_base"] is None
+    assert confinement_plan(spec())["uid_base"] is None
 
 
-@pytest.mark.parametrize("own_namespaces", [True, False])
+@pytest.mark.parametrize("user_namespace_per_call", [True, False])
 def test_calls_that_share_a_uid_have_a_limit_of_processes_only_where_each_is_counted_apart(
-    own_namespaces: bool,
+    user_namespace_per_call: bool,
 ) -> None:
-    plan = call_plan(spec(own_namespaces=own_namespaces))
-    assert plan["unshare_user"] == plan["bounds_processes"] == own_namespaces
+    plan = confinement_plan(spec(user_namespace_per_call=user_namespace_per_call))
+    assert plan["unshare_user"] == plan["bounds_processes"] == user_namespace_per_call
 
 
 def test_plan_of_none_does_nothing() -> None:
-    assert not any(value for name, value in call_plan(spec(Level.NONE)).items() if name not in ("level", "inodes"))
+    assert not any(
+        value for name, value in confinement_plan(spec(Level.NONE)).items() if name not in ("level", "inodes")
+    )
 
 
-@pytest.mark.parametrize("uids", [(0, 2000), (5000, 0), (5000, SLOT_UID)])
+@pytest.mark.parametrize("uids", [(0, 2000), (5000, 0), (5000, FIRST_SLOT_UID)])
 def test_range_that_leaves_no_uid_for_calls_is_refused(uids: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="host_uids"):
         spec(uid_base=uids[0], uid_count=uids[1])
@@ -113,13 +114,13 @@ def test_range_that_leaves_no_uid_for_calls_is_refused(uids: tuple[int, int]) ->
 def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int, shift: int) -> None:
     seen: list[range] = []
     for jail in range(5):
-        base, given_count = place(jail, count, first, first + length, shift)
+        base, given_count = choose_range(jail, count, first, first + length, shift)
         if base is None:
             assert given_count == 0
             continue
         ids = range(base, base + given_count)
         assert given_count == count
-        assert ids.start >= max(first, LOWEST)
+        assert ids.start >= max(first, MIN_UID)
         assert ids.stop <= first + length
         assert all(ids.start >= other.stop or ids.stop <= other.start for other in seen)
         seen.append(ids)
@@ -129,26 +130,26 @@ def test_subordinate_ids_are_those_that_a_user_has_as_uids_and_as_gids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = tmp_path / "subuid", tmp_path / "subgid"
-    monkeypatch.setattr(userns, "SUBORDINATE", tuple(map(str, files)))
+    monkeypatch.setattr(userns, "SUBORDINATE_ID_FILES", tuple(map(str, files)))
     monkeypatch.setattr("os.geteuid", lambda: 4242)
-    assert userns.subordinate() == (0, 0), "there are no such files"
+    assert userns.subordinate_ids() == (0, 0), "there are no such files"
     files[0].write_text("other:1:9\n4242:100000:65536\n4242:300000:10\nnonsense\n4242:x:5\n")
     files[1].write_text("4242:120000:65536\n")
-    assert userns.subordinate() == (120_000, 165_536)
+    assert userns.subordinate_ids() == (120_000, 165_536)
     monkeypatch.setattr("pwd.getpwuid", lambda _uid: SimpleNamespace(pw_name="other"))
     files[1].write_text("other:1:5\n")
-    assert userns.subordinate() == (1, 6)
+    assert userns.subordinate_ids() == (1, 6)
     files[1].write_text("4242:400000:65536\n")
-    assert userns.subordinate() == (0, 0)
+    assert userns.subordinate_ids() == (0, 0)
 
 
 def test_servers_begin_at_places_of_their_own() -> None:
-    assert place(0, 1000, 0, 2**32 - 1, 77) == (HIGH_UIDS + 77, 1000)
-    assert place(0, 1000, 0, 65_536, 77) == (64_459, 1000)
-    assert all(place(0, 1000, 0, 65_536, shift)[0] for shift in range(0, 100_000, 999))
+    assert choose_range(0, 1000, 0, 2**32 - 1, 77) == (RANGE_START + 77, 1000)
+    assert choose_range(0, 1000, 0, 65_536, 77) == (64_459, 1000)
+    assert all(choose_range(0, 1000, 0, 65_536, shift)[0] for shift in range(0, 100_000, 999))
 
 
 def test_range_is_high_on_a_host_and_at_the_top_of_a_container() -> None:
-    assert place(2, 1000, 0, 2**32 - 1) == (HIGH_UIDS + 2000, 1000)
-    assert place(0, 1000, 0, 65_536) == (64_536, 1000)
-    assert place(0, 1000, 0, 1) == (None, 0)
+    assert choose_range(2, 1000, 0, 2**32 - 1) == (RANGE_START + 2000, 1000)
+    assert choose_range(0, 1000, 0, 65_536) == (64_536, 1000)
+    assert choose_range(0, 1000, 0, 1) == (None, 0)

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import Choice, Layer, Level, choose, decide, probe
-from sandbox.jail.probe import TRIES, _tried
+from sandbox.jail import Level, LevelChoice, ProbedLayer, choose_level, probe
+from sandbox.jail.probe import MAX_TRIES, _probe_in_child
 from tests.jail import jails
 
 
-def without(name: str) -> tuple[Layer, ...]:
-    landlock = Layer("Landlock", False, "refused too", "for a test")
-    return (Layer("seccomp", True, "", ""), Layer(name, False, "refused here", "for a test"), landlock)
+def without(name: str) -> tuple[ProbedLayer, ...]:
+    landlock = ProbedLayer("Landlock", False, "refused too", "for a test")
+    return (ProbedLayer("seccomp", True, "", ""), ProbedLayer(name, False, "refused here", "for a test"), landlock)
 
 
 def test_every_layer_says_what_was_found_and_what_it_is_for() -> None:
@@ -41,46 +41,50 @@ def test_probing_leaves_nothing_behind() -> None:
 def test_auto_never_falls_to_none() -> None:
     for name in ("user namespace", "seccomp", "pivot_root", "capability drop"):
         with pytest.raises(IsolationError, match=rf"{name} \(refused here\)"):
-            choose("auto", without(name))
+            choose_level("auto", without(name))
 
 
 def test_missing_layer_of_no_weight_does_not_stop_the_start() -> None:
-    assert choose("auto", without("uid range")) is choose("namespaces", without("schedstat")) is Level.NAMESPACES
+    assert (
+        choose_level("auto", without("uid range")).level
+        is choose_level("namespaces", without("schedstat")).level
+        is Level.NAMESPACES
+    )
 
 
 def test_none_is_taken_only_by_name() -> None:
-    assert choose("none", without("user namespace")) is Level.NONE
+    assert choose_level("none", without("user namespace")).level is Level.NONE
 
 
 def test_auto_takes_landlock_where_namespaces_are_refused() -> None:
-    layers = (Layer("user namespace", False, "refused here", ""), Layer("Landlock", True, "ABI 4", ""))
-    assert choose("auto", layers) is choose("landlock", layers) is Level.LANDLOCK
+    layers = (ProbedLayer("user namespace", False, "refused here", ""), ProbedLayer("Landlock", True, "ABI 4", ""))
+    assert choose_level("auto", layers).level is choose_level("landlock", layers).level is Level.LANDLOCK
 
 
 def test_landlock_that_is_missing_is_refused_by_name() -> None:
     with pytest.raises(
         IsolationError, match=r"^isolation=landlock: this machine lacks Landlock \(refused too\)\. Start"
     ):
-        choose("landlock", without("user namespace"))
+        choose_level("landlock", without("user namespace"))
 
 
 def test_unknown_level_names_the_known() -> None:
     with pytest.raises(ConfigError, match="expected one of auto, nsjail, namespaces, landlock, none"):
-        choose("docker")
+        choose_level("docker")
 
 
 def test_auto_says_why_it_takes_nothing_stronger() -> None:
-    landlock = Layer("Landlock", True, "ABI 7", "")
-    refused = (Layer("user namespace", False, "refused here", ""), landlock)
+    landlock = ProbedLayer("Landlock", True, "ABI 7", "")
+    refused = (ProbedLayer("user namespace", False, "refused here", ""), landlock)
     why = "namespaces: this machine lacks user namespace (refused here)"
-    assert decide("auto", refused, {}) == Choice(Level.LANDLOCK, why)
-    assert decide("landlock", refused, {}) == Choice(Level.LANDLOCK)
-    assert decide("auto", (Layer("seccomp", True, "", ""),), {}) == Choice(Level.NAMESPACES)
+    assert choose_level("auto", refused, {}) == LevelChoice(Level.LANDLOCK, why)
+    assert choose_level("landlock", refused, {}) == LevelChoice(Level.LANDLOCK)
+    assert choose_level("auto", (ProbedLayer("seccomp", True, "", ""),), {}) == LevelChoice(Level.NAMESPACES)
 
 
 def test_auto_says_why_it_does_not_take_an_nsjail_that_a_setting_names() -> None:
-    layers = (Layer("nsjail", False, "a trial failed: here", ""),)
-    assert decide("auto", layers, {"RSTAR_NSJAIL": sys.executable}).reason == "nsjail: a trial failed: here"
+    layers = (ProbedLayer("nsjail", False, "a trial failed: here", ""),)
+    assert choose_level("auto", layers, {"RSTAR_NSJAIL": sys.executable}).reason == "nsjail: a trial failed: here"
 
 
 def killed(number: signal.Signals) -> Callable[[], str]:
@@ -127,19 +131,19 @@ LASTING = {
 
 
 @pytest.mark.parametrize("reason", PASSING)
-@pytest.mark.parametrize("failures", [1, TRIES - 1, TRIES])
+@pytest.mark.parametrize("failures", [1, MAX_TRIES - 1, MAX_TRIES])
 def test_attempt_that_fails_for_a_passing_reason_is_made_again(
     reason: str, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[_tried.__module__], "RETRY_S", 0)
+    monkeypatch.setattr(sys.modules[_probe_in_child.__module__], "RETRY_DELAY_S", 0)
     attempts = mmap.mmap(-1, 1)  # shared with the children that make them
 
     def attempt() -> str:
         attempts[0] += 1
         return PASSING[reason]() if attempts[0] <= failures else "there"
 
-    layer = _tried("seccomp", attempt, "for a test")
-    assert (layer.ok, attempts[0]) == (failures < TRIES, min(failures + 1, TRIES)), layer
+    layer = _probe_in_child("seccomp", attempt, "for a test")
+    assert (layer.ok, attempts[0]) == (failures < MAX_TRIES, min(failures + 1, MAX_TRIES)), layer
     assert layer.found
 
 
@@ -151,7 +155,7 @@ def test_what_the_kernel_refuses_is_not_tried_again(reason: str) -> None:
         attempts[0] += 1
         return LASTING[reason]()
 
-    layer = _tried("seccomp", attempt, "for a test")
+    layer = _probe_in_child("seccomp", attempt, "for a test")
     assert (layer.ok, attempts[0], bool(layer.found)) == (False, 1, True)
 
 
@@ -165,18 +169,20 @@ def test_child_of_an_attempt_that_is_killed_is_no_refusal(monkeypatch: pytest.Mo
         attempts[0] += 1
         if attempts[0] == 1:
             monkeypatch.setattr(userns, "_write_maps", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        proc = userns.own_proc()
-        userns.enter(0, userns.id_map(None, 0, proc), proc)
+        proc = userns.open_proc_self()
+        userns.unshare_mapped(0, userns.id_map(None, 0, proc), proc)
         return "mapped"
 
-    layer = _tried("user namespace", attempt, "for a test")
+    layer = _probe_in_child("user namespace", attempt, "for a test")
     if not layer.ok and "killed" not in layer.found:
         pytest.skip(f"this machine grants no user namespace: {layer.found}")
     assert (layer.ok, attempts[0]) == (True, 2), layer
 
 
 def test_auto_takes_landlock_where_groups_cannot_be_changed(machine: None) -> None:
-    code = "from sandbox.jail import decide; choice = decide('auto', None, {}); print(choice.level, choice.reason)"
+    code = (
+        "from sandbox.jail import choose_level as f; choice = f('auto', None, {}); print(choice.level, choice.reason)"
+    )
     run = jails.inside_a_user_namespace(sys.executable, "-c", code)
     if "isolation=landlock: this machine lacks" in run.stderr:
         pytest.skip(run.stderr.splitlines()[-1])

@@ -21,7 +21,9 @@ from tests.jail.jails import interpreter_of_minor
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
 
 words = st.one_of(
-    st.sampled_from(sorted({value for rule in seccomp._CHECKED.values() for when in rule for value in when.values})),
+    st.sampled_from(
+        sorted({value for rule in seccomp._CHECKED_ARGUMENTS.values() for when in rule for value in when.values})
+    ),
     st.sampled_from([1 << bit for bit in range(64)]),
     st.integers(0, 2**64 - 1),
 )
@@ -55,40 +57,42 @@ def emulate(program: bytes, number: int, arguments: Sequence[int], arch: int = s
 def test_program_says_what_the_policy_says_for_every_number(arguments: list[int]) -> None:
     program = seccomp.program()
     for number in range(1024):
-        assert emulate(program, number, arguments)[0] == seccomp.verdict(number, arguments), number
+        assert emulate(program, number, arguments)[0] == seccomp.evaluate(number, arguments), number
 
 
-@given(st.sampled_from(sorted(seccomp._CHECKED)), registers)
+@given(st.sampled_from(sorted(seccomp._CHECKED_ARGUMENTS)), registers)
 def test_program_says_what_the_policy_says_for_checked_arguments(name: str, arguments: list[int]) -> None:
     number = X86_64[name]
-    assert emulate(seccomp.program(), number, arguments)[0] == seccomp.verdict(number, arguments)
+    assert emulate(seccomp.program(), number, arguments)[0] == seccomp.evaluate(number, arguments)
 
 
-@pytest.mark.parametrize("policy", list(seccomp.Policy))
+@pytest.mark.parametrize("policy", list(seccomp.FilterKind))
 @given(registers=registers)
 @settings(max_examples=20)
-def test_program_says_what_its_policy_says(policy: seccomp.Policy, registers: list[int]) -> None:
+def test_program_says_what_its_policy_says(policy: seccomp.FilterKind, registers: list[int]) -> None:
     for number in range(512):
         said = emulate(seccomp.program(policy), number, registers)[0]
-        assert said == seccomp.verdict(number, registers, policy=policy), number
+        assert said == seccomp.evaluate(number, registers, kind=policy), number
 
 
 @given(registers)
 def test_a_zygotes_filter_and_what_each_call_adds_are_the_policy(registers: list[int]) -> None:
     for number in range(512):
-        both = [seccomp.verdict(number, registers, policy=seccomp.Policy(name)) for name in ("zygote", "added")]
+        both = [
+            seccomp.evaluate(number, registers, kind=seccomp.FilterKind(name)) for name in ("zygote", "call on top")
+        ]
         stricter = min(both)  # a refusal's value is below that of ALLOW
         if seccomp.ENOSYS in both and seccomp.EPERM in both:  # the later filter's errno counts
             stricter = both[1]
-        assert stricter == seccomp.verdict(number, registers), number
+        assert stricter == seccomp.evaluate(number, registers), number
 
 
 def test_what_each_call_loads_is_small() -> None:
-    assert len(seccomp.program(seccomp.Policy.ADDED)) < len(seccomp.program()) / 3
+    assert len(seccomp.program(seccomp.FilterKind.CALL_ON_TOP)) < len(seccomp.program()) / 3
 
 
-@pytest.mark.parametrize("policy", [seccomp.Policy.NAMESPACED, seccomp.Policy.ZYGOTE])
-def test_nothing_is_left_in_the_namespaces_that_calls_share(policy: seccomp.Policy) -> None:
+@pytest.mark.parametrize("policy", [seccomp.FilterKind.NAMESPACED, seccomp.FilterKind.ZYGOTE])
+def test_nothing_is_left_in_the_namespaces_that_calls_share(policy: seccomp.FilterKind) -> None:
     """IPC and UTS: calls have none of their own, since nobody can make, find or change anything there."""
     names = [name for name in X86_64 if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))]
     assert len(names) == 20
@@ -120,14 +124,14 @@ def test_who_shares_the_servers_uid_reaches_only_itself(
     name: str, arguments: tuple[int, ...], is_allowed: bool
 ) -> None:
     words = [argument & 2**64 - 1 for argument in (*arguments, *(0,) * 6)][:6]
-    verdict = seccomp.verdict(X86_64[name], words, policy=seccomp.Policy.SHARED_UID)
+    verdict = seccomp.evaluate(X86_64[name], words, kind=seccomp.FilterKind.SHARED_UID)
     assert verdict == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), registers)
 def test_other_architectures_and_x32_do_not_exist(number: int, arch: int, arguments: list[int]) -> None:
     program = seccomp.program()
-    assert emulate(program, number, arguments, arch)[0] == seccomp.verdict(number, arguments, arch)
+    assert emulate(program, number, arguments, arch)[0] == seccomp.evaluate(number, arguments, arch)
     assert emulate(program, number | seccomp.X32_BIT, arguments)[0] == seccomp.ENOSYS
     if arch != seccomp.ARCH_X86_64:
         assert emulate(program, number, arguments, arch)[0] == seccomp.ENOSYS
@@ -139,7 +143,7 @@ def test_every_path_is_short() -> None:
 
 
 def test_policy_names_only_calls_that_exist() -> None:
-    assert seccomp.POLICY.keys() <= X86_64.keys()
+    assert seccomp.CALL_POLICY.keys() <= X86_64.keys()
     assert (X86_64["read"], X86_64["rseq"], X86_64["pidfd_send_signal"], X86_64["file_setattr"]) == (0, 334, 424, 469)
 
 
@@ -153,7 +157,7 @@ def test_policy_names_only_calls_that_exist() -> None:
     quotactl swapon reboot sched_setscheduler setpriority process_madvise iopl io_submit""".split(),  # noqa: SIM905
 )
 def test_dangerous_call_is_refused(name: str) -> None:
-    assert seccomp.rule_of(X86_64[name]) == seccomp.EPERM
+    assert seccomp.rule_for(X86_64[name]) == seccomp.EPERM
 
 
 def under_filter(python: str | Path, code: str, folder: Path) -> subprocess.CompletedProcess[str]:

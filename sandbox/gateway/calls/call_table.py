@@ -20,16 +20,13 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.fair_queue import FairQueue
-from sandbox.types import Call, unavailable
+from sandbox.types import Call, EncodedResult, unavailable_result
 
 Node = int
 """A node by its number, as `dispatch` counts them."""
-Answer = dict[str, Any]
-"""`Result.encode(binary=True)`."""
 
 RATE_MEMORY_S = 10.0
 """How far back the observed drain rate looks."""
@@ -105,7 +102,7 @@ class Batch:
     def __init__(self, size: int, queue_timeout_s: float) -> None:
         self.queue_timeout_s = queue_timeout_s
         self.admitted_at = 0.0
-        self.answers: list[Answer | None] = [None] * size
+        self.answers: list[EncodedResult | None] = [None] * size
         self.left = size
         self.held = 0
         """Bytes of answers of executors that the client has not read."""
@@ -121,7 +118,7 @@ class Batch:
         """Make `call` the one in slot `index`."""
         self.tickets.append(Ticket(index, call, call_id, clamped))
 
-    def fill(self, index: int, answer: Answer) -> None:
+    def fill(self, index: int, answer: EncodedResult) -> None:
         """Put the one answer for slot `index`."""
         assert self.answers[index] is None
         self.answers[index] = answer
@@ -139,7 +136,7 @@ class Batch:
         self.line.clear()
         self.first = 0
 
-    def take(self, index: int) -> Answer:
+    def take(self, index: int) -> EncodedResult:
         """The answer in slot `index`, which is there; it is not kept here any longer."""
         answer, self.answers[index] = self.answers[index], None
         assert answer is not None
@@ -219,7 +216,7 @@ class Ledger:
             taken.append(ticket)
         return taken
 
-    def answer(self, node: Node, seq: int, answer: Answer, size: int = 0) -> Ticket | None:
+    def answer(self, node: Node, seq: int, answer: EncodedResult, size: int = 0) -> Ticket | None:
         """The answer, of so many bytes (`size_of`), that `node` gave for `seq`; None when nobody waits for it any more
         (cancelled, or never asked)."""
         held = self._running.get(node)
@@ -331,7 +328,7 @@ class Ledger:
         seconds = excess / rate if rate > 0 else 1.0
         return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
 
-    def _hold(self, batch: Batch, answer: Answer, size: int) -> None:
+    def _hold(self, batch: Batch, answer: EncodedResult, size: int) -> None:
         """Count `answer` as held for its client. One that is too much becomes `unavailable`, in place."""
         most = self.bounds.results
         if self.results + size > most and batch.held + size > most / max(1, self._readers):
@@ -339,8 +336,8 @@ class Ledger:
                 f"results of {self.results} bytes wait for clients to read them, at most {most}, and {batch.held} of "
                 "them are this batch's; send smaller batches, ask for a stream, or read it faster"
             )
-            lost = unavailable(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
-            answer.update((name, lost[name]) for name in lost if name not in ("usage", "clamped"))
+            lost = unavailable_result(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
+            answer.update({**lost, "usage": answer["usage"], "clamped": answer["clamped"]})
             size = size_of(answer)
         self._readers += not batch.held and size > 0
         batch.held += size
@@ -395,7 +392,7 @@ class Ledger:
 
     def _refuse(self, ticket: Ticket, kind: str, message: str) -> None:
         self._close(ticket)
-        result = unavailable(ticket.id, kind, message, attempts=ticket.attempts)
+        result = unavailable_result(ticket.id, kind, message, attempts=ticket.attempts)
         ticket.batch.fill(ticket.index, result.encode(binary=True))
 
     def _close(self, ticket: Ticket) -> None:
@@ -427,7 +424,7 @@ class DrainRate:
         return self._rate * math.exp(min(0.0, self._at - now) / RATE_MEMORY_S)
 
 
-def size_of(answer: Answer) -> int:
+def size_of(answer: EncodedResult) -> int:
     """About how many bytes an answer holds. Raises `TypeError` or `KeyError` for what is none."""
     error, files = answer["error"], answer["files"]
     size = 1024 + len(answer["stdout"]) + len(answer["stderr"]) + len(answer["value"] or "")

@@ -1,7 +1,7 @@
 """Carries calls from the ledger to the executors and answers back, and owns both.
 
 Invariants:
-- All work on one turn of the event loop goes out together: one `_pump` per turn, frames of up to `FRAME_CALLS`.
+- All work on one turn of the event loop goes out together: one `_pump` per turn, frames of up to `MAX_FRAME_CALLS`.
 - Once the service stops, no call is handed out: those that wait, and those that an executor loses, are answered
   `unavailable` with `Stopped` at once, so that their clients can send them to another service.
 - No task, timer or future belongs to a single call; a batch has one of each at most.
@@ -23,13 +23,11 @@ from sandbox.gateway.calls.call_table import Batch, Bounds, Ledger, Ticket
 from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch, Node, Sized
 from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import Counters, Sample, executor_samples
-from sandbox.types import Status
+from sandbox.types import EncodedResult, Status
+from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
-FRAME_CALLS = 64
-FRAME_BYTES = 8 << 20
-"""A frame takes no more calls after this, so that big ones go in frames of their own."""
 TIMER_S = 0.002
 """The event loop's clock counts milliseconds, so its timers may be that early by ours."""
 STOPPED = "the service stopped before this call was done; send it again"
@@ -44,7 +42,7 @@ class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
 
     def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
-        self.config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        self.config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         self.counters = Counters()
         bounds = Bounds(
             config.queue_calls, config.queue_mb << 20, config.attempts, config.tenant_share, config.results_mb << 20
@@ -64,8 +62,8 @@ class Dispatcher:
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._last_alive = monotonic()
-        shares = self.config.shares()
-        self.nodes = [Node(n, self._launch, share.settings(), self) for n, share in enumerate(shares)]
+        shares = self.config.per_executor()
+        self.nodes = [Node(n, self._launch, share.encode(), self) for n, share in enumerate(shares)]
         await self._tasks.__aenter__()
         self._lives = [self._tasks.create_task(node.run()) for node in self.nodes]
         self._lives.append(self._tasks.create_task(trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)))
@@ -229,7 +227,7 @@ class Dispatcher:
         """Send `node` a frame of calls; whether there were any for it. A last attempt waits for a node without one."""
         if (room := self._room(node)) <= 0:
             return False
-        tickets = self.ledger.take(node.number, min(room, FRAME_CALLS), FRAME_BYTES, monotonic())
+        tickets = self.ledger.take(node.number, min(room, MAX_FRAME_CALLS), TARGET_FRAME_BYTES, monotonic())
         if tickets:
             node.send(["calls", [[ticket.seq, _wire(ticket)] for ticket in tickets]])
         return bool(tickets)
@@ -249,11 +247,11 @@ class Dispatcher:
         self._arm(batch)
         self._check_idle()
 
-    def _count(self, ticket: Ticket, answer: dict[str, Any], now: float) -> None:
+    def _count(self, ticket: Ticket, answer: EncodedResult, now: float) -> None:
         usage = answer["usage"]
         self.counters.by_status[answer["status"]] += 1
         self.counters.queue_s.observe(usage["queue_ms"] / 1000)
-        self.counters.run_s.observe(usage.get("run_ms", 0.0) / 1000)
+        self.counters.run_s.observe(usage["run_ms"] / 1000)
         self.counters.answer_s.observe(now - ticket.batch.admitted_at)
 
     def _count_unavailable(self, tickets: list[Ticket]) -> None:

@@ -24,9 +24,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from sandbox import wire
+from sandbox.backoff import backoff_s
 from sandbox.errors import NodeError, ProtocolError
 from sandbox.gateway.calls.call_table import size_of
-from sandbox.types import Status
+from sandbox.types import EncodedResult, Status
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ EXIT_S = 0.5
 """From EOF to the exit code."""
 STOP_S = 5.0
 """From "drain" and EOF to the kill."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-"""Before the second start in a row that failed, and at most."""
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
+"""Seconds before an executor is restarted: the shortest and the longest wait. It doubles with each start that fails."""
 MAX_WINDOW = 1_000_000
 """Calls that an executor may ask for at once."""
 HIGH_WATER_BYTES = 1 << 20
@@ -66,7 +67,7 @@ class Process(Protocol):
 
 
 Launch = Callable[[], Awaitable[Process]]
-Sized = tuple[int, dict[str, Any], int]
+Sized = tuple[int, EncodedResult, int]
 """The number of a call, its answer, and about how many bytes that is."""
 
 
@@ -123,7 +124,7 @@ class Node:
                 return
             log.warning("executor %d is lost: %s", self.number, why)
             self.restarts += 1
-            await asyncio.sleep(self._pause_s())
+            await asyncio.sleep(backoff_s(self._failures + 1, MIN_BACKOFF_S, MAX_BACKOFF_S))
 
     async def _live(self) -> Exception:
         """One life of the executor, and why it ended."""
@@ -208,9 +209,6 @@ class Node:
         self.stats = {}
         if was_ready:
             self._owner.node_lost(self)
-
-    def _pause_s(self) -> float:
-        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * float(2**self._failures))
 
 
 class _Link(asyncio.Protocol):

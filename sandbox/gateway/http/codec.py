@@ -14,6 +14,7 @@ import asyncio
 import base64
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -42,7 +43,8 @@ MAX_DIGITS = 40
 MAX_LISTS = 4 << 20
 """Brackets in a JSON body. Its decoder has no hook for lists; text may hold brackets too, but hardly so many."""
 
-Answer = dict[str, Any]
+Encoded = Mapping[str, Any]
+"""An `EncodedResult`, or an encoded `Verdict`."""
 
 
 class Bodies:
@@ -143,12 +145,12 @@ def encode(value: Any, kind: str) -> bytes:
     return _pack(value) if kind in (MSGPACK, MSGPACK_STREAM) else _dump(value)
 
 
-def encode_answer(answer: Answer, kind: str) -> bytes:
+def encode_answer(answer: Encoded, kind: str) -> bytes:
     """One result."""
     return encode(_fit(answer, kind), kind)
 
 
-async def encode_answers(answers: list[Answer], kind: str) -> bytes:
+async def encode_answers(answers: Sequence[Encoded], kind: str) -> bytes:
     """`{"results": answers}`, with a turn for others after every `CHUNK` of them."""
     binary = kind == MSGPACK
     if len(answers) <= CHUNK:
@@ -163,7 +165,7 @@ async def encode_answers(answers: list[Answer], kind: str) -> bytes:
     return head + b"".join(parts) if binary else b'{"results":[' + b",".join(parts) + b"]}"
 
 
-def encode_line(index: int, answer: Answer, kind: str) -> bytes:
+def encode_line(index: int, answer: Encoded, kind: str) -> bytes:
     """One result of a stream."""
     line = encode({"index": index, **_fit(answer, kind)}, kind)
     return line + b"\n" if kind == NDJSON else line
@@ -246,7 +248,7 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-def _fit(answer: Answer, kind: str) -> Answer:
+def _fit(answer: Encoded, kind: str) -> Encoded:
     """`answer` with its files as base64 where the form has no bytes."""
     files = answer.get("files")
     if not files or kind in (MSGPACK, MSGPACK_STREAM):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 from collections.abc import Callable
 from typing import cast
 
+from sandbox import machine
 from sandbox.errors import ConfigError
 
 IDLE_S = 75.0
@@ -48,13 +48,11 @@ class Doors:
         self.told = 0
         self._server: asyncio.Server | None = None
 
-    async def open(self, host: str, port: int, *, is_shared: bool = False) -> str:
+    async def open(self, host: str, port: int) -> str:
         """Listen; returns the URL, whose port is the real one even if 0 was asked for. Raises `ConfigError`."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                self._connection, host, port, backlog=BACKLOG, reuse_address=True, reuse_port=is_shared
-            )
+            self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
         except OSError as why:
             raise cannot_listen(host, port, why) from None
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -156,15 +154,12 @@ def cannot_listen(host: str, port: int, why: OSError) -> ConfigError:
 def grant_files(connections: int) -> int:
     """Raise this process's bound on descriptors for so many connections; how many of them it has room for. Raises
     `ConfigError` where that is less than a single client needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    granted = machine.raise_fd_limit(wanted)
     least = min(connections, LEAST_CONNECTIONS)
-    if soft != resource.RLIM_INFINITY and soft < least + SPARE_FILES:
+    if granted < least + SPARE_FILES:
         raise ConfigError(
-            f"the limit on open files (ulimit -Hn) is {soft}, but {least} connections need {least + SPARE_FILES}; "
+            f"the limit on open files (ulimit -Hn) is {granted}, but {least} connections need {least + SPARE_FILES}; "
             f"raise it, best to {wanted}, or ask for fewer --connections"
         )
-    return connections if soft == resource.RLIM_INFINITY else min(connections, soft - SPARE_FILES)
+    return min(connections, granted - SPARE_FILES)

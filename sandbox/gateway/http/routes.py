@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -17,31 +18,31 @@ from sandbox.gateway import metrics
 from sandbox.gateway.calls.call_table import Batch, size_of
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
-from sandbox.gateway.http.auth import guard
+from sandbox.gateway.http.auth import DOCS_ASSETS, guard
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import Refusal, refusals_as_json
 from sandbox.gateway.http.listener import IDLE_S
 from sandbox.gateway.http.openapi import MOST, Route, document
-from sandbox.gateway.siblings import Siblings, State
 from sandbox.gateway.stats import Stats
-from sandbox.types import Result, Status
+from sandbox.types import EncodedResult, Result, Status
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 CONFIG = web.AppKey("config", ServeConfig)
 BODIES = web.AppKey("bodies", codec.Bodies)
 STATS = web.AppKey("stats", Stats)
-SIBLINGS = web.AppKey("siblings", Siblings)
 
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
+DOCS_ASSETS_DIR = Path(__file__).with_name("swagger_ui")
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'; script-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 }
 
 
-def build_app(config: ServeConfig, dispatcher: Dispatcher, siblings: Siblings | None = None) -> web.Application:
-    """The application over a dispatcher that somebody else starts and stops, one of several or alone."""
+def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
+    """The application over a dispatcher that the caller starts and stops."""
     app = web.Application(
         middlewares=[refusals_as_json(dispatcher), guard(config)],
         handler_args={
@@ -54,12 +55,13 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher, siblings: Siblings | 
     app[DISPATCHER] = dispatcher
     app[CONFIG] = config
     app[BODIES] = codec.Bodies(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
-    app[SIBLINGS] = siblings or Siblings()
-    app[STATS] = Stats(dispatcher, app[SIBLINGS])
+    app[STATS] = Stats(dispatcher)
     app.on_startup.append(_start_stats)
     app.on_cleanup.append(_stop_stats)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.act)
+    for path in DOCS_ASSETS:
+        app.router.add_get(path, docs_asset)
     return app
 
 
@@ -92,54 +94,29 @@ async def run_checks(request: web.Request) -> web.StreamResponse:
 
 
 async def health(request: web.Request) -> web.Response:
-    states = await _states(request)
-    if not all(state["is_alive"] for state in states.values()):
+    if not request.app[DISPATCHER].is_alive:
         raise Refusal(503, "no executor has been up for minutes; the service's log says why")
     return web.json_response({"status": "ok"})
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Whoever asks may come to any gateway the next time, so all that are up are to be ready."""
-    states = await _states(request)
-    if not all(state["is_ready"] for state in states.values()):
-        why = "the service is stopping" if request.app[DISPATCHER].is_draining else "no executor is ready yet"
-        raise Refusal(503, f"{why}; try again in 1 s, or another one", {"Retry-After": "1"})
-    return web.json_response({"status": "ready", **request.app[DISPATCHER].isolation})
+    dispatcher = request.app[DISPATCHER]
+    if not dispatcher.is_ready:
+        reason = "the service is stopping" if dispatcher.is_draining else "no executor is ready yet"
+        raise Refusal(503, f"{reason}; try again in 1 s, or another one", {"Retry-After": "1"})
+    return web.json_response({"status": "ready", **dispatcher.isolation})
 
 
 async def scrape(request: web.Request) -> web.Response:
-    """Everything that all gateways count: whoever is asked answers for all, so that no scrape sees a part."""
-    states = await _states(request)
-    if request.app[SIBLINGS].count == 1:
-        samples = states[0]["samples"]
-    else:
-        samples = [("gateways_up", {}, len(states))]
-        for number, state in sorted(states.items()):
-            samples += [(name, {"gateway": str(number), **labels}, value) for name, labels, value in state["samples"]]
-    text = metrics.render(iter(samples))
+    text = metrics.render(iter(request.app[DISPATCHER].samples()))
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-
-def state_of(app: web.Application) -> State:
-    """What a gateway tells its siblings of itself."""
-    return {**_state_of(app[DISPATCHER]), "stats": app[STATS].own()}
-
-
-async def _states(request: web.Request) -> dict[int, State]:
-    """This gateway's state, and those of all that are up."""
-    siblings = request.app[SIBLINGS]
-    return {**await siblings.ask(), siblings.number: _state_of(request.app[DISPATCHER])}
-
-
-def _state_of(dispatcher: Dispatcher) -> State:
-    return {"is_alive": dispatcher.is_alive, "is_ready": dispatcher.is_ready, "samples": dispatcher.samples()}
 
 
 async def stats(request: web.Request) -> web.Response:
     after = request.query.get("after", "0")
     if not (after.isascii() and after.isdigit() and len(after) <= len(str(MOST)) and int(after) <= MOST):
         raise Refusal(400, f"after: expected the number of a step, 0 for all of them, got {after!r:.80}")
-    return web.json_response(await request.app[STATS].tell(int(after)), headers={"Cache-Control": "no-store"})
+    return web.json_response(request.app[STATS].build(int(after)), headers={"Cache-Control": "no-store"})
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -148,6 +125,10 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def docs(request: web.Request) -> web.Response:
     return _page("docs.html")
+
+
+async def docs_asset(request: web.Request) -> web.FileResponse:
+    return web.FileResponse(DOCS_ASSETS_DIR / request.path.rpartition("/")[2])
 
 
 async def dashboard(request: web.Request) -> web.Response:
@@ -245,7 +226,7 @@ async def _within(seconds: float, event: asyncio.Event) -> bool:
         return False
 
 
-def _all(batch: Batch) -> list[dict[str, Any]]:
+def _all(batch: Batch) -> list[EncodedResult]:
     return [batch.take(index) for index in range(len(batch.answers))]
 
 

@@ -15,7 +15,7 @@ from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.gateway.calls.call_table import Batch
-from sandbox.types import CALL_FIELDS, Call, Limits, invalid
+from sandbox.types import CALL_FIELDS, Call, Limits, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results come back in this order",
@@ -24,7 +24,7 @@ BATCH_FIELDS: dict[str, str] = {
 }
 VERIFY_FIELDS: dict[str, str] = {
     "pairs": "the right answers and those to check; verdicts come back in this order",
-    **{name: CALL_FIELDS[name] for name in verify.CALL_FIELDS},
+    **{name: CALL_FIELDS[name] for name in verify.VERIFY_CALL_FIELDS},
     "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
 }
 PAIR_FIELDS: dict[str, str] = {
@@ -59,11 +59,11 @@ async def read_pairs(raw: Any, config: ServeConfig) -> tuple[Batch, int]:
     """The body of /v1/verify as calls that check its pairs, and how many of those are malformed. Raises as above."""
     _fields(raw, VERIFY_FIELDS, "verify", "pairs")
     pairs = _listed(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
-    like = verify.like({name: raw[name] for name in verify.CALL_FIELDS if name in raw})
+    shared = verify.shared_fields({name: raw[name] for name in verify.VERIFY_CALL_FIELDS if name in raw})
     timeout_s = _timeout_s(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
     return await _read(
         pairs,
-        lambda one, index: verify.call_of(*verify.decode_pair(one, f"pairs[{index}]"), like),
+        lambda one, index: verify.check_call(*verify.decode_pair(one, f"pairs[{index}]"), shared),
         timeout_s,
         config,
     )
@@ -82,7 +82,7 @@ async def _read(
             call = decode(one, index)
         except InvalidCall as why:
             malformed += 1
-            batch.fill(index, invalid(_id_of(one, index), str(why)).encode(binary=True))
+            batch.fill(index, invalid_result(_id_of(one, index), str(why)).encode(binary=True))
         else:
             _add(batch, index, call, call.id or str(index), config.max_limits)
     return batch, malformed

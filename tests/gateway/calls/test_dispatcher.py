@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(node, "MIN_BACKOFF_S", 0.0)
 
 
 def batch(*codes: str) -> dict[str, list[dict[str, str]]]:
@@ -266,9 +266,9 @@ async def test_health_fails_when_there_is_no_executor_for_long(monkeypatch: pyte
 
 
 async def test_the_settings_reach_the_executor() -> None:
-    async with serving(isolation="landlock", executors=2, slots=5, zygotes=3, cores=4) as served:
+    async with serving(isolation="landlock", executors=2, slots=5, zygote_pools=3, cores=4) as served:
         first, second = (executor.settings for executor in served.fleet.executors)
-    parts = ("isolation", "cores", "slots", "zygotes")
+    parts = ("isolation", "cores", "slots", "zygote_pools")
     assert [first[name] for name in parts] == ["landlock", 2, 3, 2]
     assert [second[name] for name in parts] == ["landlock", 2, 2, 1]
     assert set(first) == {field.name for field in fields(ExecutorConfig)}

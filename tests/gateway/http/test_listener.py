@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -256,8 +257,8 @@ async def test_the_results_of_a_stream_that_is_read_are_let_go() -> None:
 
 async def test_more_connections_than_descriptors_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(100, 1000)]
-    monkeypatch.setattr(listener.resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(listener.resource, "setrlimit", lambda _, limit: limits.append(limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     assert listener.grant_files(10_000) == 1000 - listener.SPARE_FILES
     assert limits[-1] == (1000, 1000)
     assert listener.grant_files(5) == 5
@@ -268,8 +269,8 @@ async def test_too_few_descriptors_for_a_single_client_are_refused_with_the_numb
     connections: int, needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hard = needed
-    monkeypatch.setattr(listener.resource, "getrlimit", lambda _: (hard, hard))
-    monkeypatch.setattr(listener.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert listener.grant_files(connections) == needed - listener.SPARE_FILES
     hard -= 1
     with pytest.raises(ConfigError, match=rf"\(ulimit -Hn\) is {hard}, but \d+ connections need {needed}; raise it"):

@@ -310,7 +310,7 @@ async def test_a_sync_waits_for_the_only_server_that_is_being_started_anew(folde
         await pool.sync(model(1).state_dict(), 5)
         await serving.aclose()
         syncing = asyncio.create_task(pool.sync(model(2).state_dict(), 6))
-        while pool.version == 5 or pool.scheduler.is_held:  # noqa: ASYNC110 (no event says that none took them)
+        while pool.version == 5 or pool.scheduler.is_paused:  # noqa: ASYNC110 (no event says that none took them)
             await asyncio.sleep(0.01)
         assert not syncing.done()
         await stack.enter_async_context(FakeVllm(behind, load=take).serve(int(url.rpartition(":")[2])))
