@@ -22,7 +22,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -41,7 +40,6 @@ from sandbox.types import Profile
 
 log = logging.getLogger(__name__)
 
-GUEST = Path(__file__).resolve().parent.parent / "guest"
 GUEST_ENV = {
     "PATH": "/python/bin",
     "HOME": "/tmp",
@@ -126,12 +124,12 @@ class Executor:
         spec = jail.JailSpec(
             self.level,
             self.python,
-            str(GUEST),
+            str(jail.GUEST_SOURCE_DIR),
             env=GUEST_ENV,
             uid_base=base,
             uid_count=count,
             user_namespace_per_call=shares_uid and self._may_count_processes,
-            scratch=scratch if self.level is jail.Level.LANDLOCK else None,
+            scratch_root=scratch if self.level is jail.Level.LANDLOCK else None,
         )
         return Family(spec, profiles, slots, self, lasting_s=self._demote_after_s, hurry=self._hurry)
 
