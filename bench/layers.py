@@ -52,7 +52,7 @@ from sandbox.client import AsyncClient
 from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.executor.call_state import CallRequest
-from sandbox.executor.executor import GUEST_ENV, GUEST_SOURCE_DIR
+from sandbox.executor.executor import GUEST_ENV
 from sandbox.types import Call
 
 CODES = {
@@ -275,7 +275,7 @@ def _groups() -> Iterator[jail.CgroupTree | None]:
 def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
     """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
     with tempfile.TemporaryDirectory(prefix="bench-layers-") as folder, _groups() as groups:
-        for path in (*GUEST_SOURCE_DIR.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
+        for path in (*jail.GUEST_SOURCE_DIR.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
             shutil.copy(path, folder)
         place = FIRST_JAIL + number * len(CODES) + list(CODES).index(profile)
         base, count = jail.host_uids(place, 1)

@@ -27,7 +27,6 @@ from collections.abc import Callable, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -47,7 +46,6 @@ from sandbox.types import EncodedResult, Profile
 
 log = logging.getLogger(__name__)
 
-GUEST_SOURCE_DIR = Path(__file__).resolve().parent.parent / "guest"
 GUEST_ENV = {
     "PATH": "/python/bin",
     "HOME": "/tmp",
@@ -149,16 +147,16 @@ class Executor:
     def _new_pool(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> ZygotePool:
         base, count = jail.host_uids(number, slots.count, self.level, self.python)
         shares_uid = base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
-        scratch = f"{self._scratch_parent_dir}/rstar-sandbox-{secrets.token_hex(8)}"
+        scratch_root = f"{self._scratch_parent_dir}/rstar-sandbox-{secrets.token_hex(8)}"
         spec = jail.JailSpec(
             self.level,
             self.python,
-            str(GUEST_SOURCE_DIR),
+            str(jail.GUEST_SOURCE_DIR),
             env=GUEST_ENV,
             uid_base=base,
             uid_count=count,
             user_namespace_per_call=shares_uid and self._can_limit_processes,
-            scratch=scratch if self.level is jail.Level.LANDLOCK else None,
+            scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
         )
         return ZygotePool(
             spec, profiles, slots, self, report_after_s=self._demote_after_s, is_replacement=self._is_replacement

@@ -67,8 +67,8 @@ async def _serve(config: ServeConfig, launch: Launch) -> None:
         try:
             doors, address = await _listen(runner, dispatcher)
             if await _wait_started_or_stopped(stop, dispatcher):
-                _warn_of_less(dispatcher, doors.most)
                 _announce(dispatcher, address)
+                _warn_of_less(dispatcher, doors.most)
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
             doors.close()

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from sandbox.executor import executor as executor_module
 from sandbox.executor import profile_choice, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
-from sandbox.jail import CgroupUsage
+from sandbox.jail import GUEST_SOURCE_DIR, CgroupUsage
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.zygotes import HOSTILE, Driven, FakeZygote, driven, frame
@@ -413,7 +414,7 @@ def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_zygote_has_a_confinement_mark_for_every_slot_of_a_pool() -> None:
-    source = (executor_module.GUEST_SOURCE_DIR / "zygote.py").read_text()
+    source = (Path(GUEST_SOURCE_DIR) / "zygote.py").read_text()
     (size,) = re.findall(r"^_MAX_SLOTS\w* = (\d+)$", source, re.MULTILINE)
     assert int(size) == zygote_pool.MAX_SLOTS_PER_POOL
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox.executor.executor import GUEST_SOURCE_DIR
+from sandbox.jail import GUEST_SOURCE_DIR
 from sandbox.types import Status
 from tests.executor.calling import Caller, call
 
