@@ -96,7 +96,7 @@ time.sleep(1000)
 def test_calls_that_fork_and_allocate_are_ended_for_it_and_all_others_are_answered(how: str) -> None:
     """At most 8 * 12 * 20 MiB, were nothing to stop them."""
     processes = 12
-    server = (sys.executable, "-c", BARE_PROC, "nothing", "no groups")
+    server = (sys.executable, "-c", BARE_PROC, "nothing", "no cgroups")
     with executor(server=server, slots=12, isolation="namespaces") as caller:
         limits = {"memory_mb": 24, "disk_mb": 1, "processes": processes, "timeout_s": 60}
         bombs = [caller.submit(call(BOMB.format(how=how, processes=processes), **limits)) for _ in range(8)]
