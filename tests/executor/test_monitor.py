@@ -569,7 +569,7 @@ EVADERS = {
 @pytest.mark.parametrize("code", EVADERS.values(), ids=EVADERS)
 def test_no_long_call_evades_its_demotion(code: str, one_slot: Caller) -> None:
     if not CpuPriority().can_change:
-        pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
+        pytest.skip("needs CAP_SYS_NICE in the initial user namespace")
     seq = one_slot.submit(call(code, timeout_s=60, processes=400))
     assert one_slot.run("1", timeout_s=60).value == "1", "the call has left the only short slot"
     one_slot.until(lambda: policies(one_slot) == {os.SCHED_IDLE})
