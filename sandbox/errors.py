@@ -58,3 +58,10 @@ class RequestRefused(ServiceError):
 
 class Unreachable(ServiceError):
     """No endpoint responded within the retries."""
+
+
+def first_error(errors: BaseException) -> BaseException:
+    """Return the first exception of a possibly nested exception group."""
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors
