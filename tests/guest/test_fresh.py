@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox.executor.executor import GUEST
+from sandbox.jail import GUEST_SOURCE_DIR
 from sandbox.types import Status
 from tests.executor.calling import Caller, call
 
@@ -120,7 +120,7 @@ def test_the_working_directory_is_empty_private_and_writable(guest: Caller) -> N
 
 
 def test_a_call_sees_nothing_of_the_zygote(guest: Caller) -> None:
-    names = sorted(path.stem for path in GUEST.glob("*.py"))
+    names = sorted(path.stem for path in GUEST_SOURCE_DIR.glob("*.py"))
     code = f"import sys\nset({names}) & set(sys.modules)"
     assert "zygote" in names
     assert guest.run(code).value == "set()"
