@@ -57,8 +57,8 @@ from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.executor import executor as core
-from sandbox.executor.call_state import Work
+from sandbox.executor.call_state import CallRequest
+from sandbox.executor.executor import GUEST_ENV
 from sandbox.types import Call
 
 IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
@@ -209,7 +209,7 @@ class _Jail:
 
     def start(self, step: str, code: str, calls: int) -> None:
         """Start `calls` calls that go as far as `step`."""
-        order = _first_frame(Work.decode(0, {"code": code}).order(1, 0, 0.0))
+        order = _first_frame(CallRequest.decode(0, {"code": code}).encode_start(1, 0))
         assert order is not None
         header, body, _ = order
         measure = {**header, "op": "measure", "step": step, "calls": calls, "plan": self._plan}
@@ -267,14 +267,14 @@ def _cgroups() -> Iterator[jail.CgroupTree | None]:
 def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
     """A jail with the guest's code, where the measuring zygote replaces the zygote."""
     with tempfile.TemporaryDirectory(prefix="bench-layers-") as directory, _cgroups() as cgroups:
-        for path in (*core.GUEST.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
+        for path in (*jail.GUEST_SOURCE_DIR.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
             shutil.copy(path, directory)
         jail_number = FIRST_JAIL + number * len(PROFILE_CODES) + list(PROFILE_CODES).index(profile)
         base, count = jail.host_uids(jail_number, 1)
         interpreter = jail.Interpreter.find(python)
         argv = ("/python/bin/python3", "-s", "-B", "/guest/layers_guest.py", "--fd", "{fd}")
         spec = jail.JailSpec(
-            jail.Level.NAMESPACES, interpreter, directory, env=core.GUEST_ENV, argv=argv, uid_base=base, uid_count=count
+            jail.Level.NAMESPACES, interpreter, directory, env=GUEST_ENV, argv=argv, uid_base=base, uid_count=count
         )
         ours, theirs = socket.socketpair()
         with ours:

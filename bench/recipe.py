@@ -93,8 +93,8 @@ def tables(result: Result) -> list[Block]:
         Table(("", "accuracy", "tool errors", "one answer", "seconds"), rows),
         requirements.requirement_table(result["requirements"]),
         f"The accuracy is that of {result['problems']} held-out problems at temperature 1. The overhead of a step is "
-        "the time in which neither generation, tool calls nor optimisation run; in parallel with them, the trainer's own "
-        f"code used a CPU for {result['overhead_cpu_share']:.0%} of the time.",
+        "the time in which neither generation, tool calls nor optimisation run; in parallel with them, the trainer's "
+        f"own code used a CPU for {result['overhead_cpu_share']:.0%} of the time.",
     ]
 
 

@@ -86,13 +86,13 @@ def _own_cgroups(controller: str, root: str) -> Iterator[Path]:
         yield from (above for above in group.parents if above == top or top in above.parents)
 
 
-def cgroup_paths(root: str) -> Iterator[tuple[str, str]]:
+def cgroup_paths(root: str = "/") -> Iterator[tuple[str, str]]:
     for line in _read(Path(root, "proc/self/cgroup")).splitlines():
         _order, names, path = line.split(":", 2)
         yield names, path
 
 
-def mounts(root: str) -> Iterator[tuple[str, str, str, str]]:
+def mounts(root: str = "/") -> Iterator[tuple[str, str, str, str]]:
     """Root, mount point, type and the file system's options, of every mount (proc_pid_mountinfo(5))."""
     for line in _read(Path(root, "proc/self/mountinfo")).splitlines():
         mount, _, system = line.partition(" - ")

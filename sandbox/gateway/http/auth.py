@@ -18,7 +18,8 @@ from aiohttp.typedefs import Handler, Middleware
 from sandbox.config import ServeConfig
 from sandbox.gateway.http.errors import Refusal
 
-OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready"})
+DOCS_ASSETS = frozenset({"/docs/assets/swagger-ui.css", "/docs/assets/swagger-ui-bundle.js"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready"}) | DOCS_ASSETS
 
 
 def guard(config: ServeConfig) -> Middleware:

@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
+from sandbox.fields import NumberRule
 from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.http.auth import OPEN_PATHS
 from sandbox.gateway.http.codec import QUIET_S
@@ -27,7 +28,6 @@ from sandbox.types import (
     Call,
     CallError,
     Limits,
-    NumberRule,
     Outcome,
     Profile,
     Result,
@@ -157,14 +157,23 @@ def document(routes: Iterable[Route], needs_token: bool) -> Schema:
         "info": {
             "title": "rstar-sandbox",
             "version": VERSION,
-            "description": "Runs Python that nobody vouches for, each call in a fresh, isolated process. "
-            "What the code did is the result's status; what the service failed to do is an HTTP error or unavailable. "
-            + ("Requests need a token." if needs_token else "This server was started without a token."),
+            "description": _overview(needs_token),
         },
         "paths": paths,
         "components": {"schemas": schemas(), "securitySchemes": {"token": token}},
         "security": [{"token": []}] if needs_token else [],
     }
+
+
+def _overview(needs_token: bool) -> str:
+    """Return the document's description in Markdown, with the table of statuses."""
+    rows = "\n".join(f"| `{status}` | {meaning} |" for status, meaning in MEANINGS[Status].items())
+    return (
+        "Runs untrusted Python code, each call in its own isolated process. The `status` of a result is what the code "
+        "did. A failure of the service is an HTTP error or the status `unavailable`. "
+        f"{'Requests need the token.' if needs_token else 'This server was started without a token.'}\n\n"
+        f"| status | meaning |\n|---|---|\n{rows}\n"
+    )
 
 
 def schemas() -> dict[str, Schema]:

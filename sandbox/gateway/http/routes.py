@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -17,7 +18,7 @@ from sandbox.gateway import metrics
 from sandbox.gateway.calls.call_table import Batch, size_of
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
-from sandbox.gateway.http.auth import guard
+from sandbox.gateway.http.auth import DOCS_ASSETS, guard
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import Refusal, refusals_as_json
 from sandbox.gateway.http.listener import IDLE_S
@@ -32,9 +33,11 @@ STATS = web.AppKey("stats", Stats)
 
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
+DOCS_ASSETS_DIR = Path(__file__).with_name("swagger_ui")
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'; script-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 }
 
 
@@ -57,6 +60,8 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
     app.on_cleanup.append(_stop_stats)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.act)
+    for path in DOCS_ASSETS:
+        app.router.add_get(path, docs_asset)
     return app
 
 
@@ -120,6 +125,10 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def docs(request: web.Request) -> web.Response:
     return _page("docs.html")
+
+
+async def docs_asset(request: web.Request) -> web.FileResponse:
+    return web.FileResponse(DOCS_ASSETS_DIR / request.path.rpartition("/")[2])
 
 
 async def dashboard(request: web.Request) -> web.Response:
