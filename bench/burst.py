@@ -50,7 +50,7 @@ from bench.workloads.code_kinds import CODES
 CALLS = 45_000
 STEADY_BATCH, STEADY_REQUESTS = 64, 4
 """Calls in a request of the steady load, and its requests in flight."""
-ACCEPTS = {"stream": (MSGPACK_STREAM,), "whole": ("application/msgpack",)}
+ACCEPTS: dict[str, tuple[str, ...]] = {"stream": (MSGPACK_STREAM,), "whole": ("application/msgpack",)}
 ACCEPTS["both"] = (*ACCEPTS["stream"], *ACCEPTS["whole"])
 SPARE_DESCRIPTORS = 500
 """Descriptors that a gateway or a client needs besides one per connection."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.harness import arguments, command
+from bench.harness import arguments, command, requirements
 from bench.harness.statistics import percentiles
 from bench.harness.tables import Block, Result, Table, show
 from bench.workloads.tool_calls import labelled_calls, load_calls
@@ -68,7 +68,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "run_ms": percentiles(usage.run_ms for usage in usages),
         "cpu_ms_per_call": round(sum(usage.cpu_ms for usage in usages) / len(usages), 2),
         "peak_memory_mb": max(usage.peak_memory_mb for usage in usages),
-        "requirements": [command.requirements.at_most("unavailable calls", 0, statuses["unavailable"])],
+        "requirements": [requirements.at_most("unavailable calls", 0, statuses["unavailable"])],
     }
 
 

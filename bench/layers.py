@@ -362,7 +362,7 @@ async def _over_http(server: service.Service, code: str, calls: int) -> Cost:
     return _cost(meter, wall_s, [(result.status.value, result.usage.cpu_ms) for result in results])
 
 
-def _cost(meter: processes.Meter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
+def _cost(meter: processes.CpuMeter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
     """The cost per call of `calls`, each a status and the CPU ms of its own processes. Raises `BenchFailed` if a call
     did not end as `ok`."""
     own_s, total_s, n = meter.own_s(), meter.total_s(), len(calls)

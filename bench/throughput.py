@@ -15,7 +15,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -113,12 +113,18 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "batch": BATCH,
         "in_flight": IN_FLIGHT,
         "kinds": rows,
-        "requirements": [
-            requirements.at_least(f"ratio of {kind}", KINDS[kind].min_ratio, row["ratio"])
-            for kind, row in rows.items()
-            if KINDS[kind].min_ratio is not None
-        ],
+        "requirements": ratio_requirements(rows),
     }
+
+
+def ratio_requirements(rows: Mapping[str, Mapping[str, Any]]) -> list[requirements.Requirement]:
+    """The promised ratios of the measured kinds."""
+    bounds = {kind: KINDS[kind].min_ratio for kind in rows}
+    return [
+        requirements.at_least(f"ratio of {kind}", bound, rows[kind]["ratio"])
+        for kind, bound in bounds.items()
+        if bound is not None
+    ]
 
 
 def _calls_of(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:

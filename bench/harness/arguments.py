@@ -123,4 +123,4 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
 def _short_name(value: object) -> str:
     """A file's name without its directory; other values as text."""
     is_file = isinstance(value, str | os.PathLike) and os.path.exists(value)
-    return os.path.basename(value) if is_file else str(value)
+    return Path(str(value)).name if is_file else str(value)

@@ -13,7 +13,7 @@ import io
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -194,7 +194,7 @@ async def ask(
     accept: str = MSGPACK_STREAM,
     *,
     single: bool = False,
-) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
     """Send one request and yield (index of the call, result) as results come. `calls` may be encoded already.
 
     `single` sends the one call to `/v1/execute`. Raises `Refused` for a status other than 200.

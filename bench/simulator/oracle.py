@@ -1,8 +1,8 @@
-"""A schedule that no policy can make, for it knows how long every episode will be: how near the bound one comes who
-does, and so what it costs not to. On simulated engines only.
+"""A reference schedule that knows the final length of every episode, for simulated engines only.
 
-Wherever something fits, the longest that does begins: caches are full soon, and the long ones begin early. It evicts
-nothing that it need not, and keeps no room for chance.
+Whenever an episode fits on an engine, the longest one that fits is started. So caches fill early and long episodes
+start early; nothing is preempted without need, and no headroom is kept. The gap between `kv` and this schedule is the
+cost of unknown lengths.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bench.simulator.simulation import Plan
+from bench.simulator.scripts import EpisodeScript
 from trainer.scheduling.length_model import LengthModel
 from trainer.scheduling.scheduler import POLICIES, Placement, Scheduler
 from trainer.scheduling.state import INITIAL_TARGET_UTILIZATION, ScheduledEngine
+
+ORACLE = "oracle"
+"""The name of this schedule beside those of the placement policies."""
 
 
 class _KnownLengths(LengthModel):
     """The length model of episodes whose scripts are known. Each episode is its own group."""
 
-    def __init__(self, max_length: int, plans: Sequence[Plan]) -> None:
+    def __init__(self, max_length: int, scripts: Sequence[EpisodeScript]) -> None:
         super().__init__(max_length)
-        self._plans = plans
+        self._scripts = scripts
 
     def growth_quantiles(self, group: Any, length: int, max_length: int) -> list[float]:
-        return [float(self._plans[group].length - length)]
+        return [float(self._scripts[group].length - length)]
 
 
 class Oracle(Scheduler):
-    """A scheduler that knows the final length of every episode. An episode's key is its index in `plans`."""
+    """A scheduler that knows the final length of every episode. An episode's key is its index in `scripts`."""
 
-    def __init__(self, max_context_tokens: int, plans: Sequence[Plan]) -> None:
+    def __init__(self, max_context_tokens: int, scripts: Sequence[EpisodeScript]) -> None:
         policy = replace(POLICIES["kv"], pick=lambda _scheduler, _episode, _now: self._next_engine)
-        super().__init__(max_context_tokens, policy, lengths=_KnownLengths(max_context_tokens, plans))
-        self._plans = plans
+        super().__init__(max_context_tokens, policy, lengths=_KnownLengths(max_context_tokens, scripts))
+        self._scripts = scripts
         self._next_engine: ScheduledEngine | None = None
         self._shortest_first: list[tuple[int, Any, int, int]] = []
         """Episodes that have not started: final length, key, prompt tokens, maximum context."""
@@ -50,7 +53,7 @@ class Oracle(Scheduler):
         super().add_engine(name, capacity, max_running, block_size=block_size, preemptions=preemptions)
 
     def submit(self, key: Any, group: Hashable, length: int, max_context_tokens: int) -> None:
-        insort(self._shortest_first, (self._plans[key].length, key, length, max_context_tokens))
+        insort(self._shortest_first, (self._scripts[key].length, key, length, max_context_tokens))
 
     def place(self, now: float) -> list[Placement]:
         placements = super().place(now)

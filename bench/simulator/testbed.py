@@ -1,7 +1,7 @@
-"""Rollouts by a script through real engines, and what a step of such an engine costs.
+"""Scripted rollouts on real vLLM servers on the CPU, whose caches are too small for the workload.
 
-vLLM on the CPU, each server on cores of its own and with a cache too small for what it is asked. Its
-log says of every step how many tokens it computed: that is the only place where what it recomputes can be seen.
+Each server has cores of its own. The computed tokens of every decode step are read from a server's log, because vLLM
+has no counter for recomputed tokens.
 """
 
 from __future__ import annotations
@@ -10,315 +10,224 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import aiohttp
-import numpy as np
 from rich.progress import Progress
 
 from bench.harness.command import BenchFailed
-from bench.rollouts import Counts
+from bench.simulator.fit import BATCHES, BLOCK_SIZE, MAX_RUNNING, NUM_BLOCKS, Batch
+from bench.simulator.measures import EngineCounters
 from bench.simulator.placement import POLICIES
-from bench.simulator.simulation import Hardware, Plan, Turn, tell
+from bench.simulator.scripts import EpisodeScript
+from bench.simulator.simulation import TurnTrace, teach_lengths
 from trainer.engines.pool import Pool, Served
 from trainer.engines.vllm_client import Sampling, VllmEngine
 from trainer.engines.vllm_servers import Servers
 from trainer.scheduling.scheduler import Scheduler
 
-BLOCK = 32
-"""Tokens of a block: the least that vLLM's attention on the CPU takes."""
-BLOCKS = 257
-"""Of the cache, one of which vLLM keeps for itself."""
-CAPACITY = (BLOCKS - 1) * BLOCK
-SLOTS = 64
-HIDDEN, LAYERS = 512, 6
-"""16 million parameters: a step of a full cache takes some 35 ms, much as on the hardware that this stands for (28 ms
-in the profile mi300x-14b), so that the seconds of a tool are as many steps here as there."""
-VOCABULARY = 640
-MAX_LENGTH = 1024
-STEP = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")
-SETTLE_S = 30.0
+HIDDEN_SIZE, LAYERS = 512, 6
+"""16 million parameters: a decode step with a full cache takes about 35 ms, close to the profile mi300x-14b (28 ms), so
+that tool times are as many steps here as there."""
+VOCAB_SIZE = 640
+MAX_MODEL_LEN = 1024
+ITERATION_LOG_LINE = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")
+COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "generation_tokens")
+COUNTERS_TIMEOUT_S = 30.0
+"""Seconds until the servers' counters must include all sampled tokens."""
 
 
 class SmallServers(Servers):
-    """Servers with a small cache that tell of every step."""
+    """Servers with a small cache that log every decode step."""
 
     def command(self, port: int) -> list[str]:
-        cache = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS)]
+        cache = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         return [*Servers.command(self, port), *cache, "--enable-logging-iteration-details"]
 
 
 @dataclass(slots=True)
-class Bench:
-    """Servers that are up. `play` may be called any number of times."""
+class VllmTestbed:
+    """Running servers. `play` may be called any number of times."""
 
     urls: list[str]
     logs: list[Path]
     session: aiohttp.ClientSession
-    """Seconds."""
 
     @classmethod
     @asynccontextmanager
-    async def started(cls, python: str, count: int, folder: Path) -> AsyncIterator[Bench]:
-        """`count` servers in the environment of `python`, warm. Raises `EngineFailed`."""
-        make_model(folder / "model")
-        logs = folder / "logs"
-        servers = SmallServers(python, folder / "model", MAX_LENGTH, SLOTS, dtype="float32")
+    async def started(cls, python: str, count: int, directory: Path) -> AsyncIterator[VllmTestbed]:
+        """`count` warm servers in the environment of `python`. Raises `EngineFailed`."""
+        write_model(directory / "model")
+        logs = directory / "logs"
+        servers = SmallServers(python, directory / "model", MAX_MODEL_LEN, MAX_RUNNING, dtype="float32")
         async with servers.serve(count, logs) as urls, aiohttp.ClientSession() as session:
-            bench = cls(urls, [logs / f"engine{number}.log" for number in range(count)], session)
-            for running in (1, SLOTS // 2):  # its first steps of a kind take seconds
-                await bench.batch(Batch(running, 100, 8))
-            yield bench
-
-    @property
-    def names(self) -> list[str]:
-        return [f"e{number}" for number in range(len(self.urls))]
+            testbed = cls(urls, [logs / f"engine{number}.log" for number in range(count)], session)
+            for running in (1, MAX_RUNNING // 2):  # the first steps of each batch size take seconds
+                await testbed.time_batch(Batch(running, 100, 8))
+            yield testbed
 
     def engines(self) -> list[VllmEngine]:
+        """A client for each server."""
         return [
-            VllmEngine(url, vocabulary=VOCABULARY, max_length=MAX_LENGTH, slots=SLOTS, name=name)
-            for url, name in zip(self.urls, self.names, strict=True)
+            VllmEngine(url, vocabulary=VOCAB_SIZE, max_length=MAX_MODEL_LEN, slots=MAX_RUNNING, name=f"e{number}")
+            for number, url in enumerate(self.urls)
         ]
 
     async def play(
-        self, policy: str, plans: Sequence[Plan], before: Sequence[Plan], most_new: int, seed: int
-    ) -> tuple[list[Turn], Counts]:
-        """All `plans`, handed in at once, when the lengths of those `before` are known; what became of them, from time
-        0, and what it cost the engines."""
-        await self.forget()
-        first, marks = await self.figures(), [log.stat().st_size for log in self.logs]
-        turns = await played(self.engines(), policy, plans, before, most_new, seed)
-        wanted = first["generation_tokens"] + sum(turn.sampled for turn in turns)
-        async with asyncio.timeout(SETTLE_S):
-            while (after := await self.figures())["generation_tokens"] < wanted:  # noqa: ASYNC110 another process
+        self,
+        policy: str,
+        scripts: Sequence[EpisodeScript],
+        previous_step: Sequence[EpisodeScript],
+        max_response_tokens: int,
+        seed: int,
+    ) -> tuple[list[TurnTrace], EngineCounters]:
+        """Play all scripts, submitted at once, after teaching the lengths of `previous_step`."""
+        await self.reset_prefix_caches()
+        before, log_sizes = await self.read_counters(), [log.stat().st_size for log in self.logs]
+        turns = await played(self.engines(), policy, scripts, previous_step, max_response_tokens, seed)
+        expected_tokens = before["generation_tokens"] + sum(turn.sampled for turn in turns)
+        async with asyncio.timeout(COUNTERS_TIMEOUT_S):
+            while (after := await self.read_counters())["generation_tokens"] < expected_tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        computed = sum(tokens_computed(log, mark) for log, mark in zip(self.logs, marks, strict=True))
-        made = {name: int(after[name] - first[name]) for name in after}
-        recomputed = computed - needed(plans, turns)
-        return turns, Counts(
-            made["num_preemptions"], recomputed, made["prefix_cache_queries"], made["prefix_cache_hits"]
-        )
+        computed = sum(tokens_computed(log, size) for log, size in zip(self.logs, log_sizes, strict=True))
+        preemptions, queries, hits, _ = (int(after[name] - before[name]) for name in COUNTERS)
+        return turns, EngineCounters(preemptions, computed - required_tokens(scripts, turns), queries, hits)
 
-    async def forget(self) -> None:
-        """Empty the prefix caches."""
+    async def reset_prefix_caches(self) -> None:
+        """Empty the prefix caches of all servers."""
         for url in self.urls:
-            async with self.session.post(f"{url}/reset_prefix_cache") as answer:
-                answer.raise_for_status()
+            async with self.session.post(f"{url}/reset_prefix_cache") as response:
+                response.raise_for_status()
 
-    async def figures(self) -> dict[str, float]:
-        """Counters of all engines together."""
-        names = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "generation_tokens")
-        made = dict.fromkeys(names, 0.0)
+    async def read_counters(self) -> dict[str, float]:
+        """Sums of the servers' counters."""
+        totals = dict.fromkeys(COUNTERS, 0.0)
         for url in self.urls:
-            async with self.session.get(f"{url}/metrics") as answer:
-                text = await answer.text()
-            for name in names:
-                found = re.findall(rf"^vllm:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE)
-                if not found:
-                    raise BenchFailed(f"expected vllm:{name}_total in {url}/metrics, got none: another vLLM?")
-                made[name] += sum(map(float, found))
-        return made
+            async with self.session.get(f"{url}/metrics") as response:
+                text = await response.text()
+            for name in COUNTERS:
+                values = re.findall(rf"^vllm:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE)
+                if not values:
+                    raise BenchFailed(f"expected vllm:{name}_total in {url}/metrics, got none: another vLLM version?")
+                totals[name] += sum(map(float, values))
+        return totals
 
-    async def batches(self, bar: Progress) -> dict[Batch, float]:
-        """Seconds that each of `BATCHES` takes."""
-        return {batch: await self.batch(batch) for batch in bar.track(BATCHES, description="fit")}
+    async def time_batches(self, bar: Progress) -> dict[Batch, float]:
+        """Seconds of each of `BATCHES`."""
+        return {batch: await self.time_batch(batch) for batch in bar.track(BATCHES, description="fit")}
 
-    async def batch(self, batch: Batch) -> float:
-        """Seconds that every engine takes for it, all at the same time."""
+    async def time_batch(self, batch: Batch) -> float:
+        """Mean seconds of a batch, run on all engines at the same time."""
         engines = self.engines()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_run(engine, batch)) for engine in engines]
+                tasks = [group.create_task(_run_batch(engine, batch)) for engine in engines]
         finally:
             await asyncio.gather(*(engine.close() for engine in engines))
         return sum(task.result() for task in tasks) / len(tasks)
 
 
-def make_model(folder: Path) -> None:
-    """The tiny model with more to compute: in a step of so small a one nothing costs but the step, and what is
-    recomputed would be free, which it is on no engine that anyone uses."""
+def write_model(directory: Path) -> None:
+    """Write the tiny model with more parameters, so that recomputed tokens cost time as on any larger model."""
     from transformers import AutoConfig, Qwen3ForCausalLM
 
     from trainer.data import tiny_model
 
-    tiny_model.make(folder)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS}
-    config = AutoConfig.from_pretrained(folder, **sizes, layer_types=["full_attention"] * LAYERS)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_model.make(directory)
+    sizes = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 3 * HIDDEN_SIZE, "num_hidden_layers": LAYERS}
+    config = AutoConfig.from_pretrained(directory, **sizes, layer_types=["full_attention"] * LAYERS)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
 async def played(
     engines: Sequence[Any],
     policy: str,
-    plans: Sequence[Plan],
-    before: Sequence[Plan],
-    most_new: int,
+    scripts: Sequence[EpisodeScript],
+    previous_step: Sequence[EpisodeScript],
+    max_response_tokens: int,
     seed: int,
-    vocabulary: int = VOCABULARY,
-) -> list[Turn]:
-    """Play `plans` through the pool. Turns are in the order in which they ended, in seconds from when all came."""
-    numbers: dict[int, int] = {}
+    vocab_size: int = VOCAB_SIZE,
+) -> list[TurnTrace]:
+    """Play the scripts through the engine pool. Returns the turns in the order in which they ended."""
+    indices: dict[int, int] = {}
     served: list[Served] = []
-    longest = max(plan.prompt for plan in plans) + most_new
-    async with Pool(engines, scheduler=Scheduler(longest, POLICIES[policy]()), log=served.append) as pool:
+    max_context_tokens = max(script.prompt for script in scripts) + max_response_tokens
+    scheduler = Scheduler(max_context_tokens, POLICIES[policy]())
+    async with Pool(engines, scheduler=scheduler, log=served.append) as pool:
         while not all(desk.is_up for desk in pool.desks.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        tell(pool.scheduler, before)
+        teach_lengths(pool.scheduler, previous_step)
         start = asyncio.get_running_loop().time()
 
-        async def play(number: int, plan: Plan) -> None:
-            ids = _ids(f"{seed}/{plan.group}", plan.prompt, vocabulary)
-            async with pool.seat(group=plan.group, most_tokens=plan.prompt + most_new) as seat:
-                numbers[seat.key] = number
-                for turn, (sampled, shown, tool_s) in enumerate(plan.turns):
+        async def play(index: int, script: EpisodeScript) -> None:
+            ids = _random_ids(f"{seed}/{script.group}", script.prompt, vocab_size)
+            async with pool.seat(group=script.group, most_tokens=script.prompt + max_response_tokens) as seat:
+                indices[seat.key] = index
+                for turn, (sampled, observed, tool_s) in enumerate(script.turns):
                     ids += (await seat.generate(ids, Sampling(sampled))).ids
-                    ids += _ids(f"{seed}/{number}/{turn}", shown, vocabulary)
+                    ids += _random_ids(f"{seed}/{index}/{turn}", observed, vocab_size)
                     await asyncio.sleep(tool_s)
 
         async with asyncio.TaskGroup() as group:
-            for number, plan in enumerate(plans):
-                group.create_task(play(number, plan))
+            for index, script in enumerate(scripts):
+                group.create_task(play(index, script))
     return [
-        Turn(
-            numbers[one.episode], one.engine, one.began - start, one.ended - start, one.context, one.sampled,
-            one.has_moved,
+        TurnTrace(
+            indices[turn.episode],
+            turn.engine,
+            turn.began - start,
+            turn.ended - start,
+            turn.context,
+            turn.sampled,
+            turn.has_moved,
         )
-        for one in served
-    ]  # fmt: skip
+        for turn in served
+    ]
 
 
-def _ids(seed: str, count: int, vocabulary: int) -> list[int]:
-    return random.Random(seed).choices(range(vocabulary), k=count)
+def _random_ids(seed: str, count: int, vocab_size: int) -> list[int]:
+    return random.Random(seed).choices(range(vocab_size), k=count)
 
 
-def needed(plans: Sequence[Plan], turns: Iterable[Turn]) -> int:
-    """Tokens that engines have to compute for `turns` if they forget nothing: all but whole blocks that were computed
-    before for the same episode, or on the same engine for the same prompt. The last token sampled never is."""
-    known: set[tuple[str, int]] = set()
-    had: dict[int, int] = {}
+def required_tokens(scripts: Sequence[EpisodeScript], turns: Iterable[TurnTrace]) -> int:
+    """Tokens that engines have to compute for `turns` if nothing is evicted.
+
+    These are all tokens but whole blocks that were computed before for the same episode, or on the same engine for the
+    same prompt. The last sampled token is never computed.
+    """
+    cached_prompts: set[tuple[str, int]] = set()
+    computed: dict[int, int] = {}
     total = 0
-    for turn in sorted(turns, key=lambda turn: turn.began):
-        plan = plans[turn.episode]
-        first = plan.prompt if (turn.engine, plan.group) in known else 0
-        known.add((turn.engine, plan.group))
-        before = had.get(turn.episode, first)
-        total += turn.context - min(before, turn.context - 1) // BLOCK * BLOCK + turn.sampled - 1
-        had[turn.episode] = turn.context + turn.sampled - 1
+    for turn in sorted(turns, key=lambda turn: turn.started_at):
+        script = scripts[turn.episode]
+        from_prompt = script.prompt if (turn.engine, script.group) in cached_prompts else 0
+        cached_prompts.add((turn.engine, script.group))
+        before = computed.get(turn.episode, from_prompt)
+        total += turn.context - min(before, turn.context - 1) // BLOCK_SIZE * BLOCK_SIZE + turn.sampled - 1
+        computed[turn.episode] = turn.context + turn.sampled - 1
     return total
 
 
-def tokens_computed(log: Path, mark: int) -> int:
-    """Of all steps that a server's log tells of after its first `mark` bytes."""
+def tokens_computed(log: Path, offset: int) -> int:
+    """Tokens computed in all decode steps that a server has logged after the first `offset` bytes."""
     with log.open("rb") as file:
-        file.seek(mark)
-        return sum(int(fresh) + int(more) for fresh, _, more in STEP.findall(file.read()))
+        file.seek(offset)
+        lines = ITERATION_LOG_LINE.findall(file.read())
+    return sum(int(prefill) + int(decode) for prefill, _, decode in lines)
 
 
-# What a step costs
-
-RUNNING, CONTEXTS, SAMPLED = (1, 4, 12, 30, 60), (40, 150, 500), (12, 96)
-TURNS, EACH = 5, 32
-"""Turns of a sequence, and tokens of each, where turns come one by one, as those of rollouts do: each makes a step
-longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """So many sequences at once, each of so many turns on fresh contexts. With one turn all come at once; with more the
-    first are of different lengths, so that the others come one by one."""
-
-    running: int
-    context: int
-    sampled: int
-    turns: int = 1
-
-    @property
-    def lengths(self) -> list[list[int]]:
-        """Tokens to sample in each turn of each sequence."""
-        every = [self.sampled] * (self.turns - 1)
-        if not every:
-            return [[self.sampled]] * self.running
-        return [[1 + self.sampled * number // self.running, *every] for number in range(self.running)]
-
-    @property
-    def does_fit(self) -> bool:
-        """Into a cache, without any prompt that is shared."""
-        return self.running * -(-(self.context + self.sampled) // BLOCK) < BLOCKS
-
-    @property
-    def features(self) -> list[float]:
-        """What it is made of: steps, sequences and contexts in them, tokens that came, turns."""
-        sampled = [sum(turns) for turns in self.lengths]
-        contexts = sum(count * self.context + count * count / 2 for turns in self.lengths for count in turns)
-        count = self.running * self.turns
-        return [max(sampled), sum(sampled), contexts, count * self.context, count]
-
-
-BATCHES = [
-    batch
-    for batch in (
-        *(Batch(*sizes) for sizes in product(RUNNING, CONTEXTS, SAMPLED)),
-        *(Batch(*sizes, EACH, TURNS) for sizes in product(RUNNING[1:], CONTEXTS[:2])),
-    )
-    if batch.does_fit
-]
-"""Those whose contexts all fit."""
-
-
-def fitted(passes: Sequence[Mapping[Batch, float]], count: int) -> dict[str, Any]:
-    """The constants of `Hardware` for one of `count` servers when all work, by least squares of the relative errors of
-    what batches took, in seconds; none is negative. Of several passes the mean, as a machine that others share is not
-    the same from one minute to the next."""
-    took = {batch: fmean(took[batch] for took in passes) for batch in passes[0]}
-    features = np.array([batch.features for batch in took])
-    seconds = np.array([*took.values()])
-    costs = _nonnegative(features / seconds[:, None], np.ones(len(took)))
-    said = features @ costs
-    errors = said / seconds - 1
-    names = ("base_s", "per_sequence_s", "per_context_s", "prefill_s", "turn_s")
-    hardware = Hardware(
-        name="cpu-tiny",
-        capacity=CAPACITY,
-        most_running=SLOTS,
-        **dict(zip(names, map(float, costs), strict=True)),
-        block=BLOCK,
-        source=f"fitted to {len(took)} kinds of batches, {count} vLLM servers at once, in {len(passes)} passes",
-    )
-    return {
-        "hardware": asdict(hardware),
-        "residual": float(np.median(np.abs(errors))),
-        "batches": [
-            {**asdict(batch), "seconds": round(seconds, 4), "error": round(float(error), 4)}
-            for (batch, seconds), error in zip(took.items(), errors, strict=True)
-        ],
-    }
-
-
-def _nonnegative(features: Any, wanted: Any) -> Any:
-    """Least squares without negative costs: what comes out negative is left out, one by one."""
-    inside = list(range(features.shape[1]))
-    while True:
-        found, *_ = np.linalg.lstsq(features[:, inside], wanted, rcond=None)
-        if (found >= 0).all():
-            costs = np.zeros(features.shape[1])
-            costs[inside] = found
-            return costs
-        inside.pop(int(found.argmin()))
-
-
-async def _run(engine: VllmEngine, batch: Batch) -> float:
-    async def play(lengths: Sequence[int]) -> None:
+async def _run_batch(engine: VllmEngine, batch: Batch) -> float:
+    async def run_sequence(lengths: Sequence[int]) -> None:
         for sampled in lengths:
-            await engine.generate(_ids(str(random.random()), batch.context, VOCABULARY), Sampling(sampled))
+            ids = _random_ids(str(random.random()), batch.context, VOCAB_SIZE)
+            await engine.generate(ids, Sampling(sampled))
 
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for lengths in batch.lengths:
-            group.create_task(play(lengths))
+            group.create_task(run_sequence(lengths))
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What counts as a right answer, and as a burst that keeps its promises."""
+"""Which results of a burst are correct, and when a burst meets its requirements."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench import burst
-from bench.burst import FORMS, Held, Run
-from bench.probes.sampler import Watch
+from bench.burst import ACCEPTS, MeasuredLoad, Memory
+from bench.harness.load import CallTally, CallTimes
+from bench.harness.requirements import unmet
+from bench.probes.sampler import PeriodicSampler
 from bench.servers.service import Service
+from bench.workloads.checked_calls import numbered_calls
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 COUNT = 20
 USAGE = {"queue_ms": 1.0, "run_ms": 1.0, "cpu_ms": 1.0}
-Answers = list[dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
-def _answer(call: dict[str, Any]) -> dict[str, Any]:
+def _correct_result(call: dict[str, Any]) -> dict[str, Any]:
     ran = subprocess.run([sys.executable, "-c", call["code"]], capture_output=True, text=True, check=True)
-    return {"id": call["id"], "status": "ok", "stdout": ran.stdout, "usage": USAGE}
+    return {"id": call["id"], "status": "ok", "stdout": ran.stdout, "usage": USAGE, "attempts": 1}
 
 
 @asynccontextmanager
-async def _service(change: Callable[[Answers], Answers]) -> AsyncIterator[Service]:
-    """Speaks as the service does, with whatever `change` makes of the right answers, indices and all."""
+async def _service(change: Callable[[Results], Results]) -> AsyncIterator[Service]:
+    """A service that responds with `change(correct results)`."""
 
     async def act(request: web.Request) -> web.Response:
         calls = msgpack.unpackb(await request.read())["calls"]
-        answers = change([{"index": n, **_answer(call)} for n, call in enumerate(calls)])
-        if request.headers["Accept"] in FORMS["whole"]:
-            return web.Response(body=msgpack.packb({"results": answers}))
-        return web.Response(body=b"".join(map(msgpack.packb, answers)))
+        results = change([{"index": n, **_correct_result(call)} for n, call in enumerate(calls)])
+        if request.headers["Accept"] in ACCEPTS["whole"]:
+            return web.Response(body=msgpack.packb({"results": results}))
+        return web.Response(body=b"".join(map(msgpack.packb, results)))
 
     app = web.Application()
     app.router.add_post("/v1/batch", act)
@@ -50,116 +53,102 @@ async def _service(change: Callable[[Answers], Answers]) -> AsyncIterator[Servic
         yield Service(str(server.make_url("")).rstrip("/"), os.getpid())
 
 
-async def _asked(change: Callable[[Answers], Answers], form: str) -> Run:
+async def _tally(change: Callable[[Results], Results], form: str) -> CallTally:
     async with _service(change) as service:
-        return await burst._run(service, list(burst.make("print", COUNT, 7)), 5, COUNT, FORMS[form], lambda: None)
+        calls = list(numbered_calls("print", COUNT, 7))
+        load = await burst.measure_load(service, calls, 5, COUNT, ACCEPTS[form], lambda: None)
+    return load.tally
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("form", FORMS)
-async def test_right_answers_are_right(form: str) -> None:
-    run = await _asked(lambda answers: answers, form)
-    assert (run.right, run.lost, run.doubled, run.wrong) == (COUNT, 0, 0, 0), run.examples
+@pytest.mark.parametrize("form", ACCEPTS)
+async def test_correct_results_are_counted_as_correct(form: str) -> None:
+    tally = await _tally(lambda results: results, form)
+    assert (tally.correct, tally.lost, tally.doubled, tally.mismatched) == (COUNT, 0, 0, 0), tally.examples
 
 
 @pytest.mark.asyncio
-async def test_answers_in_another_order_are_wrong_in_a_whole_response() -> None:
-    run = await _asked(lambda answers: answers[::-1], "whole")
-    assert run.wrong == COUNT // 5 * 4  # of five, the one in the middle stays
+async def test_results_in_another_order_are_mismatched_in_a_whole_response() -> None:
+    tally = await _tally(lambda results: results[::-1], "whole")
+    assert tally.mismatched == COUNT // 5 * 4  # the middle one of five keeps its place
 
 
 @pytest.mark.asyncio
-async def test_streamed_answers_may_come_in_any_order_but_once() -> None:
-    run = await _asked(lambda answers: [*answers[::-1], answers[0]], "stream")
-    assert (run.right, run.doubled) == (COUNT, COUNT // 5)
+async def test_streamed_results_may_come_in_any_order_but_only_once() -> None:
+    tally = await _tally(lambda results: [*results[::-1], results[0]], "stream")
+    assert (tally.correct, tally.doubled) == (COUNT, COUNT // 5)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("form", ["stream", "whole"])
-async def test_answers_that_are_missing_are_lost(form: str) -> None:
-    run = await _asked(lambda answers: answers[:-1], form)
-    assert (run.right, run.lost) == (COUNT - COUNT // 5, COUNT // 5)
+async def test_missing_results_are_lost(form: str) -> None:
+    tally = await _tally(lambda results: results[:-1], form)
+    assert (tally.correct, tally.lost) == (COUNT - COUNT // 5, COUNT // 5)
 
 
-def test_no_two_calls_have_the_same_answer_and_a_status_counts_too() -> None:
-    one, other = burst.make("mix", 2, 3)
-    assert one.line != other.line
-    right = {"id": one.call["id"], "status": one.status, "stdout": f"{one.line}\nmore\n"}
-    assert one.is_answered_by(right)
-    for change in ({"id": other.call["id"]}, {"status": "unavailable"}, {"stdout": f"{other.line}\n"}, {"stdout": ""}):
-        assert not one.is_answered_by(right | change)
+def _load(calls_per_s: float, correct: int = 100) -> MeasuredLoad:
+    tally = CallTally(100, correct, times=[CallTimes("short", 1.0, 1.0, 1.0, 1.0)])
+    return MeasuredLoad(tally, seconds=100 / calls_per_s)
 
 
-def _run(calls_per_s: float, right: int = 100) -> Run:
-    return Run(100, right, seconds=100 / calls_per_s, latencies_ms=[1.0], queue_ms=[1.0], run_ms=[1.0])
+IDLE = Memory(100, 50, 9)
 
 
-IDLE = Held(100, 50, 9)
-
-
-def _watched(memory_mb: float) -> Watch[Held]:
-    with Watch(lambda: Held(memory_mb, 55.5, 9)) as watch:
+def _sampled(memory_mb: float) -> PeriodicSampler[Memory]:
+    with PeriodicSampler(lambda: Memory(memory_mb, 55.5, 9)) as sampler:
         pass
-    return watch
+    return sampler
 
 
-def test_a_share_of_calls_never_ends_and_only_a_timeout_is_right_for_it() -> None:
-    asked = list(burst.make("print", 1000, 3, loops=0.01, loop_s=0.5))
-    endless = [question for question in asked if not question.is_short]
-    assert len(endless) == 10 and all(question.call["limits"] == {"timeout_s": 0.5} for question in endless)
-    run = Run(2)
-    answer = {"id": endless[0].call["id"], "stdout": f"{endless[0].line}\n", "usage": USAGE}
-    run.take(endless[0], {**answer, "status": "ok"}, 9.0)
-    run.take(endless[0], {**answer, "status": "timeout"}, 9.0)
-    assert (run.wrong, run.right, run.short_ms, len(run.latencies_ms)) == (1, 1, [], 2)
-
-
-def test_a_burst_is_held_against_the_steady_load_around_it() -> None:
-    figures = burst.summarise(_run(90), [_run(80), _run(133)], IDLE, _watched(200))
-    assert figures["steady"]["calls_per_s"] == pytest.approx(99.9, abs=0.1)
-    assert figures["holds"], figures["missed"]
-    assert figures["gateway_mb"] == {"idle": 50, "peak": 55.5}
-    assert figures["ratio"] == pytest.approx(0.9, abs=0.01)
+def test_a_burst_is_compared_with_the_steady_load_around_it() -> None:
+    result = burst.summarize(_load(90), [_load(80), _load(133)], IDLE, _sampled(200))
+    assert result["steady"]["calls_per_s"] == pytest.approx(99.9, abs=0.1)
+    assert unmet(result) == []
+    assert result["gateway_mb"] == {"idle": 50, "peak": 55.5}
+    assert result["ratio"] == pytest.approx(0.9, abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("run", "memory_mb", "missed"),
-    [(_run(89), 200, "0.89 of"), (_run(100, 99), 200, "1 lost"), (_run(100), 1431, "1431 MiB")],
+    ("load", "memory_mb", "text"),
+    [
+        (_load(89), 200, "Not met: calls/s of the burst over those of the steady load is 0.89, expected ≥ 0.9."),
+        (_load(100, 99), 200, "Not met: lost is 1, expected ≤ 0."),
+        (_load(100), 1431, "Not met: MiB of memory at the peak is 1,431, expected ≤ 1430."),
+    ],
 )
-def test_a_promise_that_is_missed_is_named(run: Run, memory_mb: float, missed: str) -> None:
-    figures = burst.summarise(run, [_run(100)], IDLE, _watched(memory_mb))
-    assert [line.startswith(missed) for line in figures["missed"]] == [True]
-    assert not figures["holds"]
+def test_a_requirement_that_is_not_met_is_named(load: MeasuredLoad, memory_mb: float, text: str) -> None:
+    assert unmet(burst.summarize(load, [_load(100)], IDLE, _sampled(memory_mb))) == [text]
 
 
 def test_more_connections_than_descriptors_is_misuse(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert burst.too_many(45_000, 4, 20_000) == ""
-    monkeypatch.setattr(burst, "_most_descriptors", lambda: 20_000)
-    with pytest.raises(SystemExit) as leaving:
+    assert burst.too_many_connections(45_000, 4, 20_000) == ""
+    monkeypatch.setattr(burst, "_max_descriptors", lambda: 20_000)
+    with pytest.raises(SystemExit) as exit_info:
         burst.main(["--batch", "2"])
-    assert leaving.value.code == 2
+    assert exit_info.value.code == 2
     assert "expected --batch 3 or more" in capsys.readouterr().err
-    assert burst.too_many(45_000, 3, 20_000) == ""
+    assert burst.too_many_connections(45_000, 3, 20_000) == ""
 
 
 @pytest.mark.timeout(300)
 def test_a_small_burst_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
-    sizes = ["--calls", "120", "--loops", "0.02", "--loop-s", "0.3", "--batch", "7", "--steady", "64", "--lean"]
+    except IsolationError as error:
+        pytest.skip(str(error))
+    sizes = ["--calls", "120", "--loops", "0.02", "--loop-s", "0.3", "--batch", "7", "--steady", "64", "--stdlib-only"]
     code = burst.main([*sizes, "--python", OWN_PYTHON, "--json"])
     captured = capsys.readouterr()
     assert captured.out, captured.err
-    figures = json.loads(captured.out.splitlines()[-1])
-    assert (figures["right"], figures["lost"], figures["doubled"], figures["wrong"]) == (120, 0, 0, 0), captured.err
-    assert figures["requests"] == 18 and figures["gateway_descriptors"] > 0
-    assert figures["statuses"] == {"ok": 117, "timeout": 3}
-    assert figures["command"] == f"python -m bench.burst {' '.join(sizes)}"
-    assert figures["memory_mb"]["peak"] > figures["gateway_mb"]["peak"] > 0
-    cpu_ms = figures["burst"]["cpu_ms"]
-    assert 0 < figures["burst"]["gateway_cpu_ms"] < cpu_ms and 0 < figures["burst"]["executor_cpu_ms"] < cpu_ms
-    assert code == (0 if figures["holds"] else 1)
+    result = json.loads(captured.out.splitlines()[-1])
+    assert (result["correct"], result["lost"], result["doubled"], result["mismatched"]) == (120, 0, 0, 0), captured.err
+    assert result["requests"] == 18 and result["gateway_descriptors"] > 0
+    assert result["statuses"] == {"ok": 117, "timeout": 3}
+    options = result["command"].removeprefix("python -m bench.burst ").split()
+    assert sorted(options) == sorted(sizes)  # in the order of the parser
+    assert result["memory_mb"]["peak"] > result["gateway_mb"]["peak"] > 0
+    cpu_ms = result["burst"]["cpu_ms"]
+    assert 0 < result["burst"]["gateway_cpu_ms"] < cpu_ms and 0 < result["burst"]["executor_cpu_ms"] < cpu_ms
+    assert code == (0 if result["holds"] else 1)

@@ -1,4 +1,4 @@
-"""The baseline runs a call as `python main.py` would, and ends it on time."""
+"""The baseline runs a call as `python main.py` does, and ends it at its time-out."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def test_the_wrapper_reports_value_and_error(code: str, value: str | None, error
     assert (run.report.get("value"), run.report.get("error"), run.exit_code) == (value, error, exit_code)
 
 
-def test_symbols_are_bound_when_they_are_used() -> None:
+def test_symbols_are_bound_lazily() -> None:
     assert _run("import os\nos.environ.get('LD_BIND_NOW')").report["value"] is None
     assert _run("import os\nos.environ['OMP_NUM_THREADS']").report["value"] == "'1'"
 
 
-def test_an_endless_call_is_ended() -> None:
+def test_an_endless_call_is_killed_at_its_time_out() -> None:
     run = _run("while True: pass", limits={"timeout_s": 0.2})
     assert run.timed_out
     assert run.wall_s < 30
 
 
-def test_runs_come_back_in_order() -> None:
+def test_runs_are_returned_in_order() -> None:
     with interpreters(sys.executable) as fresh:
         runs = fresh.run_all([{"code": f"print({n})"} for n in range(6)])
     assert [run.stdout for run in runs] == [f"{n}\n" for n in range(6)]

@@ -1,4 +1,4 @@
-"""When calls are due, what they may end with, and what a storm must leave of short calls."""
+"""Arrival times, allowed statuses, and the requirements on short calls beside endless loops."""
 
 from __future__ import annotations
 
@@ -12,43 +12,49 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench import mixed
-from bench.mixed import Arrival, Storm, Tally
+from bench.harness.load import CallTally, http_session
+from bench.harness.requirements import unmet
+from bench.mixed import LoopsRun, TrafficRun
+from bench.workloads.checked_calls import CheckedCall, ExpectedResult
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
-OK = {"status": "ok", "stdout": "", "usage": {"cpu_ms": 2.0}}
+OK = {
+    "id": "", "status": "ok", "stdout": "", "attempts": 1, "usage": {"queue_ms": 1.0, "run_ms": 1.0, "cpu_ms": 2.0},
+}  # fmt: skip
 
 
-def _arrival(group: str = "short", family: str = "plain", at_s: float = 0.0) -> Arrival:
-    return Arrival(at_s, group, family, {"code": "1"}, frozenset({"timeout" if group == "loop" else "ok"}))
+def _call(group: str = "short:plain") -> CheckedCall:
+    return CheckedCall({"code": "1"}, group, ExpectedResult(("timeout" if group == "loop:" else "ok",), {}))
 
 
-def _tally(*latencies_ms: float) -> Tally:
-    tally = Tally(asked=len(latencies_ms))
+def _run(*latencies_ms: float) -> TrafficRun:
+    """Short calls that were answered after these times."""
+    run = TrafficRun(CallTally(calls=len(latencies_ms)))
     for ms in latencies_ms:
-        tally.take(_arrival(), OK, ms / 1e3)
-    return tally
+        run.tally.record(_call(), OK, ms / 1e3)
+    return run
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_come_at_their_rate() -> None:
     due = mixed.arrivals(50, 40, 1)
     assert due == mixed.arrivals(50, 40, 1) != mixed.arrivals(50, 40, 2)
     assert len(due) == pytest.approx(2000, rel=0.1)
-    assert all(0 < one.at_s < 40 for one in due) and due == sorted(due, key=lambda one: one.at_s)
+    assert all(0 < at_s < 40 for at_s, _ in due) and due == sorted(due, key=lambda arrival: arrival[0])
 
 
 def test_one_call_in_a_hundred_is_endless_and_one_in_ten_an_error() -> None:
     due = mixed.arrivals(50, 40, 1)
-    groups = Counter(one.group for one in due)
+    groups = Counter(call.group.partition(":")[0] for _, call in due)
     assert groups["loop"] == pytest.approx(len(due) / 100, abs=1)
     assert groups["error"] == pytest.approx(len(due) / 10, abs=1)
-    assert all(one.ends == {"error"} for one in due if one.group == "error")
-    assert Counter(one.group for one in mixed.arrivals(1, 20, 1))["loop"] == 1
+    assert all(call.expected.statuses == ("error",) for _, call in due if call.group.startswith("error"))
+    assert [call.group for _, call in mixed.arrivals(1, 20, 1)].count("loop:") == 1
 
 
 @pytest.mark.asyncio
-async def test_nobody_waits_for_an_answer_before_the_next_call_is_sent() -> None:
+async def test_a_call_is_sent_when_it_is_due_without_waiting_for_answers() -> None:
     count, come, all_came = 5, 0, asyncio.Event()
 
     async def act(request: web.Request) -> web.Response:
@@ -61,87 +67,90 @@ async def test_nobody_waits_for_an_answer_before_the_next_call_is_sent() -> None
 
     app = web.Application()
     app.router.add_post("/v1/execute", act)
-    async with TestServer(app) as server, mixed._http() as http:
+    async with TestServer(app) as server, http_session() as http:
         url = str(server.make_url("")).rstrip("/")
-        tally = await mixed.offer(http, url, [_arrival(at_s=n / 1000) for n in range(count)], lambda: None)
-    assert (tally.asked, tally.answered, tally.wrong) == (count, count, 0), tally.examples
+        tally = await mixed.offer(http, url, [(n / 1000, _call()) for n in range(count)], lambda: None)
+    assert (tally.calls, tally.answered, tally.mismatched) == (count, count, 0), tally.examples
 
 
 @pytest.mark.asyncio
-async def test_what_is_refused_is_lost() -> None:
-    async with TestServer(web.Application()) as server, mixed._http() as http:
-        tally = await mixed.offer(http, str(server.make_url("")).rstrip("/"), [_arrival()], lambda: None)
-    figures = mixed.summarise(tally, _tally(1))
-    assert figures["lost"] == 1 and "1 lost, expected none" in figures["missed"]
+async def test_a_refused_call_is_lost() -> None:
+    async with TestServer(web.Application()) as server, http_session() as http:
+        tally = await mixed.offer(http, str(server.make_url("")).rstrip("/"), [(0.0, _call())], lambda: None)
+    result = mixed.summarize_traffic(TrafficRun(tally), _run(1))
+    assert result["lost"] == 1 and "lost is 1, expected ≤ 0" in unmet(result)[0]
 
 
-def test_a_verdict_that_is_not_the_groups_is_wrong() -> None:
-    tally = _tally(1.0)
-    tally.asked += 1
-    tally.take(_arrival("loop", "loop"), OK, 1.0)
-    assert tally.wrong == 1
-    assert "1 wrong, expected none" in mixed.summarise(_tally(1.0), tally)["missed"]
+def test_a_status_that_the_group_does_not_allow_is_a_mismatch() -> None:
+    run = _run(1.0)
+    run.tally.calls += 1
+    run.tally.record(_call("loop:"), OK, 1.0)
+    assert run.tally.mismatched == 1
+    assert unmet(mixed.summarize_traffic(_run(1.0), run)) == ["Not met: mismatched is 1, expected ≤ 0."]
 
 
-def test_short_calls_may_not_pay_for_endless_ones() -> None:
-    assert mixed.summarise(_tally(*range(10, 20)), _tally(*range(10, 20)))["missed"] == []
-    figures = mixed.summarise(_tally(*range(10, 20)), _tally(*range(20, 40, 2)))
-    assert figures["ratio"]["p90"] == 2
-    assert len(figures["missed"]) == 1
+def test_endless_loops_may_not_delay_short_calls() -> None:
+    assert unmet(mixed.summarize_traffic(_run(*range(10, 20)), _run(*range(10, 20)))) == []
+    result = mixed.summarize_traffic(_run(*range(10, 20)), _run(*range(20, 40, 2)))
+    assert result["ratio"]["p90"] == 2
+    assert len(unmet(result)) == 1
 
 
-def test_endless_calls_are_no_part_of_the_latency() -> None:
-    tally = _tally(1.0, 2.0)
-    tally.take(_arrival("loop", "loop"), {**OK, "status": "timeout"}, 60.0)
-    assert max(tally.short_ms()) == 2.0
+def test_endless_calls_do_not_count_for_the_latency() -> None:
+    run = _run(1.0, 2.0)
+    run.tally.record(_call("loop:"), {**OK, "status": "timeout"}, 60.0)
+    assert max(run.short_ms()) == 2.0
 
 
-def test_what_a_short_call_costs_is_its_own_cpu_and_a_share_of_the_services() -> None:
-    tally = _tally(1.0, 2.0)
-    tally.take(_arrival("bomb", "bomb"), {**OK, "usage": {"cpu_ms": 1000.0}}, 1.0)
-    tally.server_cpu_ms, tally.body_bytes = 1004.0 + 3 * 0.5, 600.0
-    figures = mixed.summarise(tally, tally)["without_loops"]
-    assert (figures["cpu_ms"], figures["bytes"]) == (2.5, 200)
-    assert set(figures["call_cpu_ms"]) == {2.0}
+def test_the_cost_of_a_short_call_is_its_own_cpu_time_and_a_share_of_the_services() -> None:
+    run = _run(1.0, 2.0)
+    run.tally.record(_call("bomb:"), {**OK, "usage": {**OK["usage"], "cpu_ms": 1000.0}}, 1.0)  # type: ignore[dict-item]
+    run.server_cpu_ms, run.body_bytes = 1004.0 + 3 * 0.5, 600.0
+    result = mixed.summarize_traffic(run, run)["without_loops"]
+    assert (result["cpu_ms"], result["bytes"]) == (2.5, 200)
+    assert set(result["call_cpu_ms"]) == {2.0}
 
 
 @pytest.mark.parametrize(
-    ("storm", "missed"),
+    ("run", "text"),
     [
-        (Storm(40, 40, 0, [5.0], [24.0] * 10, [9.0] * 10), None),
-        (Storm(40, 40, 0, [5.0], [9.0], [9.0] * 8 + [11.0] * 2), "p90 of a short call from 1 s after 40"),
-        (Storm(40, 40, 0, [5.0], [9.0] * 8 + [26.0] * 2, [9.0]), "p90 of a short call just after 40"),
-        (Storm(40, 39, 0, [5.0], [9.0], [9.0]), "39 of 40"),
-        (Storm(40, 40, 1, [5.0], [9.0], [9.0]), "1 loops ended"),
-        (Storm(40, 40, 0, [5.0], [9.0], [9.0], wrong=1), "1 short calls wrong"),
-        (Storm(40, 40, 0, [5.0], [9.0], [9.0] * 98 + [20_000.0] * 2, in_vain=2), "2 short calls without an answer"),
+        (LoopsRun(40, 40, 0, [5.0], [24.0] * 10, [9.0] * 10), None),
+        (LoopsRun(40, 40, 0, [5.0], [9.0], [9.0] * 8 + [11.0] * 2), "p90 of a short call from 1 s after 40"),
+        (LoopsRun(40, 40, 0, [5.0], [9.0] * 8 + [26.0] * 2, [9.0]), "p90 of a short call just after 40"),
+        (LoopsRun(40, 39, 0, [5.0], [9.0], [9.0]), "running endless loops is 39, expected ≥ 40"),
+        (LoopsRun(40, 40, 1, [5.0], [9.0], [9.0]), "ended loops is 1"),
+        (LoopsRun(40, 40, 0, [5.0], [9.0], [9.0], mismatched=1), "mismatched short calls is 1"),
+        (
+            LoopsRun(40, 40, 0, [5.0], [9.0], [9.0] * 98 + [20_000.0] * 2, timed_out=2),
+            "short calls without an answer after 20 s is 2",
+        ),
     ],
 )
-def test_a_storm_holds_if_every_loop_runs_and_short_calls_do_not_notice(storm: Storm, missed: str | None) -> None:
-    found = mixed.summarise_storm(storm)["missed"]
-    assert [line.startswith(missed or "") for line in found] == [True] * bool(missed)
+def test_all_loops_must_run_and_short_calls_may_not_be_delayed(run: LoopsRun, text: str | None) -> None:
+    lines = unmet(mixed.summarize_loops(run))
+    assert [line.startswith(f"Not met: {text}") for line in lines] == [True] * bool(text)
 
 
-def test_bombs_are_not_run_without_isolation(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
+def test_resource_bombs_are_not_run_without_isolation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         mixed.main(["--isolation", "none"])
-    assert leaving.value.code == 2
+    assert exit_info.value.code == 2
     assert "--isolation none" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(400)
-def test_a_little_traffic_and_a_small_storm_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_of_both_parts_has_a_complete_result(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     sizes = ["--seconds", "2", "--calibration", "20", "--rate", "8", "--loop-s", "0.5", "--loops", "1", "--short", "5"]
-    code = mixed.main([*sizes, "--lean", "--python", OWN_PYTHON, "--json"])
+    code = mixed.main([*sizes, "--stdlib-only", "--python", OWN_PYTHON, "--json"])
     captured = capsys.readouterr()
     assert captured.out, captured.err
-    figures = json.loads(captured.out.splitlines()[-1])
-    traffic, storm = figures["traffic"], figures["storm"]
+    result = json.loads(captured.out.splitlines()[-1])
+    traffic, loops = result["traffic"], result["loops"]
     assert traffic["lost"] == 0, captured.err
     assert traffic["with_loops"]["loops"] >= 1 > traffic["without_loops"]["loops"]
-    assert (storm["calls"], storm["wrong"]) == (5, 0), captured.err
-    assert code == (0 if figures["holds"] else 1)
+    assert (loops["calls"], loops["mismatched"]) == (5, 0), captured.err
+    assert code == (0 if result["holds"] else 1)

@@ -1,4 +1,4 @@
-"""Each peer is asked as its own clients ask it, and every call is counted once, whatever a peer does."""
+"""Each peer gets requests in its own format, and every call is counted once, whatever the peer does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench import peers
-from bench.peers import FRESH, OURS, Answer, CodeJudge, SandboxFusion, Tally, Work
+from bench.harness.requirements import hold
+from bench.peers import FRESH, OURS, Answer, CodeJudge, PeerCall, SandboxFusion, SystemRound
 from bench.servers import service
 
 PRINTS = {"print(6 * 7)\n": "42\n", "print(1 + 1)\n": "2\n"}
-"""All that the fakes can run."""
+"""Programs that the fakes can run, with their output."""
 
 
 async def long_batch(request: web.Request) -> web.Response:
@@ -88,22 +89,22 @@ async def _served() -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
 
 
 async def _answers(system: peers.System, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
-    found = [answer async for answer in system.ask(calls)]
-    assert [index for index, _ in found] == list(range(len(calls)))
-    return [answer for _, answer in found]
+    answers = [answer async for answer in system.run(calls)]
+    assert [index for index, _ in answers] == list(range(len(calls)))
+    return [answer for _, answer in answers]
 
 
 @pytest.mark.asyncio
-async def test_code_judge_is_read_as_it_speaks() -> None:
+async def test_responses_of_code_judge_are_decoded() -> None:
     calls = [{"code": "print(1 + 1)\n"}, {"code": "cat", "stdin": "hi"}, {"code": "raise"}, {"code": "worker_timeout"}]
     async with _served() as (url, http):
         found = await _answers(CodeJudge(http, url, 8), [*calls, {"code": "queue_timeout"}, {"code": "internal_error"}])
     assert found[:4] == [Answer("ok", "2\n"), Answer("ok", "hi"), Answer("error"), Answer("timeout")]
-    assert found[4:] == [Answer("", why="queue_timeout"), Answer("", why="internal_error")]
+    assert found[4:] == [Answer("", reason="queue_timeout"), Answer("", reason="internal_error")]
 
 
 @pytest.mark.asyncio
-async def test_sandbox_fusion_is_read_as_it_speaks() -> None:
+async def test_responses_of_sandbox_fusion_are_decoded() -> None:
     loop = {"code": "loop", "limits": {"timeout_s": 1.5}}
     calls = [{"code": "print(1 + 1)\n"}, {"code": "cat", "stdin": "hi"}, {"code": "raise"}, loop, {"code": "broken"}]
     async with _served() as (url, http):
@@ -111,50 +112,62 @@ async def test_sandbox_fusion_is_read_as_it_speaks() -> None:
         with pytest.raises(ValueError, match="HTTP 504: upstream"):
             await _answers(SandboxFusion(http, url, 8), [{"code": "gateway timeout"}])
     assert [answer.status for answer in found] == ["ok", "ok", "error", "timeout", ""]
-    assert (found[1].stdout, found[4].why) == ("hi", "SandboxError: no disk")
+    assert (found[1].stdout, found[4].reason) == ("hi", "SandboxError: no disk")
 
 
 @pytest.mark.asyncio
 async def test_every_call_is_counted_once_whatever_becomes_of_it() -> None:
-    works = [
-        Work({"code": "print(1 + 1)\n"}, "ok", "2\n"),
-        Work({"code": "print(1 + 1)\n"}, "ok", "3\n"),
-        Work({"code": "raise"}, "ok"),
-        Work({"code": "gateway timeout"}, "ok"),
-        Work({"code": "broken"}, "ok"),
+    calls = [
+        PeerCall({"code": "print(1 + 1)\n"}, "ok", "2\n"),
+        PeerCall({"code": "print(1 + 1)\n"}, "ok", "3\n"),
+        PeerCall({"code": "raise"}, "ok"),
+        PeerCall({"code": "gateway timeout"}, "ok"),
+        PeerCall({"code": "broken"}, "ok"),
     ]
     async with _served() as (url, http):
-        tally = await peers.drive(SandboxFusion(http, url, 5), works, 0.3)
-    assert tally.calls == tally.right + tally.wrong + tally.why.total() >= 5
-    assert tally.right and tally.wrong and set(tally.why) == {"ValueError: HTTP 504: upstream", "SandboxError: no disk"}
-    assert len(tally.latencies_ms) == tally.right + tally.wrong
+        tally = await peers.drive(SandboxFusion(http, url, 5), calls, 0.3)
+    assert tally.calls == tally.correct + tally.mismatched + tally.unanswered.total() >= 5
+    assert (
+        tally.correct
+        and tally.mismatched
+        and set(tally.unanswered) == {"ValueError: HTTP 504: upstream", "SandboxError: no disk"}
+    )
+    assert len(tally.latencies_ms) == tally.correct + tally.mismatched
 
 
 @pytest.mark.asyncio
-async def test_a_peer_that_is_not_there_answers_nothing() -> None:
+async def test_calls_to_an_unreachable_peer_are_unanswered() -> None:
     async with aiohttp.ClientSession() as http:
         system = CodeJudge(http, "http://127.0.0.1:1", 8)
-        tally = await peers.drive(system, [Work({"code": "1"}, "ok")], 0.05)
-    assert tally.calls == tally.why.total() > 0 and tally.right == tally.wrong == 0
+        tally = await peers.drive(system, [PeerCall({"code": "1"}, "ok")], 0.05)
+    assert tally.calls == tally.unanswered.total() > 0 and tally.correct == tally.mismatched == 0
 
 
-def _tally(right: int, wrong: int = 0, lost: int = 0) -> Tally:
-    tally = Tally(right + wrong + lost, right, wrong, seconds=2.0, cpu_s=1.0, latencies_ms=[1.0] * (right + wrong))
-    tally.why["gone"] += lost
+def _tally(correct: int, mismatched: int = 0, lost: int = 0) -> SystemRound:
+    tally = SystemRound(
+        correct + mismatched + lost,
+        correct,
+        mismatched,
+        seconds=2.0,
+        cpu_s=1.0,
+        latencies_ms=[1.0] * (correct + mismatched),
+    )
+    tally.unanswered["gone"] += lost
     return tally
 
 
-def test_where_a_peer_is_faster_it_is_said_and_our_own_failures_do_not_hold() -> None:
+def test_a_faster_peer_is_reported_and_our_own_failures_do_not_meet_the_requirements() -> None:
     rounds = {OURS: [_tally(100), _tally(20), _tally(60)], "other": [_tally(80, 2, 8)] * 3}
-    figures = peers.summarise({"print": rounds})
-    assert figures["kinds"]["print"][OURS]["calls_per_s"] == 30
-    assert figures["kinds"]["print"]["other"] | {"latency_ms": 0, "machine_cpu_ms": 0} == {
-        "calls": 270, "calls_per_s": 41.0, "machine_cpu_ms": 0, "latency_ms": 0, "right": 240, "wrong": 6,
-        "unanswered": 24, "why": {"gone": 24},
+    result = peers.summarize({"print": rounds})
+    assert result["kinds"]["print"][OURS]["calls_per_s"] == 30
+    assert result["kinds"]["print"]["other"] | {"latency_ms": 0, "machine_cpu_ms": 0} == {
+        "calls": 270, "calls_per_s": 41.0, "machine_cpu_ms": 0, "latency_ms": 0, "correct": 240, "mismatched": 6,
+        "unanswered": 24, "reasons": {"gone": 24},
     }  # fmt: skip
-    assert figures["faster"] == [f"print: other makes 41 calls/s, {OURS} 30"] and figures["holds"]
-    assert not peers.summarise({"print": {OURS: [_tally(9, wrong=1)]}})["holds"]
-    assert not peers.summarise({"print": {OURS: [_tally(9, lost=1)]}})["holds"]
+    assert result["faster"] == [f"print: other runs 41 calls/s, {OURS} 30"]
+    assert hold(result["requirements"])
+    assert not hold(peers.summarize({"print": {OURS: [_tally(9, mismatched=1)]}})["requirements"])
+    assert not hold(peers.summarize({"print": {OURS: [_tally(9, lost=1)]}})["requirements"])
 
 
 @pytest.fixture
@@ -173,21 +186,23 @@ def running_fakes() -> Iterator[str]:
 
 
 @pytest.mark.runtime
-def test_all_of_it(guest_python: Path, running_fakes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--kinds", "print", "--seconds", "0.2", "--rounds", "1", "--at-once", "8", "--python", str(guest_python)]
+def test_all_systems_answer_all_calls(
+    guest_python: Path, running_fakes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--kinds", "print", "--seconds", "0.2", "--rounds", "1", "--in-flight", "8", "--python", str(guest_python)]
     theirs = ["--code-judge", running_fakes, "--sandbox-fusion", running_fakes]
     with service.running(str(guest_python), ["--profiles", "bare", "--zygote-pools", "1"]) as server:
         assert peers.main([*sizes, *theirs, "--url", server.url, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures["systems"] == [OURS, "code-judge", "SandboxFusion", FRESH]
-    for row in figures["kinds"]["print"].values():
-        assert row["right"] == row["calls"] > 0 and row["calls_per_s"] > 0 and row["latency_ms"]["p50"] > 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["systems"] == [OURS, "code-judge", "SandboxFusion", FRESH]
+    for row in result["kinds"]["print"].values():
+        assert row["correct"] == row["calls"] > 0 and row["calls_per_s"] > 0 and row["latency_ms"]["p50"] > 0
 
 
-def test_a_peer_that_cannot_do_the_least_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_cannot_run_a_simple_call_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     async def check() -> None:
         async with aiohttp.ClientSession() as http:
-            await peers._check(SandboxFusion(http, "http://127.0.0.1:1", 8))
+            await peers.check(SandboxFusion(http, "http://127.0.0.1:1", 8))
 
     with pytest.raises(peers.command.BenchFailed, match="SandboxFusion: expected an answer, got ClientConnectorError"):
         asyncio.run(check())

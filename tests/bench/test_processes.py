@@ -1,4 +1,4 @@
-"""Figures from /proc, held beside what this process knows of itself."""
+"""Values from /proc agree with what this process measures itself."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def test_a_process_and_its_children_are_a_tree() -> None:
     assert child.pid not in processes.tree(os.getpid())
 
 
-def test_cpu_is_counted_while_it_runs_and_after_it_has_ended() -> None:
-    meter = processes.Meter(os.getpid())
+def test_cpu_time_of_running_and_of_ended_processes_is_counted() -> None:
+    meter = processes.CpuMeter(os.getpid())
     start = time.process_time()
     while time.process_time() < start + 0.1:
         pass
     assert meter.own_s() == pytest.approx(time.process_time() - start, abs=0.05)
     burn = "import time\nwhile time.process_time() < 0.2: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
-    assert meter.whole_s() - meter.own_s() >= 0.17
+    assert meter.total_s() - meter.own_s() >= 0.17
 
 
-def test_descriptors_mounts_and_memory_are_there() -> None:
+def test_descriptors_mounts_and_memory_are_counted() -> None:
     before = processes.descriptors(os.getpid())
     with open(os.devnull):
         assert processes.descriptors(os.getpid()) == before + 1
@@ -43,7 +43,7 @@ def test_descriptors_mounts_and_memory_are_there() -> None:
     assert processes.pss_mb([os.getpid()]) > 1
 
 
-def test_a_file_of_a_control_group_counts_from_the_second_time_on() -> None:
+def test_the_first_descriptor_of_a_cgroup_file_is_not_counted() -> None:
     group = next((file for file in Path("/sys/fs/cgroup").rglob("cgroup.procs")), None)
     if group is None:
         pytest.skip("no control groups are mounted here")
@@ -54,7 +54,7 @@ def test_a_file_of_a_control_group_counts_from_the_second_time_on() -> None:
             assert processes.descriptors(os.getpid()) == before + 1
 
 
-def test_a_process_that_is_gone_has_nothing() -> None:
+def test_a_process_that_is_gone_has_no_resources() -> None:
     gone = 1 << 30
     assert processes.tree(gone) == []
     assert (processes.cpu_s([gone]), processes.pss_mb([gone]), processes.descriptors(gone), processes.mounts(gone)) == (

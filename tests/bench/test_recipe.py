@@ -1,4 +1,4 @@
-"""bench.recipe: what it says is what the run's folder says, and what is asked of it is judged."""
+"""bench.recipe summarizes a run folder and checks its requirements."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from trainer.recipe.runner import Run, Unit
 MACHINE = {"cpu": "a", "cores": 2, "kernel": "6", "load": [0.0], "commit": "b", "date": "2026-01-01T00:00:00"}
 
 
-def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], alone_s: float) -> Run:
-    """A run that is over: every unit took as long, and the last evaluations found these accuracies."""
+def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead_s: float) -> Run:
+    """A finished run: every phase took `seconds`, and the evaluations gave these accuracies."""
     run = Run(load(recipe.CONFIG, {}, [f"run_dir={folder}"]))
     scores = iter(accuracies)
     for unit in run.units():
-        found: dict[str, Any] = {"seconds": seconds}
+        phase: dict[str, Any] = {"seconds": seconds}
         if unit.command == "eval":
-            found["scores"] = {"accuracy": next(scores), "tool_error_ratio": 0.1, "one_answer": 0.9}
+            phase["scores"] = {"accuracy": next(scores), "tool_error_ratio": 0.1, "one_answer": 0.9}
         run.done_file(unit).parent.mkdir(parents=True, exist_ok=True)
-        write_json(run.done_file(unit), found)
+        write_json(run.done_file(unit), phase)
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "evaluate.jsonl").write_text("{}\n" * 7)
     for step in (1, 2):
@@ -36,7 +36,7 @@ def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], alone_s:
                 "stage": "rl1",
                 "reward": 0.5 * step,
                 "step_s": 10.0,
-                "overhead_s": alone_s,
+                "overhead_s": overhead_s,
                 "overhead_cpu_s": 1.0,
             }
         )
@@ -44,36 +44,36 @@ def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], alone_s:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "accuracies", "alone_s", "holds"),
+    ("seconds", "accuracies", "overhead_s", "holds"),
     [
         (50.0, (0.6, 0.7, 0.75, 0.8), 0.2, [True, True, True]),
         (500.0, (0.6, 0.7, 0.75, 0.7), 0.6, [False, False, False]),
     ],
 )
-def test_a_run_is_summed_up_and_judged(
-    seconds: float, accuracies: tuple[float, ...], alone_s: float, holds: list[bool], tmp_path: Path
+def test_a_run_is_summarized_and_its_requirements_are_checked(
+    seconds: float, accuracies: tuple[float, ...], overhead_s: float, holds: list[bool], tmp_path: Path
 ) -> None:
-    run = run_of(tmp_path, seconds, accuracies, alone_s)
-    figures = recipe.measured(run)
-    assert figures["seconds"] == seconds * len(run.units())
-    assert figures["gain"] == pytest.approx(accuracies[-1] - accuracies[0])
-    assert figures["alone"] == pytest.approx(alone_s / 10)
-    assert (figures["problems"], figures["steps"], figures["rewards"]) == (7, 2, [0.5, 1.0])
-    assert [row["holds"] for row in figures["verdicts"]] == holds
-    table = table_of("recipe", {**figures, "machine": MACHINE})
+    run = run_of(tmp_path, seconds, accuracies, overhead_s)
+    result = recipe.summarize(run)
+    assert result["seconds"] == seconds * len(run.units())
+    assert result["gain"] == pytest.approx(accuracies[-1] - accuracies[0])
+    assert result["overhead_share"] == pytest.approx(overhead_s / 10)
+    assert (result["problems"], result["steps"], result["rewards"]) == (7, 2, [0.5, 1.0])
+    assert [row["holds"] for row in result["requirements"]] == holds
+    table = table_of("recipe", {**result, "machine": MACHINE})
     assert f"| rl3 | {accuracies[-1]:.3f} | 0.100 | 0.900 |" in table
     assert table.count("**no**") == holds.count(False)
-    assert "7 fresh problems" in table
+    assert "7 held-out problems" in table
 
 
 def test_a_run_without_rl_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(BenchFailed, match="expected SFT and a stage of RL"):
-        recipe.measured(run)
+        recipe.summarize(run)
 
 
-def test_what_is_not_over_is_not_counted(tmp_path: Path) -> None:
+def test_an_unfinished_phase_is_not_counted(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
     run.done_file(Unit("prepare")).unlink()
-    assert recipe.measured(run)["seconds"] == len(run.units()) - 1
+    assert recipe.summarize(run)["seconds"] == len(run.units()) - 1

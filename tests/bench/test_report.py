@@ -1,4 +1,4 @@
-"""The documents say what the results say, and a difference is found."""
+"""The documents have the tables of the committed results, and a difference is detected."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from bench import report
 from bench.harness.command import BenchFailed
+from bench.harness.requirements import none_of
 
 MACHINE = {
     "cpu": "Z80",
@@ -24,23 +25,31 @@ POINTS = {"p50": 5.0, "p90": 60.5, "p99": 200.0}
 
 HALF = {"mean": 0.5, "sd": 0.1}
 ROC = dict.fromkeys(
-    ("accuracy", "tool_error_ratio_correct", "tool_error_ratio", "one_answer", "rollouts", "sampled_tokens", "in_loss"),
+    (
+        "accuracy",
+        "tool_error_ratio_correct",
+        "tool_error_ratio",
+        "one_answer",
+        "episodes",
+        "sampled_tokens",
+        "episodes_in_loss",
+    ),
     HALF,
 )
 
-MADE_UP: dict[str, dict[str, Any]] = {
+SYNTHETIC: dict[str, dict[str, Any]] = {
     "burst": {
-        "burst": PACE, "steady": PACE, "lost": 1, "doubled": 2, "wrong": 3, "ratio": 0.95,
-        "memory_mb": {"idle": 600, "peak": 1400}, "missed": ["1 lost, expected none", "2 doubled, expected none"],
+        "burst": PACE, "steady": PACE, "lost": 1, "doubled": 2, "mismatched": 3, "ratio": 0.95,
+        "memory_mb": {"idle": 600, "peak": 1400}, "requirements": none_of({"lost": 1, "doubled": 2}),
     },
     "burst-loops": {
         "command": "python -m bench.burst --loops 0.01", "loops": 0.01, "loop_s": 1.0,
         "burst": {**PACE, "short_ms": POINTS}, "steady": {**PACE, "short_ms": {"p50": 7.0, "p90": 8.0, "p99": 9.0}},
-        "lost": 0, "doubled": 0, "wrong": 0, "ratio": 1.0, "memory_mb": {"idle": 600, "peak": 1400}, "missed": [],
+        "lost": 0, "doubled": 0, "mismatched": 0, "ratio": 1.0, "memory_mb": {"idle": 600, "peak": 1400},
     },
     "mixed": {
         "traffic": {"rate": 9.5, "without_loops": {"short_ms": POINTS}, "with_loops": {"short_ms": POINTS, "loops": 6}},
-        "storm": {"loops": 40, "calm_ms": POINTS, "arriving_ms": POINTS, "storm_ms": POINTS},
+        "loops": {"loops": 40, "baseline_ms": POINTS, "arriving_ms": POINTS, "under_loops_ms": POINTS},
     },
     "invariance": {
         "calls": 100, "known": 40, "loops": 5, "load": 4, "changed": [{}], "misjudged": ["a", "b"], "unstable": ["c"],
@@ -56,7 +65,7 @@ MADE_UP: dict[str, dict[str, Any]] = {
         },
     },
     "soak": {
-        "answered": 1_000_000, "calls_per_s": [127.6, 99.04], "lost": 0, "doubled": 1, "mixed_up": 2, "unavailable": 3,
+        "answered": 1_000_000, "calls_per_s": [127.6, 99.04], "lost": 0, "doubled": 1, "mismatched": 2, "unavailable": 3,
         "last_half": {"memory_mb": {"median": 800.0, "growth": 1.25, "noise": 3.0, "tolerance": 1}},
         "at_rest": [{"memory_mb": 700.4}, {"memory_mb": 702.6}],
     },
@@ -65,39 +74,39 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "kinds": {
             "mix": {
                 "cpu_ms": 88.3, "own_p99_s": 1.281, "core_s": 3815,
-                "ways": {"all at once": {"cores_for_wait": 2977, "cores_for_answer": None}},
+                "arrival_patterns": {"all at once": {"cores_for_wait": 2977, "cores_for_answer": None}},
             },
         },
         "gateway": {
             "calls_per_core_s": 18_282, "bytes": 900,
-            "ways": {"all at once": {"calls_per_s": 45_000, "gateways": 3, "mb_per_s": 40.5}},
+            "arrival_patterns": {"all at once": {"calls_per_s": 45_000, "gateways": 3, "mb_per_s": 40.5}},
         },
         "executor": {"cpu_ms": 0.4, "calls_per_core_s": 2500},
         "memory": {
-            "print": {"idle_mb": 832, "each_kb": 1.52, "running_mb": 5, "all_mb": 899},
-            "mix": {"idle_mb": 832, "each_kb": 2.52, "running_mb": 250, "all_mb": 1190},
+            "print": {"idle_mb": 832, "call_kb": 1.52, "running_mb": 5, "total_mb": 899},
+            "mix": {"idle_mb": 832, "call_kb": 2.52, "running_mb": 250, "total_mb": 1190},
         },
         "measured_on": {"burst": {"commit": "abc"}, "mixed": {"commit": "def+"}},
     },
     "leaks": {
-        "calls": 4000, "settled": 2000, "grown": {}, "left_behind": ["a mount"],
-        "marks": [{"calls": 1000 * n, "memory_mb": 600.0 + n} for n in range(1, 5)],
+        "calls": 4000, "warm_up": 2000, "grown": {}, "leftovers": ["a mount"],
+        "snapshots": [{"calls": 1000 * n, "memory_mb": 600.0 + n} for n in range(1, 5)],
     },
     "gateway": {"batch": 64, "calls_per_s": 9876.5, "cpu_us": 101.2},
     "peers": {
         "systems": ["ours", "code-judge"],
         "kinds": {
             "print": {
-                "ours": {"calls": 100, "calls_per_s": 500.0, "wrong": 0, "unanswered": 0},
-                "code-judge": {"calls": 40, "calls_per_s": 12.5, "wrong": 1, "unanswered": 9},
+                "ours": {"calls": 100, "calls_per_s": 500.0, "mismatched": 0, "unanswered": 0},
+                "code-judge": {"calls": 40, "calls_per_s": 12.5, "mismatched": 1, "unanswered": 9},
             },
-            "mix": {"ours": {"calls": 1, "calls_per_s": 1.0, "wrong": 0, "unanswered": 0}},
+            "mix": {"ours": {"calls": 1, "calls_per_s": 1.0, "mismatched": 0, "unanswered": 0}},
         },
     },
     "roc": {
         "seeds": 2, "steps": 30, "group": 8, "names": {"roc": "RoC, 2G to G", "grpo-g": "GRPO, all of G"},
         "arms": {
-            "roc": {**ROC, "accuracy": {"mean": 0.85, "sd": 0.01}, "rollouts": {"mean": 7680.0, "sd": 0.0},
+            "roc": {**ROC, "accuracy": {"mean": 0.85, "sd": 0.01}, "episodes": {"mean": 7680.0, "sd": 0.0},
                     "sampled_tokens": {"mean": 231373.4, "sd": 2309.2}},
             "grpo-g": {**ROC, "tool_error_ratio_correct": None},
         },
@@ -108,41 +117,42 @@ MADE_UP: dict[str, dict[str, Any]] = {
     }},
     "rollouts": {
         "command": "python -m bench.rollouts --engines 2", "is_simulated": False, "engines": 2, "capacity": 4096,
-        "episodes": 96, "most_new": 896, "lower_bound_s": 12.345, "repeats": 3,
+        "episodes": 96, "max_response_tokens": 896, "lower_bound_s": 12.345, "repeats": 3,
         "policies": {
             "kv": {
-                "makespan_s": 20.55, "over_bound": 1.6646, "kv_makespan_of_its": 1.0,
+                "makespan_s": 20.55, "over_bound": 1.6646, "kv_makespan_ratio": 1.0,
                 "preemptions": 1.0, "recomputed_tokens": 1234.0,
                 "prefix_hit_rate": 0.715, "kv_use": 0.6, "idle_share": 0.05,
-                "service_s": {"p50": 1.0, "p95": 8.0}, "since_arrival_s": {"p50": 9.0, "p95": 19.0},
+                "service_s": {"p50": 1.0, "p95": 8.0}, "latency_s": {"p50": 9.0, "p95": 19.0},
             },
         },
         "validation": {"kv": {"makespan": -0.05, "worst_round": 0.08, "preemptions": 1.25, "prefix_hit_rate": 0.031}},
-        "verdicts": [{"what": "makespan, of static's", "needed": "≤ 1", "got": 1.234, "holds": False}],
+        "requirements": [{"name": "makespan / static's", "bound": "≤ 1", "measured": 1.234, "holds": False}],
     },
 }  # fmt: skip
 EXPECTED = {
     "burst-loops": [
-        "1 % of them never return, and get `timeout` after 1 s of their own; "
-        "p50 / p90 / p99 of the others: 5.0 / 60.5 / 200 ms at once, 7.0 / 8.0 / 9.0 in the steady load.",
+        "1 % are endless loops; each ends as `timeout` after 1 s of virtual time. "
+        "p50 / p90 / p99 of the other calls: 5.0 / 60.5 / 200 ms at once, 7.0 / 8.0 / 9.0 ms in the steady load.",
         "<sub>`python -m bench.burst --loops 0.01` on",
     ],
     "burst": [
         "| all at once | 45,000 | 321 | 1.5 / 140,000 | 3.21 |",
-        "1 lost, 2 doubled, 3 wrong",
+        "1 lost, 2 doubled, 3 mismatched",
         "0.95 of the",
-        "1,400 MiB at the peak. Missed: 1 lost, expected none; 2 doubled, expected none.",
+        "1,400 MiB at the peak.",
+        "Not met: lost is 1, expected ≤ 0; doubled is 2, expected ≤ 0.",
     ],
     "mixed": [
-        "| the same, 6 endless loops among it | 5.0 / 60.5 / 200 |",
+        "| the same with 6 endless loops | 5.0 / 60.5 / 200 |",
         "| the same in the first second of 40 endless loops | 5.0 / 60.5 / 200 |",
         "| the same after that second | 5.0 / 60.5 / 200 |",
     ],
     "invariance": [
         "100 calls alone",
         "beside 5 endless loops and 4 busy",
-        "1 verdicts or outputs changed, 1 that differ from themselves left out",
-        "60 of them are a corpus (snippets.jsonl); 40 need",
+        "1 statuses or outputs changed; 1 calls that differ from themselves are left out",
+        "60 of the calls are a corpus (snippets.jsonl); 40 need",
         "2 misjudged",
     ],
     "layers": [
@@ -150,20 +160,20 @@ EXPECTED = {
         "At most 1.6 times fork, run and exit by os.fork: all; by the cheapest fork: all but bare.",
     ],
     "soak": [
-        "1,000,000 calls: 0 lost, 1 doubled, 2 mixed up, 3 unavailable; 128, 99.0 calls/s, quarter by quarter; "
+        "1,000,000 calls: 0 lost, 1 doubled, 2 mismatched, 3 unavailable; 128, 99.0 calls/s in each quarter; "
         "700, 703 MiB at rest after each.",
         "| memory mb | 800.0 | 1.2 | 3.0 |",
     ],
     "scaling": [
-        "88.3 ms of CPU a call, 99 % of them within 1.28 s",
+        "88.3 ms of CPU per call, 99 % of them within 1.28 s",
         "| all at once | 45,000 | 2,977 | - | 3 | 40.5 |",
-        "832 MiB without calls, 1.5 KiB for each call of `print(1 + 1)` in flight, 899 MiB for all (5 of it",
-        "and 2.5 KiB for each call of the mix of real traffic in flight, 1,190 MiB for all (250 of it",
+        "832 MiB without calls, 1.5 KiB per call of `print(1 + 1)` in flight, 899 MiB in total (5 of it",
+        "and 2.5 KiB per call of the mix of real traffic in flight, 1,190 MiB in total (250 of it",
         "an executor's 2,500 of `print(1 + 1)`;",
         "at these commits: burst of abc, mixed of def+.",
-        "4,500 core seconds more",
+        "they need 4,500 further core seconds",
     ],
-    "leaks": ["grow in the server beyond", ": nothing (memory by +2.0 MiB to 604)", "at its end: a mount."],
+    "leaks": ["that grew during 4,000 calls", ": nothing (memory by +2.0 MiB to 604)", "after its end: a mount."],
     "gateway": ["9,876 calls/s, 101 µs"],
     "roc": [
         "| RoC, 2G to G | 0.850 ± 0.010 | 0.500 ± 0.100 | 0.500 ± 0.100 | 0.500 ± 0.100 |",
@@ -174,11 +184,11 @@ EXPECTED = {
     ],
     "rollouts-cost": ["| place | 1,234 | 56.8 | 346 |"],
     "rollouts": [
-        "vLLM on the CPU: 2 engines of 4,096 tokens, 96 rollouts of at most 896 tokens",
-        "less than 12.3 s. Medians of 3 rounds.",
+        "vLLM on the CPU: 2 engines of 4,096 tokens, 96 episodes of at most 896 tokens",
+        "is 12.3 s. Medians of 3 rounds.",
         "| `kv` | 20.6 | 1.66 | 1.00 | 1 | 1,234 | 0.71 | 0.60 | 0.05 | 1.0 / 8.0 | 9.0 / 19.0 |",
         "| `kv` | -5.0% | +8.0% | 1.25× | +3.1 |",
-        "| makespan, of static's | ≤ 1 | 1.23 | **no** |",
+        "| makespan / static's | ≤ 1 | 1.23 | **no** |",
         "<sub>`python -m bench.rollouts --engines 2` on",
     ],
     "peers": [
@@ -189,29 +199,29 @@ EXPECTED = {
 }
 
 
-def test_the_documents_say_what_the_results_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_have_the_tables_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_every_result_that_is_committed_has_a_table() -> None:
+def test_every_committed_result_has_a_table() -> None:
     results = report.read_results(report.RESULTS)
-    assert {name for name, figures in results.items() if figures["bench"] != name.partition("-")[0]} == set()
-    for name, figures in results.items():
-        assert f"python -m bench.{figures['bench']}" in report.table_of(name, figures)
+    assert {name for name, result in results.items() if result["bench"] != name.partition("-")[0]} == set()
+    for name, result in results.items():
+        assert f"python -m bench.{result['bench']}" in report.table_of(name, result)
 
 
-@pytest.mark.parametrize("name", MADE_UP)
-def test_a_table_has_the_figures(name: str) -> None:
-    text = report.table_of(name, {**MADE_UP[name], "machine": MACHINE})
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_a_table_has_the_values_of_its_result(name: str) -> None:
+    text = report.table_of(name, {**SYNTHETIC[name], "machine": MACHINE})
     for part in EXPECTED[name]:
         assert part in text
     assert text.endswith("on 2 cores of Z80, Linux 6.1, load 0.5 at its end; commit abc, 2026-01-02</sub>\n")
 
 
-def test_only_what_stands_between_the_marks_changes() -> None:
+def test_only_text_between_the_markers_changes() -> None:
     empty = "<!-- numbers: burst -->\n<!-- /numbers -->\n"
     text = f"before\n<!-- numbers: gateway -->\nold\n<!-- /numbers -->\nafter\n{empty}"
-    results = {"gateway": {**MADE_UP["gateway"], "machine": MACHINE}}
+    results = {"gateway": {**SYNTHETIC["gateway"], "machine": MACHINE}}
     fresh = report.filled(text, results)
     assert fresh.startswith("before\n<!-- numbers: gateway -->\nOne gateway process") and "old" not in fresh
     assert fresh.endswith(f"</sub>\n<!-- /numbers -->\nafter\n{empty}")
@@ -219,15 +229,15 @@ def test_only_what_stands_between_the_marks_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "error"),
     [
         ("<!-- numbers: nonsense -->\n<!-- /numbers -->", "'nonsense'"),
         ("<!-- numbers: gateway -->\nno end", "after each"),
         ("<!-- numbers: gateway --> in a line <!-- /numbers -->", "after each"),
     ],
 )
-def test_a_block_that_nothing_fills_is_refused(text: str, why: str) -> None:
-    with pytest.raises(BenchFailed, match=why):
+def test_a_block_that_no_benchmark_fills_is_refused(text: str, error: str) -> None:
+    with pytest.raises(BenchFailed, match=error):
         report.filled(text, {})
 
 
@@ -236,19 +246,19 @@ def test_a_difference_fails_the_check_and_is_written_otherwise(
 ) -> None:
     results = tmp_path / "results"
     results.mkdir()
-    (results / "gateway.json").write_text(json.dumps({"bench": "gateway", **MADE_UP["gateway"], "machine": MACHINE}))
+    (results / "gateway.json").write_text(json.dumps({"bench": "gateway", **SYNTHETIC["gateway"], "machine": MACHINE}))
     (tmp_path / "README.md").write_text("<!-- numbers: gateway -->\n<!-- /numbers -->\n")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", results)
     assert report.main(["--check"]) == 1
-    assert "README.md: not what bench/results says" in capsys.readouterr().err
+    assert "README.md: differs from bench/results" in capsys.readouterr().err
     assert report.main(["--tables", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["differ"] == ["README.md"]
     assert report.main(["--check"]) == 0
     assert "9,876 calls/s" in (tmp_path / "README.md").read_text()
 
 
-def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_plot_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[bench]')")
     assert report.main(["--plots", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out.splitlines()[-1])["plots"]

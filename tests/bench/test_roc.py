@@ -1,4 +1,4 @@
-"""bench.roc: arms differ only in what they compare, and the table says what the runs say."""
+"""bench.roc: arms differ only in sampling and selection, and the result has the values of the runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import roc
+from bench.harness.tables import markdown
 from trainer.config import load
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.recipe.evaluation import write_outcomes
@@ -33,20 +34,20 @@ def episode(number: int, sample: int, reward: float | None, *, fails: bool) -> E
     )
 
 
-def taught(folder: Path) -> Run:
-    run = Run(roc.taught_by(SHARED, folder, 3))
+def sft_run(folder: Path) -> Run:
+    run = Run(roc.sft_config(SHARED, folder, 3))
     run.finish(Unit("sft", "sft"), {"model": "stages/sft/model", "step": 0, "seconds": 1.0})
     return run
 
 
-def rows(**some: float) -> dict[str, Any]:
+def rows(**changes: float) -> dict[str, Any]:
     names = (*roc.MEASURES, *roc.COSTS)
-    return {**dict.fromkeys(names, 1.0), "curves": {name: [1.0, None] for name in roc.CURVES}, **some}
+    return {**dict.fromkeys(names, 1.0), "curves": {name: [1.0, None] for name in roc.CURVES}, **changes}
 
 
 def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
-    run = taught(tmp_path)
-    configs = {arm: roc.arm_of(SHARED, arm, run, tmp_path, 7) for arm in roc.ARMS}
+    run = sft_run(tmp_path)
+    configs = {arm: roc.arm_config(SHARED, arm, run, tmp_path, 7) for arm in roc.ARMS}
     plain = {
         arm: replace(config, stages={"rl": replace(config.stage("rl"), samples=2, keep=2, select="all")})
         for arm, config in configs.items()
@@ -61,17 +62,26 @@ def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
     assert run.units() == [Unit("prepare"), Unit("sft", "sft"), Unit("eval", "sft")]
 
 
-def test_what_a_run_left_is_read(tmp_path: Path) -> None:
-    run = taught(tmp_path)
+def test_a_run_folder_is_read(tmp_path: Path) -> None:
+    run = sft_run(tmp_path)
     for one in episode(0, 0, None, fails=True), episode(1, 0, 0.0, fails=True), episode(0, 0, 1.0, fails=False):
         write_outcomes(tmp_path / "stages/sft/evaluation", [one])
     for step in (1, 2):
         row = {"step": step, "stage": "sft", "episodes_in_loss": 8, "episodes_not_in_loss": 8, "sampled_tokens": 100}
         run.record.append_metrics({**row, "one_answer": 0.5})
-    found = roc.measured(run, "sft")
-    assert (found["accuracy"], found["tool_error_ratio"], found["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)
-    assert (found["rollouts"], found["sampled_tokens"], found["in_loss"], found["unavailable"]) == (32, 200, 16, 0)
-    assert found["curves"] == {"tool_error_ratio_correct": [None, None], "one_answer": [0.5, 0.5], "reward": [None] * 2}
+    measures = roc.measured(run, "sft")
+    assert (measures["accuracy"], measures["tool_error_ratio"], measures["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)
+    assert (
+        measures["episodes"],
+        measures["sampled_tokens"],
+        measures["episodes_in_loss"],
+        measures["unavailable"],
+    ) == (32, 200, 16, 0)
+    assert measures["curves"] == {
+        "tool_error_ratio_correct": [None, None],
+        "one_answer": [0.5, 0.5],
+        "reward": [None] * 2,
+    }
 
 
 def test_differences_are_taken_within_a_seed() -> None:
@@ -79,18 +89,18 @@ def test_differences_are_taken_within_a_seed() -> None:
         {"sft": rows(), "roc": rows(accuracy=0.8), "grpo-g": rows(accuracy=0.5)},
         {"sft": rows(), "roc": rows(accuracy=0.4), "grpo-g": rows(accuracy=0.2)},
     ]
-    made = roc.summary(seeds)
-    assert made["arms"]["roc"]["accuracy"]["mean"] == 0.6
-    assert list(made["differences"]) == ["grpo-g"]
-    assert made["differences"]["grpo-g"]["accuracy"] == {"mean": 0.25, "sd": 0.0707}
-    assert made["curves"]["roc"]["one_answer"] == [1.0, None]
-    roc._show({"steps": 2, **made})
+    result = roc.summarize(seeds)
+    assert result["arms"]["roc"]["accuracy"]["mean"] == 0.6
+    assert list(result["differences"]) == ["grpo-g"]
+    assert result["differences"]["grpo-g"]["accuracy"] == {"mean": 0.25, "sd": 0.0707}
+    assert result["curves"]["roc"]["one_answer"] == [1.0, None]
+    assert "RoC less GRPO, all of G" in markdown(roc.tables({"steps": 2, "group": 8, **result}))
 
 
-def test_it_is_drawn(tmp_path: Path) -> None:
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
     figure = pytest.importorskip("matplotlib.figure", reason="plots need matplotlib").Figure()
     axes = figure.subplots()
-    roc.draw(axes, {"group": 8, **roc.summary([{"sft": rows(), "roc": rows(), "grpo-g": rows()}])})
+    roc.draw(axes, {"group": 8, **roc.summarize([{"sft": rows(), "roc": rows(), "grpo-g": rows()}])})
     assert [line.get_label() for line in axes.lines] == ["RoC, 2G to G", "GRPO, all of G"]
     assert list(axes.lines[0].get_xdata()) == [1]
 
@@ -99,4 +109,4 @@ def test_unknown_arms_are_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         roc.main(["--arms", "roc,best"])
     assert ended.value.code == 2
-    assert "unknown arm 'best'; expected some of roc" in capsys.readouterr().err
+    assert "unknown name 'best'; expected some of roc" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The estimate on cases that can be worked out by hand."""
+"""The estimate on cases that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from bench import scaling
 
-MACHINE = {"cpu": "Z80"}
+MACHINE = {"cpu": "Z80", "commit": "abc"}
 BURST = {
     "in_flight": 1000, "call_cpu_ms": [8.0] * 201, "burst": {"cpu_ms": 10.0}, "machine": MACHINE,
     "steady": {"executor_cpu_ms": 0.4}, "memory_mb": {"idle": 100, "peak": 140}, "gateway_mb": {"idle": 50, "peak": 60},
@@ -21,12 +21,12 @@ MIXED = {
 GATEWAY = {"calls_per_core_s": 10_000, "machine": MACHINE}
 
 
-def test_calls_at_once_take_turns_on_the_cores() -> None:
+def test_simultaneous_calls_wait_for_the_cores_in_order() -> None:
     assert scaling.waits_s([0.0] * 6, [1.0] * 6, 2) == [0, 0, 1, 1, 2, 2]
     assert scaling.waits_s([0.0, 0.5, 5.0], [1.0, 1.0, 1.0], 1) == [0, 0.5, 0]
 
 
-def test_the_cores_are_as_many_as_it_takes_and_no_more() -> None:
+def test_the_smallest_sufficient_number_of_cores_is_found() -> None:
     due, needs_s = [0.0] * 1000, [0.01] * 1000
     # The 990th of them has its turn after 98 others on one of ten cores, after 89 on one of eleven.
     assert scaling.cores_for(due, needs_s, 0.995, wait_only=False) == 10
@@ -36,68 +36,68 @@ def test_the_cores_are_as_many_as_it_takes_and_no_more() -> None:
     assert scaling.cores_for(due, needs_s, 0.885, wait_only=True) == 12
 
 
-def test_no_number_of_cores_answers_a_call_before_it_has_run() -> None:
+def test_no_number_of_cores_answers_calls_that_run_longer_than_the_bound() -> None:
     due, needs_s = [0.0] * 100, [0.1] * 95 + [2.0] * 5
     assert scaling.cores_for(due, needs_s, 1.0, wait_only=False) is None
     assert scaling.cores_for(due, needs_s, 1.0, wait_only=True) is not None
 
 
-def test_calls_vary_as_those_measured_and_cost_what_those_cost() -> None:
+def test_drawn_calls_have_the_measured_distribution_and_mean() -> None:
     needs_s = scaling.needs([0.0, 10.0, 20.0], 15.0, 20_000, 1)
     assert min(needs_s) >= 0.005 and max(needs_s) <= 0.025
     assert sum(needs_s) / len(needs_s) == pytest.approx(0.015, rel=0.02)
     assert needs_s == scaling.needs([0.0, 10.0, 20.0], 15.0, 20_000, 1)
 
 
-def test_every_way_of_arriving_brings_all_calls_in_order() -> None:
+def test_every_arrival_pattern_has_all_calls_in_order() -> None:
     for due in scaling.arrivals(1000, 1).values():
         assert len(due) == 1000 and due == sorted(due)
     waves = scaling.arrivals(1000, 1)["in 10 waves over 60 s"]
     assert [waves.count(6.0 * n) for n in range(10)] == [100] * 10
 
 
-def test_the_most_calls_in_a_second() -> None:
-    assert scaling.most_in_a_second([0.0] * 5 + [0.5, 1.2, 1.4, 3.0]) == 6
-    assert scaling.most_in_a_second([0.0, 1.0, 2.0]) == 1
+def test_the_maximum_of_arrivals_in_a_second() -> None:
+    assert scaling.max_in_a_second([0.0] * 5 + [0.5, 1.2, 1.4, 3.0]) == 6
+    assert scaling.max_in_a_second([0.0, 1.0, 2.0]) == 1
 
 
-def test_memory_is_that_of_those_in_flight_which_the_gateway_has_and_of_those_that_ran() -> None:
-    held = scaling.memory(BURST, 45_000)
-    assert held == {"idle_mb": 100, "each_kb": 10.2, "running_mb": 30, "all_mb": 580}
+def test_memory_is_that_of_calls_in_flight_and_of_running_calls() -> None:
+    memory = scaling.memory_needs(BURST, 45_000)
+    assert memory == {"idle_mb": 100, "call_kb": 10.2, "running_mb": 30, "total_mb": 580}
 
 
 def _results(folder: Path) -> Path:
-    for name, figures in (("burst", BURST), ("mixed", MIXED), ("gateway", GATEWAY)):
-        (folder / f"{name}.json").write_text(json.dumps(figures))
+    for name, result in (("burst", BURST), ("mixed", MIXED), ("gateway", GATEWAY)):
+        (folder / f"{name}.json").write_text(json.dumps(result))
     return folder
 
 
 def test_the_estimate_comes_from_the_results_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling.main(["--results", str(_results(tmp_path)), "--calls", "1000", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    at_once = figures["kinds"]["print"]["ways"]["all at once"]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    at_once = result["kinds"]["print"]["arrival_patterns"]["all at once"]
     assert at_once == {"cores_for_answer": 10, "cores_for_wait": 10}
-    mix = figures["kinds"]["mix"]
-    assert mix["own_p99_s"] > 1 and mix["ways"]["all at once"]["cores_for_answer"] is None
-    assert figures["gateway"]["ways"]["all at once"] == {"calls_per_s": 1000, "gateways": 1, "mb_per_s": 0.5}
-    assert figures["executor"] == {"cpu_ms": 0.4, "calls_per_core_s": 2500}
-    assert figures["endless_core_s"] == 100
-    assert list(figures["memory"]) == ["print"]
+    mix = result["kinds"]["mix"]
+    assert mix["own_p99_s"] > 1 and mix["arrival_patterns"]["all at once"]["cores_for_answer"] is None
+    assert result["gateway"]["arrival_patterns"]["all at once"] == {"calls_per_s": 1000, "gateways": 1, "mb_per_s": 0.5}
+    assert result["executor"] == {"cpu_ms": 0.4, "calls_per_core_s": 2500}
+    assert result["endless_core_s"] == 100
+    assert list(result["memory"]) == ["print"]
 
 
-def test_memory_of_the_mix_is_told_where_a_burst_of_it_was_measured(
+def test_memory_of_the_mix_is_reported_if_a_burst_of_it_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (_results(tmp_path) / "burst-mix.json").write_text(json.dumps({**BURST, "in_flight": 500}))
     assert scaling.main(["--results", str(tmp_path), "--calls", "1000", "--json"]) == 0
-    held = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
-    assert (held["print"]["each_kb"], held["mix"]["each_kb"]) == (10.2, 20.5)
+    memory = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert (memory["print"]["call_kb"], memory["mix"]["call_kb"]) == (10.2, 20.5)
 
 
-def test_a_result_that_is_missing_is_named_with_what_makes_it(
+def test_a_missing_result_is_reported_with_the_command_that_makes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (_results(tmp_path) / "mixed.json").unlink()
     assert scaling.main(["--results", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert "mixed.json" in said and "python -m bench.mixed --json" in said
+    printed = capsys.readouterr().err
+    assert "mixed.json" in printed and "python -m bench.mixed --json" in printed

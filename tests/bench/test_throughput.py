@@ -1,34 +1,42 @@
-"""Ratios are taken round by round, and a promise that is missed is said."""
+"""Ratios are computed round by round and compared with the promised ones."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import throughput
-from bench.throughput import Kind, Pace
+from bench.harness import requirements
+from bench.throughput import Kind, Round
 
 
-def _paces(*calls_per_s: float) -> list[Pace]:
-    return [Pace(pace, 1.0, (1.0, 2.0), Counter(ok=2)) for pace in calls_per_s]
+def _rounds(*calls_per_s: float) -> list[Round]:
+    return [Round(rate, 1.0, (1.0, 2.0), Counter(ok=2)) for rate in calls_per_s]
+
+
+def _row(kind: Kind, ours: list[Round], fresh: list[Round]) -> dict[str, Any]:
+    return throughput.summarize(kind, ours, fresh, memory_mb=1)
 
 
 def test_the_ratio_is_the_median_of_each_rounds_own() -> None:
-    figures = throughput.summarise(Kind("print", "", 2, 2, 5), _paces(100, 10, 600), _paces(10, 1, 200), 1)
-    assert figures["ratio"] == 10
-    assert figures["holds"]
+    row = _row(throughput.KINDS["print"], _rounds(100, 10, 600), _rounds(10, 1, 200))
+    assert row["ratio"] == 10
+    assert requirements.hold(throughput.ratio_requirements({"print": row}))
 
 
 def test_a_ratio_below_the_promise_does_not_hold() -> None:
-    assert not throughput.summarise(Kind("print", "", 2, 2, 5), _paces(49), _paces(10), 1)["holds"]
-    assert throughput.summarise(Kind("mix", "", 2, 2), _paces(1), _paces(10), 1)["holds"]
+    below = {"print": _row(throughput.KINDS["print"], _rounds(79), _rounds(10))}
+    assert not requirements.hold(throughput.ratio_requirements(below))
+    without_promise = {"mix": _row(throughput.KINDS["mix"], _rounds(1), _rounds(10))}
+    assert requirements.hold(throughput.ratio_requirements(without_promise))
 
 
 @pytest.mark.runtime
-def test_a_small_run_has_all_its_figures(guest_python: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_has_a_complete_result(guest_python: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--kinds", "print,mix", "--rounds", "1", "--scale", "0.02"]
     assert throughput.main([*sizes, "--python", str(guest_python), "--json"]) in (0, 1)
     kinds = json.loads(capsys.readouterr().out.splitlines()[-1])["kinds"]

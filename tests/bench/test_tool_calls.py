@@ -1,4 +1,4 @@
-"""The sample is the mix it says it is, the same everywhere, and each call ends as its template claims."""
+"""The sample has the documented mix, is the same everywhere, and each call ends as its template claims."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def test_the_calls_are_as_long_as_real_ones() -> None:
     assert 28 <= statistics.quantiles(lines, n=10)[-1] <= 40
 
 
-def test_it_is_no_toy() -> None:
+def test_there_are_many_different_templates_and_calls() -> None:
     names = [template.name for template in templates()]
     assert len(names) == len(set(names)) >= 40
     assert {(template.family, template.status) for template in templates()} == set(SHARES)
     assert len({call["code"] for call in sample_calls(1000)}) > 700
 
 
-def test_most_of_them_leave_their_answer_to_the_echo() -> None:
+def test_many_templates_leave_their_answer_to_the_value_of_the_last_expression() -> None:
     quiet = sum("print(" not in template.code for template in templates() if template.status == "ok")
     assert quiet >= 15
 
 
-def test_every_call_is_a_call() -> None:
+def test_every_call_can_be_decoded() -> None:
     for call in sample_calls(500):
         Call.decode(json.loads(json.dumps(call)))
 
@@ -83,7 +83,7 @@ def test_a_template_ends_as_it_claims(template: CallTemplate, guest_python: Path
     assert _ends(guest_python, call) == template.ends, call["code"]
 
 
-def test_endless_calls_have_a_short_limit() -> None:
+def test_endless_calls_have_a_short_time_out() -> None:
     endless = [template for template in templates() if template.ends == "timeout"]
     assert endless
     for template in endless:

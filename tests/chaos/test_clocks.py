@@ -1,4 +1,4 @@
-"""Clocks that jump. No wall clock is used at all; one that should only go forward may do what it likes, too."""
+"""Clocks that jump. The service uses no wall clock, and survives jumps of the monotonic clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,21 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from bench.chaos import Target
-from bench.servers import service
+from bench.servers.server_under_test import ServerUnderTest
 from sandbox.errors import IsolationError
 from sandbox.executor import executor
 from sandbox.gateway.calls import dispatcher
 from sandbox.gateway.calls.call_table import DrainRate
 from sandbox.jail import choose_level
 from sandbox.types import Status
-from tests.chaos.test_kills import FLAGS, ask
+from tests.chaos.test_kills import FLAGS, run_calls
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.zygotes import driven
 from tests.gateway.serving import serving, until
 
 YEARS_S = 1e8
-MAD_CLOCK = """
+RANDOM_CLOCK = """
 import os, random, time
 time.time = lambda: random.uniform(-1e9, 1e10)
 time.time_ns = lambda: int(1e9 * time.time())
@@ -39,24 +37,24 @@ open(os.path.join({folder!r}, str(os.getpid())), "w").close()
 
 
 @pytest.fixture
-def mad(tmp_path: Path) -> Iterator[Target]:
-    """A lean server of which no process has a wall clock that makes sense; `tmp_path/marks` names them."""
+def server(tmp_path: Path) -> Iterator[ServerUnderTest]:
+    """A server whose processes all have a random wall clock; `tmp_path/marks` has a file per process."""
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     (tmp_path / "marks").mkdir()
-    (tmp_path / "sitecustomize.py").write_text(MAD_CLOCK.format(folder=str(tmp_path / "marks")))
-    with ExitStack() as life:
-        yield Target(life, lambda: service.running(OWN_PYTHON, FLAGS, {"PYTHONPATH": str(tmp_path)}))
+    (tmp_path / "sitecustomize.py").write_text(RANDOM_CLOCK.format(folder=str(tmp_path / "marks")))
+    with ServerUnderTest(OWN_PYTHON, FLAGS, {"PYTHONPATH": str(tmp_path)}) as server:
+        yield server
 
 
 @pytest.mark.timeout(400)
-def test_a_wall_clock_that_jumps_by_years_changes_nothing(mad: Target, tmp_path: Path) -> None:
-    gateway, *executors = mad.processes()[:3]
+def test_a_wall_clock_that_jumps_by_years_changes_nothing(server: ServerUnderTest, tmp_path: Path) -> None:
+    gateway, *executors = server.processes()[:3]
     marked = {int(path.name) for path in (tmp_path / "marks").iterdir()}
-    assert {gateway, executors[0]} <= marked, "or this shows nothing"
-    tally = ask(mad, 100, lambda _: None)
+    assert {gateway, executors[0]} <= marked, "the clock was not replaced"
+    tally = run_calls(server, 100)
     assert "unavailable" not in tally.statuses
 
 

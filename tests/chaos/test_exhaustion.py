@@ -1,7 +1,4 @@
-"""A server that has run out of something: what it can still answer is right, for the rest it says that it cannot.
-
-Each time there is enough again, all is as before.
-"""
+"""A server that runs out of a resource answers correctly or with `unavailable`, and recovers afterwards."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos import Target
-from bench.probes.fault_injector import victims
-from bench.servers import service
+from bench.probes.fault_injector import processes_by_kind
+from bench.servers.server_under_test import ServerUnderTest
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
-from tests.chaos.test_kills import FLAGS, ask
+from tests.chaos.test_kills import FLAGS, run_calls
 from tests.executor.calling import OWN_PYTHON
 
 pytestmark = pytest.mark.timeout(400)
@@ -30,14 +26,14 @@ OUTAGE_S = 2.0
 def life() -> Iterator[ExitStack]:
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     with ExitStack() as life:
         yield life
 
 
-def start(life: ExitStack, **environ: str) -> Target:
-    return Target(life, lambda: service.running(OWN_PYTHON, FLAGS, environ))
+def start(life: ExitStack, **environ: str) -> ServerUnderTest:
+    return life.enter_context(ServerUnderTest(OWN_PYTHON, FLAGS, environ))
 
 
 @pytest.fixture
@@ -55,40 +51,40 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_is_none_of_its_business(full_disk: Path, life: ExitStack) -> None:
-    target = start(life, TMPDIR=str(full_disk), TEMP=str(full_disk), HOME=str(full_disk))
-    tally = ask(target, 100, lambda _: None)
+def test_a_full_disk_has_no_effect(full_disk: Path, life: ExitStack) -> None:
+    server = start(life, TMPDIR=str(full_disk), TEMP=str(full_disk), HOME=str(full_disk))
+    tally = run_calls(server, 100)
     assert "unavailable" not in tally.statuses
 
 
-@pytest.mark.parametrize("of", ["gateway", "executor", "zygote"])
-def test_out_of_descriptors_for_a_while(of: str, life: ExitStack) -> None:
-    target = start(life)
-    with limited(target, of, resource.RLIMIT_NOFILE, 11 if of == "zygote" else 3):
-        ask(target, 150, lambda _: None)
-    assert "unavailable" not in ask(target, 40, lambda _: None).statuses
+@pytest.mark.parametrize("kind", ["gateway", "executor", "zygote"])
+def test_a_process_without_descriptors_recovers(kind: str, life: ExitStack) -> None:
+    server = start(life)
+    with limited(server, kind, resource.RLIMIT_NOFILE, 11 if kind == "zygote" else 3):
+        run_calls(server, 150)
+    assert "unavailable" not in run_calls(server, 40).statuses
 
 
-def test_out_of_processes_for_a_while(life: ExitStack) -> None:
-    target = start(life)
-    with limited(target, "zygote", resource.RLIMIT_NPROC, 1):
-        ask(target, 150, lambda _: None)
-    assert "unavailable" not in ask(target, 40, lambda _: None).statuses
+def test_a_zygote_that_cannot_fork_recovers(life: ExitStack) -> None:
+    server = start(life)
+    with limited(server, "zygote", resource.RLIMIT_NPROC, 1):
+        run_calls(server, 150)
+    assert "unavailable" not in run_calls(server, 40).statuses
 
 
 @contextmanager
-def limited(target: Target, of: str, what: int, most: int) -> Iterator[None]:
-    """For `OUTAGE_S`, one kind of the server's processes may have no more than this, whatever it has already."""
-    found = {**victims(target.pid), "gateway": [target.pid]}[of]
-    limits = {pid: resource.prlimit(pid, what) for pid in found}
+def limited(server: ServerUnderTest, kind: str, limit: int, value: int) -> Iterator[None]:
+    """For `OUTAGE_S`, set a resource limit of one kind of the server's processes."""
+    pids = {**processes_by_kind(server.pid), "gateway": [server.pid]}[kind]
+    limits = {pid: resource.prlimit(pid, limit) for pid in pids}
     assert limits
     for pid, (_, hard) in limits.items():
-        resource.prlimit(pid, what, (most, hard))
+        resource.prlimit(pid, limit, (value, hard))
 
     def restore() -> None:
         for pid, before in limits.items():
             with suppress(ProcessLookupError):
-                resource.prlimit(pid, what, before)
+                resource.prlimit(pid, limit, before)
 
     timer = threading.Timer(OUTAGE_S, restore)
     timer.start()

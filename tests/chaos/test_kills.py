@@ -1,6 +1,6 @@
-"""Riddles, asked of a real server while its processes are killed: each has its own answer, once, or no verdict.
+"""Checked calls on a real server while its processes are killed: each gets its own result once, or `unavailable`.
 
-Kills go by answers, not by time: the same happens on a slow machine, later.
+Kills are triggered by numbers of answers and not by time, so a slow machine sees the same sequence.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from bench.chaos import Load, Tally, Target
-from bench.probes.fault_injector import Monkey
-from bench.probes.leftovers import still_there
-from bench.servers import service
-from bench.workloads import checked_calls
+from bench.harness.load import CallTally
+from bench.probes.fault_injector import FaultInjector
+from bench.servers.server_under_test import CheckedLoad, ServerUnderTest
+from bench.workloads.checked_calls import STDLIB_WEIGHTS, checked_calls
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
@@ -27,58 +25,60 @@ FLAGS = ("--profiles", "bare", "--executors", "2", "--zygote-pools", "1", "--slo
 
 
 @pytest.fixture
-def target() -> Iterator[Target]:
-    """A lean server that may be killed."""
+def server() -> Iterator[ServerUnderTest]:
+    """A server without libraries that may be killed. Nothing of it may be left behind."""
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
-    with ExitStack() as life:
-        target = Target(life, lambda: service.running(OWN_PYTHON, FLAGS))
-        yield target
-        pids = target.processes()
-    assert not still_there(pids)
+    except IsolationError as error:
+        pytest.skip(str(error))
+    with ServerUnderTest(OWN_PYTHON, FLAGS) as server:
+        yield server
+    assert not [line for line in server.leftovers if line.startswith("process: ")]
 
 
-def ask(target: Target, calls: int, on_answer: Callable[[int], None]) -> Tally:
-    """Ask so many riddles; `on_answer` gets the number of each answer."""
-    tally, answers = Tally(calls), itertools.count(1)
-    asked = checked_calls.make(calls, seed=7, kinds=checked_calls.LEAN)
-    load = Load(target, asked, tally, random.Random(7), lambda: on_answer(next(answers)))
+def run_calls(server: ServerUnderTest, count: int, on_answer: Callable[[int], None] = lambda _: None) -> CallTally:
+    """Run `count` checked calls; `on_answer` gets the number of each answer."""
+    tally, answers = CallTally(count), itertools.count(1)
+    calls = checked_calls(count, seed=7, weights=STDLIB_WEIGHTS)
+    load = CheckedLoad(server, calls, tally, random.Random(7), lambda: on_answer(next(answers)))
     asyncio.run(asyncio.wait_for(load.run(in_flight=64), 300))
-    assert (tally.lost, tally.doubled, tally.mixed_up) == (0, 0, 0), tally.examples[:3]
+    assert (tally.lost, tally.doubled, tally.mismatched) == (0, 0, 0), tally.examples[:3]
     return tally
 
 
-def test_every_call_has_its_one_answer_while_what_runs_it_is_killed(target: Target) -> None:
-    monkey = Monkey(random.Random(3))
+def test_every_call_gets_one_result_while_its_processes_are_killed(server: ServerUnderTest) -> None:
+    injector = FaultInjector(random.Random(3))
 
-    def strike(answers: int) -> None:
+    def kill(answers: int) -> None:
         if answers % 30 == 0:
-            monkey.strike(target.pid)
+            injector.kill_one(server.pid)
 
-    tally = ask(target, 300, strike)
-    assert monkey.kills.total() >= 5, "or this has shown little"
+    tally = run_calls(server, 300, kill)
+    assert injector.kills.total() >= 5, "too few kills to show anything"
     assert tally.statuses["ok"] > 100
 
 
-def test_a_killed_gateway_leaves_nothing_and_its_calls_are_asked_again(target: Target) -> None:
-    monkey = Monkey(random.Random(4))
+def test_a_killed_gateway_leaves_no_processes_and_its_calls_are_sent_again(server: ServerUnderTest) -> None:
+    injector = FaultInjector(random.Random(4))
 
-    def strike(answers: int) -> None:
+    def kill(answers: int) -> None:
         if answers in (50, 100):
-            target.kill_gateway()
+            server.kill_gateway()
         elif answers % 40 == 0:
-            monkey.strike(target.pid)
+            injector.kill_one(server.pid)
 
-    tally = ask(target, 150, strike)
+    tally = run_calls(server, 150, kill)
     assert tally.resent >= 2
-    assert not target.left_behind
+    assert not server.leftovers
 
 
-def test_the_server_is_as_good_as_new_afterwards(target: Target) -> None:
-    monkey = Monkey(random.Random(5))
-    struck: list[int] = []
-    ask(target, 40, lambda answers: struck.append(answers) if answers % 20 else monkey.strike(target.pid))
-    tally = ask(target, 60, lambda _: None)
+def test_no_call_is_unavailable_after_the_kills(server: ServerUnderTest) -> None:
+    injector = FaultInjector(random.Random(5))
+
+    def kill(answers: int) -> None:
+        if answers % 20 == 0:
+            injector.kill_one(server.pid)
+
+    run_calls(server, 40, kill)
+    tally = run_calls(server, 60)
     assert "unavailable" not in tally.statuses

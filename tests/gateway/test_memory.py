@@ -17,8 +17,8 @@ import msgpack
 import pytest
 from aiohttp import web
 
-from bench.gateway import _serving as stubbed_server
 from bench.probes import processes
+from bench.servers.stub_executor import serving as stubbed_server
 from sandbox.gateway.calls.call_table import Batch, Ticket
 from sandbox.gateway.history import STEPS, History, Snapshot
 from sandbox.gateway.http.errors import Refusal

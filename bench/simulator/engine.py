@@ -1,0 +1,230 @@
+"""A simulated vLLM engine, as far as scheduling is concerned. Seeded, and without a clock.
+
+- The engine accepts any request and runs as many as its KV cache holds. One decode step makes a token for each.
+- When the cache is full, the request that came last is preempted and later recomputed.
+- Unused contexts stay cached until their space is needed, least recently used first.
+- Time advances from event to event. That is exact, because the time of a decode step is linear in batch and context:
+
+    step_s = base_s + max(weights_s, per_sequence_s * running) + per_context_s * (tokens of all contexts),
+
+the roofline of a decode step: the weights are read once for all sequences, unless computing with them takes longer. A
+token that is not cached takes `prefill_s`.
+
+Letters: n running requests, C tokens of their contexts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """The constants of one engine, and their source."""
+
+    name: str
+    kv_capacity: int
+    """Tokens that the KV cache holds."""
+    max_running: int
+    base_s: float
+    """Seconds of a decode step, whatever runs."""
+    per_sequence_s: float
+    per_context_s: float
+    prefill_s: float
+    turn_s: float = 0.0
+    """Seconds that a turn costs besides its tokens, for its start and its end."""
+    block_size: int = 1
+    """Tokens of a KV block. On average half a block is empty per context, and a partly filled block is not cached."""
+    weights_s: float = 0.0
+    """Seconds to read the weights. Some sequences are computed in that time at no further cost."""
+    source: str = ""
+
+
+@dataclass(slots=True)
+class _SimulatedRequest:
+    episode: int
+    group: int
+    prompt: int
+    context: int
+    """Tokens at the start of the request."""
+    left: int
+    """Tokens to sample from then on."""
+    new_tokens: int
+    """Tokens of the context that were never computed before."""
+    is_resumed: bool = False
+    """True after a preemption. vLLM's counters of prefix hits leave such requests out."""
+    started_at_step: float = 0.0
+
+
+class SimulatedEngine:
+    """One engine. `advance` moves it to a time; `next_event_at` is the time at which a request ends or the cache is
+    full."""
+
+    def __init__(self, name: str, profile: EngineProfile) -> None:
+        self.name = name
+        self.profile = profile
+        self.clock = self.steps = self.prefill_backlog_s = 0.0
+        self.waiting: deque[_SimulatedRequest] = deque()
+        self.running: OrderedDict[int, _SimulatedRequest] = OrderedDict()
+        self.cached: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self.preemptions = self.recomputed = self.prefix_queries = self.prefix_hits = 0
+        self.sampled = 0
+        self.busy_s = 0.0
+        self._ends: list[tuple[float, int, _SimulatedRequest]] = []
+        self._numbers = itertools.count()
+        self._cached_tokens = 0.0
+        self._private_tokens = 0.0  # tokens beyond the prompts, over all running requests
+        self._shared_prompts: dict[int, list[int]] = {}  # prompts in use by group: [users, tokens]
+        self._shared_tokens = 0
+        self._contexts = 0.0
+
+    @property
+    def used(self) -> float:
+        return self._private_tokens + self._shared_tokens + self.profile.block_size // 2 * len(self.running)
+
+    def submit(self, request: _SimulatedRequest) -> None:
+        self.prefill_backlog_s += self.profile.turn_s
+        self.waiting.append(request)
+        self._admit()
+
+    def next_event_at(self) -> float:
+        """The time at which the next request ends, or the cache is full."""
+        if not self.running:
+            return math.inf
+        return self.clock + self.prefill_backlog_s + self._seconds(self._steps_to_next_event())
+
+    def advance(self, now: float) -> list[_SimulatedRequest]:
+        """Move to `now`, which is not after `next_event_at`. Returns the requests that end then."""
+        passed = now - self.clock
+        self.clock = now
+        if not self.running:
+            return []
+        self.busy_s += passed
+        backlog_s = min(self.prefill_backlog_s, passed)
+        self.prefill_backlog_s -= backlog_s
+        steps = min(self._steps(passed - backlog_s), self._steps_to_next_event())
+        if self._steps_to_next_event() - steps < 1e-6:
+            steps = self._steps_to_next_event()
+        self.steps += steps
+        grown = steps * len(self.running)
+        self._private_tokens += grown
+        self._contexts += grown
+        ended = []
+        while self._ends and self._ends[0][0] <= self.steps + 1e-6:
+            _, _, request = heapq.heappop(self._ends)
+            if self.running.get(request.episode) is request:
+                ended.append(request)
+                self._stop(request, request.context + request.left)
+                self.sampled += request.left
+        self._preempt()
+        self._admit()
+        return ended
+
+    def _steps_to_next_event(self) -> float:
+        while self._ends and self.running.get(self._ends[0][2].episode) is not self._ends[0][2]:
+            heapq.heappop(self._ends)
+        n = len(self.running)
+        free_per_request = (self.profile.kv_capacity - self.used) / n if n > 1 else math.inf
+        return max(0.0, min(self._ends[0][0] - self.steps, free_per_request))
+
+    def _seconds(self, steps: float) -> float:
+        first, slope = self._step()
+        return steps * first + slope * steps * steps / 2
+
+    def _steps(self, seconds: float) -> float:
+        first, slope = self._step()
+        if slope <= 0:
+            return seconds / first
+        return (math.sqrt(first * first + 2 * slope * seconds) - first) / slope
+
+    def _step(self) -> tuple[float, float]:
+        """Seconds of the next decode step, and the increase per further step."""
+        n, h = len(self.running), self.profile
+        slope = h.per_context_s * n
+        return h.base_s + max(h.weights_s, h.per_sequence_s * n) + h.per_context_s * self._contexts, slope
+
+    def _preempt(self) -> None:
+        while len(self.running) > 1 and self.used + len(self.running) > self.profile.kv_capacity:
+            request = next(reversed(self.running.values()))
+            sampled = int(self.steps - request.started_at_step)
+            self._stop(request, request.context + sampled)
+            self.preemptions += 1
+            self.sampled += sampled
+            left = max(1, request.left - sampled)
+            resumed = _SimulatedRequest(
+                request.episode, request.group, request.prompt, request.context + sampled, left, 0, True
+            )
+            self.waiting.appendleft(resumed)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.profile.max_running:
+            request = self.waiting[0]
+            shared = 0 if request.group in self._shared_prompts else request.prompt
+            need = (
+                request.context - request.prompt + shared + self.profile.block_size // 2 + 1
+            )  # one more token for each running request
+            if self.running and self.used + need + len(self.running) > self.profile.kv_capacity:
+                return
+            self.waiting.popleft()
+            self._start(request)
+
+    def _start(self, request: _SimulatedRequest) -> None:
+        own = self.cached.pop(("episode", request.episode), 0.0)
+        self._cached_tokens -= own
+        users = self._shared_prompts.get(request.group)
+        held = float(request.prompt)
+        if users is None:
+            held = self.cached.pop(("prompt", request.group), 0.0)
+            self._cached_tokens -= held
+            users = self._shared_prompts[request.group] = [0, request.prompt]
+            self._shared_tokens += request.prompt
+        users[0] += 1
+        hit = min(held + (own if held >= request.prompt else 0.0), request.context - 1)
+        self.recomputed += max(0, int(request.context - hit) - request.new_tokens)
+        hit = hit // self.profile.block_size * self.profile.block_size
+        if not request.is_resumed:
+            self.prefix_queries += request.context
+            self.prefix_hits += int(hit)
+        self.prefill_backlog_s += (request.context - hit) * self.profile.prefill_s
+        request.started_at_step = self.steps
+        self.running[request.episode] = request
+        self._private_tokens += request.context - request.prompt
+        self._contexts += request.context
+        heapq.heappush(self._ends, (self.steps + request.left, next(self._numbers), request))
+        self._evict()
+
+    def _stop(self, request: _SimulatedRequest, context: float) -> None:
+        del self.running[request.episode]
+        own = context - request.prompt
+        self._private_tokens -= own
+        self._contexts -= context
+        users = self._shared_prompts[request.group]
+        users[0] -= 1
+        self._cache(("episode", request.episode), own)
+        if not users[0]:
+            del self._shared_prompts[request.group]
+            self._shared_tokens -= users[1]
+            self._cache(("prompt", request.group), users[1])
+        if not self.running:
+            self._private_tokens = self._contexts = 0.0
+
+    def _cache(self, name: tuple[str, int], tokens: float) -> None:
+        self.cached[name] = tokens
+        self._cached_tokens += tokens
+        self._evict()
+
+    def _evict(self) -> None:
+        over = self.used + self._cached_tokens - self.profile.kv_capacity
+        while over > 0 and self.cached:
+            name, tokens = next(iter(self.cached.items()))
+            if tokens > over:
+                self.cached[name] = tokens - over
+                self._cached_tokens -= over
+                return
+            del self.cached[name]
+            self._cached_tokens -= tokens
+            over -= tokens

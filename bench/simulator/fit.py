@@ -1,0 +1,112 @@
+"""The constants of a simulated engine, fitted to the measured times of batches on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from bench.simulator.engine import EngineProfile
+
+BLOCK_SIZE = 32
+"""The smallest block that vLLM's attention on the CPU accepts."""
+NUM_BLOCKS = 257
+"""Blocks of the cache, one of which vLLM reserves."""
+KV_CAPACITY = (NUM_BLOCKS - 1) * BLOCK_SIZE
+MAX_RUNNING = 64
+
+RUNNING, CONTEXTS, SAMPLED = (1, 4, 12, 30, 60), (40, 150, 500), (12, 96)
+"""Sequences, context tokens and sampled tokens of the batches."""
+NUM_TURNS, TOKENS_PER_TURN = 5, 32
+"""Turns and tokens of sequences whose turns start one by one, as in rollouts. Each start makes a decode step longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences that run at once, each of some turns on fresh contexts.
+
+    With one turn, all start at once. With more, the first turns have different lengths, so that later ones start one by
+    one.
+    """
+
+    running: int
+    context: int
+    sampled: int
+    turns: int = 1
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens to sample in each turn of each sequence."""
+        later = [self.sampled] * (self.turns - 1)
+        if not later:
+            return [[self.sampled]] * self.running
+        return [[1 + self.sampled * number // self.running, *later] for number in range(self.running)]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all contexts fit into a cache."""
+        return self.running * -(-(self.context + self.sampled) // BLOCK_SIZE) < NUM_BLOCKS
+
+    @property
+    def features(self) -> list[float]:
+        """Decode steps; sequences and contexts summed over steps; prefilled tokens; turns."""
+        sampled = [sum(turns) for turns in self.lengths]
+        contexts = sum(count * self.context + count * count / 2 for turns in self.lengths for count in turns)
+        num_turns = self.running * self.turns
+        return [max(sampled), sum(sampled), contexts, num_turns * self.context, num_turns]
+
+
+BATCHES = [
+    batch
+    for batch in (
+        *(Batch(*sizes) for sizes in product(RUNNING, CONTEXTS, SAMPLED)),
+        *(Batch(*sizes, TOKENS_PER_TURN, NUM_TURNS) for sizes in product(RUNNING[1:], CONTEXTS[:2])),
+    )
+    if batch.fits
+]
+
+
+def fit_profile(passes: Sequence[Mapping[Batch, float]], num_servers: int) -> dict[str, Any]:
+    """The profile of one of `num_servers` servers while all work, from the seconds of each batch in each pass.
+
+    Least squares of relative errors, without negative constants. The passes are averaged, because a shared machine
+    varies from minute to minute.
+    """
+    mean_s = {batch: fmean(seconds[batch] for seconds in passes) for batch in passes[0]}
+    features = np.array([batch.features for batch in mean_s])
+    seconds = np.array([*mean_s.values()])
+    costs = _nonnegative_least_squares(features / seconds[:, None], np.ones(len(mean_s)))
+    errors = features @ costs / seconds - 1
+    names = ("base_s", "per_sequence_s", "per_context_s", "prefill_s", "turn_s")
+    profile = EngineProfile(
+        name="cpu-tiny",
+        kv_capacity=KV_CAPACITY,
+        max_running=MAX_RUNNING,
+        **dict(zip(names, map(float, costs), strict=True)),
+        block_size=BLOCK_SIZE,
+        source=f"fitted to {len(mean_s)} kinds of batches, {num_servers} vLLM servers at once, in {len(passes)} passes",
+    )
+    return {
+        "profile": asdict(profile),
+        "residual": float(np.median(np.abs(errors))),
+        "batches": [
+            {**asdict(batch), "seconds": round(batch_s, 4), "error": round(float(error), 4)}
+            for (batch, batch_s), error in zip(mean_s.items(), errors, strict=True)
+        ],
+    }
+
+
+def _nonnegative_least_squares(features: Any, target: Any) -> Any:
+    """Least squares in which the most negative coefficient is set to 0 until none is negative."""
+    columns = list(range(features.shape[1]))
+    while True:
+        solution, *_ = np.linalg.lstsq(features[:, columns], target, rcond=None)
+        if (solution >= 0).all():
+            costs = np.zeros(features.shape[1])
+            costs[columns] = solution
+            return costs
+        columns.pop(int(solution.argmin()))

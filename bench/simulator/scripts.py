@@ -1,0 +1,104 @@
+"""Scripted episodes: generated workloads, and the episodes of a recorded run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.harness.command import BenchFailed
+
+TINY_MAX_TOKENS, TINY_MEAN_TOKENS, TINY_PROMPT_DIVISOR = 896, 220.0, 4
+"""Episodes of the profile cpu-tiny: maximum and mean tokens of a response, and the divisor of prompt lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeScript:
+    """An episode that is known in advance.
+
+    Each turn has the tokens that it samples, the tokens of its observation, and the seconds of its tool call. The last
+    turn has no tool call.
+    """
+
+    group: int
+    prompt: int
+    turns: tuple[tuple[int, int, float], ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens at the end."""
+        return self.prompt + sum(sampled + observed for sampled, observed, _ in self.turns)
+
+
+def workload(groups: int, samples: int, max_response_tokens: int, mean: float, seed: int) -> list[EpisodeScript]:
+    """Multi-turn episodes as in the paper's stages: 3.7 turns on average; hard problems are long in all samples."""
+    rng = random.Random(seed)
+    scripts = []
+    for group in range(groups):
+        prompt = rng.randint(150, 450)
+        difficulty = rng.lognormvariate(0.0, 0.55)
+        for _ in range(samples):
+            turns = 1 + min(9, int(rng.expovariate(1 / 2.7) + 0.5))
+            length = mean * 0.77 * difficulty * rng.lognormvariate(0.0, 0.45)
+            length = int(min(max_response_tokens, max(16 * turns, length)))
+            scripts.append(EpisodeScript(group, prompt, _turns(turns, length, rng)))
+    return scripts
+
+
+def _turns(count: int, length: int, rng: random.Random) -> tuple[tuple[int, int, float], ...]:
+    shares = [rng.uniform(0.5, 1.5) for _ in range(count)]
+    turns = []
+    left = length
+    for number, share in enumerate(shares):
+        is_last = number == count - 1
+        part = left if is_last else max(2, int(length * share / sum(shares)))
+        part = min(part, left - 2 * (count - 1 - number))
+        observed = 0 if is_last else min(part // 2, rng.randint(8, 200))
+        left -= part
+        turns.append((max(1, part - observed), observed, 0.0 if is_last else rng.lognormvariate(-1.2, 0.8)))
+    return tuple(turns)
+
+
+def tiny_scripts(groups: int, samples: int, seed: int) -> list[EpisodeScript]:
+    """Small episodes. A cache of 8,192 tokens holds three in ten of them, as the caches of 64 MI300X do in stage 2."""
+    scripts = workload(groups, samples, TINY_MAX_TOKENS, TINY_MEAN_TOKENS, seed)
+    return [replace(script, prompt=script.prompt // TINY_PROMPT_DIVISOR) for script in scripts]
+
+
+def recorded_scripts(files: Iterable[Path]) -> Iterator[EpisodeScript]:
+    """The episodes of a run's `episodes/*.jsonl`, with their lengths and tool times."""
+    groups: dict[tuple[int, int], int] = {}
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                row = json.loads(line)
+                if row["turns"]:
+                    yield _recorded(row, groups.setdefault((row["step"], row["group"]), len(groups)))
+            except (KeyError, TypeError, ValueError) as error:
+                raise BenchFailed(f"{file}:{number}: expected an episode as runs record them, got {error!r}") from error
+
+
+def _recorded(row: Mapping[str, Any], group: int) -> EpisodeScript:
+    turns = row["turns"]
+    next_starts = [*(turn["start"] for turn in turns[1:]), turns[-1]["end"]]
+    return EpisodeScript(
+        group=group,
+        prompt=row["prompt_tokens"],
+        turns=tuple(
+            (turn["end"] - turn["start"], start - turn["end"], turn["tool_s"] if start > turn["end"] else 0.0)
+            for turn, start in zip(turns, next_starts, strict=True)
+        ),
+    )
+
+
+def shuffled(scripts: Sequence[EpisodeScript], seed: int) -> list[EpisodeScript]:
+    """The groups in random order, each whole."""
+    groups: dict[int, list[EpisodeScript]] = {}
+    for script in scripts:
+        groups.setdefault(script.group, []).append(script)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    return [script for group in order for script in group]
