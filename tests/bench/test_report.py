@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import report
+from bench import report, roc
 from bench.harness.command import BenchFailed
 from bench.harness.requirements import none_of
 
@@ -24,18 +24,7 @@ PACE = {"calls": 45000, "calls_per_s": 321.4, "cpu_ms": 3.21, "latency_ms": {"p5
 POINTS = {"p50": 5.0, "p90": 60.5, "p99": 200.0}
 
 HALF = {"mean": 0.5, "sd": 0.1}
-ROC = dict.fromkeys(
-    (
-        "accuracy",
-        "tool_error_ratio_correct",
-        "tool_error_ratio",
-        "one_answer",
-        "episodes",
-        "sampled_tokens",
-        "episodes_in_loss",
-    ),
-    HALF,
-)
+ROC = dict.fromkeys((*roc.MEASURES, *roc.COSTS), HALF)
 
 SYNTHETIC: dict[str, dict[str, Any]] = {
     "burst": {
@@ -65,7 +54,8 @@ SYNTHETIC: dict[str, dict[str, Any]] = {
         },
     },
     "soak": {
-        "answered": 1_000_000, "calls_per_s": [127.6, 99.04], "lost": 0, "doubled": 1, "mismatched": 2, "unavailable": 3,
+        "answered": 1_000_000, "calls_per_s": [127.6, 99.04], "lost": 0, "doubled": 1,
+        "mismatched": 2, "unavailable": 3,
         "last_half": {"memory_mb": {"median": 800.0, "growth": 1.25, "noise": 3.0, "tolerance": 1}},
         "at_rest": [{"memory_mb": 700.4}, {"memory_mb": 702.6}],
     },
