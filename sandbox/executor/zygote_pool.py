@@ -6,9 +6,9 @@ profile in the chain. The `verify` zygote is forked from `symbolic` on the first
                            +------- back-off <----- _reap -----+    its calls are retried, its slots released
 
 Invariants:
-- The exit of a zygote ends its own calls only, with two exceptions that end the whole jail: the exit of the first zygote
-  of the chain, which the launcher waits for; and any exit if there are no cgroups, since then only the exit of the
-  jail's init shows that the processes of the calls are gone.
+- The exit of a zygote ends its own calls only, with two exceptions that end the whole jail: the exit of the first
+  zygote of the chain, which the launcher waits for; and any exit if there are no cgroups, since then only the exit of
+  the jail's init shows that the processes of the calls are gone.
 - A zygote that sends an invalid frame is compromised, and so is all that it can reach: its jail is killed.
 - A slot (which is also a uid in the jail) is used by at most one call at a time.
 """
