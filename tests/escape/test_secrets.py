@@ -210,9 +210,9 @@ def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
         batch_mates = [caller.submit(late.running), caller.submit(late.ended)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == 5)
-    caller.answer(before)
-    said = caller.answer(attacks).stdout
-    caller.answer(batch_mates[1])
+    caller.result_of(before)
+    said = caller.result_of(attacks).stdout
+    caller.result_of(batch_mates[1])
     caller.send("cancel", [hanging, batch_mates[0]])
     assert said.endswith("END\n")
     stolen = [token for token in past.secrets | early.secrets | late.secrets if token in said]
@@ -229,7 +229,7 @@ def test_descriptors_of_calls_that_came_together(target: Target) -> None:
         attacks = [caller.submit(attack) for _ in range(3)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == len(attacks))
-    said = [caller.answer(one).stdout for one in attacks]
+    said = [caller.result_of(one).stdout for one in attacks]
     assert all(text.endswith("END\n") for text in said), said
     assert not any("BREACH" in text for text in said), said
 

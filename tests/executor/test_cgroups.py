@@ -127,7 +127,7 @@ def test_a_fork_bomb_is_timed_out_and_changes_no_other_result(with_cgroups: Call
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     bombs = [with_cgroups.submit(call(bomb, timeout_s=0.3, processes=16)) for _ in range(2)]
     assert with_cgroups.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=LONG_S).value == "0"
-    assert [with_cgroups.answer(seq).status for seq in bombs] == [Status.TIMEOUT] * 2
+    assert [with_cgroups.result_of(seq).status for seq in bombs] == [Status.TIMEOUT] * 2
     results = with_cgroups.run_all([call(f"{n}") for n in range(20)])
     assert [(result.value, result.attempts) for result in results] == [(str(n), 1) for n in range(20)]
 

@@ -104,10 +104,10 @@ def test_calls_that_exceed_memory_together_end_as_memory_limit_and_change_no_oth
         bombs = [caller.submit(call(BOMB.format(timing=timing, processes=processes), **limits)) for _ in range(8)]
         others = [caller.submit(call(f"import time; time.sleep(0.1); {n}", timeout_s=60)) for n in range(20)]
         for n, seq in enumerate(others):
-            result = caller.answer(seq)
+            result = caller.result_of(seq)
             assert (result.status, result.value, result.attempts) == (Status.OK, str(n), 1), result
         for seq in bombs:
-            result = caller.answer(seq)
+            result = caller.result_of(seq)
             assert (result.status, result.attempts) == (Status.MEMORY_LIMIT, 1), result
             assert result.error is not None
             assert "memory_mb" in result.error.message

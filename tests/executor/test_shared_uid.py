@@ -60,8 +60,8 @@ def test_sleepers_and_fork_bombs_change_no_other_result(caller: Caller) -> None:
     short = [caller.submit(call("import time; time.sleep(1); 7", timeout_s=60)) for _ in range(10)]
     for result in caller.run_all([call(FORK, timeout_s=60) for _ in range(40)]):
         assert (result.status, result.value, result.attempts) == (Status.OK, "0", 1), result
-    assert [caller.answer(seq).status for seq in bombs] == [Status.TIMEOUT] * 2
-    assert [caller.answer(seq).value for seq in short] == ["7"] * 10
+    assert [caller.result_of(seq).status for seq in bombs] == [Status.TIMEOUT] * 2
+    assert [caller.result_of(seq).value for seq in short] == ["7"] * 10
     caller.send("cancel", sleepers)
     caller.until(lambda: caller.stats.get("running") == 0)
     assert caller.stats["retried_total"] == 0

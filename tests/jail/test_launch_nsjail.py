@@ -191,5 +191,5 @@ def test_calls_survive_the_death_of_nsjail(nsjail: None) -> None:
         seq = caller.submit(call("print('still here')"))
         os.kill(outer, signal.SIGKILL)
         wait_gone(inside)
-        result = caller.answer(seq)
+        result = caller.result_of(seq)
         assert (result.status, result.stdout) == ("ok", "still here\n"), result
