@@ -62,10 +62,10 @@ def measured(run: Run, seconds: float = 0.0) -> dict[str, Any]:
     """What a run that is over says of itself, and how long it took: `seconds` by the clock, or, where more was done
     before, what its units say, who do not count the start of their processes."""
     stages = run.summary()["stages"]
-    steps = [row for row in run.record.metrics() if "seconds_step" in row]
+    steps = [row for row in run.record.read_metrics() if "step_s" in row]
     if not steps or len(stages) < 2:
         raise command.BenchFailed(f"{run.folder}: expected SFT and a stage of RL, each evaluated")
-    whole_s = sum(row["seconds_step"] for row in steps)
+    whole_s = sum(row["step_s"] for row in steps)
     found: dict[str, Any] = {
         "stages": [
             {name: row[name] for name in ("name", "accuracy", "tool_error_ratio", "one_answer", "seconds")}
@@ -75,8 +75,8 @@ def measured(run: Run, seconds: float = 0.0) -> dict[str, Any]:
         "gain": stages[-1]["accuracy"] - stages[0]["accuracy"],
         "problems": (run.folder / "data" / "evaluate.jsonl").read_bytes().count(b"\n"),
         "steps": len(steps),
-        "alone": sum(row["seconds_alone"] for row in steps) / whole_s,
-        "own_cpu": sum(row["seconds_own"] for row in steps) / whole_s,
+        "alone": sum(row["overhead_s"] for row in steps) / whole_s,
+        "own_cpu": sum(row["overhead_cpu_s"] for row in steps) / whole_s,
         "rewards": [row["reward"] for row in steps],
     }
     asked = (

@@ -50,7 +50,7 @@ MEASURES = {
     "tool_error_ratio_correct": "tool errors of correct",
     "tool_error_ratio": "tool errors",
     "one_answer": "one answer",
-    "tokens": "tokens a rollout",
+    "response_length": "tokens per episode",
 }
 COSTS = {"rollouts": "rollouts", "sampled_tokens": "tokens sampled", "in_loss": "rollouts in the loss"}
 CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
@@ -125,13 +125,13 @@ def measured(run: Run, stage: str) -> dict[str, Any]:
     outcomes = sorted(outcomes_of(run.stage(stage) / "evaluation").items())
     groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
     found = report(groups, run.config.evaluate.samples)
-    steps = [row for row in run.record.metrics() if row["stage"] == stage]
+    steps = [row for row in run.record.read_metrics() if row["stage"] == stage]
     return {
         **{name: found.measures[name].value if name in found.measures else None for name in MEASURES},
         "unavailable": found.unavailable,
-        "rollouts": sum(row.get("kept", 0) + row.get("dropped", 0) for row in steps),
-        "sampled_tokens": sum(row.get("tokens", 0) for row in steps),
-        "in_loss": sum(row.get("kept", 0) for row in steps),
+        "rollouts": sum(row.get("episodes_in_loss", 0) + row.get("episodes_not_in_loss", 0) for row in steps),
+        "sampled_tokens": sum(row.get("sampled_tokens", 0) for row in steps),
+        "in_loss": sum(row.get("episodes_in_loss", 0) for row in steps),
         "curves": {name: [row.get(name) for row in steps] for name in CURVES},
     }
 

@@ -31,7 +31,7 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
     python: str | None = OWN_PYTHON
     if level == "landlock" and os.geteuid() == 0 and not is_passable(OWN_PYTHON):
         python = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
-    flags = f"--port 0 --isolation {level} --python {python} --profiles bare --zygotes 1 --slots 2".split()
+    flags = f"--port 0 --isolation {level} --python {python} --profiles bare --zygote-pools 1 --slots 2".split()
     environ = dict(os.environ)
     if source == "variable":
         environ["RSTAR_SANDBOX_TOKEN"] = TOKEN

@@ -44,7 +44,7 @@ CLOSE_TIMEOUT_S = 5.0
 def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code."""
     try:
-        config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         heap.use_one_arena()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -67,8 +67,8 @@ async def _serve(config: ServeConfig, launch: Launch) -> None:
         try:
             listener, address = await _listen(runner, dispatcher)
             if await _wait_started_or_stopped(stop, dispatcher):
-                _warn_of_less(dispatcher, listener.max_connections)
                 _announce(dispatcher, address)
+                _warn_of_less(dispatcher, listener.max_connections)
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
             listener.close()

@@ -153,7 +153,7 @@ class _MachineUsage:
     """CPU and memory of the machine and of the gateway process."""
 
     def __init__(self) -> None:
-        self.cores = machine.cores()
+        self.cores = machine.granted_cores()
         self.memory_bytes = machine.memory_limit()
         self.gauges: dict[str, float] = {}
         self._busy_ticks, self._all_ticks = _cpu_ticks()

@@ -1,12 +1,15 @@
-"""Settles a zygote's memory, so that forking it copies as little as possible.
+"""Arranges a zygote's memory so that a fork copies as little as possible.
 
-A fork copies each mapping of its parent (1 µs, and its end as much), and the page tables of all that the parent has
-written to: an entry and its bookkeeping for each 4 KiB, which for a heap of 50 MB costs more than everything else a
-small call does. So while a zygote loads (`gather`), and even before (`restart`), all memory comes from one heap, which
-is then collapsed into huge pages (`settle`; madvise(2), MADV_COLLAPSE, Linux 6.1). A kernel that cannot stays slower.
+This is an optimisation: where the kernel or the C library lacks a feature, forks are slower.
 
-Code is another matter: it is mapped from files, whose pages a fork does not copy, so each call would fault them in
-again, 16 at a time. What of the interpreter fills whole huge pages is copied into such: no fault at all in a call.
+A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
+each 4 KiB page that the parent has written. For a heap of 50 MB these entries cost more than all else of a small call.
+
+    use_one_heap, reexec_with_malloc   all memory comes from malloc's heap          at the start of a zygote
+    colocate_bytecode                  hot bytecode lies side by side               after the first warm-up
+    remap_code                         code in huge pages, two mappings a library   after a profile is loaded
+    compact_heap                       the heap is collapsed into huge pages        after that; MADV_COLLAPSE, Linux 6.1
+    trim_heap                          the free end of the heap is returned         last
 """
 
 from __future__ import annotations
@@ -79,15 +82,15 @@ class _Loaded(ctypes.Structure):
 
 
 _Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
-_usual = _Arenas()
-ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_usual))
+_default_arenas = _Arenas()
+ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_default_arenas))
 
 _RAW, _MEM, _OBJECTS = range(3)  # PyMemAllocatorDomain
 _RESTARTED = "RSTAR_SMALL_OBJECTS"
 
 
-def restart() -> None:
-    """First thing in a zygote, after `gather`: start anew, with what that itself takes in malloc's heap, too.
+def reexec_with_malloc() -> None:
+    """First thing in a zygote, after `use_one_heap`: start anew, with what that itself takes in malloc's heap, too.
 
     Its own allocator (Objects/obmalloc.c) would have put that into mappings of 1 MiB here and there, which nothing can
     make huge: 1,000 pages to copy in each fork. PYTHONMALLOC=malloc does without that allocator for good. So its
@@ -122,7 +125,7 @@ def _allocator(domain: int) -> _Allocator:
     return found
 
 
-_kept: list = []
+_kept_alive: list = []
 
 _ONE_HEAP = 32 << 20
 """The most that malloc takes as the size from which on a block gets a mapping of its own."""
@@ -132,21 +135,21 @@ _OWN_MAPPING = 4 << 20
 """That size for calls. The library would begin with 128 KiB and learn; a call has no time to."""
 
 
-def gather() -> None:
-    """Until `settle`, take memory of every kind from malloc's heap, where it fills huge pages.
+def use_one_heap() -> None:
+    """Until `compact_heap`, take memory of every kind from malloc's heap, where it fills huge pages.
 
     Else arenas and larger blocks get mappings of their own, here and there between libraries. The arenas that are there
     must not be freed as if malloc had made them, so something in each is kept.
     """
-    _kept.append(gc.get_objects())
+    _kept_alive.append(gc.get_objects())
     raw = _allocator(_RAW)  # malloc, which takes a context, too
     ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_Arenas(raw.context, raw.malloc, raw.free)))
     _map_own(_ONE_HEAP)
 
 
-def _scatter() -> None:
+def _restore_allocators() -> None:
     """From now on, what is taken can be given back."""
-    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_usual))
+    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_default_arenas))
     _map_own(_OWN_MAPPING)
 
 
@@ -155,7 +158,7 @@ def _map_own(size: int) -> None:
     _mallopt(_M_TRIM_THRESHOLD, 2 * size)
 
 
-def gather_code(folder: str) -> int:
+def colocate_bytecode(folder: str) -> int:
     """Put the bytecode of the functions of `folder` that have run often side by side. Returns how many they are.
 
     From Python 3.12 on the interpreter notes in the bytecode which way each jump went. So a call copies every page with
@@ -195,7 +198,7 @@ def _holes(size: int) -> Iterator[int]:
         yield block
 
 
-def settle() -> int:
+def compact_heap() -> int:
     """Give back what is free, freeze what is left, collapse it. Returns the number of huge pages."""
     gc.collect()
     fork_refcounts.immortalize()
@@ -206,12 +209,14 @@ def settle() -> int:
     _fill_pools()
     _fill_heap()
     _malloc_trim(0)
-    _scatter()
+    _restore_allocators()
     top = _libc.sbrk(0) // _HUGE  # a heap that fills it could not grow any more
-    return sum(_collapse(block) or _complete(block) for block in blocks | _resident_below(top) if block != top)
+    return sum(
+        _collapse(block) or _map_rest_and_collapse(block) for block in blocks | _resident_below(top) if block != top
+    )
 
 
-def trim() -> None:
+def trim_heap() -> None:
     """Give back the free end of the heap, which each fork would copy. (malloc_trim would go for the holes as well.)"""
     _mallopt(_M_TRIM_THRESHOLD, 0)
     _libc.free(_libc.malloc(_CHUNK))
@@ -245,7 +250,7 @@ def _collapse(block: int) -> bool:
     return bool(_libc.madvise(block * _HUGE, _HUGE, _MADV_COLLAPSE) == 0)
 
 
-def _complete(block: int) -> bool:
+def _map_rest_and_collapse(block: int) -> bool:
     """Collapse a block of which a part is not mapped, by mapping that as well."""
     flags = _MAP_PRIVATE_ANONYMOUS | _MAP_FIXED_NOREPLACE
     pages = range(block * _HUGE, (block + 1) * _HUGE, mmap.PAGESIZE)
@@ -256,7 +261,7 @@ def _complete(block: int) -> bool:
     return is_whole
 
 
-_filling: list = []
+_fillers: list = []
 _POOL, _POOL_HEADER, _LARGEST, _STEP = 1 << 14, 48, 512, 16
 _BATCH, _MOST_BATCHES, _NEAR = 16, 4096, 8
 
@@ -272,13 +277,13 @@ def _fill_pools() -> None:
             batch: list = [None] * _BATCH
             for place in range(_BATCH):  # and nothing else is taken meanwhile
                 batch[place] = kind(*arguments)
-            _filling.append(batch)
+            _fillers.append(batch)
             places = places[-2:] + [id(thing) for thing in batch]
-            if _begins_a_pool(places, size):
+            if _starts_new_pool(places, size):
                 break
 
 
-def _begins_a_pool(places: list, size: int) -> bool:
+def _starts_new_pool(places: list, size: int) -> bool:
     """Blocks come one after another from the start of a pool, so no other pool of that size had room. Some may be
     missing, which whoever fills has taken itself."""
     start, near = _POOL_HEADER + 3 * size, _NEAR * size
@@ -292,7 +297,7 @@ _settled: set = set()
 _MOST_CODE = 16 << 20
 
 
-def settle_code() -> int:
+def remap_code() -> int:
     """Have each loaded library take two mappings rather than five, since a fork copies those, too, and copy what of the
     programs' code and constants fills huge pages into such. Returns how many.
 
@@ -320,12 +325,12 @@ def settle_code() -> int:
         _libc.mprotect(start, end - start, rights)
         if rights & _PROT_EXEC and end - start <= _MOST_CODE:
             blocks = range(-(-start // _HUGE), end // _HUGE)
-            replaced += sum(_replace(block * _HUGE) for block in blocks)
+            replaced += sum(_replace_by_huge_page(block * _HUGE) for block in blocks)
     _settled.update(spans)
     return replaced
 
 
-def _replace(block: int) -> bool:
+def _replace_by_huge_page(block: int) -> bool:
     """Put a huge page of the same content in the place of a block, in one step: what runs there just goes on."""
     spare = _libc.mmap(None, 2 * _HUGE, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
     if spare == _FAILED:

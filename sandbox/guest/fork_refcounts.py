@@ -28,7 +28,7 @@ _CODE_PARTS = (
 )
 
 
-def is_possible() -> bool:
+def is_supported() -> bool:
     """Whether this is an interpreter whose counts are known to work that way."""
     return (
         sys.implementation.name == "cpython"
@@ -36,7 +36,7 @@ def is_possible() -> bool:
         and sys.byteorder == "little"
         and getattr(sys, "_is_gil_enabled", lambda: True)()
         and ctypes.sizeof(ctypes.c_ssize_t) == 8
-        and _holds()
+        and _works_here()
     )
 
 
@@ -45,7 +45,7 @@ def immortalize() -> int:
 
     Those that are so already are left alone: most lie in memory that is shared with a parent.
     """
-    if not is_possible():
+    if not is_supported():
         return 0
     changed = 0
     for address in _addresses():
@@ -71,7 +71,7 @@ def _addresses() -> list:
     return [id(thing) for thing in found if id(thing) not in mine]
 
 
-def _holds() -> bool:
+def _works_here() -> bool:
     """Try it on an object of our own: its count must no longer move."""
     subject = object()
     ctypes.c_uint32.from_address(id(subject)).value = _IMMORTAL

@@ -1,4 +1,4 @@
-"""From a spec to what is done: the argv that starts a jail, and the steps that the guest takes around each call."""
+"""Turns a `JailSpec` into the argv that starts the jail, and into the plan by which the guest confines each call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sandbox.jail.landlock_rules import check_requirements, rules_for
 from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec, Level
 
 CALL_INODES = 4096
-"""Files in a call's scratch folder: each costs the kernel about 1 KiB that disk_mb does not count."""
+"""Maximum number of files in a scratch directory. Each takes about 1 KiB of kernel memory beyond disk_mb."""
 LAUNCHER_MODULES = {
     Level.NSJAIL: "launch_nsjail",
     Level.NAMESPACES: "launch_namespaces",
@@ -20,24 +20,28 @@ LAUNCHER_MODULES = {
 }
 
 
-def launch_argv(spec: JailSpec, fd: int) -> list[str]:
-    """The argv that starts this jail, with `fd` (a Unix socket) inherited.
+def launch_argv(spec: JailSpec, socket_fd: int) -> list[str]:
+    """Return the argv of the launcher of this jail. It inherits `socket_fd`, the guest's end of a Unix socket.
 
-    Start it by `subprocess.Popen(command(spec, fd), pass_fds=[fd])`. Its exit status is the guest's; killing it takes
-    the whole jail down, and the end of the process that started it does, too.
+        subprocess.Popen(launch_argv(spec, fd), pass_fds=[fd])
+
+    The launcher's exit status is the guest's. The jail ends when the launcher is killed, and when the process that
+    started the launcher ends.
     """
-    assert fd > 2, "standard streams are not passed on"
-    return [sys.executable, "-I", "-m", f"sandbox.jail.{LAUNCHER_MODULES[spec.level]}", spec.encode(), str(fd)]
+    assert socket_fd > 2, "the guest's standard streams are not the launcher's"
+    module = f"sandbox.jail.{LAUNCHER_MODULES[spec.level]}"
+    return [sys.executable, "-I", "-m", module, spec.encode(), str(socket_fd)]
 
 
 def confinement_plan(spec: JailSpec) -> dict[str, Any]:
-    """What the guest does around each call, as JSON: `guest.confine` carries it out. Raises `IsolationError` where
-    level `landlock` would lack something."""
+    """Return the plan, as JSON, that `guest/confine.py` executes for each call.
+
+    Raises `IsolationError` if level `landlock` lacks something, or there is no seccomp policy for this machine.
+    """
     if spec.level is Level.LANDLOCK:
         return _landlock_plan(spec)
     confined = spec.level in (Level.NSJAIL, Level.NAMESPACES)
     return {
-        "level": spec.level.value,
         "unshare_pid": confined,
         "unshare": kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS if confined else 0,
         "unshare_user": confined and spec.user_namespace_per_call,
@@ -62,28 +66,27 @@ def _landlock_plan(spec: JailSpec) -> dict[str, Any]:
     program = seccomp.program(seccomp.FilterKind.OWN_UID if has_uids else seccomp.FilterKind.SHARED_UID)
     uid_base = None if spec.uid_base is None else spec.uid_base + FIRST_SLOT_UID
     return {
-        "level": spec.level.value,
         "unshare_pid": False,
         "unshare": 0,
         "unshare_user": False,
-        "bounds_processes": has_uids,  # else the kernel counts all that the server's uid has
+        "bounds_processes": has_uids,  # else the kernel would count all processes of the server's user
         "tmpfs": None,
         "inodes": CALL_INODES,
         "uid_base": uid_base,
         "drop_caps": True,
         "drop_bounding": has_uids,
         "no_new_privs": True,
-        "zygote_seccomp": None,  # there, entering the folder takes half of what a call may not
+        "zygote_seccomp": None,  # entering a scratch directory needs many calls that it would refuse
         "seccomp": base64.b64encode(program).decode(),
         "own_pid_at": seccomp.own_pid_offsets(program),
         "landlock": {
             **rules_for(spec, abi).encode(),
-            "folder": f"{spec.scratch}/calls",
+            "folder": f"{spec.scratch_root}/calls",
             "uid_base": uid_base,
             "slots": spec.slots,
         },
     }
 
 
-def _encoded_filter(policy: seccomp.FilterKind) -> str:
-    return base64.b64encode(seccomp.program(policy)).decode()
+def _encoded_filter(kind: seccomp.FilterKind) -> str:
+    return base64.b64encode(seccomp.program(kind)).decode()

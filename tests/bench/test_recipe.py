@@ -11,8 +11,8 @@ from bench import recipe
 from bench.harness.command import BenchFailed
 from bench.report import table_of
 from trainer.config import load
+from trainer.json_files import write_json
 from trainer.recipe.runner import Run, Unit
-from trainer.runs.run_folder import write_json
 
 MACHINE = {"cpu": "a", "cores": 2, "kernel": "6", "load": [0.0], "commit": "b", "date": "2026-01-01T00:00:00"}
 
@@ -35,9 +35,9 @@ def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], alone_s:
                 "step": step,
                 "stage": "rl1",
                 "reward": 0.5 * step,
-                "seconds_step": 10.0,
-                "seconds_alone": alone_s,
-                "seconds_own": 1.0,
+                "step_s": 10.0,
+                "overhead_s": alone_s,
+                "overhead_cpu_s": 1.0,
             }
         )
     return run

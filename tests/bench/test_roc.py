@@ -10,7 +10,7 @@ import pytest
 
 from bench import roc
 from trainer.config import load
-from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.recipe.evaluation import write_outcomes
 from trainer.recipe.runner import Run, Unit
 
@@ -18,17 +18,17 @@ SHARED = load(roc.CONFIG, {})
 
 
 def episode(number: int, sample: int, reward: float | None, *, fails: bool) -> Episode:
-    call = ToolCall("python", "1", "", CallStatus.ERROR if fails else CallStatus.OK, "1")
+    call = ToolCall("python", {"code": "1"}, ToolCallStatus.ERROR if fails else ToolCallStatus.OK, "1")
     return Episode(
         Problem(f"p{number}", "text", "1"),
         sample,
         prompt_ids=(1,),
-        ids=(1, 2, 3),
+        response_ids=(1, 2, 3),
         logprobs=(-1.0,) * 3,
-        mask=(1,) * 3,
-        steps=(Turn(0, 3, "", (call,)),),
-        stop=StopReason.FINISHED,
-        answer_tags=1,
+        loss_mask=(1,) * 3,
+        turns=(Turn(0, 3, "", (call,)),),
+        stop_reason=StopReason.FINISHED,
+        answer_blocks=1,
         reward=reward,
     )
 
@@ -66,7 +66,7 @@ def test_what_a_run_left_is_read(tmp_path: Path) -> None:
     for one in episode(0, 0, None, fails=True), episode(1, 0, 0.0, fails=True), episode(0, 0, 1.0, fails=False):
         write_outcomes(tmp_path / "stages/sft/evaluation", [one])
     for step in (1, 2):
-        row = {"step": step, "stage": "sft", "kept": 8, "dropped": 8, "tokens": 100}
+        row = {"step": step, "stage": "sft", "episodes_in_loss": 8, "episodes_not_in_loss": 8, "sampled_tokens": 100}
         run.record.append_metrics({**row, "one_answer": 0.5})
     found = roc.measured(run, "sft")
     assert (found["accuracy"], found["tool_error_ratio"], found["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)

@@ -23,7 +23,7 @@ from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 pytestmark = pytest.mark.timeout(400)
-FLAGS = ("--profiles", "bare", "--executors", "2", "--zygotes", "1", "--slots", "4")
+FLAGS = ("--profiles", "bare", "--executors", "2", "--zygote-pools", "1", "--slots", "4")
 
 
 @pytest.fixture

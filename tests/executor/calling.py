@@ -107,7 +107,7 @@ def executor(
 
     `server` is the command that its own Python is, `process_options` are those of its `Popen`.
     """
-    settings = {"isolation": "auto", "profiles": ("bare",), "zygotes": 1, "slots": 4, **settings}
+    settings = {"isolation": "auto", "profiles": ("bare",), "zygote_pools": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
             settings["isolation"] = choose_level("auto").level.value
@@ -122,7 +122,7 @@ def executor(
     with ours, process:
         try:
             caller = Caller(process, ours)
-            caller.send("configure", config.settings())
+            caller.send("configure", config.encode())
             caller.until(lambda: bool(caller.ready))
             yield caller
             ours.close()

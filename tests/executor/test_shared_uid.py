@@ -75,7 +75,7 @@ def test_each_call_has_its_own_limit_of_processes(caller: Caller) -> None:
 UNCOUNTED = """
 import runpy, sys
 from sandbox import jail
-jail.probe_process_limits = lambda: jail.ProbedLayer("process counts", False, "not here", "")
+jail.probe_process_limits = lambda: jail.ProbedLayer("process limits", False, "not here", "")
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """

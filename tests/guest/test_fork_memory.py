@@ -21,8 +21,8 @@ def faults():
         os._exit(0)
     return os.wait4(child, 0)[2].ru_minflt
 before, cost = work(), min(faults() for _ in range(5))
-replaced = fork_memory.settle_code()
-print(replaced, work() == before, min(faults() for _ in range(5)) <= cost, fork_memory.settle_code())
+replaced = fork_memory.remap_code()
+print(replaced, work() == before, min(faults() for _ in range(5)) <= cost, fork_memory.remap_code())
 """
 
 
@@ -40,7 +40,7 @@ import sys; sys.path.insert(0, {str(GUEST)!r})
 import fork_memory
 scattered = [bytes(100) for _ in range(100_000)]
 del scattered[::7]
-fork_memory.settle()
+fork_memory.compact_heap()
 pools = {{id(thing) >> 14 for thing in [bytes(100) for _ in range(90)]}}
 print(len(pools) <= 2)
 """
@@ -51,11 +51,11 @@ print(len(pools) <= 2)
 LAYOUT = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import fork_memory
-fork_memory.gather()
+fork_memory.use_one_heap()
 import decimal, email.message, json
 kept = [[str(number)] for number in range(200_000)], bytes(1 << 20)
-huge = fork_memory.settle()
-fork_memory.settle_code()
+huge = fork_memory.compact_heap()
+fork_memory.remap_code()
 import pathlib
 ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
 heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
@@ -80,8 +80,8 @@ def test_what_a_zygote_loads_is_one_heap_of_huge_pages() -> None:
 STARTED = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import fork_memory
-fork_memory.gather()
-fork_memory.restart()
+fork_memory.use_one_heap()
+fork_memory.reexec_with_malloc()
 import gc, os, pathlib
 ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
 heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
@@ -100,15 +100,15 @@ def test_what_the_interpreter_itself_takes_is_in_that_heap_too() -> None:
     assert done.stdout == "True [] ['-c', 'one']\nTrue 688890\n"
 
 
-def test_filling_stops_with_the_holes() -> None:
+def test_fillers_stops_with_the_holes() -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import fork_memory
 for size in range(16, 500, 16):
     scattered = [bytes(size) for _ in range(2_000)]
     del scattered[::7]
-fork_memory.settle()
-print(len(fork_memory._filling) < 2_000)
+fork_memory.compact_heap()
+print(len(fork_memory._fillers) < 2_000)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "True\n"
@@ -117,18 +117,19 @@ print(len(fork_memory._filling) < 2_000)
 GATHERED = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import fork_memory
-fork_memory.gather()
+fork_memory.use_one_heap()
 import frames, runner
 kept = [bytearray(size) for size in range(200, 4000, 8)]
 del kept[::2]
 def work():
     runner._last_line("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
-    return frames.cut(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
+    return frames.split_blobs(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
 before = [work() for _ in range(200)][0]
-count = fork_memory.gather_code({str(GUEST)!r})
-functions = frames.cut, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
+count = fork_memory.colocate_bytecode({str(GUEST)!r})
+functions = frames.split_blobs, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
 there = sorted(id(function.__code__) for function in functions)
-print(count, all(work() == before for _ in range(200)), there[-1] - there[0] < 32768, frames.cut.__name__, flush=True)
+print(count, all(work() == before for _ in range(200)), there[-1] - there[0] < 32768, end=" ")
+print(frames.split_blobs.__name__, flush=True)
 import os; os._exit(0)
 """
 
@@ -138,7 +139,7 @@ def test_code_that_runs_often_lies_together_and_runs_on() -> None:
         [sys.executable, "-I", "-c", GATHERED], capture_output=True, text=True, check=True, timeout=60
     )
     count, same, together, name = done.stdout.split()
-    assert (same, name) == ("True", "cut")
+    assert (same, name) == ("True", "split_blobs")
     if count == "0":
         pytest.skip("this interpreter does not adapt its bytecode")
     assert together == "True"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.runtime import best_base
+from sandbox.runtime import best_python
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 
@@ -21,7 +21,7 @@ def _run(python: Path | str, code: str) -> str:
 
 @pytest.fixture(scope="module")
 def newer() -> Path:
-    python, version = best_base()
+    python, version = best_python()
     if version < (3, 12):
         pytest.skip("needs a Python 3.12 or later, as python3.12 or python3.13")
     return python
@@ -71,7 +71,7 @@ print(all(sys.getrefcount(part) > 1 << 30 for part in (constant, *constant)))
 
 
 def test_an_older_python_is_left_alone() -> None:
-    code = "print(fork_refcounts.is_possible(), fork_refcounts.immortalize() > 0)"
+    code = "print(fork_refcounts.is_supported(), fork_refcounts.immortalize() > 0)"
     possible = sys.version_info >= (3, 12)
     assert _run(sys.executable, code) == f"{possible} {possible}\n"
 
@@ -79,7 +79,7 @@ def test_an_older_python_is_left_alone() -> None:
 def test_settling_leaves_a_working_interpreter(guest_python: Path) -> None:
     code = """
 import sympy
-huge = fork_memory.settle()
+huge = fork_memory.compact_heap()
 x = sympy.Symbol("x")
 print(huge >= 0, gc.get_freeze_count() > 1000, sympy.solve(x**2 - 4, x))
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox.executor.executor import GUEST
+from sandbox.jail import GUEST_SOURCE_DIR
 from sandbox.types import Status
 from tests.executor.calling import Caller, call
 
@@ -118,7 +118,7 @@ def test_the_working_folder_is_empty_private_and_writable(guest: Caller) -> None
 
 
 def test_of_the_zygote_nothing_is_in_sight(guest: Caller) -> None:
-    names = sorted(path.stem for path in GUEST.glob("*.py"))
+    names = sorted(path.stem for path in GUEST_SOURCE_DIR.glob("*.py"))
     code = f"import sys\nset({names}) & set(sys.modules)"
     assert "zygote" in names
     assert guest.run(code).value == "set()"

@@ -62,7 +62,7 @@ def test_libraries_include_libc_and_the_loader() -> None:
 def test_python_reads_as_elf_and_text_does_not(tmp_path: Path) -> None:
     found = elf.read(str(Path(sys.executable).resolve()))
     assert found is not None
-    assert found.interpreter is not None
+    assert found.loader is not None
     assert found.needed
     (tmp_path / "text").write_text("x" * 100)
     assert elf.read(str(tmp_path / "text")) is elf.read(str(tmp_path)) is elf.read("/missing") is None

@@ -36,11 +36,11 @@ ALL_FILES = (1 << 13) - 1
     ],
 )
 def test_all_that_an_abi_can_refuse_is_handled(abi: int, handled: tuple[int, int, int]) -> None:
-    assert landlock_rules.handled(abi) == handled
+    assert landlock_rules.handled_rights(abi) == handled
 
 
 def pure_spec(**more: object) -> JailSpec:
-    return JailSpec(Level.LANDLOCK, PYTHON, "/src/guest", scratch="/tmp/calls", **more)  # type: ignore[arg-type]
+    return JailSpec(Level.LANDLOCK, PYTHON, "/src/guest", scratch_root="/tmp/calls", **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("abi", range(1, 8))
@@ -81,7 +81,7 @@ def test_python_that_calls_cannot_reach_is_refused_by_name(monkeypatch: pytest.M
         monkeypatch.setattr(kernel, "effective_capabilities", lambda: LANDLOCK_CAPABILITIES | {kernel.CAP_SYS_ADMIN})
         landlock_rules.check_requirements(spec, 7)  # the launcher mounts it where calls can reach it
         with pytest.raises(IsolationError, match=f"cannot reach {folder}/closed;"):
-            landlock_rules.check_requirements(replace(spec, scratch=f"{folder}/closed/calls"), 7)
+            landlock_rules.check_requirements(replace(spec, scratch_root=f"{folder}/closed/calls"), 7)
 
 
 @pytest.fixture(params=["uids of their own", "one uid"])
@@ -96,14 +96,14 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
         if uids[0] is None:
             pytest.skip("uids of their own: needs root with Docker's default capabilities")
         python = find(jails.reachable_python(python.executable))
-    scratch = f"/tmp/rstar-test-{secrets.token_hex(8)}"
-    spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch)
+    scratch_root = f"/tmp/rstar-test-{secrets.token_hex(8)}"
+    spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch_root)
     yield spec
     for _ in range(3000):  # init is no child of ours
-        if not os.path.exists(scratch):
+        if not os.path.exists(scratch_root):
             return
         select.select([], [], [], 0.01)
-    pytest.fail(f"{scratch} is left")
+    pytest.fail(f"{scratch_root} is left")
 
 
 def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +113,12 @@ def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_zygote_is_held_too(spec: JailSpec) -> None:
+    root = spec.scratch_root
     code = f"""
 tell([
-    tried(os.listdir, "/"), tried(open, "/etc/passwd"), tried(os.listdir, "/proc"), tried(os.mkdir, "{spec.scratch}x"),
-    tried(open, "{spec.scratch}/guest/zygote.py", "a"), tried(os.unlink, "{spec.scratch}/guest/zygote.py"),
-    tried(os.mkdir, "{spec.scratch}/calls/0"), tried(os.mkdir, "{spec.scratch}/x"), tried(os.listdir, "{spec.scratch}"),
+    tried(os.listdir, "/"), tried(open, "/etc/passwd"), tried(os.listdir, "/proc"), tried(os.mkdir, "{root}x"),
+    tried(open, "{root}/guest/zygote.py", "a"), tried(os.unlink, "{root}/guest/zygote.py"),
+    tried(os.mkdir, "{root}/calls/0"), tried(os.mkdir, "{root}/x"), tried(os.listdir, "{root}"),
     tried(os.kill, {os.getpid()}, 0) if {_abi() >= 6} else "Operation not permitted",
     os.getcwd(),
 ])

@@ -45,10 +45,10 @@ def test_is_found_on_path_and_where_it_is_said_to_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "came"),
     [
-        ("{}/missing", "nothing there"),
-        ("missing-nsjail", "nothing of that name on PATH"),
-        ("{}", "a folder"),
-        ("{}/text", "a file that may not be executed"),
+        ("{}/missing", "no such file"),
+        ("missing-nsjail", "no such command on PATH"),
+        ("{}", "a directory"),
+        ("{}/text", "a file that is not executable"),
     ],
 )
 def test_what_is_no_program_is_refused_by_name(tmp_path: Path, asked: str, came: str) -> None:
@@ -87,7 +87,7 @@ def test_auto_takes_it_only_if_a_trial_held() -> None:
     [
         ("exit 9", r"does not hold \(status 9\)"),
         (f"echo 'no such luck' > {nsjail.LOG}; exit 255", "no such luck"),
-        ("exit 255", "it does not say why"),
+        ("exit 255", "its log is empty"),
     ],
 )
 def test_a_trial_that_fails_says_why(machine: None, tmp_path: Path, script: str, why: str) -> None:
@@ -129,7 +129,7 @@ def test_nsjail_that_is_no_program_ends_the_start(
 ) -> None:
     monkeypatch.setenv("RSTAR_NSJAIL", str(tmp_path / "missing"))
     with jails.started(spec, None) as jail:
-        assert "nothing there; install nsjail" in jail.refused()
+        assert "no such file; install nsjail" in jail.refused()
         assert jail.process.returncode == EXIT_LAYER_REFUSED
 
 

@@ -49,10 +49,10 @@ def test_guest_environment_is_the_spec_and_the_packages() -> None:
     assert spec(Level.NONE, env={"A": "1"}).guest_env() == {"A": "1"}
 
 
-@pytest.mark.parametrize(("level", "scratch"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
-def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch: str | None) -> None:
-    with pytest.raises(ConfigError, match="scratch="):
-        spec(level, scratch=scratch)
+@pytest.mark.parametrize(("level", "scratch_root"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
+def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch_root: str | None) -> None:
+    with pytest.raises(ConfigError, match="scratch_root="):
+        spec(level, scratch_root=scratch_root)
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
@@ -62,7 +62,6 @@ def test_plan_is_json_and_has_every_layer(level: Level) -> None:
     assert b64decode(plan.pop("zygote_seccomp")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
     assert b64decode(plan.pop("seccomp")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
     assert plan == {
-        "level": level.value,
         "unshare_pid": True,
         "unshare_user": False,
         "bounds_processes": True,
@@ -131,17 +130,17 @@ def test_subordinate_ids_are_those_that_a_user_has_as_uids_and_as_gids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = tmp_path / "subuid", tmp_path / "subgid"
-    monkeypatch.setattr(userns, "SUBORDINATE", tuple(map(str, files)))
+    monkeypatch.setattr(userns, "SUBORDINATE_ID_FILES", tuple(map(str, files)))
     monkeypatch.setattr("os.geteuid", lambda: 4242)
-    assert userns.subordinate() == (0, 0), "there are no such files"
+    assert userns.subordinate_ids() == (0, 0), "there are no such files"
     files[0].write_text("other:1:9\n4242:100000:65536\n4242:300000:10\nnonsense\n4242:x:5\n")
     files[1].write_text("4242:120000:65536\n")
-    assert userns.subordinate() == (120_000, 165_536)
+    assert userns.subordinate_ids() == (120_000, 165_536)
     monkeypatch.setattr("pwd.getpwuid", lambda _uid: SimpleNamespace(pw_name="other"))
     files[1].write_text("other:1:5\n")
-    assert userns.subordinate() == (1, 6)
+    assert userns.subordinate_ids() == (1, 6)
     files[1].write_text("4242:400000:65536\n")
-    assert userns.subordinate() == (0, 0)
+    assert userns.subordinate_ids() == (0, 0)
 
 
 def test_servers_begin_at_places_of_their_own() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import Level, LevelChoice, ProbedLayer, choose_level, probe
-from sandbox.jail.probe import TRIES, _probe_in_child
+from sandbox.jail.probe import MAX_TRIES, _probe_in_child
 from tests.jail import jails
 
 
@@ -131,11 +131,11 @@ LASTING = {
 
 
 @pytest.mark.parametrize("reason", PASSING)
-@pytest.mark.parametrize("failures", [1, TRIES - 1, TRIES])
+@pytest.mark.parametrize("failures", [1, MAX_TRIES - 1, MAX_TRIES])
 def test_attempt_that_fails_for_a_passing_reason_is_made_again(
     reason: str, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[_probe_in_child.__module__], "RETRY_S", 0)
+    monkeypatch.setattr(sys.modules[_probe_in_child.__module__], "RETRY_DELAY_S", 0)
     attempts = mmap.mmap(-1, 1)  # shared with the children that make them
 
     def attempt() -> str:
@@ -143,7 +143,7 @@ def test_attempt_that_fails_for_a_passing_reason_is_made_again(
         return PASSING[reason]() if attempts[0] <= failures else "there"
 
     layer = _probe_in_child("seccomp", attempt, "for a test")
-    assert (layer.ok, attempts[0]) == (failures < TRIES, min(failures + 1, TRIES)), layer
+    assert (layer.ok, attempts[0]) == (failures < MAX_TRIES, min(failures + 1, MAX_TRIES)), layer
     assert layer.found
 
 

@@ -72,13 +72,15 @@ def test_program_says_what_the_policy_says_for_checked_arguments(name: str, argu
 def test_program_says_what_its_policy_says(policy: seccomp.FilterKind, registers: list[int]) -> None:
     for number in range(512):
         said = emulate(seccomp.program(policy), number, registers)[0]
-        assert said == seccomp.evaluate(number, registers, policy=policy), number
+        assert said == seccomp.evaluate(number, registers, kind=policy), number
 
 
 @given(registers)
 def test_a_zygotes_filter_and_what_each_call_adds_are_the_policy(registers: list[int]) -> None:
     for number in range(512):
-        both = [seccomp.evaluate(number, registers, policy=seccomp.FilterKind(name)) for name in ("zygote", "added")]
+        both = [
+            seccomp.evaluate(number, registers, kind=seccomp.FilterKind(name)) for name in ("zygote", "call on top")
+        ]
         stricter = min(both)  # a refusal's value is below that of ALLOW
         if seccomp.ENOSYS in both and seccomp.EPERM in both:  # the later filter's errno counts
             stricter = both[1]
@@ -122,7 +124,7 @@ def test_who_shares_the_servers_uid_reaches_only_itself(
     name: str, arguments: tuple[int, ...], is_allowed: bool
 ) -> None:
     words = [argument & 2**64 - 1 for argument in (*arguments, *(0,) * 6)][:6]
-    verdict = seccomp.evaluate(X86_64[name], words, policy=seccomp.FilterKind.SHARED_UID)
+    verdict = seccomp.evaluate(X86_64[name], words, kind=seccomp.FilterKind.SHARED_UID)
     assert verdict == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from trainer.engines.pool import Busy
 from trainer.engines.vllm_client import Generation, Sampling
-from trainer.episodes.episode import CallStatus, ToolCall
-from trainer.episodes.reward import Verdict
+from trainer.episodes.episode import ToolCall, ToolCallStatus
+from trainer.episodes.reward import VerifyOutcome
 
 TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response") for slash in ("", "/")]
 TEXTS = [
@@ -49,7 +49,7 @@ def qwen_tokenizer(template: str | None = None) -> Any:
 
 class FakePythonTool:
     """A tool whose `code` says what becomes of it: `error`, `timeout`, `unavailable` and so on by the names of
-    `CallStatus`; `replies` has the response to any other code, which is else its own response."""
+    `ToolCallStatus`; `replies` has the response to any other code, which is else its own response."""
 
     def __init__(self, replies: Mapping[str, str] | None = None) -> None:
         self.replies = dict(replies or {})
@@ -59,14 +59,14 @@ class FakePythonTool:
         self.asked.append((name, arguments))
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
-            code, stdin = given["code"], given.get("input", "")
+            code = given["code"]
         except (ValueError, KeyError, TypeError, AttributeError) as why:
-            return replied(CallStatus.MALFORMED, f"{type(why).__name__}: {why}", name=name)
-        if code == CallStatus.UNAVAILABLE:
-            return replied(CallStatus.UNAVAILABLE, "", code, stdin, name=name, error="the fake is out of order")
-        if code in set(CallStatus):
-            return replied(CallStatus(code), f"it ended with {code}", code, stdin, name=name)
-        return replied(CallStatus.OK, self.replies.get(code, code), code, stdin, name=name)
+            return replied(ToolCallStatus.MALFORMED, f"{type(why).__name__}: {why}", arguments, name=name)
+        if code == ToolCallStatus.UNAVAILABLE:
+            return replied(ToolCallStatus.UNAVAILABLE, "", given, name=name, error="the fake is out of order")
+        if code in set(ToolCallStatus):
+            return replied(ToolCallStatus(code), f"it ended with {code}", given, name=name)
+        return replied(ToolCallStatus.OK, self.replies.get(code, code), given, name=name)
 
 
 class FakeVerifier:
@@ -75,15 +75,15 @@ class FakeVerifier:
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
 
-    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         self.asked.append(list(pairs))
         return [self._verdict(gold, answer) for gold, answer in pairs]
 
     @staticmethod
-    def _verdict(gold: str, answer: str) -> Verdict:
-        if answer in set(Verdict):
-            return Verdict(answer)
-        return Verdict.EQUIVALENT if gold == answer else Verdict.NOT_EQUIVALENT
+    def _verdict(gold: str, answer: str) -> VerifyOutcome:
+        if answer in set(VerifyOutcome):
+            return VerifyOutcome(answer)
+        return VerifyOutcome.EQUIVALENT if gold == answer else VerifyOutcome.NOT_EQUIVALENT
 
 
 END = "<|im_end|>"
@@ -161,7 +161,7 @@ class ScriptedTools:
     running: list[str] = field(default_factory=list)
     most_running: int = 0
 
-    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         return await self.verifier.verify(pairs)
 
     async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
@@ -172,16 +172,21 @@ class ScriptedTools:
         try:
             await self.pause()
             reply = self.replies(code)
-            return reply if isinstance(reply, ToolCall) else replied(CallStatus.OK, reply, code)
+            return reply if isinstance(reply, ToolCall) else replied(ToolCallStatus.OK, reply, {"code": code})
         finally:
             self.running.remove(code)
 
 
 def replied(
-    status: CallStatus, response: str, code: str = "", stdin: str = "", *, name: str = "python", **more: Any
+    status: ToolCallStatus,
+    response: str,
+    arguments: str | Mapping[str, Any] = "",
+    *,
+    name: str = "python",
+    **more: Any,
 ) -> ToolCall:
     """What came of a call."""
-    return ToolCall(name, code, stdin, status, response, **more)
+    return ToolCall(name, arguments, status, response, **more)
 
 
 def call(code: str = "print(1)", **more: str) -> str:

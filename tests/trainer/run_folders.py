@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.episodes import metrics, roc
-from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.runs.run_folder import RunFolder
 
 KEEP = 4
@@ -22,13 +22,13 @@ _TRACEBACK = 'Traceback (most recent call last):\n  File "<call>", line 3, in <m
 def write_run(path: Path, *, seed: int = 0, problems: int = 2, stages: dict[str, int] = STAGES) -> RunFolder:
     """A run of SFT and two stages that get better."""
     folder, rng = RunFolder(path), random.Random(seed)
-    folder.claim({"model": "tiny", "seed": seed, "stages": list(stages)})
+    folder.bind_config({"model": "tiny", "seed": seed, "stages": list(stages)})
     step, total = 0, sum(stages.values())
     for stage, steps in stages.items():
         for _ in range(steps):
             step += 1
             if stage == "sft":
-                row = {"loss": 3 / step, "lr": 5e-6, "grad_norm": 1.0, "tokens": 4096, "seconds_step": 0.5}
+                row = {"loss": 3 / step, "learning_rate": 5e-6, "grad_norm": 1.0, "sampled_tokens": 4096, "step_s": 0.5}
                 folder.append_metrics({"step": step, "stage": stage, **row})
             else:
                 groups = [group(rng, f"p{step}-{number}", skill=step / total) for number in range(problems)]
@@ -44,7 +44,7 @@ def write_step(folder: RunFolder, step: int, stage: str, groups: Sequence[Sequen
     """One step's episodes, resampled, and the numbers that follow from them."""
     rng = random.Random(step)
     kept = [roc.resample_on_correct(group, len(group) // 2, mode="paper", rng=rng) for group in groups]
-    why = [roc.explain(group, some) for group, some in zip(groups, kept, strict=True)]
+    why = [roc.selection_reasons(group, some) for group, some in zip(groups, kept, strict=True)]
     folder.write_episodes(step, stage, groups, kept, why)
     folder.append_metrics({"step": step, "stage": stage, **numbers(groups, kept)})
 
@@ -52,9 +52,9 @@ def write_step(folder: RunFolder, step: int, stage: str, groups: Sequence[Sequen
 def numbers(groups: Sequence[Sequence[Episode]], kept: Sequence[Sequence[int]]) -> dict[str, float]:
     """A plausible row of metrics with every name."""
     used = [some if roc.has_signal(group, some) else [] for group, some in zip(groups, kept, strict=True)]
-    spent = {"step": 4.5, "rollout": 3.2, "sync": 0.1, "optimise": 1.1, "own": 0.05}
-    measured = {"loss": 0.02, "grad_norm": 0.4, "kl_sampler": 4e-4, "lr": 1e-5, "weight_version": 3}
-    row = metrics.of_step(groups, used) | measured | {f"seconds_{name}": seconds for name, seconds in spent.items()}
+    spent = {"step_s": 4.5, "rollout_s": 3.2, "weight_sync_s": 0.1, "optimize_s": 1.1, "overhead_cpu_s": 0.05}
+    measured = {"loss": 0.02, "grad_norm": 0.4, "logprob_diff_mean": 4e-4, "learning_rate": 1e-5, "weight_version": 3}
+    row = metrics.step_metrics(groups, used) | measured | spent
     return dict.fromkeys(metrics.METRICS, 0.5) | row
 
 
@@ -68,27 +68,27 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
     """A rollout: some reasoning, a call or two, perhaps a broken one, an answer."""
     a, b = (random.Random(f"{problem} {factor}").randrange(10, 99) for factor in "ab")
     task = Problem(problem, f"What is {a} × {b}? Give an integer < 10000.", str(a * b), "generated")
-    draft, calls_left = Episode(task, sample, tuple(range(40)), seconds=1.25), rng.randrange(1, 3)
+    draft, calls_left = Episode(task, sample, tuple(range(40)), duration_s=1.25), rng.randrange(1, 3)
     while True:
         calls = (_call(rng, a, b, skill),) if calls_left else ()
         text = f"<reason>Multiply {a} by {b}.</reason>\n"
         right = rng.random() < 0.3 + 0.6 * skill
         answer = str(a * b if right else a * b + 1)
         for call in calls:
-            asked = json.dumps({"name": call.name, "arguments": {"code": call.code, "input": call.stdin}})
+            asked = json.dumps({"name": call.name, "arguments": call.arguments})
             text += f"<tool_call>\n{asked}\n</tool_call>"
         if not calls:
             text += f"<answer>\\boxed{{{answer}}}</answer>"
-        start = len(draft.ids)
+        start = len(draft.response_ids)
         size = rng.randrange(20, 90)
-        draft.sampled([rng.randrange(384) for _ in range(size)], [-rng.random() for _ in range(size)], 3)
-        spent = {"generate_s": size / 100, "tools_s": sum(call.seconds for call in calls)}
-        draft.steps.append(Turn(start, len(draft.ids), text, calls, engine="local", version=3, **spent))
+        draft.append_sampled([rng.randrange(384) for _ in range(size)], [-rng.random() for _ in range(size)], 3)
+        spent = {"generate_s": size / 100, "tool_s": sum(call.duration_s for call in calls)}
+        draft.turns.append(Turn(start, len(draft.response_ids), text, calls, engine="local", weight_version=3, **spent))
         if not calls:
             break
-        draft.shown([rng.randrange(384) for _ in range(rng.randrange(8, 30))])
+        draft.append_observation([rng.randrange(384) for _ in range(rng.randrange(8, 30))])
         calls_left -= 1
-    draft.stop, draft.answer, draft.answer_tags = (
+    draft.stop_reason, draft.answer, draft.answer_blocks = (
         StopReason.FINISHED,
         answer,
         1 if rng.random() < 0.5 + skill / 2 else 2,
@@ -98,9 +98,9 @@ def episode(rng: random.Random, problem: str, sample: int, *, skill: float) -> E
     chance = rng.random()
     if chance < 0.06:
         stop = StopReason.TOKEN_LIMIT if chance < 0.03 else StopReason.TURN_LIMIT
-        return replace(whole, stop=stop, answer=None, answer_tags=0, reward=0.0)
+        return replace(whole, stop_reason=stop, answer=None, answer_blocks=0, reward=0.0)
     if chance < 0.12:
-        return replace(whole, stop=StopReason.UNAVAILABLE, reward=None, answer=None, error="no engine is left")
+        return replace(whole, stop_reason=StopReason.UNAVAILABLE, reward=None, answer=None, error="no engine is left")
     return whole
 
 
@@ -108,10 +108,13 @@ def _call(rng: random.Random, a: int, b: int, skill: float) -> ToolCall:
     name, code = "execute_python_code_with_standard_io", f"# the product\ntotal = {a} * {b}\nprint('is', total)\n"
     chance = rng.random()
     if chance < 0.1:
-        return ToolCall("", "", "", CallStatus.MALFORMED, "Expecting ',' delimiter: line 1 column 9 (char 8)")
+        return ToolCall("", "", ToolCallStatus.MALFORMED, "Expecting ',' delimiter: line 1 column 9 (char 8)")
     if chance < 0.15:
-        return ToolCall(name, "while True: pass", "", CallStatus.TIMEOUT, "Timed out after 4 s.", 4.0)
+        return ToolCall(
+            name, {"code": "while True: pass", "input": ""}, ToolCallStatus.TIMEOUT, "Timed out after 4 s.", 4.0
+        )
     if chance < 0.2 + skill:
-        return ToolCall(name, code, "3 4\n", CallStatus.OK, f"is {a * b}\n", 0.012)
+        return ToolCall(name, {"code": code, "input": "3 4\n"}, ToolCallStatus.OK, f"is {a * b}\n", 0.012)
     error = _TRACEBACK.format("name 'totl' is not defined")
-    return ToolCall(name, code.replace("total)", "totl)"), "", CallStatus.ERROR, error, 0.015, is_cut=True)
+    broken = {"code": code.replace("total)", "totl)"), "input": ""}
+    return ToolCall(name, broken, ToolCallStatus.ERROR, error, 0.015, is_truncated=True)

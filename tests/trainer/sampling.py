@@ -76,11 +76,11 @@ class Sampler:
                 if number in complete:
                     episodes.append(whole)
                 else:  # as far as it is by then
-                    draft.prompt_ids, end = whole.prompt_ids, min(len(draft.ids) + 3, self.tokens - 1)
-                    draft.ids, draft.logprobs, draft.mask = (
-                        list(each[:end]) for each in (whole.ids, whole.logprobs, whole.mask)
+                    draft.prompt_ids, end = whole.prompt_ids, min(len(draft.response_ids) + 3, self.tokens - 1)
+                    draft.response_ids, draft.logprobs, draft.loss_mask = (
+                        list(each[:end]) for each in (whole.response_ids, whole.logprobs, whole.loss_mask)
                     )
-                    draft.versions = list(whole.versions)
+                    draft.weight_versions = list(whole.weight_versions)
             over.append(episodes or None)
         return over
 
@@ -89,7 +89,12 @@ class Sampler:
         prompt = [20 + ord(letter) for letter in problem.id]
         draw = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
         begun = draft or Episode(problem, sample)
-        ids, logprobs, mask, versions = list(begun.ids), list(begun.logprobs), list(begun.mask), list(begun.versions)
+        ids, logprobs, mask, versions = (
+            list(begun.response_ids),
+            list(begun.logprobs),
+            list(begun.loss_mask),
+            list(begun.weight_versions),
+        )
         if not versions or versions[-1][1] != self.version:
             versions.append((len(ids), self.version))
         for position in range(len(ids), self.tokens):
@@ -104,15 +109,15 @@ class Sampler:
             problem=problem,
             sample=sample,
             prompt_ids=tuple(prompt),
-            ids=ids,
+            response_ids=ids,
             logprobs=logprobs,
-            mask=mask,
-            steps=[Turn(0, len(ids), "text", generate_s=0.01)],
-            stop=StopReason.FINISHED,
-            answer_tags=1,
+            loss_mask=mask,
+            turns=[Turn(0, len(ids), "text", generate_s=0.01)],
+            stop_reason=StopReason.FINISHED,
+            answer_blocks=1,
             reward=self.score(problem, sample, ids),
             error=self.error,
-            versions=versions,
+            weight_versions=versions,
         )
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from trainer import cli, progress_bar
 from trainer.config import load
+from trainer.json_files import write_json
 from trainer.recipe.evaluation import ALL, Outcome, report, scores
 from trainer.recipe.runner import Run
-from trainer.runs.run_folder import write_json
 
 HELP_S = 0.5
 """What any `--help` may take."""
@@ -106,7 +106,7 @@ def _evaluated(folder: Path, *sources: str) -> list[str]:
     """The arguments for a run that is over, and was evaluated on problems of these sources."""
     (folder / "run.toml").write_text('[sft]\ndata = "generated:8"\n', encoding="utf-8")
     run = Run(load(folder / "run.toml", {}, [f"run_dir={folder / 'run'}"]))
-    right = Outcome(1.0, calls=1, failed_calls=0, answer_tags=1, stop="finished", turns=1, length=9)
+    right = Outcome(1.0, 1, 0, answer_blocks=1, stop_reason="finished", num_turns=1, response_length=9)
     groups = {source: [[right]] * 10 + [[right._replace(reward=0.0)]] * 10 for source in sources}
     groups[ALL] = [group for some in groups.values() for group in some]
     reports = {source: report(some, 1) for source, some in groups.items()}

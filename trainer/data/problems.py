@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import synthetic
-from trainer.episodes.chat_format import ANSWER, ANSWER_END, parse
 from trainer.episodes.episode import Problem
+from trainer.episodes.turn_parser import boxed_answer
 
 GENERATED = "generated:"
 EXAMPLES = 20
@@ -331,5 +331,5 @@ def _concluded(solution: object) -> str | None:
     if not isinstance(solution, str):
         return None
     if "\\boxed{" in solution:
-        return parse(f"{ANSWER}{solution}{ANSWER_END}").answer
+        return boxed_answer(solution)
     return None if len(solution.split()) > 1 else solution

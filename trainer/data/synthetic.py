@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Callable
 from hashlib import blake2b
 
-from trainer.episodes.chat_format import TOOL_SCHEMA, Malformed, parse
 from trainer.episodes.episode import Problem
+from trainer.episodes.turn_parser import PYTHON_TOOL_NAME, MalformedCall, parse_turn
 
 Messages = list[dict[str, str]]
 
@@ -39,7 +39,6 @@ DOUBLED = 0.21
 """How often the answer is given twice."""
 MOST_BROKEN = 3
 
-_TOOL = TOOL_SCHEMA["function"]["name"]  # type: ignore[index]
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -145,8 +144,8 @@ def _broken(thought: str, code: str, rng: random.Random) -> Messages:
         call, said = _call(breaks(code)), _syntax_error(breaks(code))
     else:
         call = _call(code).replace("}}", "}")
-        (bad,) = parse(call).calls
-        assert isinstance(bad, Malformed)
+        (bad,) = parse_turn(call).tool_calls
+        assert isinstance(bad, MalformedCall)
         said = bad.response
     return [_says(thought, call), {"role": "tool", "content": said}]
 
@@ -164,4 +163,4 @@ def _says(thought: str, what: str) -> dict[str, str]:
 
 
 def _call(code: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': _TOOL, 'arguments': {'code': code}})}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': PYTHON_TOOL_NAME, 'arguments': {'code': code}})}\n</tool_call>"

@@ -25,10 +25,12 @@ from typing import Any
 from sandbox.client import AsyncClient
 from sandbox.errors import InvalidCall, SandboxError, ServiceError
 from sandbox.local import local_service
-from sandbox.tool import TOOL_NAMES, parse_arguments, render
+from sandbox.tool import TOOL_NAMES, TOOL_SCHEMA, parse_arguments, render
 from sandbox.types import Limits, Outcome, Result, Status
-from trainer.episodes.episode import CallStatus, ToolCall
-from trainer.episodes.reward import Verdict
+from trainer.episodes.episode import ToolCall, ToolCallStatus
+from trainer.episodes.reward import VerifyOutcome
+
+__all__ = ["TOOL_SCHEMA", "ServiceFailed", "Tools", "service"]
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +55,12 @@ class Tools:
         """What came of a call by tool name and arguments, JSON or parsed. Raises nothing but cancellation."""
         if name not in TOOL_NAMES:
             text = f"NameError: there is no tool {name!r:.80}; there is {TOOL_NAMES[0]}"
-            return ToolCall(name, "", "", CallStatus.MALFORMED, text)
+            return ToolCall(name, arguments, ToolCallStatus.MALFORMED, text)
         try:
             call = parse_arguments(arguments)
         except InvalidCall as why:
-            return ToolCall(name, "", "", CallStatus.MALFORMED, str(why))
-        asked = partial(ToolCall, name, call.code, call.stdin)
+            return ToolCall(name, arguments, ToolCallStatus.MALFORMED, str(why))
+        asked = partial(ToolCall, name, {"code": call.code, "input": call.stdin})
         start = time.monotonic()
         result: Result | None = None
         try:
@@ -67,21 +69,21 @@ class Tools:
         except ServiceError as why:
             if result is not None and result.status is Status.INVALID:
                 log.error("%s", why)
-            return asked(CallStatus.UNAVAILABLE, "", seconds=time.monotonic() - start, error=str(why))
-        is_cut = not {"stdout", "value"}.isdisjoint(result.truncated)
-        return asked(CallStatus(result.status), response, time.monotonic() - start, is_cut)
+            return asked(ToolCallStatus.UNAVAILABLE, "", duration_s=time.monotonic() - start, error=str(why))
+        is_truncated = not {"stdout", "value"}.isdisjoint(result.truncated)
+        return asked(ToolCallStatus(result.status), response, time.monotonic() - start, is_truncated)
 
-    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         """Compare pairs of the right answer and the model's, in order. Raises nothing but cancellation."""
         try:
             verdicts = await self._client.verify(pairs, limits=self._limits)
         except ServiceError as why:
             log.warning("%d answers could not be checked: %s", len(pairs), why)
-            return [Verdict.UNAVAILABLE] * len(pairs)
+            return [VerifyOutcome.UNAVAILABLE] * len(pairs)
         for bad in (verdict for verdict in verdicts if verdict.outcome is Outcome.INVALID):
             log.error("the trainer sent a malformed pair of answers: %s", bad.message)
         return [
-            Verdict.UNAVAILABLE if verdict.outcome is Outcome.INVALID else Verdict(verdict.outcome.value)
+            VerifyOutcome.UNAVAILABLE if verdict.outcome is Outcome.INVALID else VerifyOutcome(verdict.outcome.value)
             for verdict in verdicts
         ]
 

@@ -1,14 +1,15 @@
-"""How a conversation is spelt in tokens: the prompt, what the model said in a turn, and tool responses.
+"""Encodes conversations as tokens: the prompt, the sampled turns and the tool responses.
+
+    encode_prompt(problem)  turn 1, sampled  encode_tool_responses(texts)  turn 2, sampled  ...
 
 Invariants:
-- Append-only. A conversation is `prompt`, what was sampled, `responses`, what was sampled, and so on; no token depends
-  on a later one; and `encode` gives the same tokens for the same words. A template that cannot do this is refused when
-  the chat is made.
-- What others wrote (problems, tool output) is encoded as plain text: no token with a meaning of its own, such as an end
-  of turn, comes out of it.
-- `parse` is total: every text is a `ParsedTurn`.
+- Append-only: no token depends on a later message, and `encode_conversation` gives the same tokens as the calls above.
+  A chat template that violates this is refused when the `ChatFormat` is created.
+- Untrusted text (problems, tool output) is encoded as plain text. It never yields a token with a meaning of its own,
+  such as an end of turn.
 
-Tool calls are rStar2-Agent's (arXiv 2508.20722, 2.1): JSON inside `<tool_call>` tags, answered in one user turn.
+Tool calls are read by `trainer.episodes.turn_parser`. Tool responses are sent in one user turn, as in rStar2-Agent
+(arXiv 2508.20722, 2.1).
 """
 
 from __future__ import annotations
@@ -17,25 +18,10 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-_PROPERTIES = {
-    "code": {
-        "type": "string",
-        "description": "Python code. Print what you want to see; if it prints nothing, the value of its last "
-        "expression is shown. numpy, scipy and sympy are installed. Every call starts afresh.",
-    },
-    "input": {"type": "string", "description": "What the code reads from standard input.", "default": ""},
-}
-_FUNCTION = {
-    "name": "execute_python_code_with_standard_io",
-    "description": "Run Python code with the given standard input and return what it prints.",
-    "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["code"]},
-}
-TOOL_SCHEMA = {"type": "function", "function": _FUNCTION}
-"""As `sandbox.tool` states it."""
+from trainer.episodes.turn_parser import TOOL_CALL_OPEN
 
 # The words and the layout that the released model was trained with (custom_chat_template in microsoft/rStar,
 # rstar2_agent/config/rstar2_agent_trainer.yaml).
@@ -48,305 +34,250 @@ RSTAR2_SYSTEM = (
 RSTAR2_TOOLS = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-    + json.dumps(TOOL_SCHEMA)
-    + "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "%s"
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
     "<tool_call></tool_call> XML tags:\n"
     '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-ASK = (
+ANSWER_INSTRUCTIONS = (
     "You must put your answer inside <answer> </answer> tags, i.e., <answer> answer here </answer>. "
     "And your final answer will be extracted automatically by the \\boxed{} tag.\nThis is the problem:\n"
 )
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-ANSWER, ANSWER_END = "<answer>", "</answer>"
-_BLANKS, _BRACES, _JSON = re.compile(r"[ \t\n\r]*"), re.compile(r"\\.|[{}]", re.DOTALL), json.JSONDecoder()
-_EXAMPLE = f'{CALL}{{"name": "{_FUNCTION["name"]}", "arguments": {{"code": "print(1)"}}}}{CALL_END}'
 
 Message = Mapping[str, str]
+ToolSchema = Mapping[str, Any]
+"""A function tool, as OpenAI-compatible servers and chat templates take it."""
 Render = Callable[[list[dict[str, str]], bool], str]
-"""Messages to text that ends where the assistant speaks next; the flag asks for the tool's description in it."""
+"""Renders messages and the opening of the assistant's next turn as text. The flag adds the tools' description."""
 
 
 class Tokenizer(Protocol):
-    """What is used of a `transformers` tokenizer."""
+    """The part of a `transformers` tokenizer that this module uses."""
 
     @property
-    def eos_token_id(self) -> Any: ...
+    def eos_token_id(self) -> int | None: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
     def get_added_vocab(self) -> dict[str, int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A tool call that parsed. Whether there is such a tool, with such arguments, is for the tool to say."""
+class TemplateTokenizer(Tokenizer, Protocol):
+    """A tokenizer with a chat template."""
 
-    name: str
-    arguments: str | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """A tool call that did not parse: what stood there, and what the model reads about it."""
-
-    text: str
-    response: str
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tools: list[ToolSchema] | None,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> object: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedTurn:
-    """What a turn asks for and answers."""
+class ChatFormat:
+    """A format of conversations, made by `rstar2_format` or `tokenizer_format`. It is immutable and can be shared."""
 
-    calls: tuple[Asked | Malformed, ...] = ()
-    answer_tags: int = 0
-    """`<answer>` blocks opened and closed, outside tool calls."""
-    answer: str | None = None
-    """What the last `\\boxed{}` of the last of them holds, None without one."""
+    def __init__(self, tokenizer: Tokenizer, render: Render, *, system_prompt: str, answer_instructions: str) -> None:
+        """Derive the text around messages by rendering placeholders. Raises `ValueError` if it is not append-only."""
+        self._tokenizer, self._render = tokenizer, render
+        self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
+        # A single character cannot be split, and runs of blanks have no meaning of their own.
+        added = {text: id for text, id in tokenizer.get_added_vocab().items() if len(text.strip("▁ \n")) > 1}
+        self._special_token_splits = _special_token_splits(added)
+        self._encoded = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
 
-
-def parse(text: str) -> ParsedTurn:
-    """What is in a turn. Never raises.
-
-    Tool calls come first: whatever stands inside one belongs to it, so an `<answer>` in its code is no answer, and a
-    `</tool_call>` inside a string of its JSON does not end it. A call inside an answer is a call all the same. A call
-    whose JSON does not parse ends at the next `</tool_call>`; one that is never closed ends with the text. Both are
-    malformed.
-    """
-    calls: list[Asked | Malformed] = []
-    outside, at = [], 0
-    while (start := text.find(CALL, at)) >= 0:
-        outside.append(text[at:start])
-        call, at = _call(text, start + len(CALL))
-        calls.append(call)
-    outside.append(text[at:])
-    answers = _answers("\n".join(outside))
-    return ParsedTurn(tuple(calls), len(answers), _boxed(answers[-1]) if answers else None)
-
-
-class Chat:
-    """A way of spelling conversations, made by `rstar2` or `own_template`. It is immutable and may be shared."""
-
-    def __init__(self, tokenizer: Tokenizer, render: Render, *, system: str, ask: str) -> None:
-        """`render` is asked a few times, with marks for what will be said. `ValueError` if it is not append-only."""
-        self._tokenizer, self._render, self._system, self._ask = tokenizer, render, system, ask
-        # A single character cannot be cut in two, and runs of blanks mean nothing.
-        added = {text: number for text, number in tokenizer.get_added_vocab().items() if len(text.strip("▁ \n")) > 1}
-        self._cuts = _cuts(added)
-        self._encoded = functools.lru_cache(4096)(self._encode)  # samples of one problem hear the same
-
-        self.before, self._speak = self._pieces("user")
-        """What is said before a problem."""
-        first, self._between, self._after = self._pieces("user", "assistant", "tool", "tool")[2:]
-        before, opened, *seams = self._pieces("user", "assistant", "tool", "tool", "assistant", "tool")
-        del seams[2]  # like `opened`, how a turn that is over begins
-        if [before, *seams] != [self.before, first, self._between, first, self._after]:
+        self.prompt_prefix, self._generation_prompt = self._template_segments("user")
+        """The text before a problem, and the text between a problem and the first turn."""
+        before_responses, self._between_responses, self._after_responses = self._template_segments(
+            "user", "assistant", "tool", "tool"
+        )[2:]
+        prefix, finished_opening, *segments = self._template_segments(
+            "user", "assistant", "tool", "tool", "assistant", "tool"
+        )
+        del segments[2]  # the opening of a finished turn, as `finished_opening`
+        between, after = self._between_responses, self._after_responses
+        if [prefix, *segments] != [self.prompt_prefix, before_responses, between, before_responses, after]:
             raise ValueError(
-                "the chat template is not append-only: it spells the same turns differently once others follow. "
-                "Use the rstar2 chat, or a template that leaves earlier turns as they were"
+                "the chat template is not append-only: it renders a turn differently once others follow. Set "
+                "model.chat_format to rstar2, or use a template that leaves earlier turns unchanged"
             )
-        # What a template says for the model at the start of a turn, such as `<reason>`. Where a turn that is over does
-        # not begin so, it may say something else, such as an empty block of thoughts.
-        opens = re.search(r"<\w+>\s*$", self._speak)
-        self._prefix = opens[0] if opens else ""
-        self._instead = opened.removeprefix(self._speak.removesuffix(self._prefix)) if self._prefix else ""
-        self._end = max((text for text in added if first.startswith(text)), key=len, default="")
-        if not self._end:
-            raise ValueError(f"the chat template ends a turn by {first[:40]!r}; it must begin with a token of its own")
-        self._first = first.removeprefix(self._end)
-        stops = (added[self._end], tokenizer.eos_token_id)
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in stops if i is not None))
+        # A template may open the assistant's turn with a tag, such as `<reason>`. Before a finished turn without that
+        # tag it may render something else, such as an empty block of thoughts.
+        opening_tag = re.search(r"<\w+>\s*$", self._generation_prompt)
+        self._turn_opening = opening_tag[0] if opening_tag else ""
+        self._finished_turn_opening = (
+            finished_opening.removeprefix(self._generation_prompt.removesuffix(self._turn_opening))
+            if self._turn_opening
+            else ""
+        )
+        self._end_of_turn = max((text for text in added if before_responses.startswith(text)), key=len, default="")
+        if not self._end_of_turn:
+            raise ValueError(
+                f"the chat template ends a turn with {before_responses[:40]!r}; expected it to begin with a special "
+                "token"
+            )
+        self._before_responses = before_responses.removeprefix(self._end_of_turn)
+        stops = (added[self._end_of_turn], tokenizer.eos_token_id)
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(id for id in stops if id is not None))
 
-    def prompt(self, problem: str) -> list[int]:
-        """The ids up to where the model speaks for the first time."""
-        return self._fill((self.before, self._speak), (problem,))
+    def encode_prompt(self, problem: str) -> list[int]:
+        """Return the token ids before the first turn."""
+        return self._interleave((self.prompt_prefix, self._generation_prompt), (problem,))
 
-    def responses(self, texts: Sequence[str]) -> list[int]:
-        """The ids between the end token of a turn and the next turn, for what its tool calls returned, in order."""
-        return self._fill(self._tools(len(texts)), texts)
+    def encode_tool_responses(self, texts: Sequence[str]) -> list[int]:
+        """Return the token ids between the end token of a turn and the next turn, for its tool responses in order."""
+        return self._interleave(self._response_segments(len(texts)), texts)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, every token shown."""
+        """Return the text of `ids`, special tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """A conversation's ids and its mask: 1 on what the assistant says and the end token of each of its turns.
+    def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Return a conversation's token ids and loss mask: 1 for the assistant's tokens and their end tokens.
 
-        Without a system message the first user message is a problem, and the ids are those of `prompt`, turns and
-        `responses`. With one, everything is said as it stands. Raises `ValueError` for roles out of order.
+        Without a system message the first user message is a problem, and the ids equal those of `encode_prompt`, the
+        turns and `encode_tool_responses`. With one, no instructions are added. Raises `ValueError` for roles out of
+        order.
         """
         roles = [message["role"] for message in messages]
-        said = [message["content"] for message in messages]
-        at = 2 if roles[:1] == ["system"] else 1
-        if roles[:at] not in (["user"], ["system", "user"]) or roles[-1] != "assistant":
-            raise ValueError(f"a conversation goes from (system,) user to assistant; here the roles are {roles}")
-        ids, mask = [], []
-        pieces = self._pieces(*roles[:at])
-        heard = said[:at]
-        for role, group in groupby(roles[at:]):
-            count = len(list(group))
-            if role == "assistant" and count == 1 and pieces:
-                if not said[at].startswith(self._prefix):
-                    pieces = [*pieces[:-1], pieces[-1].removesuffix(self._prefix) + self._instead]
-                shown = self._fill(pieces, heard)
-                spoken = [*self._encode(said[at].removeprefix(self._prefix)), self.stop_ids[0]]
-                ids += shown + spoken
-                mask += [0] * len(shown) + [1] * len(spoken)
-                pieces = []
-            elif role in ("tool", "user") and not pieces and (role == "tool" or count == 1):
-                pieces = self._tools(count) if role == "tool" else self._user
-                heard = said[at : at + count]
+        contents = [message["content"] for message in messages]
+        position = 2 if roles[:1] == ["system"] else 1
+        if roles[:position] not in (["user"], ["system", "user"]) or roles[-1] != "assistant":
+            raise ValueError(f"expected the roles (system,) user, ..., assistant; got {roles}")
+        ids: list[int] = []
+        mask: list[int] = []
+        segments = self._template_segments(*roles[:position])
+        observed = contents[:position]
+        for role, same_role in groupby(roles[position:]):
+            count = len(list(same_role))
+            if role == "assistant" and count == 1 and segments:
+                turn = contents[position]
+                if not turn.startswith(self._turn_opening):
+                    opening = segments[-1].removesuffix(self._turn_opening) + self._finished_turn_opening
+                    segments = [*segments[:-1], opening]
+                context = self._interleave(segments, observed)
+                sampled = [*self._encode(turn.removeprefix(self._turn_opening)), self.stop_ids[0]]
+                ids += context + sampled
+                mask += [0] * len(context) + [1] * len(sampled)
+                segments = []
+            elif role in ("tool", "user") and not segments and (role == "tool" or count == 1):
+                segments = self._response_segments(count) if role == "tool" else self._user_segments
+                observed = contents[position : position + count]
             else:
-                raise ValueError(f"message {at} is from {role!r}: assistant and others take turns; here are {roles}")
-            at += count
+                raise ValueError(
+                    f"message {position} is from {role!r}: expected the assistant to alternate with tools or the user; "
+                    f"got the roles {roles}"
+                )
+            position += count
         return ids, mask
 
-    def _tools(self, count: int) -> list[str]:
+    def _response_segments(self, count: int) -> list[str]:
         assert count, "a turn without tool calls is the last"
-        return [self._first, *[self._between] * (count - 1), self._after]
+        return [self._before_responses, *[self._between_responses] * (count - 1), self._after_responses]
 
     @functools.cached_property
-    def _user(self) -> list[str]:
-        """What stands around a user message that follows a turn."""
-        first, after = self._pieces("user", "assistant", "user")[2:]
-        return [first.removeprefix(self._end), after]
+    def _user_segments(self) -> list[str]:
+        """The text before and after a user message that follows a turn."""
+        before, after = self._template_segments("user", "assistant", "user")[2:]
+        return [before.removeprefix(self._end_of_turn), after]
 
-    def _pieces(self, *roles: str) -> list[str]:
-        """The text before, between and after what these roles say, the chat's own words too where a user is first."""
-        marks = [f"[said-{i}]" for i in range(len(roles))]
+    def _template_segments(self, *roles: str) -> list[str]:
+        """Return the text before, between and after the contents of messages with these roles.
+
+        If a user message is first, the segments include the system prompt and the answer instructions.
+        """
+        marks = [f"[content-{i}]" for i in range(len(roles))]
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-        has_own_words = roles[0] == "user"
-        if has_own_words:
-            messages[0]["content"] = self._ask + marks[0]
-            if self._system:
-                messages.insert(0, {"role": "system", "content": self._system})
-        pieces, rest = [], self._render(messages, has_own_words)
+        has_instructions = roles[0] == "user"
+        if has_instructions:
+            messages[0]["content"] = self._answer_instructions + marks[0]
+            if self._system_prompt:
+                messages.insert(0, {"role": "system", "content": self._system_prompt})
+        segments, rest = [], self._render(messages, has_instructions)
         for mark, role in zip(marks, roles, strict=True):
-            piece, found, rest = rest.partition(mark)
+            segment, found, rest = rest.partition(mark)
             if not found:
-                raise ValueError(f"the chat template leaves out or changes what a message from {role!r} says")
-            pieces.append(piece)
-        return [*pieces, rest]
+                raise ValueError(f"the chat template omits or changes the content of a message from {role!r}")
+            segments.append(segment)
+        return [*segments, rest]
 
-    def _fill(self, pieces: Sequence[str], said: Iterable[str]) -> list[int]:
-        ids = list(self._encoded(pieces[0]))
-        for text, piece in zip(said, pieces[1:], strict=True):
-            ids += self._plain(text)
-            ids += self._encoded(piece)
+    def _interleave(self, segments: Sequence[str], contents: Iterable[str]) -> list[int]:
+        ids = list(self._encoded(segments[0]))
+        for text, segment in zip(contents, segments[1:], strict=True):
+            ids += self._encode_untrusted(text)
+            ids += self._encoded(segment)
         return ids
 
-    def _plain(self, text: str) -> list[int]:
-        """The ids of what others wrote. What would become a token of its own is cut in two, which leaves it text."""
-        text = text.encode("utf-8", "replace").decode()  # no half of a surrogate pair: a tokenizer takes only Unicode
-        return [number for piece in self._cuts.split(text) for number in self._encoded(piece)]
+    def _encode_untrusted(self, text: str) -> list[int]:
+        """Encode text that must not yield special tokens: each spelling of one is split, so that it remains text."""
+        text = text.encode("utf-8", "replace").decode()  # a tokenizer accepts no lone surrogate
+        return [id for part in self._special_token_splits.split(text) for id in self._encoded(part)]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def rstar2(tokenizer: Tokenizer, *, preamble: str = "") -> Chat:
-    """rStar2-Agent's: Qwen's chat tokens, turns that open with `<reason>`, and its words around a problem.
+def rstar2_format(tokenizer: Tokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = "") -> ChatFormat:
+    """Create rStar2-Agent's format: Qwen's chat tokens, turns that open with `<reason>`, its own instructions.
 
-    A `preamble` stands instead of all these words: it is the system message, and a problem is said as it stands. Raises
-    `ValueError` if the tokenizer lacks the chat tokens.
+    A `system_prompt` replaces all its instructions and the description of the tools; the user message is then the
+    problem alone. Raises `ValueError` if the tokenizer lacks the chat tokens.
     """
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_added_vocab()]
     if missing:
-        raise ValueError(f"the rstar2 chat needs Qwen's chat tokens; the tokenizer has no {' and no '.join(missing)}")
-    system = preamble or RSTAR2_SYSTEM + RSTAR2_TOOLS
-    return Chat(tokenizer, _rstar2_text, system=system, ask="" if preamble else ASK)
+        raise ValueError(f"the rstar2 format needs Qwen's chat tokens; the tokenizer has no {' and no '.join(missing)}")
+    system = system_prompt or RSTAR2_SYSTEM + RSTAR2_TOOLS % "\n".join(map(json.dumps, tools))
+    instructions = "" if system_prompt else ANSWER_INSTRUCTIONS
+    return ChatFormat(tokenizer, _render_rstar2, system_prompt=system, answer_instructions=instructions)
 
 
-def own_template(tokenizer: Any, *, preamble: str = "") -> Chat:
-    """The tokenizer's own chat template, given the tool's schema. It must make the model call in `<tool_call>` tags.
+def tokenizer_format(
+    tokenizer: TemplateTokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = ""
+) -> ChatFormat:
+    """Create a format from the tokenizer's own chat template. The template must ask for calls in `<tool_call>` tags.
 
-    A `preamble` is the system message, and replaces the words around a problem. Raises `ValueError` for a template that
-    fails, is not append-only, has no `tool` messages, or says nothing of `<tool_call>` where no preamble does.
+    A `system_prompt` is the system message and replaces the answer instructions. Raises `ValueError` for a template
+    that fails, is not append-only, has no `tool` messages, or mentions `<tool_call>` nowhere without a system prompt.
     """
 
-    def render(messages: list[dict[str, str]], has_tool: bool) -> str:
-        tools = [TOOL_SCHEMA] if has_tool else None
+    def render(messages: list[dict[str, str]], with_tools: bool) -> str:
         try:
-            return str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
-        except Exception as why:  # a template is a program of the model's authors, and raises what it likes
-            raise ValueError(f"the tokenizer's chat template cannot be used: {type(why).__name__}: {why}") from why
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, tools=list(tools) if with_tools else None, add_generation_prompt=True, tokenize=False
+                )
+            )
+        except Exception as error:  # a template is a program of the model's authors and raises anything
+            raise ValueError(
+                f"the tokenizer's chat template cannot be used: {type(error).__name__}: {error}"
+            ) from error
 
-    chat = Chat(tokenizer, render, system=preamble, ask="" if preamble else ASK)
-    if not preamble and CALL not in chat.before:
-        raise ValueError(f"the tokenizer's chat template does not say how to call in {CALL}; give a preamble that does")
-    return chat
+    instructions = "" if system_prompt else ANSWER_INSTRUCTIONS
+    chat_format = ChatFormat(tokenizer, render, system_prompt=system_prompt, answer_instructions=instructions)
+    if not system_prompt and TOOL_CALL_OPEN not in chat_format.prompt_prefix:
+        raise ValueError(
+            f"the tokenizer's chat template does not mention {TOOL_CALL_OPEN}; set model.system_prompt to a text that "
+            "explains tool calls"
+        )
+    return chat_format
 
 
-def _rstar2_text(messages: list[dict[str, str]], has_tool: bool) -> str:
+def _render_rstar2(messages: list[dict[str, str]], with_tools: bool) -> str:
     parts = []
-    for role, group in groupby(messages, key=lambda message: message["role"]):
-        said = [message["content"] for message in group]
+    for role, same_role in groupby(messages, key=lambda message: message["role"]):
+        contents = [message["content"] for message in same_role]
         if role == "tool":
-            said = ["\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in said)]
-        parts += [f"<|im_start|>{'user' if role == 'tool' else role}\n{text}<|im_end|>\n" for text in said]
+            contents = ["\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in contents)]
+        role = "user" if role == "tool" else role
+        parts += [f"<|im_start|>{role}\n{text}<|im_end|>\n" for text in contents]
     return "".join(parts) + "<|im_start|>assistant\n<reason>"
 
 
-def _cuts(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches, with no width, after the first character of each of `tokens`."""
-    heads = groupby(sorted(tokens), key=lambda token: token[0])
-    cuts = [f"(?<={re.escape(head)})(?={'|'.join(re.escape(token[1:]) for token in group)})" for head, group in heads]
-    return re.compile("|".join(cuts) or r"(?!)")
-
-
-def _call(text: str, start: int) -> tuple[Asked | Malformed, int]:
-    """The call whose inside begins at `start`, and where what follows it begins."""
-    try:
-        value, end = _JSON.raw_decode(text, _solid(text, start))
-    except (ValueError, RecursionError):
-        pass
-    else:
-        if text.startswith(CALL_END, end := _solid(text, end)):
-            return _asked(value, text[start:end]), end + len(CALL_END)
-    end = text.find(CALL_END, start)
-    if end < 0:
-        return _malformed(text[start:], f"SyntaxError: {CALL} is never closed by {CALL_END}"), len(text)
-    try:
-        call = _asked(json.loads(text[start:end]), text[start:end])
-    except (ValueError, RecursionError) as why:
-        call = _malformed(text[start:end], f"{type(why).__name__}: {why}")
-    return call, end + len(CALL_END)
-
-
-def _solid(text: str, at: int) -> int:
-    """Where the blanks at `at` end."""
-    blanks = _BLANKS.match(text, at)
-    assert blanks
-    return blanks.end()
-
-
-def _asked(value: Any, text: str) -> Asked | Malformed:
-    match value:
-        case {"name": str(name), "arguments": str() | dict() as arguments}:
-            return Asked(name, arguments)
-    return _malformed(text, 'TypeError: a tool call is a JSON object with a "name" and an object "arguments"')
-
-
-def _malformed(text: str, why: str) -> Malformed:
-    return Malformed(text, f"{why}\nA tool call is one JSON object in tags, such as {_EXAMPLE}")
-
-
-def _answers(text: str) -> list[str]:
-    """What is inside each `<answer>` block, in linear time: models do repeat a tag until they are stopped."""
-    answers, at = [], 0
-    while (start := text.find(ANSWER, at)) >= 0 and (end := text.find(ANSWER_END, start)) >= 0:
-        answers.append(text[start + len(ANSWER) : end])
-        at = end + len(ANSWER_END)
-    return answers
-
-
-def _boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` holds, the braces inside it paired (`\{` is a letter); None if it is empty or open."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed{")
-    for found in _BRACES.finditer(text, begin - 1):
-        depth += {"{": 1, "}": -1}.get(found.group(), 0)
-        if not depth:
-            return text[begin : found.start()].strip() or None
-    return None
+def _special_token_splits(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a zero-width pattern that matches after the first character of each of `tokens`."""
+    by_first = groupby(sorted(tokens), key=lambda token: token[0])
+    splits = [
+        f"(?<={re.escape(first)})(?={'|'.join(re.escape(token[1:]) for token in same_first)})"
+        for first, same_first in by_first
+    ]
+    return re.compile("|".join(splits) or r"(?!)")

@@ -1,23 +1,23 @@
-"""What an episode is: a problem, the tokens that were made for it, and how it went. Pure data.
+"""The data of an episode: a problem, the sampled tokens, the turns and their tool calls, the reward.
 
 Invariants:
-- Ids, log-probabilities and mask are append-only and of one length. They are recorded as they were sampled; nothing is
-  ever decoded and tokenised again. Versions of weights never fall along them.
-- `mask` is 1 for what the model sampled and 0 for what was put before it (tool responses, whose log-probability is 0).
-- `reward` is None when there is no verdict: our failure is never a reward of 0.
-
-Letters: T tokens after the prompt, P tokens of the prompt.
+- `response_ids`, `logprobs` and `loss_mask` have the same length and only grow. They hold the tokens as the engine
+  returned them; no text is ever tokenised a second time.
+- `loss_mask` is 1 for each sampled token and 0 for each observation token. An observation token has log-probability 0.
+- Weight versions never decrease along the tokens.
+- `reward` is None if infrastructure failed or the episode was cancelled. Such an episode never counts as a reward of 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
-class CallStatus(StrEnum):
-    """How a tool call ended: the sandbox's statuses, and one for what never became a call."""
+class ToolCallStatus(StrEnum):
+    """How a tool call ended. All values but `MALFORMED` are the sandbox's statuses."""
 
     OK = "ok"
     ERROR = "error"
@@ -26,29 +26,29 @@ class CallStatus(StrEnum):
     OUTPUT_LIMIT = "output_limit"
     KILLED = "killed"
     UNAVAILABLE = "unavailable"
-    """No verdict: ours, never the model's. It ends the episode without a reward."""
+    """The sandbox failed, not the model's code. The episode ends without a reward."""
     MALFORMED = "malformed"
-    """JSON that does not parse, an unknown tool, wrong arguments. The model reads what was wrong."""
+    """The JSON did not parse, the tool does not exist, or the arguments were wrong. The model reads the reason."""
 
 
 class StopReason(StrEnum):
     """Why an episode ended."""
 
     FINISHED = "finished"
-    """A turn without a tool call."""
+    """The last turn has no tool call."""
     TURN_LIMIT = "turn_limit"
-    """`max_turns` turns, and the last one asked for another tool call."""
+    """The episode has `max_turns` turns, and the last one asks for another tool call."""
     TOKEN_LIMIT = "token_limit"
-    """The response, tool tokens included, has `max_tokens`."""
+    """The response, observations included, reached `max_response_tokens`."""
     UNAVAILABLE = "unavailable"
     """The sandbox or every engine failed. The reward is None."""
     CANCELLED = "cancelled"
-    """Stopped by us, as its group had what is kept without it. The reward is None."""
+    """The trainer ended the episode, since its group was already decided without it. The reward is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A task with a checkable answer. `source` names the data set it is from."""
+    """A text with a checkable answer. `source` names its data set."""
 
     id: str
     text: str
@@ -58,112 +58,117 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model asked for it, and what it read in return: nothing for `UNAVAILABLE`."""
+    """A tool call and its response. The response is empty for `UNAVAILABLE`, since the model never reads one."""
 
     name: str
-    code: str
-    stdin: str
-    status: CallStatus
+    arguments: str | Mapping[str, Any]
+    """The parsed arguments; the raw text if the call did not parse."""
+    status: ToolCallStatus
     response: str
-    seconds: float = 0.0
-    is_cut: bool = False
-    """Whether `response` is shorter than what the tool said."""
+    duration_s: float = 0.0
+    is_truncated: bool = False
+    """Whether `response` is shorter than the tool's output."""
     error: str = ""
-    """What of ours failed, for `UNAVAILABLE`."""
+    """The infrastructure failure behind `UNAVAILABLE`."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether it counts as failed in p_err: it did not parse, raised, timed out or crashed. Ours never counts."""
-        return self.status not in (CallStatus.OK, CallStatus.UNAVAILABLE)
+        """Whether the call counts as failed in p_err. Infrastructure failures do not count."""
+        return self.status not in (ToolCallStatus.OK, ToolCallStatus.UNAVAILABLE)
+
+    def row_fields(self) -> dict[str, Any]:
+        """Return what a record has of this call: its fields and `has_failed`."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"has_failed": self.has_failed}
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model said at once, `ids[start:end]` of the episode, and the tool calls in it."""
+    """One generation by the model, `response_ids[start:end]` of the episode, and the tool calls in it."""
 
     start: int
     end: int
     text: str
-    calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     engine: str = ""
-    version: int = 0
-    """Of the weights that sampled its end: how many steps of the run are in them."""
+    weight_version: int = 0
+    """The version of the weights that sampled the last token of the turn."""
     generate_s: float = 0.0
-    tools_s: float = 0.0
+    tool_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """A rollout: it grows until it has a `stop`, and may be carried on later from where it was interrupted.
-
-    Once it is over it answers what `trainer.episodes.roc` asks of a rollout.
-    """
+    """One attempt at a problem. It grows until `stop_reason` is set; an unfinished one can be continued later."""
 
     problem: Problem
     sample: int
-    """Which of the problem's rollouts."""
+    """The index of this episode among those of its problem."""
     prompt_ids: tuple[int, ...] = ()
-    ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """`(start, version)`: from this token on the weights that sampled, until the next entry."""
-    steps: list[Turn] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    """`(start, version)`: tokens from index `start` to the next entry were sampled by weights of that version."""
+    turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
-    """Where the turn that is under way begins, and the seconds that engines took for it so far."""
-    generate_s: float = 0.0
-    stop: StopReason | None = None
+    """The index in `response_ids` at which the unfinished turn begins."""
+    turn_generate_s: float = 0.0
+    """Seconds of generation spent on the unfinished turn so far, over all its aborts."""
+    stop_reason: StopReason | None = None
     answer: str | None = None
-    """The last boxed answer of the last turn, as text."""
-    answer_tags: int = 0
-    """`<answer>` blocks that were opened and closed, in all turns."""
+    """The last boxed answer of the last turn."""
+    answer_blocks: int = 0
+    """The number of closed `<answer>` blocks in all turns."""
     reward: float | None = None
-    seconds: float = 0.0
+    duration_s: float = 0.0
     error: str = ""
-    """What of ours failed, for `StopReason.UNAVAILABLE`."""
-    age: int = 0
-    """How often it was interrupted: the steps of training that it has outlived."""
+    """The infrastructure failure behind `StopReason.UNAVAILABLE`."""
+    steps_carried: int = 0
+    """The number of training steps after which this episode was continued in the next one."""
 
-    def sampled(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Append what the model sampled with the weights `version`."""
+    def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float], weight_version: int) -> None:
+        """Append tokens that weights of `weight_version` sampled."""
         assert len(ids) == len(logprobs), f"{len(ids)} ids with {len(logprobs)} log-probabilities"
-        if ids and (not self.versions or self.versions[-1][1] != version):
-            self.versions.append((len(self.ids), version))
+        if ids and (not self.weight_versions or self.weight_versions[-1][1] != weight_version):
+            self.weight_versions.append((len(self.response_ids), weight_version))
         self._append(ids, logprobs, 1)
 
-    def shown(self, ids: Sequence[int]) -> None:
-        """Append what the model was shown."""
+    def append_observation(self, ids: Sequence[int]) -> None:
+        """Append tokens that the environment puts between two turns."""
         self._append(ids, [0.0] * len(ids), 0)
 
     def _append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
-        self.ids += ids
+        self.response_ids += ids
         self.logprobs += logprobs
-        self.mask += [mask] * len(ids)
+        self.loss_mask += [mask] * len(ids)
 
     @property
-    def length(self) -> int:
-        """T, what tools said included."""
-        return len(self.ids)
+    def response_length(self) -> int:
+        """The number of tokens after the prompt, observations included."""
+        return len(self.response_ids)
 
     @property
-    def turns(self) -> int:
-        return len(self.steps)
+    def num_turns(self) -> int:
+        return len(self.turns)
 
     @property
-    def calls(self) -> int:
-        """Tool calls that have a verdict, malformed ones included."""
-        return sum(call.status is not CallStatus.UNAVAILABLE for turn in self.steps for call in turn.calls)
+    def num_tool_calls(self) -> int:
+        """The number of tool calls that have a result. Malformed calls count; unavailable ones do not."""
+        return sum(call.status is not ToolCallStatus.UNAVAILABLE for turn in self.turns for call in turn.tool_calls)
 
     @property
-    def failed_calls(self) -> int:
-        return sum(call.has_failed for turn in self.steps for call in turn.calls)
+    def num_failed_tool_calls(self) -> int:
+        return sum(call.has_failed for turn in self.turns for call in turn.tool_calls)
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(self.mask)
+        return sum(self.loss_mask)
 
     @property
-    def tokens_by_version(self) -> dict[int, int]:
-        """Sampled tokens, by the weights that sampled them."""
-        ends = [*(start for start, _ in self.versions[1:]), len(self.ids)]
-        return {version: sum(self.mask[start:end]) for (start, version), end in zip(self.versions, ends, strict=True)}
+    def sampled_tokens_by_version(self) -> dict[int, int]:
+        """The number of sampled tokens per weight version."""
+        ends = [*(start for start, _ in self.weight_versions[1:]), len(self.response_ids)]
+        return {
+            version: sum(self.loss_mask[start:end])
+            for (start, version), end in zip(self.weight_versions, ends, strict=True)
+        }

@@ -1,9 +1,10 @@
-"""The numbers of a run, in one table: what each is, how it follows from episodes, which chart of the page has it.
+"""The table of a run's metrics: description, chart on the run page, and how the number follows from episodes.
 
-Who adds a metric adds a row here, and gives its number with a step's others: the run's folder, the terminal, the page
-and the trackers take whatever the table has, and evaluation takes its measures from it.
+To add a metric, add a row here and return its number with a step's others. The run folder, the terminal, the run page,
+the trackers and the evaluation all read this table.
 
-Means and ratios are over episodes that have a verdict: what of ours failed is counted in `unavailable` alone.
+Means and ratios are over scored episodes. Episodes without a reward count only in `unavailable_episodes`, or in
+`cancelled_share`.
 """
 
 from __future__ import annotations
@@ -11,134 +12,167 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
 from trainer.episodes.episode import Episode, StopReason
 
 Axis = Literal["count", "free", "log", "positive", "ratio", "share", "stacked", "unit"]
-"""How a chart is drawn: of numbers from 0 (`count`: up to 1 at least; `stacked`: upon each other), from 0 to 1
-(`share` says percent, and so does `ratio`, whose top is where the numbers end), or wherever they are (`free`)."""
+"""The axis of a chart: from 0 (`count`; `stacked` adds the lines up), from 0 to 1 in percent (`share`; `ratio` ends at
+the largest value), or wherever the numbers are (`free`)."""
+
+
+class ScoredEpisode(Protocol):
+    """The attributes that both an `Episode` and an evaluation's `EpisodeOutcome` have."""
+
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def num_tool_calls(self) -> int: ...
+    @property
+    def num_failed_tool_calls(self) -> int: ...
+    @property
+    def answer_blocks(self) -> int: ...
+    @property
+    def num_turns(self) -> int: ...
+    @property
+    def response_length(self) -> int: ...
+
+
+Measure: TypeAlias = Callable[[Any], float]
+"""Maps an `Episode`, or a `ScoredEpisode` for the metrics that an evaluation shares, to its part of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A row of the table."""
 
-    about: str
+    description: str
     chart: str = ""
-    """The page's; the first metric of a chart says its axis."""
+    """The title of its chart. The first metric of a chart sets the axis."""
     label: str = ""
-    """What its line is called there."""
+    """The name of its line in the chart."""
     axis: Axis = "count"
-    part: Callable[[Any], float] | None = None
-    """What each episode adds to a sum; None where the number does not follow from single episodes."""
-    whole: Callable[[Any], float] | None = None
-    """What it adds to the sum that the first is divided by; None where there is none."""
+    numerator: Measure | None = None
+    """Summed over episodes; None if the number does not follow from single episodes."""
+    denominator: Measure | None = None
+    """Summed over episodes; the first sum is divided by it. None for a plain sum."""
 
-    def sums(self, episodes: Iterable[Any]) -> tuple[float, float]:
-        """Both sums over episodes with a verdict: of `Episode`, or of anything with the attributes that are used."""
-        assert self.part and self.whole
+    def sums(self, episodes: Iterable[ScoredEpisode]) -> tuple[float, float]:
+        """Return numerator and denominator, summed over the episodes that have a reward."""
+        assert self.numerator and self.denominator
         scored = [episode for episode in episodes if episode.reward is not None]
-        return sum(map(self.part, scored)), sum(map(self.whole, scored))
+        return sum(map(self.numerator, scored)), sum(map(self.denominator, scored))
 
-    def of(self, episodes: Sequence[Any]) -> float:
-        """The number that episodes come to; NaN where there is nothing to take it from."""
-        if self.part and not self.whole:
-            return sum(map(self.part, episodes))
-        part, whole = self.sums(episodes)
-        return part / whole if whole else nan
+    def value(self, episodes: Sequence[Episode]) -> float:
+        """Return the metric over `episodes`; NaN if the denominator is 0."""
+        if self.numerator and not self.denominator:
+            return sum(map(self.numerator, episodes))
+        numerator, denominator = self.sums(episodes)
+        return numerator / denominator if denominator else nan
 
 
-def _each(episode: Any) -> int:
+def _one(episode: ScoredEpisode) -> int:
     return 1
 
 
-_FAILED, _SHARES, _LEFT_OUT = "Tool calls that failed", "Share of episodes", "Left out of the loss"
-_SECONDS, _KEPT, _SIZE = "Seconds of a step, logarithmic", "Episodes kept and dropped", "Turns and tool calls, mean"
-_EARLY = "Stopped early, of older weights"
+_REWARD, _FAILED, _SHARES = "Reward, mean", "Tool calls that failed", "Share of episodes"
+_IN_LOSS, _LEFT_OUT = "Episodes sampled", "Left out of the loss"
+_LENGTH, _TOKENS = "Response length, mean tokens", "Tokens sampled per step"
+_SECONDS, _SIZE, _STALE = "Seconds per step, logarithmic", "Turns and tool calls, mean", "Cancelled, stale"
+_IMPORTANCE = "Probability ratio, trained to sampled"
 
 METRICS = {
-    "reward": Metric("mean reward of those sampled", "Reward, mean", "sampled", "unit", lambda it: it.reward, _each),
-    "reward_kept": Metric("mean reward of those kept for the loss", "Reward, mean", "kept"),
+    "reward": Metric("mean reward of the sampled episodes", _REWARD, "sampled", "unit", lambda e: e.reward, _one),
+    "reward_in_loss": Metric("mean reward of the episodes in the loss", _REWARD, "in the loss"),
     "tool_error_ratio": Metric(
-        "tool calls that failed, of all", _FAILED, "in all", "ratio", lambda it: it.failed_calls, lambda it: it.calls
+        "failed tool calls divided by all tool calls", _FAILED, "all episodes", "ratio",
+        lambda e: e.num_failed_tool_calls, lambda e: e.num_tool_calls,
     ),
     "tool_error_ratio_correct": Metric(
-        "the same over episodes with reward 1", _FAILED, "in correct episodes", "ratio",
-        lambda it: it.failed_calls * (it.reward > 0), lambda it: it.calls * (it.reward > 0),
+        "tool_error_ratio over episodes with reward 1", _FAILED, "correct episodes", "ratio",
+        lambda e: e.num_failed_tool_calls * (e.reward > 0), lambda e: e.num_tool_calls * (e.reward > 0),
     ),
     "one_answer": Metric(
-        "share of episodes with exactly one answer tag", _SHARES, "exactly one answer", "share",
-        lambda it: it.answer_tags == 1, _each,
+        "share of episodes with exactly one answer block", _SHARES, "exactly one answer", "share",
+        lambda e: e.answer_blocks == 1, _one,
     ),
     "tool_use": Metric(
-        "share of episodes with a tool call", _SHARES, "some tool call", "share", lambda it: it.calls > 0, _each
+        "share of episodes with a tool call", _SHARES, "with a tool call", "share", lambda e: e.num_tool_calls > 0, _one
     ),
-    "length": Metric(
-        "mean tokens of a response, tool tokens included", "Response length, mean", "tokens", "count",
-        lambda it: it.length, _each,
+    "response_length": Metric(
+        "mean number of tokens after the prompt, observations included", _LENGTH, "all episodes", "count",
+        lambda e: e.response_length, _one,
     ),
-    "kept": Metric("episodes kept for the loss; of a group of equal rewards none", _KEPT, "kept", "stacked"),
-    "dropped": Metric("episodes sampled and not kept", _KEPT, "dropped", "stacked"),
-    "groups_dropped": Metric(
-        "groups left out of the loss, as all their rewards are equal", _LEFT_OUT, "groups of equal rewards"
+    "episodes_in_loss": Metric(
+        "episodes selected and in the loss; 0 for a zero-variance group", _IN_LOSS, "in the loss", "stacked"
     ),
-    "unavailable": Metric(
-        "episodes without a reward, since something of ours failed", _LEFT_OUT, "episodes without reward", "count",
-        lambda it: it.reward is None and it.stop != StopReason.CANCELLED,
+    "episodes_not_in_loss": Metric("episodes sampled but not in the loss", _IN_LOSS, "not in the loss", "stacked"),
+    "zero_variance_groups": Metric(
+        "groups left out of the loss, since all their selected rewards are equal", _LEFT_OUT, "zero-variance groups"
     ),
-    "nan_turns": Metric("turns sampled again, or given up, as an engine gave a log-probability that was no number"),
-    "stopped": Metric("share of episodes that were stopped early", _EARLY, "stopped early", "share"),
-    "length_stopped": Metric(
-        "mean tokens that those stopped early had; with `length` it says how much this favours short ones",
-        "Response length, mean", "of those stopped early",
+    "unavailable_episodes": Metric(
+        "episodes without a reward, since infrastructure failed", _LEFT_OUT, "unavailable episodes", "count",
+        lambda e: e.reward is None and e.stop_reason != StopReason.CANCELLED,
     ),
-    "tokens_stopped": Metric("tokens sampled for them, in vain", "Tokens sampled in a step", "for those stopped early"),
-    "carried": Metric("groups that go on in the next step", "Groups that go on in the next step", "groups"),
-    "stale": Metric("share of tokens sampled with weights of earlier steps", _EARLY, "of earlier weights", "share"),
-    "staleness": Metric("mean steps by which a token's weights are behind", "Staleness, mean", "steps"),
-    "turns": Metric("mean turns of an episode", _SIZE, "turns", "count", lambda it: it.turns, _each),
-    "calls": Metric("mean tool calls of an episode", _SIZE, "calls", "count", lambda it: it.calls, _each),
-    "seconds_step": Metric("the whole step", _SECONDS, "step", "log"),
-    "seconds_rollout": Metric("from the first episode to the last", _SECONDS, "rollout"),
-    "seconds_optimise": Metric("forward, backward and the optimiser", _SECONDS, "optimise"),
-    "seconds_sync": Metric("giving the engines new weights", _SECONDS, "sync"),
-    "seconds_own": Metric("the trainer's own: not waiting for engines or tools, not optimising", _SECONDS, "own work"),
-    "seconds_alone": Metric("in which no engine generated, no tool ran, and nothing was optimised or synchronised"),
-    "seconds_generate": Metric(
-        "waiting for engines, summed over episodes", part=lambda it: sum(turn.generate_s for turn in it.steps)
+    "nan_turns": Metric("turns with a NaN log-probability; each was sampled again or given up"),
+    "cancelled_share": Metric("share of episodes that were cancelled as stragglers", _STALE, "cancelled", "share"),
+    "cancelled_response_length": Metric(
+        "mean tokens of cancelled episodes; compared to response_length it shows the bias to short episodes",
+        _LENGTH, "cancelled episodes",
     ),
-    "seconds_tools": Metric(
-        "waiting for tools, summed over episodes", part=lambda it: sum(turn.tools_s for turn in it.steps)
+    "cancelled_tokens": Metric("tokens sampled for cancelled episodes", _TOKENS, "for cancelled episodes"),
+    "pending_groups": Metric("groups that go on in the next training step", "Pending groups", "groups"),
+    "stale_token_share": Metric(
+        "share of sampled tokens from weights of earlier training steps", _STALE, "from earlier weights", "share"
     ),
-    "loss": Metric("the optimised loss", "Loss", "loss", "free"),
-    "grad_norm": Metric("norm of the gradient, before it is clipped", "Gradient norm", "norm", "positive"),
+    "staleness_mean_steps": Metric(
+        "mean training steps by which a token's weights are behind", "Staleness, mean", "training steps"
+    ),
+    "turns": Metric("mean turns per episode", _SIZE, "turns", "count", lambda e: e.num_turns, _one),
+    "tool_calls": Metric("mean tool calls per episode", _SIZE, "tool calls", "count", lambda e: e.num_tool_calls, _one),
+    "step_s": Metric("seconds of the whole training step", _SECONDS, "step", "log"),
+    "rollout_s": Metric("seconds from the first episode's start to the last one's end", _SECONDS, "rollout"),
+    "optimize_s": Metric("seconds of forward and backward passes and the optimizer", _SECONDS, "optimize"),
+    "weight_sync_s": Metric("seconds of the weight sync", _SECONDS, "weight sync"),
+    "overhead_cpu_s": Metric(
+        "CPU seconds of the trainer's own code: not waiting for engines or tools, not optimizing", _SECONDS,
+        "overhead, CPU",
+    ),
+    "overhead_s": Metric("seconds in which no engine generated, no tool ran, and nothing was optimized or synced"),
+    "generate_s_sum": Metric(
+        "seconds of generation, summed over episodes", numerator=lambda e: sum(turn.generate_s for turn in e.turns)
+    ),
+    "tool_s_sum": Metric(
+        "seconds of tool calls, summed over episodes", numerator=lambda e: sum(turn.tool_s for turn in e.turns)
+    ),
+    "loss": Metric("the optimized loss", "Loss", "loss", "free"),
+    "grad_norm": Metric("norm of the gradient before clipping", "Gradient norm", "norm", "positive"),
     "entropy": Metric(
-        "mean -log-probability of a sampled token: what the policy's entropy is estimated by, in nats",
-        "Entropy of a token, mean", "nats", "count", lambda it: -sum(it.logprobs), lambda it: it.sampled_tokens,
+        "mean negative log-probability of a sampled token in nats, an estimate of the policy's entropy",
+        "Entropy of a token, mean", "nats", "count", lambda e: -sum(e.logprobs), lambda e: e.sampled_tokens,
     ),
-    "kl_sampler": Metric(
-        "mean |log-probability when sampled - when trained|", "Log-probability, sampled against trained",
-        "mean difference", "log",
+    "logprob_diff_mean": Metric(
+        "mean absolute difference of a token's log-probability between engine and trainer",
+        "Log-probability, engine against trainer", "mean difference", "log",
     ),
-    "ratio_mean": Metric(
-        "mean ratio of trained to sampled probability, each cut at 2: what is missing to 1 was cut",
-        "Ratio of probability, trained to sampled", "mean ratio", "free",
+    "importance_ratio_mean": Metric(
+        "mean ratio of trained to sampled probability, each capped at 2; a mean below 1 shows the capped part",
+        _IMPORTANCE, "mean ratio", "free",
     ),
-    "lr": Metric("learning rate"),
-    "tokens": Metric("tokens sampled", "Tokens sampled in a step", "tokens", "count", lambda it: it.sampled_tokens),
-    "weight_version": Metric("of the weights that sampled: the steps of the run that are in them"),
+    "learning_rate": Metric("learning rate of the step"),
+    "sampled_tokens": Metric("tokens sampled in the step", _TOKENS, "all", "count", lambda e: e.sampled_tokens),
+    "weight_version": Metric("version of the weights that sampled: the training steps in them"),
 }  # fmt: skip
-"""All that a row of metrics may have. One that does not apply to a step, as a reward to SFT, is not in its row."""
+"""Every metric that a row may have. A metric that does not apply to a step, such as the reward in SFT, is absent."""
 
 
-def of_step(groups: Sequence[Sequence[Episode]], used: Sequence[Sequence[int]]) -> dict[str, float]:
-    """What a step's episodes come to; `used` are the indices in each group that are in the loss."""
+def step_metrics(groups: Sequence[Sequence[Episode]], in_loss: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Return the metrics that follow from a step's episodes; `in_loss` has the indices in the loss of each group."""
     episodes = [episode for group in groups for episode in group]
-    in_loss = [group[index] for group, some in zip(groups, used, strict=True) for index in some]
-    return {name: metric.of(episodes) for name, metric in METRICS.items() if metric.part} | {
-        "reward_kept": METRICS["reward"].of(in_loss),
-        "kept": len(in_loss),
-        "dropped": len(episodes) - len(in_loss),
-        "groups_dropped": sum(not some for some in used),
+    used = [group[index] for group, indices in zip(groups, in_loss, strict=True) for index in indices]
+    return {name: metric.value(episodes) for name, metric in METRICS.items() if metric.numerator} | {
+        "reward_in_loss": METRICS["reward"].value(used),
+        "episodes_in_loss": len(used),
+        "episodes_not_in_loss": len(episodes) - len(used),
+        "zero_variance_groups": sum(not indices for indices in in_loss),
     }

@@ -1,13 +1,13 @@
-"""What an episode earns: 1 for an answer that is equivalent to the problem's, else 0, and None where nobody knows.
+"""The reward of an episode: 1 if its answer is equivalent to the problem's, else 0; None if that is unknown.
 
-The reward is the answer's correctness alone (rStar2-Agent, arXiv 2508.20722, 2.2): neither format nor tool use earns
-or costs anything here, they weigh in the resampling (`trainer.episodes.roc`).
+Only the answer's correctness counts (rStar2-Agent, arXiv 2508.20722, 2.2). Format and tool use have no reward; they
+weigh in the resampling (`trainer.episodes.roc`).
 
 Invariants:
-- Our failure is None, never 0: an episode that we ended, or a check that the sandbox could not make.
-- The model's failure is 0, never None: no answer, or one that the checker cannot read or does not come to an end with.
-  Right answers that it cannot read never come here: they are left out when data is prepared
-  (`trainer.recipe.phase_work`).
+- An infrastructure failure gives None, never 0: the episode was cancelled or unavailable, or the sandbox could not
+  check the answer.
+- A failure of the model gives 0, never None: no answer, or one that the checker cannot parse or finish. Problems whose
+  own answer the checker cannot parse are dropped when data is prepared (`trainer.recipe.phase_work`).
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from enum import StrEnum
 from trainer.episodes.episode import Episode, StopReason
 
 
-class Verdict(StrEnum):
-    """What came of checking an answer. The names are those of the sandbox's `Outcome`."""
+class VerifyOutcome(StrEnum):
+    """The result of checking an answer. The values are those of the sandbox's `Outcome`."""
 
     EQUIVALENT = "equivalent"
     NOT_EQUIVALENT = "not_equivalent"
     UNPARSABLE = "unparsable"
     UNAVAILABLE = "unavailable"
-    """No verdict: ours."""
+    """The sandbox failed, so the answer was not checked."""
 
 
-Verify = Callable[[Sequence[tuple[str, str]]], Awaitable[list[Verdict]]]
-"""Compares pairs of the right answer and the model's, in order, and does not raise for a service that is down
-(`trainer.environments.python_tool.Tools.verify`)."""
-REWARDS: dict[Verdict, float | None] = {
-    Verdict.EQUIVALENT: 1.0,
-    Verdict.NOT_EQUIVALENT: 0.0,
-    Verdict.UNPARSABLE: 0.0,
-    Verdict.UNAVAILABLE: None,
+VerifyPairs = Callable[[Sequence[tuple[str, str]]], Awaitable[list[VerifyOutcome]]]
+"""Compares pairs (the problem's answer, the model's answer) and returns their outcomes in order. A sandbox that is down
+is an outcome, not an exception."""
+REWARD_BY_OUTCOME: dict[VerifyOutcome, float | None] = {
+    VerifyOutcome.EQUIVALENT: 1.0,
+    VerifyOutcome.NOT_EQUIVALENT: 0.0,
+    VerifyOutcome.UNPARSABLE: 0.0,
+    VerifyOutcome.UNAVAILABLE: None,
 }
-OURS = (StopReason.UNAVAILABLE, StopReason.CANCELLED)
-"""How we, and not the model, end an episode."""
+INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.CANCELLED)
+"""Stop reasons that are not the model's doing, so that the episode has no reward."""
 
 
-async def score(episodes: Sequence[Episode], verify: Verify) -> list[float | None]:
-    """The rewards of episodes that are over, in order. Answers that several of them share are checked once."""
-    theirs = [one for one in episodes if one.stop not in OURS]
-    pairs = list(dict.fromkeys((one.problem.answer, one.answer) for one in theirs if one.answer is not None))
-    verdicts = dict(zip(pairs, await verify(pairs), strict=True)) if pairs else {}
+async def score_episodes(episodes: Sequence[Episode], verify: VerifyPairs) -> list[float | None]:
+    """Return the rewards of finished episodes, in order. Equal answers to one problem are checked once."""
+    answered = [e for e in episodes if e.stop_reason not in INFRASTRUCTURE_STOPS and e.answer is not None]
+    pairs = list(dict.fromkeys((episode.problem.answer, episode.answer or "") for episode in answered))
+    outcomes = dict(zip(pairs, await verify(pairs), strict=True)) if pairs else {}
 
-    def reward(one: Episode) -> float | None:
-        if one.stop in OURS:
+    def reward(episode: Episode) -> float | None:
+        if episode.stop_reason in INFRASTRUCTURE_STOPS:
             return None
-        return 0.0 if one.answer is None else REWARDS[verdicts[one.problem.answer, one.answer]]
+        return 0.0 if episode.answer is None else REWARD_BY_OUTCOME[outcomes[episode.problem.answer, episode.answer]]
 
-    return [reward(one) for one in episodes]
+    return [reward(episode) for episode in episodes]

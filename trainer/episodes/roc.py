@@ -1,12 +1,15 @@
-"""Resample on Correct: which of a problem's rollouts are trained on (rStar2-Agent, arXiv 2508.20722, 2.2).
+"""Resample on Correct: selects which of a problem's episodes are trained on (rStar2-Agent, arXiv 2508.20722, 2.2).
 
-Failures are kept as they come, so that the model still meets every way of failing; among the correct rollouts those
-with broken tool calls and careless format give way to clean ones. The reward itself stays the outcome alone.
+    group of 2G episodes ── wrong ────► a proportional share, whatever their penalty ──┐
+                         ── correct ──► the rest of G, by low p_total = p_err + p_format ─┴─► G episodes
+
+So the model still sees every way to fail, and correct episodes with failed tool calls or a bad format are selected less
+often. The reward stays the correctness of the answer.
 
 Invariants:
-- Pure: no clock and no global random. The same group, mode and state of `rng` give the same indices.
-- Exactly `keep` indices come back, ascending, none twice.
-- A rollout without a verdict (reward None) is chosen only when those with one cannot fill the group.
+- Pure: no clock and no global random state. The same group, mode and state of `rng` give the same indices.
+- The result has exactly `num_kept` different indices in ascending order.
+- An unscored episode (reward None) is selected only if the scored ones cannot fill the group.
 """
 
 from __future__ import annotations
@@ -14,153 +17,152 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal
+
+from trainer.episodes.episode import Episode
 
 Mode = Literal["paper", "released"]
 
 EPSILON = 1e-6
-"""Keeps 1 / p_total finite. So small that a clean rollout goes before any other, as in the paper's limit."""
-RELEASED_MINIMUM = 2
-"""Of each class, in the released code's configuration (min_zero_reward_trace_num, min_non_zero_reward_trace_num)."""
+"""Added to p_total, so that 1 / p_total is finite. It is small enough that an episode without penalty is drawn before
+any other, as in the paper's limit."""
+RELEASED_MIN_PER_CLASS = 2
+"""The least number of correct and of wrong episodes that the released code keeps
+(its settings min_zero_reward_trace_num and min_non_zero_reward_trace_num)."""
 
 
-class Rollout(Protocol):
-    """What is asked of a rollout. A reward above 0 is a correct answer; `trainer.episodes.episode.Episode` is one."""
-
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def failed_calls(self) -> int: ...
-    @property
-    def answer_tags(self) -> int: ...
-    @property
-    def turns(self) -> int: ...
+def p_err(episode: Episode) -> float:
+    """The share of tool calls that failed, in [0, 1]; 0.5 without tool calls."""
+    return episode.num_failed_tool_calls / episode.num_tool_calls if episode.num_tool_calls else 0.5
 
 
-def p_err(rollout: Rollout) -> float:
-    """The share of tool calls that failed, in [0, 1]; 0.5 without any."""
-    return rollout.failed_calls / rollout.calls if rollout.calls else 0.5
-
-
-def p_format(rollout: Rollout) -> float:
-    """1 without an answer, else the surplus answers per turn, at most 1."""
-    if not rollout.answer_tags:
+def p_format(episode: Episode) -> float:
+    """The surplus answer blocks per turn, at most 1; 1 without an answer block."""
+    if not episode.answer_blocks:
         return 1.0
-    return min(1.0, (rollout.answer_tags - 1) / max(1, rollout.turns))
+    return min(1.0, (episode.answer_blocks - 1) / max(1, episode.num_turns))
 
 
-def p_total(rollout: Rollout) -> float:
-    """The penalty that a correct rollout is resampled by, in [0, 2]."""
-    return p_err(rollout) + p_format(rollout)
+def p_total(episode: Episode) -> float:
+    """The penalty of a correct episode, in [0, 2]."""
+    return p_err(episode) + p_format(episode)
 
 
 def resample_on_correct(
-    group: Sequence[Rollout], keep: int, *, mode: Mode, rng: Random, epsilon: float = EPSILON
+    group: Sequence[Episode], num_kept: int, *, mode: Mode, rng: Random, epsilon: float = EPSILON
 ) -> list[int]:
-    """The indices of the `keep` rollouts of `group` to train on, ascending.
+    """Return the indices of the `num_kept` episodes of `group` to train on, ascending.
 
-    `mode="paper"` keeps floor(negatives × keep / len(group)) negatives, drawn uniformly, and fills up with positives
-    drawn one after another without replacement, each with probability proportional to 1 / (p_total + epsilon) among
-    those left. `mode="released"` keeps each class by its rounded share, at least two of each where there are two: the
-    positives of lowest penalty and the first negatives. It draws nothing from `rng`.
+    | mode       | wrong episodes                          | correct episodes                                          |
+    |------------|-----------------------------------------|-----------------------------------------------------------|
+    | `paper`    | floor(wrong × num_kept / size), uniform | the rest, drawn one by one ∝ 1 / (p_total + epsilon)      |
+    | `released` | the rounded share, the first ones       | the rounded share, lowest p_total; at least two per class |
 
-    In both, what one class lacks the other fills, and rollouts with reward None (in order) only what neither can.
-    Raises `ValueError` for a `keep` outside 1..len(group), an unknown mode, or an epsilon that is not positive.
+    `released` draws nothing from `rng`. If one class has too few episodes, the other fills the gap; unscored episodes,
+    in order, fill only what neither can.
+
+    Raises `ValueError` for a `num_kept` outside 1..len(group), an unknown mode, or an epsilon that is not positive.
     """
-    if not 1 <= keep <= len(group):
-        raise ValueError(f"keep={keep} of a group of {len(group)}; keep at least 1 and at most the whole group")
+    if not 1 <= num_kept <= len(group):
+        raise ValueError(f"num_kept={num_kept} of a group of {len(group)}; expected 1 to {len(group)}")
     if mode not in ("paper", "released"):
-        raise ValueError(f"mode={mode!r} is unknown; there are 'paper' and 'released'")
+        raise ValueError(f"mode={mode!r} is unknown; expected 'paper' or 'released'")
     if not epsilon > 0:
-        raise ValueError(f"epsilon={epsilon} must be above 0, since a clean rollout has a penalty of 0")
-    positives = [i for i, rollout in enumerate(group) if rollout.reward is not None and rollout.reward > 0]
-    negatives = [i for i, rollout in enumerate(group) if rollout.reward is not None and not rollout.reward > 0]
-    unscored = [i for i, rollout in enumerate(group) if rollout.reward is None]
+        raise ValueError(f"epsilon={epsilon}: expected more than 0, since p_total can be 0")
+    positives = [i for i, episode in enumerate(group) if episode.reward is not None and episode.reward > 0]
+    negatives = [i for i, episode in enumerate(group) if episode.reward is not None and not episode.reward > 0]
+    unscored = [i for i, episode in enumerate(group) if episode.reward is None]
 
-    n_negatives, n_positives = _shares(len(negatives), len(positives), len(group), keep, mode)
+    num_negatives, num_positives = _class_quotas(len(negatives), len(positives), len(group), num_kept, mode)
     penalties = {i: p_total(group[i]) for i in positives}
     if mode == "paper":
-        kept = rng.sample(negatives, n_negatives)
-        kept += _draw(positives, [1 / (penalties[i] + epsilon) for i in positives], n_positives, rng)
+        selected = rng.sample(negatives, num_negatives)
+        weights = [1 / (penalties[i] + epsilon) for i in positives]
+        selected += _weighted_sample(positives, weights, num_positives, rng)
     else:
-        kept = negatives[:n_negatives] + sorted(positives, key=penalties.__getitem__)[:n_positives]
-    return sorted(kept + unscored[: keep - len(kept)])
+        selected = negatives[:num_negatives] + sorted(positives, key=penalties.__getitem__)[:num_positives]
+    return sorted(selected + unscored[: num_kept - len(selected)])
 
 
-def is_enough(rewards: Sequence[float | None], left: int, *, keep: int, mode: Mode) -> bool:
-    """Whether a group with these `rewards` can do without the `left` rollouts that are not over yet.
+def is_group_decided(rewards: Sequence[float | None], num_unfinished: int, *, num_kept: int, mode: Mode) -> bool:
+    """Whether the finished episodes of a group suffice, so that the `num_unfinished` others can be cancelled.
 
-    It can if none of the numbers of wrong and right ones that they might make is such that more of either would be kept
-    than there are by now. So a group whose rollouts might still differ goes on, however many of them agree.
+    They suffice if, for every possible split of the unfinished ones into wrong and correct, no more episodes of either
+    class would be selected than have finished. So a group whose episodes might still differ in reward goes on.
     """
     positives = sum(reward is not None and reward > 0 for reward in rewards)
     negatives = sum(reward is not None and not reward > 0 for reward in rewards)
-    size = len(rewards) + left
-    ends = [_shares(negatives + wrong, positives + left - wrong, size, keep, mode) for wrong in range(left + 1)]
-    return all(wrong <= negatives and right <= positives for wrong, right in ends)
+    size = len(rewards) + num_unfinished
+    quotas = [
+        _class_quotas(negatives + wrong, positives + num_unfinished - wrong, size, num_kept, mode)
+        for wrong in range(num_unfinished + 1)
+    ]
+    return all(wrong <= negatives and correct <= positives for wrong, correct in quotas)
 
 
-def has_signal(group: Sequence[Rollout], kept: Sequence[int]) -> bool:
-    """Whether the kept rollouts differ in reward. A group in which they do not has no advantage: it leaves the loss."""
-    return len({group[i].reward for i in kept if group[i].reward is not None}) > 1
+def has_signal(group: Sequence[Episode], selected: Sequence[int]) -> bool:
+    """Whether the selected rewards differ. If not, every advantage is 0 and the group is left out of the loss."""
+    return len({group[i].reward for i in selected if group[i].reward is not None}) > 1
 
 
-def explain(group: Sequence[Rollout], kept: Sequence[int]) -> list[str]:
-    """In words, for each rollout of `group`, why it was kept or dropped."""
-    everyone = Counter(_kind(rollout) for rollout in group)
-    chosen = Counter(_kind(group[i]) for i in kept)
-    flat = "" if has_signal(group, kept) else "; not in the loss, since all that were kept have the same reward"
+def selection_reasons(group: Sequence[Episode], selected: Sequence[int]) -> list[str]:
+    """Return a sentence for each episode of `group`: why it was selected or not."""
+    total = Counter(_class_name(episode) for episode in group)
+    chosen = Counter(_class_name(group[i]) for i in selected)
+    note = "" if has_signal(group, selected) else "; not in the loss, since all selected rewards are equal"
     reasons = []
-    for i, rollout in enumerate(group):
-        kind = _kind(rollout)
-        why = f"{kind}, {chosen[kind]} of {everyone[kind]} of them kept, {_how(rollout)}"
-        reasons.append(f"kept: {why}{flat}" if i in kept else f"dropped: {why}")
+    for i, episode in enumerate(group):
+        name = _class_name(episode)
+        reason = f"{name}, {chosen[name]} of {total[name]} selected, {_selection_rule(episode)}"
+        reasons.append(f"selected: {reason}{note}" if i in selected else f"not selected: {reason}")
     return reasons
 
 
-def _shares(negatives: int, positives: int, size: int, keep: int, mode: Mode) -> tuple[int, int]:
-    """How many of the wrong and of the right ones are kept; what one class lacks the other fills."""
-    wanted = negatives * keep // size if mode == "paper" else _released_negatives(negatives, positives, keep, size)
-    n_positives = min(keep - wanted, positives)
-    return min(keep - n_positives, negatives), n_positives
+def _class_quotas(negatives: int, positives: int, size: int, num_kept: int, mode: Mode) -> tuple[int, int]:
+    """Return how many wrong and how many correct episodes to select. One class fills what the other lacks."""
+    if mode == "paper":
+        quota = negatives * num_kept // size
+    else:
+        quota = _released_negatives(negatives, positives, num_kept, size)
+    num_positives = min(num_kept - quota, positives)
+    return min(num_kept - num_positives, negatives), num_positives
 
 
-def _released_negatives(negatives: int, positives: int, keep: int, size: int) -> int:
-    """How many negatives the released code keeps. Where its two rounded shares miss `keep`, positives make it up."""
-    n_negatives, n_positives = round(negatives * keep / size), round(positives * keep / size)
-    if n_negatives <= (least := min(RELEASED_MINIMUM, negatives)):
-        n_negatives, n_positives = least, keep - least
-    if n_positives <= (least := min(RELEASED_MINIMUM, positives)):
-        n_negatives = keep - least
-    return min(max(0, n_negatives), keep)
+def _released_negatives(negatives: int, positives: int, num_kept: int, size: int) -> int:
+    """Return how many wrong episodes the released code keeps. If its two rounded shares do not add up to `num_kept`,
+    correct episodes make up the difference."""
+    num_negatives, num_positives = round(negatives * num_kept / size), round(positives * num_kept / size)
+    if num_negatives <= (minimum := min(RELEASED_MIN_PER_CLASS, negatives)):
+        num_negatives, num_positives = minimum, num_kept - minimum
+    if num_positives <= (minimum := min(RELEASED_MIN_PER_CLASS, positives)):
+        num_negatives = num_kept - minimum
+    return min(max(0, num_negatives), num_kept)
 
 
-def _draw(pool: Sequence[int], weights: Sequence[float], count: int, rng: Random) -> list[int]:
-    """`count` of `pool` without replacement, one after another in proportion to the weights of those left."""
-    left = dict(zip(pool, weights, strict=True))
+def _weighted_sample(items: Sequence[int], weights: Sequence[float], count: int, rng: Random) -> list[int]:
+    """Draw `count` items without replacement, each in proportion to the weights of the remaining ones."""
+    remaining = dict(zip(items, weights, strict=True))
     drawn = []
     for _ in range(count):
-        (chosen,) = rng.choices(list(left), list(left.values()))
-        del left[chosen]
-        drawn.append(chosen)
+        (item,) = rng.choices(list(remaining), list(remaining.values()))
+        del remaining[item]
+        drawn.append(item)
     return drawn
 
 
-def _kind(rollout: Rollout) -> str:
-    if rollout.reward is None:
-        return "no verdict"
-    return "correct" if rollout.reward > 0 else "wrong"
+def _class_name(episode: Episode) -> str:
+    if episode.reward is None:
+        return "unscored"
+    return "correct" if episode.reward > 0 else "wrong"
 
 
-def _how(rollout: Rollout) -> str:
-    """What a rollout of this kind is chosen by."""
-    if rollout.reward is None:
-        return "only where no others fill the group: it was us who ended it"
-    if not rollout.reward > 0:
-        return "whatever their penalty"
-    calls = f"{rollout.failed_calls} of {rollout.calls} calls failed" if rollout.calls else "no tool call"
-    answers = {0: "no answer", 1: "one answer"}.get(rollout.answer_tags, f"{rollout.answer_tags} answers")
-    penalty = f"penalty {p_total(rollout):.2f} = {p_err(rollout):.2f} ({calls}) + {p_format(rollout):.2f} ({answers})"
-    return f"the cleaner the likelier; {penalty}"
+def _selection_rule(episode: Episode) -> str:
+    if episode.reward is None:
+        return "only if scored episodes cannot fill the group: cancelled, or infrastructure failed"
+    if not episode.reward > 0:
+        return "whatever the penalty"
+    failed, total, blocks = episode.num_failed_tool_calls, episode.num_tool_calls, episode.answer_blocks
+    calls = f"{failed} of {total} tool calls failed" if total else "no tool call"
+    answers = {0: "no answer", 1: "one answer"}.get(blocks, f"{blocks} answers")
+    penalty = f"penalty {p_total(episode):.2f} = {p_err(episode):.2f} ({calls}) + {p_format(episode):.2f} ({answers})"
+    return f"more likely with a low penalty; {penalty}"

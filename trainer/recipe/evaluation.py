@@ -24,7 +24,8 @@ from rich.table import Table
 
 from trainer.episodes.episode import Episode, Problem
 from trainer.episodes.metrics import METRICS
-from trainer.runs.run_folder import RunFolder, append_rows, read_rows
+from trainer.json_files import append_rows, read_rows
+from trainer.runs.run_folder import RunFolder
 from trainer.runs.show import table
 
 ALL = "all"
@@ -47,12 +48,12 @@ class Outcome(NamedTuple):
     """What is measured of one episode, named as there."""
 
     reward: float | None
-    calls: int
-    failed_calls: int
-    answer_tags: int
-    stop: str
-    turns: int
-    length: int
+    num_tool_calls: int
+    num_failed_tool_calls: int
+    answer_blocks: int
+    stop_reason: str
+    num_turns: int
+    response_length: int
     error: str = ""
 
 
@@ -61,8 +62,13 @@ SHARES = {
     **{name: METRICS[name] for name in ("tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer")},
 }
 """Measures between 0 and 1, each by what is summed over episodes and divided. `accuracy` is avg@k."""
-MEASURES = {**SHARES, "calls": METRICS["calls"], "turns": METRICS["turns"], "tokens": METRICS["length"]}
-"""All of them. `tokens` has the tools', too."""
+MEASURES = {
+    **SHARES,
+    "tool_calls": METRICS["tool_calls"],
+    "turns": METRICS["turns"],
+    "response_length": METRICS["response_length"],
+}
+"""All of them. `response_length` counts observations, too."""
 SCORES = ("accuracy", "tool_error_ratio", "one_answer")
 """The numbers of a recipe's table."""
 
@@ -93,7 +99,7 @@ class Report:
     unavailable: int
     measures: dict[str, Estimate]
     """By the names in `MEASURES`, and pass@j: the chance that one of j samples is right."""
-    stops: dict[str, int]
+    stop_reasons: dict[str, int]
 
 
 def unfinished(problems: Sequence[Problem], samples: int, folder: Path) -> dict[int, Problem]:
@@ -121,7 +127,7 @@ async def sample(
     left there give way. `advance` is told how many problems are done.
     """
     ids = {problem.id for problem in problems.values()}
-    record.keep_episodes(0, lambda row: row["problem"]["id"] not in ids)
+    record.filter_episodes(0, lambda row: row["problem"]["id"] not in ids)
     window, done = asyncio.Semaphore(max(1, AT_ONCE // samples)), 0
 
     async def one(number: int, problem: Problem) -> None:
@@ -201,7 +207,7 @@ def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
         episodes=episodes,
         unavailable=sum(map(len, outcomes_P)) - episodes,
         measures={name: estimate for name, estimate in measures.items() if estimate},
-        stops=dict(Counter(outcome.stop for some in scored_P for outcome in some)),
+        stop_reasons=dict(Counter(outcome.stop_reason for some in scored_P for outcome in some)),
     )
 
 

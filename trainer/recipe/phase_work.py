@@ -29,17 +29,19 @@ from trainer.engines.pool import PATIENCE_S, Pool
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import Servers
 from trainer.engines.weight_sync import ByFile, ByNccl, Reference, direct
-from trainer.environments.python_tool import Tools, service
-from trainer.episodes.chat_format import Chat, own_template, rstar2
+from trainer.environments.python_tool import TOOL_SCHEMA, Tools, service
+from trainer.episodes.chat_format import ChatFormat, rstar2_format, tokenizer_format
 from trainer.episodes.episode import Problem
-from trainer.episodes.reward import Verdict
+from trainer.episodes.reward import VerifyOutcome
+from trainer.json_files import write_json
 from trainer.progress_bar import bar
 from trainer.recipe import evaluation as evaluation
 from trainer.recipe.runner import SFT, START, Run, Unit
 from trainer.rollout.collector import Collector
 from trainer.rollout.loop_thread import Background
-from trainer.runs.run_folder import RunFolder, write_json
+from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import tracking
+from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import Training, ranks, steps_of, usable, wait_for_ranks
 from trainer.training.grpo import Outage, Rollouts, train_stage
 from trainer.training.sft import train_sft
@@ -73,7 +75,7 @@ def prepare(run: Run, unit: Unit) -> None:
 
 
 def _problems(
-    config: RunConfig, name: str, sources: Sequence[str], chat: Chat, max_tokens: int
+    config: RunConfig, name: str, sources: Sequence[str], chat: ChatFormat, max_tokens: int
 ) -> tuple[list[Problem], data.Report]:
     """Those of `sources` that can be solved: in the room that there is, by some answer. What became of all is said."""
     is_fresh = name == FRESH
@@ -84,7 +86,7 @@ def _problems(
             is_integer_only=config.data.is_integer_only and not is_fresh,
             seed=config.seed,
             fresh=is_fresh,
-            length=lambda text: len(chat.prompt(text)),
+            length=lambda text: len(chat.encode_prompt(text)),
             room=config.engines.max_length - max_tokens,
             unreadable=partial(_unreadable, config),
             advance=advance,
@@ -99,9 +101,13 @@ def _unreadable(config: RunConfig, answers: Sequence[str]) -> Collection[str]:
     with Background() as background:
         tools = _tools(background, config.sandbox)
         verdicts = background.run(tools.verify, [(answer, answer) for answer in answers])
-    if Verdict.UNAVAILABLE in verdicts:
-        raise Outage(f"{verdicts.count(Verdict.UNAVAILABLE)} of {len(answers)} right answers could not be checked")
-    return {answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict is not Verdict.EQUIVALENT}
+    if VerifyOutcome.UNAVAILABLE in verdicts:
+        raise Outage(
+            f"{verdicts.count(VerifyOutcome.UNAVAILABLE)} of {len(answers)} right answers could not be checked"
+        )
+    return {
+        answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict is not VerifyOutcome.EQUIVALENT
+    }
 
 
 def sft(run: Run, unit: Unit) -> None:
@@ -200,7 +206,7 @@ def measure(
     number, record = _seed(run.config, seed), RunFolder(out)
     limits = {name: getattr(how, name) for name in ("max_tokens", "max_turns", "tool_chars")}
     sampled = {"samples": samples, "temperature": how.temperature, "top_p": how.top_p, "seed": number, "model": model}
-    record.claim({"limits": limits, **sampled, **more})
+    record.bind_config({"limits": limits, **sampled, **more})
     if missing := evaluation.unfinished(problems, samples, out):
         before = len(problems) - len(missing)
         with sampling(run, _model(run, model)) as rollouts, bar(out.name, len(problems)) as advance:
@@ -281,8 +287,7 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
             carry=carry,
             keep=keep,
             reference=Reference(model, dtype),
-            policy=engines.policy,
-            most_tokens=engines.max_length,
+            scheduler=Scheduler(engines.max_length, POLICIES[engines.policy]),
             turn_s=engines.timeout_s,
             patience_s=engines.max_down_s if engines.kind == "vllm" else PATIENCE_S,  # only servers are started anew
         )
@@ -292,10 +297,10 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
         yield pool
 
 
-def _chat(config: RunConfig, model: Path) -> Chat:
-    make = rstar2 if config.model.chat == "rstar2" else own_template
+def _chat(config: RunConfig, model: Path) -> ChatFormat:
+    make = rstar2_format if config.model.chat == "rstar2" else tokenizer_format
     with usable(model):
-        return make(AutoTokenizer.from_pretrained(model), preamble=config.model.preamble)
+        return make(AutoTokenizer.from_pretrained(model), tools=[TOOL_SCHEMA], system_prompt=config.model.preamble)
 
 
 @contextmanager
@@ -314,7 +319,7 @@ def _training(run: Run, unit: Unit, steps: int) -> Iterator[Training]:
                 shown = [f"{metric} {row[metric]:.3g}" for metric in SHOWN if row.get(metric) is not None]
                 advance(row["step"] - before["step"], "  ".join(shown))
 
-            record = replace(record, log=log)
+            record = replace(record, on_metrics=log)
         yield Training(
             _model(run, before["model"]),
             run.stage(name),

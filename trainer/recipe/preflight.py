@@ -27,7 +27,7 @@ import aiohttp
 from trainer.config import ConfigError, RunConfig, Shape, urls
 from trainer.data.problems import DataError, check
 from trainer.environments.python_tool import ServiceFailed, service
-from trainer.episodes.reward import Verdict
+from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.resource_plan import GB, disk_bytes, known_shape, plan
 from trainer.recipe.runner import LAUNCHED, NotReady, Run, Unit
 
@@ -216,7 +216,7 @@ async def _sandbox(config: RunConfig, where: str) -> str:
             (verdict,) = await tools.verify([("42", "42")])
     except ServiceFailed as why:
         return f"sandbox: {why}; {do}"
-    if verdict is not Verdict.EQUIVALENT:
+    if verdict is not VerifyOutcome.EQUIVALENT:
         return f"sandbox: {where} cannot compare answers: expected 42 to be equivalent to 42, got {verdict.value}; {do}"
     return ""
 

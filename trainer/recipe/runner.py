@@ -40,7 +40,8 @@ from time import perf_counter
 from typing import Any
 
 from trainer.config import ENV_PREFIX, ConfigError, RunConfig, StageConfig, load
-from trainer.runs.run_folder import RunFolder, read_json, write_json
+from trainer.json_files import read_json, write_json
+from trainer.runs.run_folder import RunFolder
 
 SFT = "sft"
 START = "start"
@@ -92,7 +93,7 @@ class Run:
     def __init__(self, config: RunConfig) -> None:
         self.began, self.config = perf_counter(), config
         self.folder = Path(config.run_dir)
-        self.record = RunFolder(self.folder, keep_logprobs=config.track.has_logprobs)
+        self.record = RunFolder(self.folder, save_logprobs=config.track.has_logprobs)
 
     def units(self) -> list[Unit]:
         """All of them, in order."""
@@ -181,14 +182,14 @@ def recipe(
     """Run every unit that is not over. Raises `RecordError` for another run's folder, `NotReady`, `UnitFailed`."""
     run, start = Run(config), start or start_child
     with _locked(run.folder, say) as lock:
-        known = asdict(load(run.folder, {})) if run.record.config() else None  # with settings that came since
+        known = asdict(load(run.folder, {})) if run.record.read_config() else None  # with settings that came since
         if known:
-            run.record.claim(asdict(config), known, may_differ=MAY_DIFFER)
+            run.record.bind_config(asdict(config), known, changeable=MAY_DIFFER)
         units = run.units()
         if has_preflight and not all(map(run.done, units)):
             say("preflight")
             _preflight(config, start, lock)
-        run.record.claim(asdict(config), known, may_differ=MAY_DIFFER)
+        run.record.bind_config(asdict(config), known, changeable=MAY_DIFFER)
         for number, unit in enumerate(units, 1):
             if not run.done(unit):
                 say(f"[{number}/{len(units)}] {unit}")

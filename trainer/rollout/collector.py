@@ -28,9 +28,10 @@ from trainer.config import SamplingConfig
 from trainer.engines.pool import Busy, Pool, Seat
 from trainer.engines.vllm_client import EngineFailed, Generation, Sampling
 from trainer.environments.python_tool import Tools
-from trainer.episodes.chat_format import Asked, Chat, Malformed, parse
-from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
-from trainer.episodes.reward import score
+from trainer.episodes.chat_format import ChatFormat
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
+from trainer.episodes.reward import score_episodes
+from trainer.episodes.turn_parser import MalformedCall, ToolCallRequest, parse_turn
 
 Clock = Callable[[], float]
 IsEnough = Callable[[Sequence[float | None], int], bool]
@@ -42,7 +43,7 @@ Run = Callable[..., Awaitable[None]]
 async def run_episode(
     episode: Episode,
     *,
-    chat: Chat,
+    chat: ChatFormat,
     seat: Seat,
     tools: Tools,
     how: SamplingConfig,
@@ -56,29 +57,29 @@ async def run_episode(
     """
     began = clock()
     is_interrupted = False
-    while episode.stop is None and not is_interrupted:
+    while episode.stop_reason is None and not is_interrupted:
         asked_at = clock()
-        left = how.max_tokens - len(episode.ids)
-        its_seed = turn_seed(seed, episode.problem.id, episode.sample, len(episode.steps))
+        left = how.max_tokens - len(episode.response_ids)
+        its_seed = turn_seed(seed, episode.problem.id, episode.sample, len(episode.turns))
         wanted = Sampling(left, how.temperature, how.top_p, chat.stop_ids, its_seed)
         try:
-            made = await seat.generate([*episode.prompt_ids, *episode.ids], wanted)
+            made = await seat.generate([*episode.prompt_ids, *episode.response_ids], wanted)
         except EngineFailed as why:
-            episode.stop, episode.error = StopReason.UNAVAILABLE, f"engine: {why}"
+            episode.stop_reason, episode.error = StopReason.UNAVAILABLE, f"engine: {why}"
             break
-        episode.sampled(made.ids, made.logprobs, made.version)
-        episode.generate_s += clock() - asked_at
+        episode.append_sampled(made.ids, made.logprobs, made.version)
+        episode.turn_generate_s += clock() - asked_at
         if is_interrupted := made.is_interrupted:
             break
         await _end_turn(episode, made, chat=chat, tools=tools, how=how, clock=clock, busy=busy)
-    episode.seconds += clock() - began
+    episode.duration_s += clock() - began
 
 
 async def _end_turn(
     episode: Episode,
     made: Generation,
     *,
-    chat: Chat,
+    chat: ChatFormat,
     tools: Tools,
     how: SamplingConfig,
     clock: Clock,
@@ -86,37 +87,39 @@ async def _end_turn(
 ) -> None:
     """Read what the model said, run its calls and show it what came of them, or end the episode."""
     generated_at = clock()
-    start, end = episode.turn_start, len(episode.ids)
-    text = chat.decode(episode.ids[start : end - made.is_stopped])
-    said = parse(text)
-    episode.answer_tags, episode.answer = episode.answer_tags + said.answer_tags, said.answer
+    start, end = episode.turn_start, len(episode.response_ids)
+    text = chat.decode(episode.response_ids[start : end - made.is_stopped])
+    said = parse_turn(text)
+    episode.answer_blocks, episode.answer = episode.answer_blocks + said.answer_blocks, said.answer
     calls: list[ToolCall] = []
     if not made.is_stopped:
-        episode.stop = StopReason.TOKEN_LIMIT
-    elif not said.calls:
-        episode.stop = StopReason.FINISHED
-    elif len(episode.steps) + 1 >= how.max_turns:
-        episode.stop = StopReason.TURN_LIMIT
+        episode.stop_reason = StopReason.TOKEN_LIMIT
+    elif not said.tool_calls:
+        episode.stop_reason = StopReason.FINISHED
+    elif len(episode.turns) + 1 >= how.max_turns:
+        episode.stop_reason = StopReason.TURN_LIMIT
     else:
         with busy:
-            calls = await _run(said.calls, tools, how.tool_chars)
-        if lost := [call.error for call in calls if call.status is CallStatus.UNAVAILABLE]:
-            episode.stop, episode.error = StopReason.UNAVAILABLE, f"tool: {lost[0]}"
+            calls = await _run(said.tool_calls, tools, how.tool_chars)
+        if lost := [call.error for call in calls if call.status is ToolCallStatus.UNAVAILABLE]:
+            episode.stop_reason, episode.error = StopReason.UNAVAILABLE, f"tool: {lost[0]}"
     tools_s = clock() - generated_at if calls else 0.0
-    episode.steps.append(Turn(start, end, text, tuple(calls), made.engine, made.version, episode.generate_s, tools_s))
-    if episode.stop is None:
-        shown = chat.responses([call.response for call in calls])
+    episode.turns.append(
+        Turn(start, end, text, tuple(calls), made.engine, made.version, episode.turn_generate_s, tools_s)
+    )
+    if episode.stop_reason is None:
+        shown = chat.encode_tool_responses([call.response for call in calls])
         if end + len(shown) < how.max_tokens:
-            episode.shown(shown)
-            episode.turn_start, episode.generate_s = len(episode.ids), 0.0
+            episode.append_observation(shown)
+            episode.turn_start, episode.turn_generate_s = len(episode.response_ids), 0.0
         else:
-            episode.stop = StopReason.TOKEN_LIMIT
+            episode.stop_reason = StopReason.TOKEN_LIMIT
 
 
 class Collector:
     """Runs many episodes at once and scores them. Owns nothing: engines, tools and chat are its maker's."""
 
-    def __init__(self, pool: Pool, chat: Chat, tools: Tools, *, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, pool: Pool, chat: ChatFormat, tools: Tools, *, clock: Clock = time.perf_counter) -> None:
         self._pool, self._chat, self._tools, self._clock = pool, chat, tools, clock
         self._seats: dict[Episode, Seat] = {}
         self._halted: set[Episode] = set()
@@ -179,18 +182,18 @@ class Collector:
         self, episodes: Sequence[Episode], run: Run, max_tokens: int, is_enough: IsEnough | None
     ) -> list[Episode] | None:
         """The episodes of a problem once they are over; None if they were interrupted."""
-        prompt = tuple(self._chat.prompt(episodes[0].problem.text))
+        prompt = tuple(self._chat.encode_prompt(episodes[0].problem.text))
         rewards: list[float | None] = []
         has_enough = False
 
         async def carry_on(episode: Episode) -> None:
             nonlocal has_enough
             episode.prompt_ids = prompt
-            if not episode.stop:
+            if not episode.stop_reason:
                 await self._episode(episode, run, len(prompt) + max_tokens)
-            if episode.stop and is_enough:
+            if episode.stop_reason and is_enough:
                 with self._pool.busy:
-                    (episode.reward,) = await score([episode], self._tools.verify)
+                    (episode.reward,) = await score_episodes([episode], self._tools.verify)
                 rewards.append(episode.reward)
                 if not has_enough and is_enough(rewards, len(episodes) - len(rewards)):
                     has_enough = True
@@ -199,14 +202,14 @@ class Collector:
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 tasks.create_task(carry_on(episode))
-        left = [episode for episode in episodes if not episode.stop]
+        left = [episode for episode in episodes if not episode.stop_reason]
         if left and not has_enough:
             return None
         for episode in left:
-            episode.stop = StopReason.CANCELLED
+            episode.stop_reason = StopReason.CANCELLED
         if not is_enough:
             with self._pool.busy:
-                rewards = await score(episodes, self._tools.verify)
+                rewards = await score_episodes(episodes, self._tools.verify)
             for episode, reward in zip(episodes, rewards, strict=True):
                 episode.reward = reward
         return list(episodes)
@@ -217,14 +220,14 @@ class Collector:
             try:
                 if episode not in self._halted:
                     await run(episode, seat=seat)
-                if episode.stop is StopReason.UNAVAILABLE:  # cut short is not short
+                if episode.stop_reason is StopReason.UNAVAILABLE:  # cut short is not short
                     seat.leave(None)
             finally:
                 del self._seats[episode]
 
     async def _halt(self, episodes: Iterable[Episode]) -> None:
         """Interrupt those that are not over. Tools that run for them are awaited."""
-        left = [episode for episode in episodes if not episode.stop and episode not in self._halted]
+        left = [episode for episode in episodes if not episode.stop_reason and episode not in self._halted]
         self._halted.update(left)
         if seats := [self._seats[episode] for episode in left if episode in self._seats]:
             await self._pool.interrupt(seats)
@@ -241,7 +244,7 @@ def _first(several: ExceptionGroup[Exception]) -> Exception:
     return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
-async def _run(calls: Sequence[Asked | Malformed], tools: Tools, chars: int) -> list[ToolCall]:
+async def _run(calls: Sequence[ToolCallRequest | MalformedCall], tools: Tools, chars: int) -> list[ToolCall]:
     """The calls of a turn, all at once, in order."""
     if len(calls) == 1:  # as nearly always, and a task costs as much as parsing the call
         return [await _call(calls[0], tools, chars)]
@@ -250,9 +253,9 @@ async def _run(calls: Sequence[Asked | Malformed], tools: Tools, chars: int) -> 
     return [task.result() for task in running]
 
 
-async def _call(call: Asked | Malformed, tools: Tools, chars: int) -> ToolCall:
-    if isinstance(call, Malformed):
-        return _cut(ToolCall("", call.text, "", CallStatus.MALFORMED, call.response), chars)
+async def _call(call: ToolCallRequest | MalformedCall, tools: Tools, chars: int) -> ToolCall:
+    if isinstance(call, MalformedCall):
+        return _cut(ToolCall("", call.text, ToolCallStatus.MALFORMED, call.response), chars)
     return _cut(await tools.run(call.name, call.arguments), chars)
 
 
@@ -262,4 +265,4 @@ def _cut(call: ToolCall, chars: int) -> ToolCall:
     if len(text) <= chars:
         return call
     ends = f"{text[: chars - tail]}\n... {len(text) - chars} characters cut ...\n{text[len(text) - tail :]}"
-    return replace(call, response=ends, is_cut=True)
+    return replace(call, response=ends, is_truncated=True)

@@ -43,7 +43,7 @@ class ShowError(ValueError):
 def run(args: argparse.Namespace) -> None:
     """Show a run as the command line says. Raises `ShowError`, or `RecordError` for what is no run's."""
     folder = RunFolder(args.run)
-    if folder.config() is None and not (args.run / "metrics.jsonl").exists() and not folder.steps():
+    if folder.read_config() is None and not (args.run / "metrics.jsonl").exists() and not folder.episode_steps():
         raise ShowError(f"{args.run}: expected the folder of a run, found no config, metrics or episodes in it")
     show = _write_page if args.html else _print
     show(folder, args)
@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
-    steps = folder.steps() if args.step is None else [args.step]
-    metrics, episodes = list(folder.metrics()), sample(folder, steps, args.episodes)
+    steps = folder.episode_steps() if args.step is None else [args.step]
+    metrics, episodes = list(folder.read_metrics()), sample(folder, steps, args.episodes)
     text = page({
         "name": folder.path.resolve().name,
         "made_at": time.time(),
-        "about": {name: asdict(replace(metric, part=None, whole=None)) for name, metric in METRICS.items()},
-        "config": folder.config(),
-        "summary": folder.summary(),
+        "about": {name: asdict(replace(metric, numerator=None, denominator=None)) for name, metric in METRICS.items()},
+        "config": folder.read_config(),
+        "summary": folder.read_summary(),
         "metrics": metrics,
         "episodes": episodes,
     })  # fmt: skip
@@ -95,8 +95,8 @@ def sample(folder: RunFolder, steps: list[int], most: int) -> list[Row]:
 
 def _groups(folder: RunFolder, step: int) -> Iterator[list[Row]]:
     """Without tokens, which the page does not show."""
-    for _, rows in groupby(folder.episodes(step), key=lambda row: row["group"]):
-        yield [{key: row[key] for key in row.keys() - {"ids", "prompt_ids", "logprobs"}} for row in rows]
+    for _, rows in groupby(folder.read_episodes(step), key=lambda row: row["group"]):
+        yield [{key: row[key] for key in row.keys() - {"response_ids", "prompt_ids", "logprobs"}} for row in rows]
 
 
 def _spread(items: list[One], most: int) -> list[One]:
@@ -111,15 +111,15 @@ def _spread(items: list[One], most: int) -> list[One]:
 
 def _print(folder: RunFolder, args: argparse.Namespace) -> None:
     console = Console(highlight=False, markup=False)
-    rows = list(folder.metrics())
+    rows = list(folder.read_metrics())
     if rows:
         age = time.time() - (folder.path / "metrics.jsonl").stat().st_mtime
         console.print(f"{folder.path}: step {rows[-1]['step']}, {clean(rows[-1]['stage'])}, written {age:,.0f} s ago")
-        console.print(_stages(rows, folder.summary()), _numbers(rows, console.width), sep="\n")
+        console.print(_stages(rows, folder.read_summary()), _numbers(rows, console.width), sep="\n")
     else:
         console.print(f"{folder.path}: no step is done yet")
-    if folder.steps():
-        console.print(f"--html FILE shows episodes of {len(folder.steps())} steps, too.")
+    if folder.episode_steps():
+        console.print(f"--html FILE shows episodes of {len(folder.episode_steps())} steps, too.")
 
 
 def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
@@ -129,7 +129,7 @@ def _stages(rows: Sequence[Row], summary: Row | None) -> Table:
         stage = list(some)
         ends = [
             f"{figure(have[0])} → {figure(have[-1])}" if have else "–"
-            for key in ("reward", "tool_error_ratio_correct", "one_answer", "length")
+            for key in ("reward", "tool_error_ratio_correct", "one_answer", "response_length")
             for have in [[row[key] for row in stage if row.get(key) is not None]]
         ]
         made.add_row(clean(name), str(len(stage)), *ends, figure(results.get(name, {}).get("accuracy")))
@@ -140,7 +140,9 @@ def _numbers(rows: Sequence[Row], width: int) -> Table:
     made = table("", "first>", "last>", "course", *(["…"] if width >= 120 else []))
     for key, metric in METRICS.items():
         if have := [row[key] for row in rows if row.get(key) is not None]:
-            made.add_row(key, figure(have[0]), figure(have[-1]), bars(have), *([metric.about] if width >= 120 else []))
+            made.add_row(
+                key, figure(have[0]), figure(have[-1]), bars(have), *([metric.description] if width >= 120 else [])
+            )
     return made
 
 

@@ -114,7 +114,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]
 
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
         """A row's metrics, from what the trainer logged of a step."""
-        return {"lr": self._lr, **{name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}}
+        logged = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
+        return {"learning_rate": self._lr, **logged}
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -56,8 +56,8 @@ RATIO_CUT = 2.0
 """TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
 
 OF_SAMPLER = {
-    "kl_sampler": "sampling/sampling_logp_difference/mean",
-    "ratio_mean": "sampling/importance_sampling_ratio/mean",
+    "logprob_diff_mean": "sampling/sampling_logp_difference/mean",
+    "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
 }
 """What TRL logs of the tokens in the loss: engine against trainer."""
 
@@ -133,7 +133,7 @@ def train_stage(
         max_grad_norm=stage.max_grad_norm,
     )
     if ranks(training.hardware).is_main_process:
-        training.record.rewind(training.first_step + done)
+        training.record.truncate_after(training.first_step + done)
     with usable(training.model):
         trainer = GRPOTrainer(
             model=str(training.model),
@@ -205,7 +205,7 @@ class _Bridge(Progress):
         if self._rollouts:
             self._version = self.offset + self.trainer.state.global_step  # goes on where a killed process was
             self._rollouts.background.run(self._rollouts.pool.sync, weights, self._version)
-        self._sampled = {"seconds_sync": perf_counter() - began}
+        self._sampled = {"weight_sync_s": perf_counter() - began}
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: to as many prompts as this rank has, which say nothing, its rows."""
@@ -216,18 +216,21 @@ class _Bridge(Progress):
     def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
         took, optimise = now - self._since, now - self._rolled_out
-        waited = self._sampled["seconds_sync"] + self._sampled["seconds_rollout"] + optimise
+        waited = self._sampled["weight_sync_s"] + self._sampled["rollout_s"] + optimise
         self._since = now
         return {
             **super().numbers(logs),
             **self._sampled,
             # TRL's 0 for a step without a token in the loss would read as perfect agreement.
-            **{name: self._logged(its, logs) if self._sampled["kept"] else nan for name, its in OF_SAMPLER.items()},
+            **{
+                name: self._logged(its, logs) if self._sampled["episodes_in_loss"] else nan
+                for name, its in OF_SAMPLER.items()
+            },
             "weight_version": self._version,
-            "seconds_step": took,
-            "seconds_optimise": optimise,
-            "seconds_own": took - waited + self._own_s,
-            "seconds_alone": took - waited + self._idle_s,
+            "step_s": took,
+            "optimize_s": optimise,
+            "overhead_cpu_s": took - waited + self._own_s,
+            "overhead_s": took - waited + self._idle_s,
         }
 
     def _logged(self, name: str, logs: Mapping[str, float]) -> float:
@@ -263,28 +266,28 @@ class _Bridge(Progress):
             how=stage,
             seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
             wanted=stage.prompts,
-            due=sum(group[0].age >= stage.max_stale for group in self.under_way),
-            is_enough=partial(roc.is_enough, keep=stage.keep, mode=self._mode) if stage.early_stop else None,
+            due=sum(group[0].steps_carried >= stage.max_stale for group in self.under_way),
+            is_enough=partial(roc.is_group_decided, num_kept=stage.keep, mode=self._mode) if stage.early_stop else None,
         )
-        self._sampled["seconds_rollout"] = perf_counter() - began
+        self._sampled["rollout_s"] = perf_counter() - began
         self._own_s, self._idle_s = rollouts.collector.own_s, rollouts.collector.idle_s
         self._sampled["nan_turns"] = rollouts.collector.nan_turns
         taken = dict(islice(((place, group) for place, group in enumerate(over) if group), stage.prompts))
         self.under_way = [group for place, group in enumerate(asked) if place not in taken]
         for episode in (episode for group in self.under_way for episode in group):
-            episode.age += 1
+            episode.steps_carried += 1
 
         groups = list(taken.values())
         kept = [self._select(group, step) for group in groups]
         used = [_used(group, some) for group, some in zip(groups, kept, strict=True)]
-        why = [roc.explain(group, some) for group, some in zip(groups, kept, strict=True)]
+        why = [roc.selection_reasons(group, some) for group, some in zip(groups, kept, strict=True)]
         self.record.write_episodes(step, stage.name, groups, kept, why)
         if all(episode.reward is None for group in groups for episode in group):
             raise Outage(
                 f"step {step}: none of {sum(map(len, groups))} episodes has a verdict ({groups[0][0].error} for the "
                 "first); once that is mended, the same command goes on"
             )
-        self._sampled |= metrics.of_step(groups, used) | self._lateness(groups)
+        self._sampled |= metrics.step_metrics(groups, used) | self._lateness(groups)
         filler = self.trainer.processing_class.eos_token_id
         return [
             _row(group[index], is_used=index in use, filler=filler)
@@ -312,19 +315,19 @@ class _Bridge(Progress):
         episodes = [episode for group in groups for episode in group]
         numbers: dict[str, float] = {}
         if self._stage.early_stop:
-            stopped = [episode for episode in episodes if episode.stop is StopReason.CANCELLED]
+            stopped = [episode for episode in episodes if episode.stop_reason is StopReason.CANCELLED]
             numbers = {
-                "stopped": len(stopped) / len(episodes),
-                "length_stopped": fmean(episode.length for episode in stopped) if stopped else float("nan"),
-                "tokens_stopped": sum(episode.sampled_tokens for episode in stopped),
+                "cancelled_share": len(stopped) / len(episodes),
+                "cancelled_response_length": fmean(episode.response_length for episode in stopped) if stopped else nan,
+                "cancelled_tokens": sum(episode.sampled_tokens for episode in stopped),
             }
         if self._stage.partial:
-            tokens = sum((Counter(episode.tokens_by_version) for episode in episodes), Counter[int]())
+            tokens = sum((Counter(episode.sampled_tokens_by_version) for episode in episodes), Counter[int]())
             behind = {self._version - version: count for version, count in tokens.items()}
             numbers |= {
-                "carried": len(self.under_way),
-                "stale": 1 - behind.get(0, 0) / tokens.total(),
-                "staleness": sum(steps * count for steps, count in behind.items()) / tokens.total(),
+                "pending_groups": len(self.under_way),
+                "stale_token_share": 1 - behind.get(0, 0) / tokens.total(),
+                "staleness_mean_steps": sum(steps * count for steps, count in behind.items()) / tokens.total(),
             }
         return numbers
 
@@ -334,7 +337,7 @@ class _Bridge(Progress):
 
     def _select(self, group: Sequence[Episode], step: int) -> list[int]:
         """Of the episodes that were not stopped early: for shares of a group they are all that there are."""
-        over = [index for index, episode in enumerate(group) if episode.stop is not StopReason.CANCELLED]
+        over = [index for index, episode in enumerate(group) if episode.stop_reason is not StopReason.CANCELLED]
         rng = random.Random(f"{self._seed}/{step}/{group[0].problem.id}")
         kept = roc.resample_on_correct([group[i] for i in over], self._stage.keep, mode=self._mode, rng=rng)
         return [over[index] for index in kept]
@@ -347,9 +350,9 @@ def _used(group: Sequence[Episode], kept: Sequence[int]) -> list[int]:
 
 def _row(episode: Episode, *, is_used: bool, filler: int) -> Row:
     """TRL takes no empty completion: an episode that failed before its first token is one `filler`, which is masked."""
-    ids = list(episode.ids) or [filler]
+    ids = list(episode.response_ids) or [filler]
     logprobs = list(episode.logprobs) or [0.0]
-    mask = list(episode.mask) if is_used and episode.ids else [0] * len(ids)
+    mask = list(episode.loss_mask) if is_used and episode.response_ids else [0] * len(ids)
     return Row(list(episode.prompt_ids), ids, logprobs, mask, episode.reward)
 
 

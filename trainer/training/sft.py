@@ -18,7 +18,7 @@ from trl import SFTConfig as TrlSFTConfig
 from trl import SFTTrainer
 
 from trainer.config import ConfigError, SftConfig
-from trainer.episodes.chat_format import Chat
+from trainer.episodes.chat_format import ChatFormat
 from trainer.training.context import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable
 
 Messages = Sequence[Mapping[str, str]]
@@ -26,13 +26,13 @@ SORTED = 50
 """Batches whose conversations are sorted by length together."""
 
 
-def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Messages], chat: Chat) -> Trained:
+def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Messages], chat: ChatFormat) -> Trained:
     """Train on `conversations`, from the newest whole checkpoint if there is any.
 
     Conversations over `sft.max_length` tokens are left out, and those in which the assistant says nothing; how many is
     printed. Raises `ConfigError` where none is left, or the batch does not fit.
     """
-    pairs = [chat.encode(messages) for messages in conversations]
+    pairs = [chat.encode_conversation(messages) for messages in conversations]
     short = [pair for pair in pairs if len(pair[0]) <= sft.max_length]
     encoded = [pair for pair in short if any(pair[1])]
     if ranks(training.hardware).is_main_process:
@@ -54,7 +54,7 @@ def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Mes
     )
     start = latest(training.out / "checkpoints")
     if ranks(training.hardware).is_main_process:
-        training.record.rewind(training.first_step + (steps_of(start) if start else 0))
+        training.record.truncate_after(training.first_step + (steps_of(start) if start else 0))
     with usable(training.model):
         trainer = SFTTrainer(
             model=str(training.model),

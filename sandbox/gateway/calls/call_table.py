@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
 from sandbox.gateway.calls.fair_queue import FairQueue
-from sandbox.types import EncodedResult, unavailable
+from sandbox.types import EncodedResult, unavailable_result
 
 RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
@@ -273,7 +273,7 @@ class CallTable:
                 f"clients have not read results of {unread_bytes} bytes, at most {maximum}, and {batch.unread_bytes} "
                 "of them are this batch's; send smaller batches, request a stream, or read it faster"
             )
-            lost = unavailable(result["id"], "ResultsUnread", message, result["attempts"]).encode(binary=True)
+            lost = unavailable_result(result["id"], "ResultsUnread", message, result["attempts"]).encode(binary=True)
             result.update({**lost, "usage": result["usage"], "clamped": result["clamped"]})
             size_bytes = result_bytes(result)
         self._unread_batches += not batch.unread_bytes and size_bytes > 0
@@ -336,7 +336,7 @@ class CallTable:
 
     def _finish_unavailable(self, call: PendingCall, error_type: str, message: str) -> None:
         self._forget(call)
-        result = unavailable(call.id, error_type, message, attempts=call.attempts)
+        result = unavailable_result(call.id, error_type, message, attempts=call.attempts)
         call.batch.set_result(call.index, result.encode(binary=True))
 
     def _forget(self, call: PendingCall) -> None:

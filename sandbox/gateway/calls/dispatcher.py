@@ -42,7 +42,7 @@ class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
 
     def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
-        self.config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        self.config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         self.counters = Counters()
         self.call_table = CallTable(
             AdmissionLimits(
@@ -67,9 +67,9 @@ class Dispatcher:
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._last_alive = monotonic()
-        shares = self.config.shares()
+        shares = self.config.per_executor()
         self.executors = [
-            ExecutorHandle(number, self._launch, share.settings(), self) for number, share in enumerate(shares)
+            ExecutorHandle(number, self._launch, share.encode(), self) for number, share in enumerate(shares)
         ]
         await self._tasks.__aenter__()
         self._executor_tasks = [self._tasks.create_task(executor.run()) for executor in self.executors]

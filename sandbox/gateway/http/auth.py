@@ -18,7 +18,8 @@ from aiohttp.typedefs import Handler, Middleware
 from sandbox.config import ServeConfig
 from sandbox.gateway.http.errors import HttpError
 
-PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready"})
+DOCS_ASSETS = frozenset({"/docs/assets/swagger-ui.css", "/docs/assets/swagger-ui-bundle.js"})
+PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready"}) | DOCS_ASSETS
 
 
 def auth_middleware(config: ServeConfig) -> Middleware:

@@ -106,7 +106,7 @@ async def test_a_start_that_fails_later_is_tried_again() -> None:
         fleet.last.exit()
         await until(lambda: len(fleet.executors) == 4)
         assert (await served.post("/v1/execute", {"code": "1"}))[0] == 200
-        assert [executor.hurry for executor in fleet.executors] == [False, True, True, True]
+        assert [executor.is_replacement for executor in fleet.executors] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ async def test_health_fails_when_there_is_no_executor_for_long(monkeypatch: pyte
 
 
 async def test_the_settings_reach_the_executor() -> None:
-    async with serving(isolation="landlock", executors=2, slots=5, zygotes=3, cores=4) as served:
+    async with serving(isolation="landlock", executors=2, slots=5, zygote_pools=3, cores=4) as served:
         first, second = (executor.settings for executor in served.fleet.executors)
-    parts = ("isolation", "cores", "slots", "zygotes")
+    parts = ("isolation", "cores", "slots", "zygote_pools")
     assert [first[name] for name in parts] == ["landlock", 2, 3, 2]
     assert [second[name] for name in parts] == ["landlock", 2, 2, 1]
     assert set(first) == {field.name for field in fields(ExecutorConfig)}

@@ -16,7 +16,7 @@ from trainer.data import (  # noqa: E402
     synthetic,
     tiny_model,
 )
-from trainer.episodes.chat_format import rstar2  # noqa: E402
+from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_any_text_comes_back(tokenizer: Any, text: str) -> None:
 
 def test_conversations_are_short_and_their_digits_stand_alone(tokenizer: Any) -> None:
     for messages in synthetic.traces(50, 1, faults=1):
-        ids, _ = rstar2(tokenizer, preamble=synthetic.PREAMBLE).encode(messages)
+        ids, _ = rstar2_format(tokenizer, tools=[], system_prompt=synthetic.PREAMBLE).encode_conversation(messages)
         assert len(ids) < 100 + 60 * (len(messages) - 4) // 2
     pieces = [tokenizer.decode([number]) for number in range(len(tokenizer))]
     assert [piece for piece in pieces if len(piece) > 1 and any(map(str.isdigit, piece))] == []

@@ -17,13 +17,13 @@ from sandbox.client import AsyncClient
 from sandbox.errors import ConfigError, IsolationError, Overloaded
 from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
-from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid
+from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid_result
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.environments.python_tool import ServiceFailed, Tools, service
-from trainer.episodes.episode import CallStatus, ToolCall
-from trainer.episodes.reward import Verdict
+from trainer.episodes.episode import ToolCall, ToolCallStatus
+from trainer.episodes.reward import VerifyOutcome
 
-LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
+LEAN = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
 NAME = TOOL_NAMES[0]
 
 
@@ -71,8 +71,8 @@ def test_a_reply_is_what_the_model_reads_and_how_the_call_ended(address: str) ->
     assert [reply.response for reply in replies[:2]] == ["hello", "42"]
     assert "ZeroDivisionError" in replies[2].response
     assert replies[3].response.startswith("TimeoutError")
-    assert (replies[0].code, replies[0].stdin) == ("print(input())", "hello")
-    assert all(reply.seconds > 0 and not reply.error and not reply.is_cut for reply in replies)
+    assert replies[0].arguments == {"code": "print(input())", "input": "hello"}
+    assert all(reply.duration_s > 0 and not reply.error and not reply.is_truncated for reply in replies)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_a_reply_is_what_the_model_reads_and_how_the_call_ended(address: str) ->
 def test_what_is_no_call_is_answered_without_the_service(name: str, arguments: str, says: str) -> None:
     tool = Tools(AsyncClient("http://127.0.0.1:1"), limits=Limits())
     reply = asyncio.run(tool.run(name, arguments))
-    assert reply.status is CallStatus.MALFORMED
+    assert reply.status is ToolCallStatus.MALFORMED
     assert reply.response.startswith(says)
     assert len(reply.response) < 500
 
 
 def test_a_reply_is_whole_but_for_what_the_sandbox_cut_which_it_says(address: str) -> None:
     whole, flood = run(address, code("print('x' * 50_000)"), code("print('y' * 2_000_000)"))
-    assert (whole.is_cut, flood.is_cut) == (False, True)
+    assert (whole.is_truncated, flood.is_truncated) == (False, True)
     assert whole.response == "x" * 50_000
-    assert flood.status is CallStatus.OUTPUT_LIMIT
+    assert flood.status is ToolCallStatus.OUTPUT_LIMIT
 
 
 class Refusing(AsyncClient):
@@ -124,32 +124,35 @@ NO_VERDICT = Result("", Status.UNAVAILABLE, error=CallError("NodeError", "tried 
 def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception) -> None:
     client = Refusing(gives)
     reply = asyncio.run(Tools(client, limits=Limits()).run(*code("1")))
-    assert (reply.status, reply.response, reply.code) == (CallStatus.UNAVAILABLE, "", "1")
+    assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
+    assert reply.arguments["code"] == "1"
     assert "tried 3 times" in reply.error or "is full" in reply.error
     verdicts = asyncio.run(Tools(client, limits=Limits()).verify([("1", "1"), ("1", "2")]))
-    assert verdicts == [Verdict.UNAVAILABLE] * 2
+    assert verdicts == [VerifyOutcome.UNAVAILABLE] * 2
 
 
 def test_a_malformed_call_is_a_bug_of_ours_and_no_reward(caplog: pytest.LogCaptureFixture) -> None:
-    tools = Tools(Refusing(invalid("", "call.limits: expected an object")), limits=Limits())
+    tools = Tools(Refusing(invalid_result("", "call.limits: expected an object")), limits=Limits())
     reply = asyncio.run(tools.run(*code("1")))
-    assert (reply.status, reply.response) == (CallStatus.UNAVAILABLE, "")
+    assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
     assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error
-    assert asyncio.run(tools.verify([("1", "1")])) == [Verdict.UNAVAILABLE]
+    assert asyncio.run(tools.verify([("1", "1")])) == [VerifyOutcome.UNAVAILABLE]
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
 def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
-    async def main() -> list[Verdict]:
+    async def main() -> list[VerifyOutcome]:
         async with service(address) as found:
             return await found.verify([(r"\frac{1}{2}", "0.5"), ("7", "8"), ("7", "")])
 
-    assert asyncio.run(main()) == [Verdict.EQUIVALENT, Verdict.NOT_EQUIVALENT, Verdict.UNPARSABLE]
+    assert asyncio.run(main()) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT, VerifyOutcome.UNPARSABLE]
 
 
-def test_every_outcome_of_the_sandbox_is_a_verdict_and_every_status_one_of_a_call() -> None:
-    assert {verdict.value for verdict in Verdict} == {outcome.value for outcome in Outcome} - {"invalid"}
-    assert {status.value for status in Status} - {"invalid"} == {status.value for status in CallStatus} - {"malformed"}
+def test_the_trainers_outcomes_and_statuses_are_the_sandboxs() -> None:
+    assert {verdict.value for verdict in VerifyOutcome} == {outcome.value for outcome in Outcome} - {"invalid"}
+    assert {status.value for status in Status} - {"invalid"} == {status.value for status in ToolCallStatus} - {
+        "malformed"
+    }
 
 
 @pytest.mark.parametrize(
@@ -193,12 +196,14 @@ def test_the_fakes_do_as_the_real_ones(kind: str, address: str) -> None:
     async def main() -> None:
         async with tools_of(kind, address) as found:
             reply = await found.run(*code("6 * 7"))
-            assert replace(reply, seconds=0) == ToolCall(NAME, "6 * 7", "", CallStatus.OK, "42")
+            assert replace(reply, duration_s=0) == ToolCall(
+                NAME, {"code": "6 * 7", "input": ""}, ToolCallStatus.OK, "42"
+            )
             reply = await found.run(NAME, "{")
-            assert (reply.status, reply.code) == (CallStatus.MALFORMED, "")
+            assert (reply.status, reply.arguments) == (ToolCallStatus.MALFORMED, "{")
             assert reply.response
             pairs = [("7", "7"), ("7", "8")]
-            assert await found.verify(pairs) == [Verdict.EQUIVALENT, Verdict.NOT_EQUIVALENT]
+            assert await found.verify(pairs) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT]
             assert await found.verify([]) == []
 
     asyncio.run(main())

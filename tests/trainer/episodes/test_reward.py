@@ -6,15 +6,15 @@ import pytest
 
 from tests.trainer.fakes import FakeVerifier
 from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.episodes.reward import score
+from trainer.episodes.reward import score_episodes
 
 
 def episode(answer: str | None, *, gold: str = "7", stop: StopReason = StopReason.FINISHED) -> Episode:
-    return Episode(Problem("p", "What is it?", gold), 0, stop=stop, answer=answer)
+    return Episode(Problem("p", "What is it?", gold), 0, stop_reason=stop, answer=answer)
 
 
 def rewards(*episodes: Episode, verifier: FakeVerifier | None = None) -> list[float | None]:
-    return asyncio.run(score(episodes, (verifier or FakeVerifier()).verify))
+    return asyncio.run(score_episodes(episodes, (verifier or FakeVerifier()).verify))
 
 
 def test_an_answer_earns_what_its_check_says() -> None:

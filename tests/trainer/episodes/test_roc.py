@@ -12,17 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
-from trainer.episodes.roc import EPSILON, explain, has_signal, is_enough, p_err, p_format, p_total, resample_on_correct
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
+from trainer.episodes.roc import (
+    EPSILON,
+    has_signal,
+    is_group_decided,
+    p_err,
+    p_format,
+    p_total,
+    resample_on_correct,
+    selection_reasons,
+)
 
 
 @dataclass(frozen=True)
 class Roll:
     reward: float | None = 1.0
-    calls: int = 1
-    failed_calls: int = 0
-    answer_tags: int = 1
-    turns: int = 2
+    num_tool_calls: int = 1
+    num_failed_tool_calls: int = 0
+    answer_blocks: int = 1
+    num_turns: int = 2
 
 
 CLEAN, WRONG, LOST = Roll(), Roll(reward=0.0), Roll(reward=None)
@@ -42,14 +51,14 @@ modes = st.sampled_from(["paper", "released"])
 @pytest.mark.parametrize(
     ("roll", "err", "form"),
     [
-        (Roll(calls=0), 0.5, 0.0),
-        (Roll(calls=4, failed_calls=1), 0.25, 0.0),
-        (Roll(calls=3, failed_calls=3), 1.0, 0.0),
-        (Roll(answer_tags=0), 0.0, 1.0),
-        (Roll(answer_tags=2, turns=4), 0.0, 0.25),
-        (Roll(answer_tags=9, turns=4), 0.0, 1.0),
-        (Roll(calls=0, answer_tags=0, turns=0), 0.5, 1.0),
-        (Roll(answer_tags=2, turns=0), 0.0, 1.0),
+        (Roll(num_tool_calls=0), 0.5, 0.0),
+        (Roll(num_tool_calls=4, num_failed_tool_calls=1), 0.25, 0.0),
+        (Roll(num_tool_calls=3, num_failed_tool_calls=3), 1.0, 0.0),
+        (Roll(answer_blocks=0), 0.0, 1.0),
+        (Roll(answer_blocks=2, num_turns=4), 0.0, 0.25),
+        (Roll(answer_blocks=9, num_turns=4), 0.0, 1.0),
+        (Roll(num_tool_calls=0, answer_blocks=0, num_turns=0), 0.5, 1.0),
+        (Roll(answer_blocks=2, num_turns=0), 0.0, 1.0),
     ],
 )
 def test_penalties_are_the_papers(roll, err, form):
@@ -57,10 +66,10 @@ def test_penalties_are_the_papers(roll, err, form):
 
 
 def test_an_episode_is_a_rollout():
-    calls = tuple(ToolCall("python", "", "", status, "") for status in (CallStatus.OK, CallStatus.TIMEOUT))
-    turns = [Turn(0, 1, "", (*calls, ToolCall("?", "", "", CallStatus.MALFORMED, ""))), Turn(1, 2, "")]
+    calls = tuple(ToolCall("python", {}, status, "") for status in (ToolCallStatus.OK, ToolCallStatus.TIMEOUT))
+    turns = [Turn(0, 1, "", (*calls, ToolCall("?", {}, ToolCallStatus.MALFORMED, ""))), Turn(1, 2, "")]
     stop = StopReason.FINISHED
-    episode = Episode(Problem("p", "?", "1"), 0, (1,), steps=turns, stop=stop, answer_tags=2, reward=1.0)
+    episode = Episode(Problem("p", "?", "1"), 0, (1,), turns=turns, stop_reason=stop, answer_blocks=2, reward=1.0)
     assert p_err(episode) == pytest.approx(2 / 3)
     assert p_format(episode) == 0.5
     assert resample_on_correct([episode], 1, mode="paper", rng=random.Random(0)) == [0]
@@ -157,7 +166,7 @@ def test_stragglers_are_needless_where_no_outcome_of_theirs_could_be_kept_more_t
         )
 
     expected = not any(needs_more(wrong) for wrong in range(left + 1))
-    assert is_enough([roll.reward for roll in group], left, keep=keep, mode=mode) == expected
+    assert is_group_decided([roll.reward for roll in group], left, num_kept=keep, mode=mode) == expected
 
 
 def test_stragglers_are_waited_for_as_long_as_they_may_differ():
@@ -165,7 +174,7 @@ def test_stragglers_are_waited_for_as_long_as_they_may_differ():
 
     def at(negatives, positives):
         rewards = [0.0] * negatives + [1.0] * positives
-        return is_enough(rewards, 32 - len(rewards), keep=16, mode="paper")
+        return is_group_decided(rewards, 32 - len(rewards), num_kept=16, mode="paper")
 
     assert at(10, 11) and not at(10, 10) and not at(11, 10)
     assert at(0, 31) and not at(0, 30)
@@ -205,14 +214,14 @@ def test_a_reward_above_zero_is_positive():
 @pytest.mark.parametrize("mode", ["paper", "released"])
 @pytest.mark.parametrize("keep", [0, -1, 5])
 def test_keep_outside_the_group_is_refused(mode, keep):
-    with pytest.raises(ValueError, match=f"keep={keep} of a group of 4"):
+    with pytest.raises(ValueError, match=f"num_kept={keep} of a group of 4"):
         resample_on_correct([CLEAN] * 4, keep, mode=mode, rng=random.Random(0))
 
 
 def test_misuse_is_refused():
-    with pytest.raises(ValueError, match="there are 'paper' and 'released'"):
+    with pytest.raises(ValueError, match="expected 'paper' or 'released'"):
         resample_on_correct([CLEAN], 1, mode="best", rng=random.Random(0))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="epsilon=0 must be above"):
+    with pytest.raises(ValueError, match="epsilon=0: expected more than 0"):
         resample_on_correct([CLEAN], 1, mode="paper", rng=random.Random(0), epsilon=0)
 
 
@@ -235,7 +244,9 @@ def successive(weights, count):
 
 
 def test_positives_follow_the_law_of_successive_draws():
-    group = [Roll(calls=10, failed_calls=failed, answer_tags=1) for failed in (1, 2, 5, 8, 10)] + [Roll(calls=0)]
+    group = [Roll(num_tool_calls=10, num_failed_tool_calls=failed, answer_blocks=1) for failed in (1, 2, 5, 8, 10)] + [
+        Roll(num_tool_calls=0)
+    ]
     law = successive([1 / (p_total(roll) + EPSILON) for roll in group], 3)
     rng = random.Random(20)
     counts = Counter(tuple(resample_on_correct(group, 3, mode="paper", rng=rng)) for _ in range(8_000))
@@ -250,14 +261,17 @@ def test_positives_follow_the_law_of_successive_draws():
 
 
 def test_negatives_are_uniform_whatever_their_penalty():
-    group = [Roll(reward=0.0, calls=10, failed_calls=failed, answer_tags=failed % 3) for failed in range(6)]
+    group = [
+        Roll(reward=0.0, num_tool_calls=10, num_failed_tool_calls=failed, answer_blocks=failed % 3)
+        for failed in range(6)
+    ]
     rng = random.Random(21)
     counts = Counter(tuple(resample_on_correct(group, 3, mode="paper", rng=rng)) for _ in range(6_000))
     assert chi_square(counts, dict.fromkeys(itertools.combinations(range(6), 3), 1 / 20)) < 43.8
 
 
 def test_clean_positives_go_first():
-    group = [Roll(calls=10, failed_calls=1)] * 8 + [CLEAN] * 8
+    group = [Roll(num_tool_calls=10, num_failed_tool_calls=1)] * 8 + [CLEAN] * 8
     kept = resample_on_correct(group, 8, mode="paper", rng=random.Random(0))
     assert kept == list(range(8, 16))
 
@@ -266,21 +280,22 @@ def test_clean_positives_go_first():
 def test_every_rollout_is_told_why(group, data, mode):
     keep = data.draw(st.integers(1, len(group)))
     kept = resample_on_correct(group, keep, mode=mode, rng=random.Random(0))
-    words = explain(group, kept)
+    words = selection_reasons(group, kept)
     assert len(words) == len(group)
-    assert [i for i, why in enumerate(words) if why.startswith("kept: ")] == kept
-    assert all("no verdict" in words[i] for i, roll in enumerate(group) if roll.reward is None)
+    assert [i for i, why in enumerate(words) if why.startswith("selected: ")] == kept
+    assert all("unscored" in words[i] for i, roll in enumerate(group) if roll.reward is None)
 
 
 def test_why_says_what_it_was_chosen_by():
-    careless = Roll(calls=4, failed_calls=1, answer_tags=3, turns=4)
-    words = explain([careless, CLEAN, WRONG, WRONG, LOST], [1, 2])
-    right = "correct, 1 of 2 of them kept, the cleaner the likelier"
+    careless = Roll(num_tool_calls=4, num_failed_tool_calls=1, answer_blocks=3, num_turns=4)
+    words = selection_reasons([careless, CLEAN, WRONG, WRONG, LOST], [1, 2])
+    right = "correct, 1 of 2 selected, more likely with a low penalty"
     assert words == [
-        f"dropped: {right}; penalty 0.75 = 0.25 (1 of 4 calls failed) + 0.50 (3 answers)",
-        f"kept: {right}; penalty 0.00 = 0.00 (0 of 1 calls failed) + 0.00 (one answer)",
-        "kept: wrong, 1 of 2 of them kept, whatever their penalty",
-        "dropped: wrong, 1 of 2 of them kept, whatever their penalty",
-        "dropped: no verdict, 0 of 1 of them kept, only where no others fill the group: it was us who ended it",
+        f"not selected: {right}; penalty 0.75 = 0.25 (1 of 4 tool calls failed) + 0.50 (3 answers)",
+        f"selected: {right}; penalty 0.00 = 0.00 (0 of 1 tool calls failed) + 0.00 (one answer)",
+        "selected: wrong, 1 of 2 selected, whatever the penalty",
+        "not selected: wrong, 1 of 2 selected, whatever the penalty",
+        "not selected: unscored, 0 of 1 selected, "
+        "only if scored episodes cannot fill the group: cancelled, or infrastructure failed",
     ]
-    assert explain([CLEAN], [0])[0].endswith("; not in the loss, since all that were kept have the same reward")
+    assert selection_reasons([CLEAN], [0])[0].endswith("; not in the loss, since all selected rewards are equal")

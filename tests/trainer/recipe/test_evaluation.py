@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason, ToolCall, Turn
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.recipe.evaluation import (
     ALL,
     MEASURES,
@@ -42,25 +42,32 @@ PROBLEMS = [
 
 
 def outcome(reward: float | None = 1.0, **some: Any) -> Outcome:
-    of_all = {"calls": 2, "failed_calls": 1, "answer_tags": 1, "turns": 3, "length": 10, "stop": "finished"}
+    of_all = {
+        "num_tool_calls": 2, "num_failed_tool_calls": 1, "answer_blocks": 1, "num_turns": 3, "response_length": 10,
+        "stop_reason": "finished",
+    }  # fmt: skip
     return Outcome(reward, **{**of_all, **some})
 
 
+def calling(calls: int, failed: int, **fields: Any) -> Outcome:
+    return outcome(num_tool_calls=calls, num_failed_tool_calls=failed, **fields)
+
+
 def episode(problem: Problem, sample: int, reward: float | None) -> Episode:
-    statuses = [CallStatus.ERROR] * sample + [CallStatus.OK]
-    calls = tuple(ToolCall("python", "1", "", status, "1") for status in statuses)
+    statuses = [ToolCallStatus.ERROR] * sample + [ToolCallStatus.OK]
+    calls = tuple(ToolCall("python", {"code": "1"}, status, "1") for status in statuses)
     ids = tuple(range(5 + sample))
     return Episode(
         problem,
         sample,
         prompt_ids=(1, 2),
-        ids=ids,
+        response_ids=ids,
         logprobs=(-0.5,) * len(ids),
-        mask=(1,) * len(ids),
-        steps=(Turn(0, 3, "", calls), Turn(3, len(ids), "")),
-        stop=StopReason.UNAVAILABLE if reward is None else StopReason.FINISHED,
+        loss_mask=(1,) * len(ids),
+        turns=(Turn(0, 3, "", calls), Turn(3, len(ids), "")),
+        stop_reason=StopReason.UNAVAILABLE if reward is None else StopReason.FINISHED,
         answer="1",
-        answer_tags=1 + sample % 2,
+        answer_blocks=1 + sample % 2,
         reward=reward,
     )
 
@@ -91,7 +98,7 @@ def run(collector: Collector, folder: Path, advance: Callable[[int], None] = lam
 
 def rows_of(folder: Path) -> list[tuple[str, int]]:
     """Whose episodes are written, one by one."""
-    return sorted((row["problem"]["id"], row["sample"]) for row in RunFolder(folder).episodes(0))
+    return sorted((row["problem"]["id"], row["sample"]) for row in RunFolder(folder).read_episodes(0))
 
 
 ALL_ROWS = [(problem.id, sample) for problem in PROBLEMS for sample in range(2)]
@@ -110,9 +117,18 @@ def test_pass_at_counts_the_draws(samples: int, right: int, j: int) -> None:
 def test_numbers_by_hand() -> None:
     made = report(
         [
-            [outcome(1.0, calls=4, failed_calls=1), outcome(0.0, answer_tags=2, stop="turn_limit")],
-            [outcome(0.0, calls=0, failed_calls=0, length=30), outcome(0.0, calls=0, failed_calls=0)],
-            [outcome(None, calls=9, failed_calls=9), outcome(1.0, calls=4, failed_calls=0, answer_tags=0)],
+            [
+                outcome(1.0, num_tool_calls=4, num_failed_tool_calls=1),
+                outcome(0.0, answer_blocks=2, stop_reason="turn_limit"),
+            ],
+            [
+                outcome(0.0, num_tool_calls=0, num_failed_tool_calls=0, response_length=30),
+                outcome(0.0, num_tool_calls=0, num_failed_tool_calls=0),
+            ],
+            [
+                outcome(None, num_tool_calls=9, num_failed_tool_calls=9),
+                outcome(1.0, num_tool_calls=4, num_failed_tool_calls=0, answer_blocks=0),
+            ],
             [outcome(None), outcome(None)],
         ],
         2,
@@ -125,13 +141,13 @@ def test_numbers_by_hand() -> None:
             "tool_error_ratio_correct": 1 / 8,
             "tool_use": 3 / 5,
             "one_answer": 3 / 5,
-            "calls": 10 / 5,
+            "tool_calls": 10 / 5,
             "turns": 3,
-            "tokens": 70 / 5,
+            "response_length": 70 / 5,
         }
     )
     assert [value(made, f"pass@{j}") for j in (1, 2)] == pytest.approx([0.5, 0.5])
-    assert made.stops == {"finished": 4, "turn_limit": 1}
+    assert made.stop_reasons == {"finished": 4, "turn_limit": 1}
 
 
 def test_an_outage_is_no_zero() -> None:
@@ -169,9 +185,9 @@ def test_problems_that_agree_do_not_prove_that_all_would(right: int, low: float,
     for name in ("accuracy", "pass@1"):
         found = made.measures[name]
         assert (found.low, found.high) == (pytest.approx(low, abs=0.001), pytest.approx(high, abs=0.001))
-    one_answer = report([[outcome(), outcome(answer_tags=2)]] * 30, 2).measures["one_answer"]
+    one_answer = report([[outcome(), outcome(answer_blocks=2)]] * 30, 2).measures["one_answer"]
     assert one_answer.high - one_answer.low > 0.3
-    assert made.measures["tokens"] == Estimate(10, 10, 10)
+    assert made.measures["response_length"] == Estimate(10, 10, 10)
 
 
 def test_samples_of_a_problem_are_no_problems() -> None:
@@ -183,13 +199,16 @@ def test_samples_of_a_problem_are_no_problems() -> None:
 def test_an_interval_of_a_ratio_is_what_drawing_problems_again_gives() -> None:
     rng = random.Random(5)
     groups = [
-        [outcome(calls=(calls := rng.randrange(5)), failed_calls=rng.randint(0, calls)) for _ in range(3)]
+        [
+            outcome(num_tool_calls=(calls := rng.randrange(5)), num_failed_tool_calls=rng.randint(0, calls))
+            for _ in range(3)
+        ]
         for _ in range(40)
     ]
     drawn = []
     for _ in range(2000):
         flat = [one for some in rng.choices(groups, k=len(groups)) for one in some]
-        drawn.append(sum(one.failed_calls for one in flat) / sum(one.calls for one in flat))
+        drawn.append(sum(one.num_failed_tool_calls for one in flat) / sum(one.num_tool_calls for one in flat))
     made = report(groups, 3).measures["tool_error_ratio"]
     low, *_, high = statistics.quantiles(drawn, n=40)  # 2.5 % apart
     assert (made.low, made.high) == (pytest.approx(low, abs=0.012), pytest.approx(high, abs=0.012))
@@ -217,7 +236,7 @@ def test_the_table_has_every_measure_with_its_interval(tmp_path: Path) -> None:
         lines[width] = out.getvalue()
     shown = {line[:25].strip(): line[25:].split() for line in lines[80].splitlines()}
     assert (shown["problems"], shown["avg@2"][::2]) == (["2", "2", "4"], ["0.500", "0.750", "0.625"])
-    for name in ("pass@2", "tool error ratio", "tool use", "calls", "one answer", "tokens"):
+    for name in ("pass@2", "tool error ratio", "tool use", "tool calls", "one answer", "response length"):
         measure = reports["even"].measures[name.replace(" ", "_")]
         assert shown[name][:2] == str(measure).split(), name
         assert str(measure).split()[1] in lines[66], "what does not fit stands below, in one piece"
@@ -234,7 +253,7 @@ def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
     third = Collector()
     assert run(third, tmp_path / "killed") == expected
     assert third.asked == []
-    rows = list(RunFolder(tmp_path / "killed").episodes(0))
+    rows = list(RunFolder(tmp_path / "killed").read_episodes(0))
     assert {row["group"]: row["problem"]["id"] for row in rows} == {n: one.id for n, one in enumerate(PROBLEMS)}
     assert rows_of(tmp_path / "killed") == ALL_ROWS
 

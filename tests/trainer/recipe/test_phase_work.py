@@ -35,6 +35,7 @@ from trainer.config import ConfigError, RunConfig, load  # noqa: E402
 from trainer.data import problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.environments.python_tool import service  # noqa: E402
+from trainer.json_files import read_rows  # noqa: E402
 from trainer.recipe import phase_work  # noqa: E402
 from trainer.recipe.runner import (  # noqa: E402
     Run,
@@ -43,7 +44,7 @@ from trainer.recipe.runner import (  # noqa: E402
     recipe,
 )
 from trainer.rollout.loop_thread import Background  # noqa: E402
-from trainer.runs.run_folder import RunFolder, read_rows  # noqa: E402
+from trainer.runs.run_folder import RunFolder  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 
@@ -101,7 +102,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with Background() as background:
-        tools = background.enter(service("local", arguments=["--slots", "8", "--zygotes", "1"]))
+        tools = background.enter(service("local", arguments=["--slots", "8", "--zygote-pools", "1"]))
         run = Run(_guessing(tmp_path_factory.mktemp("taught"), tools.endpoints))
         recipe(run.config, start=_until("sft"))
         run.finish(Unit("eval", "sft"), {"scores": {}, "seconds": 0})
@@ -276,7 +277,7 @@ def test_a_stage_that_is_killed_ends_as_one_that_is_not(taught: Run, tmp_path: P
     assert killed.done(Unit("grpo", "rl1")) is None
     recipe(killed.config, start=_until("rl1"))
 
-    rewards = {row["reward"] for row in whole.record.metrics() if row["stage"] == "rl1"}
+    rewards = {row["reward"] for row in whole.record.read_metrics() if row["stage"] == "rl1"}
     assert len(rewards) > 1, "weights that never move prove nothing"
     assert left < len(_rows(whole))
     assert _rows(killed) == _rows(whole)
@@ -298,7 +299,7 @@ def test_what_is_always_solved_is_taken_out_once(taught: Run, tmp_path: Path) ->
     rows = list(read_rows(file))
     solved = Counter(row["problem"] for row in rows if row["reward"] == 1)
     assert len(rows) == 6 * 3
-    assert list(RunFolder(file.parent).steps()) == [], "a filter of 42K problems would write their every token"
+    assert list(RunFolder(file.parent).episode_steps()) == [], "a filter of 42K problems would write their every token"
     kept = [problem.id for problem in problems.read(str(run.problems(run.config.stage("rl2"))))]
     assert kept == [f"Number {number}?" for number in range(6) if solved[f"Number {number}?"] < 3]
     assert run.needed(Unit("filter", "rl2"))["kept"] == len(kept)
@@ -325,7 +326,7 @@ def test_evaluation_and_rollout_write_what_show_reads(
     (scores,) = run.summary()["stages"]
     assert (scores["name"], scores["accuracy"]) == ("sft", said["measures"]["accuracy"]["value"])
     assert scores["accuracy_by_source"] == {"fresh": reports["fresh"]["measures"]["accuracy"]}
-    assert len(list(RunFolder(run.stage("sft") / "evaluation").episodes(0))) == 2
+    assert len(list(RunFolder(run.stage("sft") / "evaluation").read_episodes(0))) == 2
     with monkeypatch.context() as nothing:  # of it starts again for what is over, nor where only its last word is lost
         nothing.setattr(phase_work, "sampling", None)
         for lost in ("nothing", "evaluated.json"):
@@ -337,7 +338,7 @@ def test_evaluation_and_rollout_write_what_show_reads(
     sampled = ["--stage", "sft", "--problems", "2", "--samples", "3", "--out", str(out)]
     for _ in range(2):  # the second time nothing is left to do
         assert cli.main(["rollout", str(run.folder), "--run-dir", str(run.folder), *sampled]) == 0
-    episodes = sorted(RunFolder(out).episodes(0), key=lambda row: (row["problem"]["id"], row["sample"]))
+    episodes = sorted(RunFolder(out).read_episodes(0), key=lambda row: (row["problem"]["id"], row["sample"]))
     assert [(row["problem"]["id"], row["sample"]) for row in episodes] == [
         (f"Number {number}?", sample) for number in range(2) for sample in range(3)
     ]
@@ -389,7 +390,7 @@ def _kill_after(run: Run, *, step: int) -> bool:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True) as parent:
         deadline = time.monotonic() + PATIENCE_S
-        while parent.poll() is None and max((row["step"] for row in run.record.metrics()), default=0) < step:
+        while parent.poll() is None and max((row["step"] for row in run.record.read_metrics()), default=0) < step:
             assert time.monotonic() < deadline, f"no step in {PATIENCE_S} s"
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
@@ -398,5 +399,5 @@ def _kill_after(run: Run, *, step: int) -> bool:
 
 
 def _rows(run: Run) -> list[dict[str, Any]]:
-    rows = [row for row in run.record.metrics() if row["stage"] == "rl1"]
-    return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in rows]
+    rows = [row for row in run.record.read_metrics() if row["stage"] == "rl1"]
+    return [{name: value for name, value in row.items() if not name.endswith(("_s", "_s_sum"))} for row in rows]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from trainer.config import ConfigError, RunConfig, load
+from trainer.json_files import RecordError, write_json
 from trainer.recipe.runner import NotReady, Run, Unit, UnitFailed, argv, recipe
-from trainer.runs.run_folder import VERSION, RecordError, write_json
+from trainer.runs.run_folder import LAYOUT_VERSION
 
 STAGES = """
 [sft]
@@ -67,7 +68,7 @@ def test_units_run_in_the_recipe_s_order_and_sum_up(tmp_path: Path) -> None:
     scores = {"accuracy": 0.5, "tool_error_ratio": 0.25, "one_answer": 0.75}
     expected = [{"name": name, **scores, "seconds": s} for name, s in (("sft", 4.0), ("rl1", 4.0), ("rl2", 6.0))]
     assert run.summary() == {"stages": expected}
-    written = run.record.summary()
+    written = run.record.read_summary()
     assert written is not None
     assert written["stages"] == expected
 
@@ -162,10 +163,10 @@ def test_a_folder_keeps_its_settings(tmp_path: Path) -> None:
 def test_a_folder_from_before_a_setting_came_goes_on(tmp_path: Path) -> None:
     config = _config(tmp_path)
     recipe(config, start=Children(config))
-    written = Run(config).record.config()
+    written = Run(config).record.read_config()
     assert written
     del written["sft"]["warmup"], written["stages"]["rl1"]["epsilon_high"]
-    write_json(tmp_path / "run/config.json", {"version": VERSION, "config": written})
+    write_json(tmp_path / "run/config.json", {"layout_version": LAYOUT_VERSION, "config": written})
     children = Children(config)
     recipe(config, start=children)
     assert children.started == []

@@ -19,8 +19,8 @@ from sandbox.runtime import default_python
 from trainer.config import RunConfig, load
 from trainer.data import tiny_model
 from trainer.engines.vllm_servers import Servers
+from trainer.json_files import read_json
 from trainer.recipe.runner import recipe
-from trainer.runs.run_folder import read_json
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 ENGINES = 2
@@ -83,11 +83,11 @@ def _check(config: RunConfig, names: Sequence[str]) -> None:
     """Everything ran: every engine sampled, the weights went out, and what both sides say of them agrees."""
     run = recipe(config)
     assert [row["name"] for row in run.summary()["stages"]] == names
-    rows = [row for row in run.record.metrics() if row["stage"] == "rl1"]
+    rows = [row for row in run.record.read_metrics() if row["stage"] == "rl1"]
     assert [row["weight_version"] for row in rows] == [row["step"] - 1 for row in rows]
-    assert all(row["unavailable"] == 0 and row["tokens"] > 0 for row in rows)
-    assert all(row["kl_sampler"] < 1e-3 for row in rows if row["kept"])
-    turns = [turn for row in rows for episode in run.record.episodes(row["step"]) for turn in episode["turns"]]
+    assert all(row["unavailable_episodes"] == 0 and row["sampled_tokens"] > 0 for row in rows)
+    assert all(row["logprob_diff_mean"] < 1e-3 for row in rows if row["episodes_in_loss"])
+    turns = [turn for row in rows for episode in run.record.read_episodes(row["step"]) for turn in episode["turns"]]
     assert len({turn["engine"] for turn in turns}) == ENGINES
     assert len({turn["version"] for turn in turns}) == len(rows)
     evaluation = read_json(run.stage("rl1") / "evaluated.json")

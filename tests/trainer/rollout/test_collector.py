@@ -18,9 +18,11 @@ from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, 
 from trainer.config import SamplingConfig
 from trainer.engines.pool import Pool
 from trainer.engines.vllm_client import EngineFailed, Generation
-from trainer.episodes.chat_format import parse, rstar2
-from trainer.episodes.episode import CallStatus, Episode, Problem, StopReason
+from trainer.episodes.chat_format import rstar2_format
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCallStatus
+from trainer.episodes.turn_parser import parse_turn
 from trainer.rollout.collector import Collector, run_episode, turn_seed
+from trainer.scheduling.scheduler import Scheduler
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
 LIMITS = SamplingConfig(max_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
@@ -28,7 +30,7 @@ LIMITS = SamplingConfig(max_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9
 
 @pytest.fixture(scope="module")
 def chat():
-    return rstar2(qwen_tokenizer(), preamble="Be brief.")
+    return rstar2_format(qwen_tokenizer(), tools=[], system_prompt="Be brief.")
 
 
 def turns_of(*said):
@@ -39,7 +41,7 @@ def turns_of(*said):
 
 async def run(chat, pool, tools=None, *, how=LIMITS, problem=PROBLEM, sample=0, seed=7):
     tools = tools or ScriptedTools()
-    draft = Episode(problem, sample, tuple(chat.prompt(problem.text)))
+    draft = Episode(problem, sample, tuple(chat.encode_prompt(problem.text)))
     await run_episode(draft, chat=chat, seat=pool, tools=tools, how=how, seed=seed, busy=pool.busy)
     return draft
 
@@ -53,12 +55,12 @@ def collect(pool, chat, tools, problems, samples, how=LIMITS, seed=7, **asked):
 async def test_a_turn_without_a_call_finishes(chat):
     pool = ScriptedPool(turns_of(f"so</reason>{answer('42')}{END}"))
     episode = await run(chat, pool)
-    assert (episode.stop, episode.answer, episode.answer_tags) == (StopReason.FINISHED, "42", 1)
-    assert (episode.turns, episode.calls, episode.failed_calls) == (1, 0, 0)
+    assert (episode.stop_reason, episode.answer, episode.answer_blocks) == (StopReason.FINISHED, "42", 1)
+    assert (episode.num_turns, episode.num_tool_calls, episode.num_failed_tool_calls) == (1, 0, 0)
     assert episode.reward is None  # not scored yet
-    (turn,) = episode.steps
+    (turn,) = episode.turns
     assert turn.text == f"so</reason>{answer('42')}"
-    assert (turn.engine, turn.version) == ("scripted", 3)
+    assert (turn.engine, turn.weight_version) == ("scripted", 3)
 
 
 @pytest.mark.asyncio
@@ -67,24 +69,24 @@ async def test_tokens_are_appended_and_never_spelt_again(chat):
     pool = ScriptedPool(turns_of(*said))
     episode = await run(chat, pool, ScriptedTools(lambda code: f"got {code}"))
     contexts = [ids for ids, _ in pool.asked]
-    assert contexts[0] == list(episode.prompt_ids) == chat.prompt(PROBLEM.text)
+    assert contexts[0] == list(episode.prompt_ids) == chat.encode_prompt(PROBLEM.text)
     assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(contexts))
-    whole = [*episode.prompt_ids, *episode.ids]
+    whole = [*episode.prompt_ids, *episode.response_ids]
     assert all(whole[: len(ids)] == ids for ids in contexts)
-    assert len(episode.ids) == len(episode.logprobs) == len(episode.mask)
+    assert len(episode.response_ids) == len(episode.logprobs) == len(episode.loss_mask)
 
     tokenizer = qwen_tokenizer()
     expected, mask = [], []
     for text, responses in zip(said, (["got 1"], ["got 2", "got 3"], []), strict=True):
         sampled = tokenizer.encode(text, add_special_tokens=False)
-        shown = chat.responses(responses) if responses else []
+        shown = chat.encode_tool_responses(responses) if responses else []
         expected += sampled + shown
         mask += [1] * len(sampled) + [0] * len(shown)
-    assert list(episode.ids) == expected
-    assert list(episode.mask) == mask
+    assert list(episode.response_ids) == expected
+    assert list(episode.loss_mask) == mask
     logprobs = [-(1 + number % 7) / 8 if sampled else 0.0 for number, sampled in zip(expected, mask, strict=True)]
     assert list(episode.logprobs) == logprobs
-    assert [tokenizer.decode(episode.ids[turn.start : turn.end]) for turn in episode.steps] == said
+    assert [tokenizer.decode(episode.response_ids[turn.start : turn.end]) for turn in episode.turns] == said
     assert episode.sampled_tokens == sum(mask)
 
 
@@ -95,7 +97,7 @@ async def test_calls_of_a_turn_run_at_once_and_are_answered_in_order(chat):
     pool = ScriptedPool(turns_of(call("first") + call("second") + END, "done" + END))
     episode = await run(chat, pool, tools)
     assert tools.most_running == 2
-    assert [made.response for made in episode.steps[0].calls] == ["<first>", "<second>"]
+    assert [made.response for made in episode.turns[0].tool_calls] == ["<first>", "<second>"]
     shown = chat.decode(pool.asked[1][0])
     assert shown.endswith(
         "<|im_start|>user\n<tool_response>\n<first>\n</tool_response>\n<tool_response>\n<second>\n</tool_response>"
@@ -108,24 +110,24 @@ async def test_a_malformed_call_is_answered_without_the_sandbox(chat):
     tools = ScriptedTools()
     pool = ScriptedPool(turns_of("<tool_call>{oops</tool_call>" + call("1") + END, "done" + END))
     episode = await run(chat, pool, tools)
-    bad, good = episode.steps[0].calls
-    assert (bad.status, bad.code, good.status) == (CallStatus.MALFORMED, "{oops", CallStatus.OK)
+    bad, good = episode.turns[0].tool_calls
+    assert (bad.status, bad.arguments, good.status) == (ToolCallStatus.MALFORMED, "{oops", ToolCallStatus.OK)
     assert bad.response.startswith("JSONDecodeError: ")
     assert bad.response in chat.decode(pool.asked[1][0])
-    assert (tools.most_running, episode.calls, episode.failed_calls) == (1, 2, 1)
+    assert (tools.most_running, episode.num_tool_calls, episode.num_failed_tool_calls) == (1, 2, 1)
 
 
-@pytest.mark.parametrize("status", [status for status in CallStatus if status is not CallStatus.UNAVAILABLE])
+@pytest.mark.parametrize("status", [status for status in ToolCallStatus if status is not ToolCallStatus.UNAVAILABLE])
 @pytest.mark.asyncio
 async def test_what_the_code_did_is_read_by_the_model(chat, status):
-    reply = replied(status, f"it was {status}", "1", "stdin", seconds=0.5)
+    reply = replied(status, f"it was {status}", {"code": "1", "input": "stdin"}, duration_s=0.5)
     pool = ScriptedPool(turns_of(call("1") + END, "done" + END))
     episode = await run(chat, pool, ScriptedTools(lambda code: reply))
-    (made,) = episode.steps[0].calls
-    assert (made.status, made.code, made.stdin, made.seconds) == (status, "1", "stdin", 0.5)
+    (made,) = episode.turns[0].tool_calls
+    assert (made.status, made.arguments, made.duration_s) == (status, {"code": "1", "input": "stdin"}, 0.5)
     assert f"it was {status}" in chat.decode(pool.asked[1][0])
-    assert episode.stop is StopReason.FINISHED
-    assert (episode.calls, episode.failed_calls) == (1, int(status is not CallStatus.OK))
+    assert episode.stop_reason is StopReason.FINISHED
+    assert (episode.num_tool_calls, episode.num_failed_tool_calls) == (1, int(status is not ToolCallStatus.OK))
 
 
 @pytest.mark.asyncio
@@ -133,9 +135,9 @@ async def test_the_last_turn_may_ask_but_is_not_answered(chat):
     tools = ScriptedTools()
     pool = ScriptedPool(lambda context, sampling: call("1") + answer("42") + END)
     episode = await run(chat, pool, tools, how=SamplingConfig(2000, 3))
-    assert (episode.stop, episode.turns, episode.calls) == (StopReason.TURN_LIMIT, 3, 2)
-    assert (episode.answer, episode.answer_tags) == ("42", 3)
-    assert episode.mask[-1] == 1
+    assert (episode.stop_reason, episode.num_turns, episode.num_tool_calls) == (StopReason.TURN_LIMIT, 3, 2)
+    assert (episode.answer, episode.answer_blocks) == ("42", 3)
+    assert episode.loss_mask[-1] == 1
 
 
 @pytest.mark.asyncio
@@ -143,25 +145,25 @@ async def test_a_turn_that_is_cut_off_ends_the_episode(chat):
     tools = ScriptedTools()
     pool = ScriptedPool(turns_of(call("1") + END, "hm " + call("2") + "on and on" * 1000))
     episode = await run(chat, pool, tools, how=SamplingConfig(400, 9))
-    assert (episode.stop, len(episode.ids), episode.turns) == (StopReason.TOKEN_LIMIT, 400, 2)
-    assert episode.calls == 1  # that of the second turn was not run: nobody would read its response
-    assert episode.mask[-1] == 1
+    assert (episode.stop_reason, len(episode.response_ids), episode.num_turns) == (StopReason.TOKEN_LIMIT, 400, 2)
+    assert episode.num_tool_calls == 1  # that of the second turn was not run: nobody would read its response
+    assert episode.loss_mask[-1] == 1
 
 
 @pytest.mark.asyncio
 async def test_a_response_that_leaves_no_room_ends_the_episode(chat):
     tokenizer = qwen_tokenizer()
     said = call("1") + END
-    room = len(tokenizer.encode(said, add_special_tokens=False)) + len(chat.responses(["x" * 50]))
+    room = len(tokenizer.encode(said, add_special_tokens=False)) + len(chat.encode_tool_responses(["x" * 50]))
     for max_tokens, stop in ((room, StopReason.TOKEN_LIMIT), (room + 1, StopReason.TOKEN_LIMIT)):
         pool = ScriptedPool(turns_of(said, "go on"))
         tools = ScriptedTools(lambda code: "x" * 50)
         episode = await run(chat, pool, tools, how=SamplingConfig(max_tokens, 9))
-        assert episode.stop is stop
-        assert episode.turns == 1 + (max_tokens > room)  # with room for one more token, one more is sampled
-        assert len(episode.ids) <= max_tokens
-        assert episode.mask[-1] == 1
-        assert episode.calls == 1
+        assert episode.stop_reason is stop
+        assert episode.num_turns == 1 + (max_tokens > room)  # with room for one more token, one more is sampled
+        assert len(episode.response_ids) <= max_tokens
+        assert episode.loss_mask[-1] == 1
+        assert episode.num_tool_calls == 1
     assert [sampling.max_tokens for _, sampling in pool.asked] == [room + 1, 1]
 
 
@@ -170,8 +172,8 @@ async def test_tool_output_is_cut_and_says_so(chat):
     long = "a" * 500 + "b" * 500
     pool = ScriptedPool(turns_of(call("1") + END, "done" + END))
     episode = await run(chat, pool, ScriptedTools(lambda code: long), how=SamplingConfig(2000, 5, tool_chars=101))
-    (made,) = episode.steps[0].calls
-    assert made.is_cut
+    (made,) = episode.turns[0].tool_calls
+    assert made.is_truncated
     assert made.response == f"{'a' * 51}\n... 899 characters cut ...\n{'b' * 50}"
     assert made.response in chat.decode(pool.asked[1][0])
 
@@ -189,13 +191,13 @@ async def test_tool_output_cannot_end_the_turn_of_the_user(chat):
 
 @pytest.mark.asyncio
 async def test_no_verdict_of_the_sandbox_ends_the_episode_unread(chat):
-    lost = replied(CallStatus.UNAVAILABLE, "", "2", error="no executor answers")
+    lost = replied(ToolCallStatus.UNAVAILABLE, "", "2", error="no executor answers")
     tools = ScriptedTools(lambda code: lost if code == "2" else "fine")
     pool = ScriptedPool(turns_of(call("1") + call("2") + END))
     episode = await run(chat, pool, tools)
-    assert (episode.stop, episode.error) == (StopReason.UNAVAILABLE, "tool: no executor answers")
-    assert (episode.calls, episode.failed_calls) == (1, 0)
-    assert 0 not in episode.mask  # nothing was shown
+    assert (episode.stop_reason, episode.error) == (StopReason.UNAVAILABLE, "tool: no executor answers")
+    assert (episode.num_tool_calls, episode.num_failed_tool_calls) == (1, 0)
+    assert 0 not in episode.loss_mask  # nothing was shown
 
 
 @pytest.mark.asyncio
@@ -206,8 +208,8 @@ async def test_no_engine_ends_the_episode(chat):
         return call("1") + answer("42") + END
 
     episode = await run(chat, ScriptedPool(script))
-    assert (episode.stop, episode.error) == (StopReason.UNAVAILABLE, "engine: the last engine is gone")
-    assert episode.turns == 1
+    assert (episode.stop_reason, episode.error) == (StopReason.UNAVAILABLE, "engine: the last engine is gone")
+    assert episode.num_turns == 1
 
 
 parts = st.sampled_from(
@@ -239,20 +241,20 @@ def test_whatever_happens_an_episode_holds_together(chat, said, max_tokens, max_
             raise EngineFailed("gone")
         return said[len(pool.asked) % len(said)] + END
 
-    lost = replied(CallStatus.UNAVAILABLE, "", "lost", error="down")
+    lost = replied(ToolCallStatus.UNAVAILABLE, "", "lost", error="down")
     pool, tools = ScriptedPool(script), ScriptedTools(lambda code: lost if code == "lost" else code * 200)
     episode = asyncio.run(run(chat, pool, tools, how=SamplingConfig(max_tokens, max_turns, tool_chars)))
-    assert len(episode.ids) == len(episode.logprobs) == len(episode.mask) <= max_tokens
-    assert episode.turns <= max_turns
-    sampled = [place for turn in episode.steps for place in range(turn.start, turn.end)]
-    assert sampled == [place for place, mask in enumerate(episode.mask) if mask]
-    whole = [*episode.prompt_ids, *episode.ids]
+    assert len(episode.response_ids) == len(episode.logprobs) == len(episode.loss_mask) <= max_tokens
+    assert episode.num_turns <= max_turns
+    sampled = [place for turn in episode.turns for place in range(turn.start, turn.end)]
+    assert sampled == [place for place, mask in enumerate(episode.loss_mask) if mask]
+    whole = [*episode.prompt_ids, *episode.response_ids]
     assert all(whole[: len(ids)] == ids for ids, _ in pool.asked)
     room = [sampling.max_tokens for _, sampling in pool.asked]
-    assert room[: episode.turns] == [max_tokens - turn.start for turn in episode.steps]
-    assert (episode.stop is StopReason.UNAVAILABLE) == bool(episode.error)
-    assert episode.stop is StopReason.UNAVAILABLE or episode.mask[-1]
-    assert episode.answer_tags == sum(parse(turn.text).answer_tags for turn in episode.steps)
+    assert room[: episode.num_turns] == [max_tokens - turn.start for turn in episode.turns]
+    assert (episode.stop_reason is StopReason.UNAVAILABLE) == bool(episode.error)
+    assert episode.stop_reason is StopReason.UNAVAILABLE or episode.loss_mask[-1]
+    assert episode.answer_blocks == sum(parse_turn(turn.text).answer_blocks for turn in episode.turns)
     assert tools.running == []
 
 
@@ -264,7 +266,7 @@ async def test_every_turn_has_its_own_seed_and_what_is_left_of_the_tokens(chat):
     assert [s.seed for s in samplings] == [turn_seed(7, "p0", 4, turn) for turn in range(3)]
     assert len({s.seed for s in samplings}) == 3
     assert all((s.temperature, s.top_p, s.stop_ids) == (0.7, 0.9, chat.stop_ids) for s in samplings)
-    assert [s.max_tokens for s in samplings] == [LIMITS.max_tokens - turn.start for turn in episode.steps]
+    assert [s.max_tokens for s in samplings] == [LIMITS.max_tokens - turn.start for turn in episode.turns]
 
 
 def test_seeds_differ_by_all_that_they_are_made_of():
@@ -289,7 +291,19 @@ async def test_order_of_arrival_changes_nothing(chat):
 
     def outcome(groups):
         return [
-            [(e.problem.id, e.sample, tuple(e.ids), e.logprobs, e.mask, e.stop, e.answer, e.reward) for e in group]
+            [
+                (
+                    e.problem.id,
+                    e.sample,
+                    tuple(e.response_ids),
+                    e.logprobs,
+                    e.loss_mask,
+                    e.stop_reason,
+                    e.answer,
+                    e.reward,
+                )
+                for e in group
+            ]
             for group in groups
         ]
 
@@ -331,7 +345,7 @@ async def test_a_group_is_scored_while_others_still_run(chat):
     is_scored = asyncio.Event()
 
     async def verified_first():
-        if pool.asked[-1][0] == chat.prompt("slow"):
+        if pool.asked[-1][0] == chat.encode_prompt("slow"):
             await is_scored.wait()
 
     class Verifier(FakeVerifier):
@@ -355,7 +369,7 @@ async def test_our_failures_are_never_a_reward_of_zero(chat):
             return call("1") + END
         return answer("unavailable" if "check" in context else "7") + END
 
-    tools = ScriptedTools(lambda code: replied(CallStatus.UNAVAILABLE, "", code, error="down"))
+    tools = ScriptedTools(lambda code: replied(ToolCallStatus.UNAVAILABLE, "", code, error="down"))
     problems = [Problem(text, text, "42") for text in ("engine", "tool", "check", "wrong")]
     groups = await collect(ScriptedPool(script), chat, tools, problems, 2)
     assert [[episode.reward for episode in group] for group in groups] == [
@@ -377,7 +391,7 @@ async def test_an_outage_of_the_sandbox_does_not_teach_that_episodes_are_short(c
             made = tuple(ends if "fine" in chat.decode(ids) else asks)
             return Generation(made, (-1.0,) * len(made), True, self.name, self.version)
 
-    async with Pool([Asking()], most_tokens=2000) as pool:
+    async with Pool([Asking()], scheduler=Scheduler(2000)) as pool:
         complete = pool.scheduler.complete
 
         def told(key, now, length=None):
@@ -385,11 +399,11 @@ async def test_an_outage_of_the_sandbox_does_not_teach_that_episodes_are_short(c
             complete(key, now, length)
 
         pool.scheduler.complete = told
-        lost = replied(CallStatus.UNAVAILABLE, "", "1", error="down")
+        lost = replied(ToolCallStatus.UNAVAILABLE, "", "1", error="down")
         ((cut,),) = await collect(pool, chat, ScriptedTools(lambda code: lost), [PROBLEM], 1)
         ((whole,),) = await collect(pool, chat, ScriptedTools(lambda code: "fine"), [PROBLEM], 1)
-    assert (cut.stop, whole.stop) == (StopReason.UNAVAILABLE, StopReason.FINISHED)
-    assert taught == [None, len(whole.prompt_ids) + whole.length]
+    assert (cut.stop_reason, whole.stop_reason) == (StopReason.UNAVAILABLE, StopReason.FINISHED)
+    assert taught == [None, len(whole.prompt_ids) + whole.response_length]
 
 
 @pytest.mark.asyncio
@@ -398,8 +412,12 @@ async def test_a_pool_without_engines_gives_episodes_without_a_reward(chat):
         raise EngineFailed("no engine is left")
 
     ((episode,),) = await collect(ScriptedPool(script), chat, ScriptedTools(), [PROBLEM], 1)
-    assert (episode.stop, episode.reward, episode.error) == (StopReason.UNAVAILABLE, None, "engine: no engine is left")
-    assert episode.ids == []
+    assert (episode.stop_reason, episode.reward, episode.error) == (
+        StopReason.UNAVAILABLE,
+        None,
+        "engine: no engine is left",
+    )
+    assert episode.response_ids == []
 
 
 @pytest.mark.asyncio
@@ -440,8 +458,8 @@ async def test_times_are_those_of_the_clock(chat):
     pool = ScriptedPool(turns_of(call("1") + END, answer("42") + END))
     collector = Collector(pool, chat, ScriptedTools(), clock=lambda: float(next(now)))
     ((episode,),) = await collector.collect([PROBLEM], 1, how=LIMITS, seed=0)
-    assert [(turn.generate_s, turn.tools_s) for turn in episode.steps] == [(1.0, 1.0), (1.0, 0.0)]
-    assert episode.seconds > sum(turn.generate_s + turn.tools_s for turn in episode.steps)
+    assert [(turn.generate_s, turn.tool_s) for turn in episode.turns] == [(1.0, 1.0), (1.0, 0.0)]
+    assert episode.duration_s > sum(turn.generate_s + turn.tool_s for turn in episode.turns)
     assert collector.own_s > 0
 
 
@@ -501,11 +519,11 @@ async def test_stragglers_are_stopped_once_the_others_are_enough(chat):
     is_calling, pool = asyncio.Event(), ScriptedPool(script, pause)
     tools = ScriptedTools(pause=runs)
     (group,) = await collect(pool, chat, tools, [PROBLEM], 4, is_enough=first(2))
-    assert [episode.stop for episode in group] == [StopReason.FINISHED] * 2 + [StopReason.CANCELLED] * 2
+    assert [episode.stop_reason for episode in group] == [StopReason.FINISHED] * 2 + [StopReason.CANCELLED] * 2
     assert [episode.reward for episode in group] == [1.0, 1.0, None, None]
     _, whole, sampling, calling = group
-    assert sampling.ids == whole.ids[: len(whole.ids) // 2] and sampling.steps == []
-    assert (calling.turns, calling.calls, calling.mask[-1]) == (1, 1, 0)  # its call was awaited
+    assert sampling.response_ids == whole.response_ids[: len(whole.response_ids) // 2] and sampling.turns == []
+    assert (calling.num_turns, calling.num_tool_calls, calling.loss_mask[-1]) == (1, 1, 0)  # its call was awaited
     assert len(pool.asked) == 4 and pool.seated == []
 
 
@@ -513,7 +531,7 @@ async def test_stragglers_are_stopped_once_the_others_are_enough(chat):
 async def test_an_episode_that_ends_while_it_is_stopped_counts(chat):
     pool = ScriptedPool(lambda context, sampling: answer("42") + END, reached=lambda tokens: tokens)
     (group,) = await collect(pool, chat, ScriptedTools(), [PROBLEM], 3, is_enough=first(1))
-    assert [(episode.stop, episode.reward) for episode in group] == [(StopReason.FINISHED, 1.0)] * 3
+    assert [(episode.stop_reason, episode.reward) for episode in group] == [(StopReason.FINISHED, 1.0)] * 3
 
 
 @pytest.mark.asyncio
@@ -526,8 +544,8 @@ async def test_early_stop_is_told_of_what_there_is_and_what_is_to_come(chat):
 
     (group,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5, is_enough=never)
     (expected,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5)
-    assert [asdict(replace(one, seconds=0, generate_s=0, steps=[])) for one in group] == [
-        asdict(replace(one, seconds=0, generate_s=0, steps=[])) for one in expected
+    assert [asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in group] == [
+        asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in expected
     ]
     assert [(len(rewards), left) for rewards, left in asked] == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
     assert asked[-1][0] == sorted(episode.reward for episode in group)
@@ -562,7 +580,7 @@ def test_what_is_interrupted_is_neither_lost_nor_doubled(chat, data, wanted, pac
     while groups:
         version += 1
         pool = ScriptedPool(script, pause, version, reached=lambda tokens: rng.randrange(tokens + 1))
-        held = [[(list(draft.ids), list(draft.versions)) for draft in group] for group in groups]
+        held = [[(list(draft.response_ids), list(draft.weight_versions)) for draft in group] for group in groups]
         collector = Collector(pool, chat, tools)
         asked = {"how": LIMITS, "seed": version}
         wanted = min(wanted, len(groups))
@@ -571,26 +589,26 @@ def test_what_is_interrupted_is_neither_lost_nor_doubled(chat, data, wanted, pac
         assert version <= 3 or over[0]
         for group, before in zip(groups, held, strict=True):
             for draft, (ids, versions) in zip(group, before, strict=True):
-                assert draft.ids[: len(ids)] == ids and draft.versions[: len(versions)] == versions
+                assert draft.response_ids[: len(ids)] == ids and draft.weight_versions[: len(versions)] == versions
         trained += [group for group in over if group]
         groups = [group for group, episodes in zip(groups, over, strict=True) if not episodes]
 
     assert sorted(group[0].problem.id for group in trained) == [f"p{i}" for i in range(5)]
     for episode in (episode for group in trained for episode in group):
         number = episode.problem.text[-1]
-        assert [turn.text + END for turn in episode.steps] == story(number)
-        assert [made.code for turn in episode.steps for made in turn.calls] == [
+        assert [turn.text + END for turn in episode.turns] == story(number)
+        assert [made.arguments["code"] for turn in episode.turns for made in turn.tool_calls] == [
             f"{number}00",
             f"{number}10",
             f"{number}11",
         ]
-        assert (episode.reward, episode.answer_tags, episode.stop) == (1.0, 1, StopReason.FINISHED)
-        sampled = [place for turn in episode.steps for place in range(turn.start, turn.end)]
-        assert sampled == [place for place, mask in enumerate(episode.mask) if mask]
-        starts, versions = zip(*episode.versions, strict=True)
-        assert starts[0] == 0 and list(starts) == sorted({*starts}) and starts[-1] < len(episode.ids)
+        assert (episode.reward, episode.answer_blocks, episode.stop_reason) == (1.0, 1, StopReason.FINISHED)
+        sampled = [place for turn in episode.turns for place in range(turn.start, turn.end)]
+        assert sampled == [place for place, mask in enumerate(episode.loss_mask) if mask]
+        starts, versions = zip(*episode.weight_versions, strict=True)
+        assert starts[0] == 0 and list(starts) == sorted({*starts}) and starts[-1] < len(episode.response_ids)
         assert list(versions) == sorted({*versions})
-        assert sum(episode.tokens_by_version.values()) == episode.sampled_tokens
+        assert sum(episode.sampled_tokens_by_version.values()) == episode.sampled_tokens
     assert sorted(ran) == sorted(2 * [f"{i}{call}" for i in range(5) for call in ("00", "10", "11")])
 
 
@@ -615,17 +633,17 @@ async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(ch
             logprobs = await self.logprobs([*ids, *asks])
             return Generation(tuple(asks), tuple(logprobs[-len(asks) :]), True, self.name, self.version)
 
-    limits = SamplingConfig(len(asks) + len(chat.responses(["it printed 1"])) + 12, 9)
-    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)], most_tokens=400) as pool:
+    limits = SamplingConfig(len(asks) + len(chat.encode_tool_responses(["it printed 1"])) + 12, 9)
+    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)], scheduler=Scheduler(400)) as pool:
         tools = ScriptedTools(lambda code: "it printed 1")
         groups = await collect(pool, chat, tools, [PROBLEM, Problem("p1", "What is it?", "1")], 2, limits)
     for episode in (episode for group in groups for episode in group):
-        assert (episode.turns, episode.calls, episode.reward) == (2, 1, 0.0)
+        assert (episode.num_turns, episode.num_tool_calls, episode.reward) == (2, 1, 0.0)
         with torch.no_grad():
-            logits_PTV = model(torch.tensor([[*episode.prompt_ids, *episode.ids]])).logits[0, :-1].float()
-        trained_T = logits_PTV.log_softmax(-1)[-len(episode.ids) :]
+            logits_PTV = model(torch.tensor([[*episode.prompt_ids, *episode.response_ids]])).logits[0, :-1].float()
+        trained_T = logits_PTV.log_softmax(-1)[-len(episode.response_ids) :]
         for trained_V, number, logprob, mask in zip(
-            trained_T, episode.ids, episode.logprobs, episode.mask, strict=True
+            trained_T, episode.response_ids, episode.logprobs, episode.loss_mask, strict=True
         ):
             assert logprob == (pytest.approx(trained_V[number].item(), abs=1e-3) if mask else 0.0)
-    assert len({tuple(episode.ids) for group in groups for episode in group}) > 1
+    assert len({tuple(episode.response_ids) for group in groups for episode in group}) > 1

@@ -22,7 +22,8 @@ from tests.trainer.run_folders import episode, write_run, write_step
 from trainer.episodes.episode import Episode, Problem, ToolCall, Turn
 from trainer.episodes.metrics import METRICS
 from trainer.episodes.roc import p_err, p_format
-from trainer.runs.run_folder import RecordError, RunFolder, write_json
+from trainer.json_files import RecordError, write_json
+from trainer.runs.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +34,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def metrics(folder: RunFolder) -> list[int]:
-    return [row["step"] for row in folder.metrics()]
+    return [row["step"] for row in folder.read_metrics()]
 
 
 def add(folder: RunFolder, *steps: int) -> None:
@@ -42,40 +43,40 @@ def add(folder: RunFolder, *steps: int) -> None:
 
 
 def test_an_empty_folder_reads_as_nothing(folder: RunFolder) -> None:
-    assert folder.config() is None and folder.summary() is None
-    assert [*folder.metrics(), *folder.steps(), *folder.episodes(1)] == []
-    folder.rewind(0)
+    assert folder.read_config() is None and folder.read_summary() is None
+    assert [*folder.read_metrics(), *folder.episode_steps(), *folder.read_episodes(1)] == []
+    folder.truncate_after(0)
     assert not folder.path.exists()
 
 
 def test_an_episode_is_written_so_that_it_could_be_replayed(folder: RunFolder) -> None:
-    folder.keep_logprobs = True
+    folder.save_logprobs = True
     rng = random.Random(7)
     groups = [[episode(rng, f"p{g}", sample, skill=0.5) for sample in range(4)] for g in range(3)]
     folder.write_episodes(2, "rl1", groups, [[0, 1], [2, 3], []], [[f"{g}{i}" for i in range(4)] for g in range(3)])
-    rows = list(folder.episodes(2))
+    rows = list(folder.read_episodes(2))
     assert [(row["group"], row["sample"]) for row in rows] == [(g, i) for g in range(3) for i in range(4)]
-    assert [row["kept"] for row in rows] == [True, True, False, False, False, False, True, True] + [False] * 4
-    assert [row["why"] for row in rows] == [f"{g}{i}" for g in range(3) for i in range(4)]
+    assert [row["is_selected"] for row in rows] == [True, True, False, False, False, False, True, True] + [False] * 4
+    assert [row["selection_reason"] for row in rows] == [f"{g}{i}" for g in range(3) for i in range(4)]
     for row, one in zip(rows, (one for group in groups for one in group), strict=True):
         assert (row["step"], row["stage"]) == (2, "rl1")
         assert_holds(row, one)
 
 
 def assert_holds(row: dict, one: Episode) -> None:
-    assert row["ids"] == one.ids and tuple(row["prompt_ids"]) == one.prompt_ids
+    assert row["response_ids"] == one.response_ids and tuple(row["prompt_ids"]) == one.prompt_ids
     assert row["logprobs"] == pytest.approx(one.logprobs, abs=1e-6)
-    assert [value for start, end, value in row["mask"] for _ in range(start, end)] == one.mask
+    assert [value for start, end, value in row["loss_mask"] for _ in range(start, end)] == one.loss_mask
     assert row["problem"] == asdict(one.problem)
     turns = [
-        own(Turn, turn) | {"calls": tuple(ToolCall(**own(ToolCall, call)) for call in turn["calls"])}
+        own(Turn, turn) | {"tool_calls": tuple(ToolCall(**own(ToolCall, call)) for call in turn["tool_calls"])}
         for turn in row["turns"]
     ]
-    assert [Turn(**turn) for turn in turns] == one.steps
-    for name in ("sample", "reward", "answer", "answer_tags", "calls", "failed_calls", "error"):
+    assert [Turn(**turn) for turn in turns] == one.turns
+    for name in ("sample", "reward", "answer", "answer_blocks", "num_tool_calls", "num_failed_tool_calls", "error"):
         assert row[name] == getattr(one, name), name
     assert (row["p_err"], row["p_format"]) == (p_err(one), p_format(one))
-    assert row["stop"] == one.stop and row["sampled_tokens"] == one.sampled_tokens
+    assert row["stop_reason"] == one.stop_reason and row["sampled_tokens"] == one.sampled_tokens
 
 
 def own(of: type, row: dict) -> dict:
@@ -85,18 +86,18 @@ def own(of: type, row: dict) -> dict:
 
 def test_ids_are_always_kept_and_log_probabilities_on_demand(folder: RunFolder) -> None:
     write_step(folder, 1, "rl1", [[episode(random.Random(1), "p", sample, skill=1.0) for sample in range(4)]])
-    (row, *_) = folder.episodes(1)
-    assert row["ids"] and "logprobs" not in row
+    (row, *_) = folder.read_episodes(1)
+    assert row["response_ids"] and "logprobs" not in row
 
 
 @given(st.lists(st.integers(0, 1), min_size=1))
 def test_spans_are_the_mask(mask: list[int]) -> None:
-    one = replace(episode(random.Random(1), "p", 0, skill=1.0), ids=[7] * len(mask), mask=mask)
+    one = replace(episode(random.Random(1), "p", 0, skill=1.0), response_ids=[7] * len(mask), loss_mask=mask)
     with TemporaryDirectory() as path:
         RunFolder(Path(path)).write_episodes(1, "rl1", [[one]], [[0]])
-        (row,) = RunFolder(Path(path)).episodes(1)
-    assert [value for start, end, value in row["mask"] for _ in range(start, end)] == mask
-    assert len(row["mask"]) == sum(1 for _ in groupby(mask))
+        (row,) = RunFolder(Path(path)).read_episodes(1)
+    assert [value for start, end, value in row["loss_mask"] for _ in range(start, end)] == mask
+    assert len(row["loss_mask"]) == sum(1 for _ in groupby(mask))
 
 
 def test_metrics_have_only_names_from_the_list(folder: RunFolder) -> None:
@@ -105,13 +106,14 @@ def test_metrics_have_only_names_from_the_list(folder: RunFolder) -> None:
     with pytest.raises(AssertionError, match=r"got \['reward'\]"):
         folder.append_metrics({"reward": 1.0})
     folder.append_metrics({"step": 1, "stage": "rl1"} | dict.fromkeys(METRICS, 0.5))
-    assert next(folder.metrics()).keys() == METRICS.keys() | {"step", "stage"}
+    assert next(folder.read_metrics()).keys() == METRICS.keys() | {"step", "stage"}
 
 
 def test_what_is_not_finite_is_null(folder: RunFolder) -> None:
-    folder.append_metrics({"step": 1, "stage": "sft", "loss": float("nan"), "grad_norm": float("inf"), "tokens": 3})
-    (row,) = folder.metrics()
-    assert (row["loss"], row["grad_norm"], row["tokens"]) == (None, None, 3)
+    numbers = {"loss": float("nan"), "grad_norm": float("inf"), "sampled_tokens": 3}
+    folder.append_metrics({"step": 1, "stage": "sft", **numbers})
+    (row,) = folder.read_metrics()
+    assert (row["loss"], row["grad_norm"], row["sampled_tokens"]) == (None, None, 3)
 
 
 @pytest.mark.parametrize("torn", [b'{"step":4,"st', b"x" * 200_000, b"{"])
@@ -156,27 +158,27 @@ def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunF
     promised = int(said[-1]) if said else 20
     steps = metrics(folder)
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= promised
-    assert sum(1 for _ in folder.episodes(1)) >= 8 * promised
+    assert sum(1 for _ in folder.read_episodes(1)) >= 8 * promised
     add(folder, len(steps) + 1)
     assert len(metrics(folder)) == len(steps) + 1
 
 
 def test_rewind_drops_what_is_after_a_checkpoint(folder: RunFolder) -> None:
     write_run(folder.path, problems=1)
-    assert folder.steps() == list(range(7, 19)) and metrics(folder) == list(range(1, 19))
-    before = list(folder.episodes(11))
+    assert folder.episode_steps() == list(range(7, 19)) and metrics(folder) == list(range(1, 19))
+    before = list(folder.read_episodes(11))
     with (folder.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":20,')
-    folder.rewind(11)
-    assert folder.steps() == list(range(7, 12)) and metrics(folder) == list(range(1, 12))
-    assert list(folder.episodes(11)) == before
+    folder.truncate_after(11)
+    assert folder.episode_steps() == list(range(7, 12)) and metrics(folder) == list(range(1, 12))
+    assert list(folder.read_episodes(11)) == before
     add(folder, 12)
     assert metrics(folder) == list(range(1, 13))
 
 
 def test_a_run_that_went_on_without_rewinding_can_still_be_rewound(folder: RunFolder) -> None:
     add(folder, 1, 2, 3, 4, 3, 4, 5)
-    folder.rewind(3)
+    folder.truncate_after(3)
     assert metrics(folder) == [1, 2, 3]
 
 
@@ -189,27 +191,30 @@ def test_a_row_that_cannot_be_ours_is_named(folder: RunFolder) -> None:
 
 
 def test_another_version_is_refused(folder: RunFolder) -> None:
-    write_json(folder.path / "config.json", {"version": 99, "config": {}})
-    with pytest.raises(RecordError, match="expected version 1, got 99"):
-        folder.config()
+    write_json(folder.path / "config.json", {"layout_version": 99, "config": {}})
+    with pytest.raises(RecordError, match="expected layout_version 2, got 99"):
+        folder.read_config()
+    write_json(folder.path / "config.json", {"version": 1, "config": {}})
+    with pytest.raises(RecordError, match="expected layout_version 2, got 1; read this folder with the version"):
+        folder.read_config()
 
 
 def test_config_and_summary_come_back(folder: RunFolder) -> None:
-    folder.claim({"model": "tiny", "stages": [{"steps": 3}], "data": ("a", "b")})
+    folder.bind_config({"model": "tiny", "stages": [{"steps": 3}], "data": ("a", "b")})
     folder.write_summary({"stages": []})
-    assert folder.config() == {"model": "tiny", "stages": [{"steps": 3}], "data": ["a", "b"]}
-    assert folder.summary() == {"version": 1, "stages": []}
+    assert folder.read_config() == {"model": "tiny", "stages": [{"steps": 3}], "data": ["a", "b"]}
+    assert folder.read_summary() == {"layout_version": 2, "stages": []}
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "summary.json"]
 
 
 def test_a_folder_is_of_one_configuration_but_for_what_may_differ(folder: RunFolder) -> None:
     mine = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
-    folder.claim(mine)
-    folder.claim(mine | {"data": ["a"]})
-    with pytest.raises(RecordError, match=r"of a run with other settings \(data, model.path\); expected the same ones"):
-        folder.claim({"model": {"path": "big", "dtype": "float32"}, "run_dir": "x"})
-    folder.claim(mine | {"run_dir": "y"}, may_differ=("run_dir",))
-    assert folder.config() == {"model": mine["model"], "data": ["a"], "run_dir": "y"}
+    folder.bind_config(mine)
+    folder.bind_config(mine | {"data": ["a"]})
+    with pytest.raises(RecordError, match=r"has a run with other settings \(data, model.path\); use the same settings"):
+        folder.bind_config({"model": {"path": "big", "dtype": "float32"}, "run_dir": "x"})
+    folder.bind_config(mine | {"run_dir": "y"}, changeable=("run_dir",))
+    assert folder.read_config() == {"model": mine["model"], "data": ["a"], "run_dir": "y"}
 
 
 def test_a_reader_holds_one_row_at_a_time(folder: RunFolder) -> None:
@@ -218,7 +223,7 @@ def test_a_reader_holds_one_row_at_a_time(folder: RunFolder) -> None:
         folder.write_episodes(1, "rl1", [group], [[]])
     size = (folder.path / "episodes/step_000001.jsonl").stat().st_size
     tracemalloc.start()
-    assert sum(1 for _ in folder.episodes(1)) == 400
+    assert sum(1 for _ in folder.read_episodes(1)) == 400
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < size / 4, f"{peak} bytes for a file of {size}"
@@ -228,13 +233,13 @@ def test_text_that_is_no_text_survives(folder: RunFolder) -> None:
     hostile = "\ud800 \u2028 \x1b[31m </script> \0 🐍"
     one = replace(episode(random.Random(1), "p", 0, skill=1.0), problem=Problem(hostile, hostile, ""))
     folder.write_episodes(1, "rl1", [[one]], [[0]])
-    (row,) = folder.episodes(1)
+    (row,) = folder.read_episodes(1)
     assert row["problem"]["id"] == hostile
 
 
 def test_the_document_has_every_key(folder: RunFolder) -> None:
-    folder.keep_logprobs = True
+    folder.save_logprobs = True
     write_step(folder, 1, "rl1", [[episode(random.Random(1), "p", sample, skill=1.0) for sample in range(4)]])
-    (row, *_) = folder.episodes(1)
+    (row, *_) = folder.read_episodes(1)
     text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
     assert [key for key in row if f"`{key}`" not in text] == []

@@ -19,10 +19,11 @@ import pytest_asyncio
 from tests.gateway.browser import CHROMIUM, PATIENCE_S, Browser, Page, chromium
 from tests.trainer.run_folders import KEEP, STAGES, episode, group, write_run, write_step
 from trainer import cli
-from trainer.episodes.episode import CallStatus, Episode, Problem, ToolCall
+from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
 from trainer.episodes.metrics import METRICS
+from trainer.json_files import RecordError, write_json
 from trainer.runs import show
-from trainer.runs.run_folder import RecordError, RunFolder, write_json
+from trainer.runs.run_folder import RunFolder
 
 PAGE = files("trainer.runs").joinpath("show.html").read_text(encoding="utf-8")
 FIRST_RL, LAST = STAGES["sft"] + 1, sum(STAGES.values())
@@ -32,8 +33,8 @@ HOSTILE = [
     "<!--<script>", "{{policy}}{{data}}", "\u2028 line", "x" * 3000,
 ]  # fmt: skip
 TILES = {
-    "Reward": "reward", "Tool errors": "tool_error_ratio_correct", "One answer": "one_answer", "Length": "length",
-    "Kept": "kept", "Loss": "loss", "Step": "seconds_step",
+    "Reward": "reward", "Tool errors": "tool_error_ratio_correct", "One answer": "one_answer",
+    "Response length": "response_length", "In the loss": "episodes_in_loss", "Loss": "loss", "Step": "step_s",
 }  # fmt: skip
 SPANS = (
     "JSON.stringify([...document.querySelectorAll('.mask rect')]"
@@ -69,15 +70,17 @@ def arguments(*args: str) -> argparse.Namespace:
 
 def rows(folder: RunFolder) -> list[dict[str, Any]]:
     """All episodes."""
-    return [row for step in folder.steps() for row in folder.episodes(step)]
+    return [row for step in folder.episode_steps() for row in folder.read_episodes(step)]
 
 
 def hostile(text: str) -> Episode:
     """An episode that has `text` wherever a model or a data set may write."""
-    call = ToolCall(text, text, text, CallStatus.ERROR, text, is_cut=True)
+    call = ToolCall(text, {"code": text, "input": text}, ToolCallStatus.ERROR, text, is_truncated=True)
     one = episode(random.Random(1), "p", 0, skill=1.0)
-    turn = replace(one.steps[0], text=f"<reason>{text}<tool_call>{text}</tool_call>{text}", calls=(call,), engine=text)
-    return replace(one, problem=Problem(text, text, text, text), steps=(turn,), answer=text, error=text)
+    turn = replace(
+        one.turns[0], text=f"<reason>{text}<tool_call>{text}</tool_call>{text}", tool_calls=(call,), engine=text
+    )
+    return replace(one, problem=Problem(text, text, text, text), turns=(turn,), answer=text, error=text)
 
 
 # The terminal
@@ -85,11 +88,11 @@ def hostile(text: str) -> Episode:
 
 def test_the_terminal_shows_each_number_first_and_last(folder: RunFolder, shown: Shown) -> None:
     said = shown(folder)
-    metrics = list(folder.metrics())
+    metrics = list(folder.read_metrics())
     for name, metric in METRICS.items():
         have = [row[name] for row in metrics if row.get(name) is not None]
         (line,) = [line for line in said.splitlines() if line.startswith(f"{name} ")]
-        assert line.split()[1:3] == [number(have[0]), number(have[-1])] and line.rstrip().endswith(metric.about)
+        assert line.split()[1:3] == [number(have[0]), number(have[-1])] and line.rstrip().endswith(metric.description)
     assert f"step {LAST}, rl2" in said
 
 
@@ -103,17 +106,17 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) ->
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(show.ShowError, match="expected the folder of a run"):
         shown(folder)
-    write_json(folder.path / "config.json", {"version": 99, "config": {}})
-    with pytest.raises(RecordError, match="expected version 1, got 99"):
+    write_json(folder.path / "config.json", {"layout_version": 99, "config": {}})
+    with pytest.raises(RecordError, match="expected layout_version 2, got 99"):
         shown(folder)
-    write_json(folder.path / "config.json", {"version": 1, "config": {}})
+    write_json(folder.path / "config.json", {"layout_version": 2, "config": {}})
     assert "no step is done yet" in shown(folder)
     write_step(folder, 1, "rl1", [group(random.Random(1), "p", skill=0.5)])
     for path in ("metrics.jsonl", "episodes/step_000001.jsonl", "episodes/step_000002.jsonl"):
         with (folder.path / path).open("ab") as file:
             file.write(b'{"stage":"rl1","step"')
     assert "step 1, rl1" in shown(folder) and "episodes of 2 steps" in shown(folder)
-    assert len(show.sample(folder, folder.steps(), 100)) == 2 * KEEP
+    assert len(show.sample(folder, folder.episode_steps(), 100)) == 2 * KEEP
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -130,17 +133,17 @@ def test_what_others_wrote_cannot_command_the_terminal(tmp_path: Path, shown: Sh
 
 
 def test_a_big_run_gives_whole_groups_spread_over_its_steps(folder: RunFolder) -> None:
-    chosen = show.sample(folder, folder.steps(), 40)
+    chosen = show.sample(folder, folder.episode_steps(), 40)
     groups = {(row["step"], row["group"]) for row in chosen}
     assert len(chosen) == 40 == len(groups) * 2 * KEEP
     steps = sorted({step for step, _ in groups})
     assert steps[0] == FIRST_RL and steps[-1] == LAST and len(steps) == 5
-    assert all(row.keys().isdisjoint({"ids", "prompt_ids", "logprobs"}) for row in chosen)
-    everything = show.sample(folder, folder.steps(), 10_000)
+    assert all(row.keys().isdisjoint({"response_ids", "prompt_ids", "logprobs"}) for row in chosen)
+    everything = show.sample(folder, folder.episode_steps(), 10_000)
     assert len(everything) == len(rows(folder))
     assert {row["step"] for row in show.sample(folder, [LAST], 400)} == {LAST}
-    few = show.sample(folder, folder.steps(), 2 * KEEP + 1)
-    assert len(few) == 2 * KEEP and len(show.sample(folder, folder.steps(), 3)) == 3
+    few = show.sample(folder, folder.episode_steps(), 2 * KEEP + 1)
+    assert len(few) == 2 * KEEP and len(show.sample(folder, folder.episode_steps(), 3)) == 3
 
 
 def test_a_page_that_cannot_be_written_is_named(folder: RunFolder, tmp_path: Path) -> None:
@@ -153,7 +156,7 @@ def test_a_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder = RunFolder(tmp_path)
     for step in range(1, 6):
         folder.write_episodes(step, "rl1", [[hostile("x" * 1_000)] * 4] * 4, [[0]] * 4)
-    chosen = show.sample(folder, folder.steps(), 1000)
+    chosen = show.sample(folder, folder.episode_steps(), 1000)
     assert 80_000 < len(json.dumps(chosen)) < 200_000 and len({row["step"] for row in chosen}) > 1
 
 
@@ -233,7 +236,7 @@ async def listed(page: Page) -> list[str]:
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_numbers_are_those_of_the_file(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
-    metrics = [row for row in folder.metrics() if row["stage"] != "sft"]
+    metrics = [row for row in folder.read_metrics() if row["stage"] != "sft"]
     async with browser.page(made(folder, tmp_path)) as page:
         assert await page.text("h1") == "tiny"
         assert f"{LAST} steps · {len(rows(folder))} episodes · 3 stages" in await page.text("#about")
@@ -246,9 +249,10 @@ async def test_the_numbers_are_those_of_the_file(browser: Browser, folder: RunFo
             tiles = {name: value(said) for name, said in (await pairs(page, "#tiles")).items()}
             assert tiles == pytest.approx({title: known(row[name]) for title, name in TILES.items()}, rel=6e-3)
             legend = await page.text("#charts")
-            assert f"kept {row['kept']}\n" in legend and f"dropped {row['dropped']}\n" in legend
+            assert f"in the loss {row['episodes_in_loss']}\n" in legend
+            assert f"not in the loss {row['episodes_not_in_loss']}\n" in legend
         stages = (await page.text("#results")).splitlines()
-        for name, stage in zip(STAGES, (folder.summary() or {})["stages"], strict=True):
+        for name, stage in zip(STAGES, (folder.read_summary() or {})["stages"], strict=True):
             (line,) = [line for line in stages if line.startswith(name)]
             assert line.split("\t")[3:] == [
                 f"{100 * stage['accuracy']:.0f}\u00a0%",
@@ -264,7 +268,7 @@ async def test_the_numbers_are_those_of_the_file(browser: Browser, folder: RunFo
 async def test_curves_have_a_point_a_step_and_a_line_between_stages(
     browser: Browser, folder: RunFolder, tmp_path: Path
 ) -> None:
-    rewards = [row["reward"] for row in folder.metrics() if "reward" in row]
+    rewards = [row["reward"] for row in folder.read_metrics() if "reward" in row]
     async with browser.page(made(folder, tmp_path)) as page:
         plot = "document.querySelector('svg.plot')"
         curve = await page.run(f"{plot}.querySelector('path[stroke=\"var(--one)\"]').getAttribute('d')")
@@ -304,10 +308,13 @@ async def test_filters_find_what_the_files_hold(browser: Browser, folder: RunFol
     async with browser.page(made(folder, tmp_path)) as page:
         for choices, claim in (
             ({}, lambda row: True),
-            ({"stage": "rl2", "kept": "dropped"}, lambda row: row["stage"] == "rl2" and not row["kept"]),
+            (
+                {"stage": "rl2", "selected": "not selected"},
+                lambda row: row["stage"] == "rl2" and not row["is_selected"],
+            ),
             ({"reward": "no reward"}, lambda row: row["reward"] is None),
-            ({"reward": "correct", "tools": "some failed"}, lambda row: row["reward"] and row["failed_calls"]),
-            ({"stop": "turn_limit"}, lambda row: row["stop"] == "turn_limit"),
+            ({"reward": "correct", "tools": "some failed"}, lambda row: row["reward"] and row["num_failed_tool_calls"]),
+            ({"stop": "turn_limit"}, lambda row: row["stop_reason"] == "turn_limit"),
             ({"text": "NAMEERROR"}, lambda row: "NameError" in json.dumps(row["turns"])),
             ({"text": "nowhere to be found"}, lambda row: False),
         ):
@@ -323,23 +330,30 @@ async def test_filters_find_what_the_files_hold(browser: Browser, folder: RunFol
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_episode_is_shown_whole(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
     row = next(
-        row for row in rows(folder) if row["failed_calls"] and row["turns"][0]["calls"][0]["code"] and row["kept"]
+        row
+        for row in rows(folder)
+        if row["num_failed_tool_calls"] and row["turns"][0]["tool_calls"][0]["arguments"] and row["is_selected"]
     )
     url = f"{made(folder, tmp_path)}#{row['step']}/{row['group']}/{row['sample']}"
     async with browser.page(url) as page:
         said = await page.text("#episode")
         facts = await pairs(page, "#episode .facts")
-        call = row["turns"][0]["calls"][0]
-        for text in (row["problem"]["text"], row["why"].removeprefix("kept: "), call["code"], call["response"]):
+        call = row["turns"][0]["tool_calls"][0]
+        for text in (
+            row["problem"]["text"],
+            row["selection_reason"].removeprefix("selected: "),
+            call["arguments"]["code"],
+            call["response"],
+        ):
             assert text.strip() in said
-        assert f"{'correct' if row['reward'] else 'wrong'}, kept" in said and facts["Answer tags"] == str(
-            row["answer_tags"]
+        assert f"{'correct' if row['reward'] else 'wrong'}, selected" in said and facts["Answer blocks"] == str(
+            row["answer_blocks"]
         )
         assert facts["Penalty"].split()[2::3] == [f"{row['p_err']:.3g}", f"{row['p_format']:.3g}"]
         spans = json.loads(await page.run(SPANS))
-        assert spans == [[start, end - start, mask] for start, end, mask in row["mask"]]
+        assert spans == [[start, end - start, mask] for start, end, mask in row["loss_mask"]]
         await page.run("document.querySelector('#episode details').open = true")
-        assert (await page.text("#episode table")).count("● kept") == KEEP
+        assert (await page.text("#episode table")).count("● selected") == KEEP
         assert await page.run("document.querySelectorAll('#episode pre .k, #episode pre .s').length") > 0
 
 
@@ -365,7 +379,7 @@ async def test_the_list_is_walked_by_keys(browser: Browser, folder: RunFolder, t
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_model_wrote_is_only_text(browser: Browser, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / HOSTILE[0].replace("/", ""))
-    folder.claim({text: text for text in HOSTILE})
+    folder.bind_config({text: text for text in HOSTILE})
     for step, text in enumerate(HOSTILE, 1):
         write_step(folder, step, text, [[hostile(text)] * 2])
     async with browser.page(made(folder, tmp_path), 320) as page:
@@ -409,10 +423,10 @@ async def test_what_is_left_out_is_said(browser: Browser, folder: RunFolder, tmp
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_run_without_episodes_or_without_steps_is_shown(browser: Browser, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.claim({"model": "tiny"})
+    folder.bind_config({"model": "tiny"})
     async with browser.page(made(folder, tmp_path)) as page:
         assert await page.text("#episode") == "There are no episodes in this page." and page.faults == []
-    folder.append_metrics({"step": 1, "stage": "sft", "loss": 3.5, "lr": 0.0})
+    folder.append_metrics({"step": 1, "stage": "sft", "loss": 3.5, "learning_rate": 0.0})
     async with browser.page(made(folder, tmp_path)) as page:
         assert await pairs(page, "#tiles") == {"Loss": "3.5"} and page.faults == []
 

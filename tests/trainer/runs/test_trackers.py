@@ -91,6 +91,6 @@ def test_a_run_is_tracked_under_one_name_and_another_under_another(tmp_path: Pat
 
 def test_the_run_folder_tells_a_tracker_of_each_row(tmp_path: Path) -> None:
     told: list[object] = []
-    folder = RunFolder(tmp_path, log=told.append)
+    folder = RunFolder(tmp_path, on_metrics=told.append)
     folder.append_metrics({"step": 1, "stage": "rl1", "reward": float("nan"), "turns": 2})
-    assert told == list(folder.metrics()) == [{"step": 1, "stage": "rl1", "reward": None, "turns": 2}]
+    assert told == list(folder.read_metrics()) == [{"step": 1, "stage": "rl1", "reward": None, "turns": 2}]

@@ -122,17 +122,22 @@ def test_two_steps_keep_the_contract(
         assert (inputs["importance_sampling_ratio"] - 1).abs().max() < 1e-3
         assert set(inputs["tool_mask"][:, [3, 4]].flatten().tolist()) == {0}
     # The run's folder.
-    first, second = RunFolder(tmp_path).metrics()
+    first, second = RunFolder(tmp_path).read_metrics()
     assert (first["step"], second["step"], first["stage"]) == (1, 2, "rl1")
     assert (
-        first["kl_sampler"] < 1e-4
+        first["logprob_diff_mean"] < 1e-4
         and first["grad_norm"] > 0
         and (first["weight_version"], second["weight_version"]) == (0, 1)
     )
-    assert first["kept"] + first["dropped"] == 16 and first["kept"] == 4 * (2 - first["groups_dropped"])
-    assert first["seconds_step"] >= first["seconds_rollout"] + first["seconds_sync"] + first["seconds_optimise"]
-    rows = list(RunFolder(tmp_path).episodes(1))
-    assert len(rows) == 16 and sum(row["kept"] for row in rows) == 8 and all(row["why"] for row in rows)
+    assert first["episodes_in_loss"] + first["episodes_not_in_loss"] == 16
+    assert first["episodes_in_loss"] == 4 * (2 - first["zero_variance_groups"])
+    assert first["step_s"] >= first["rollout_s"] + first["weight_sync_s"] + first["optimize_s"]
+    rows = list(RunFolder(tmp_path).read_episodes(1))
+    assert (
+        len(rows) == 16
+        and sum(row["is_selected"] for row in rows) == 8
+        and all(row["selection_reason"] for row in rows)
+    )
 
 
 def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
@@ -148,13 +153,15 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
         def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:
             episode = super().episode(problem, sample, *rest)
             if problem.id == "p2" and sample == 0:  # failed before its first token
-                return replace(episode, ids=[], logprobs=[], mask=[], steps=[], stop=StopReason.UNAVAILABLE)
+                return replace(
+                    episode, response_ids=[], logprobs=[], loss_mask=[], turns=[], stop_reason=StopReason.UNAVAILABLE
+                )
             return episode
 
     sampler = Failing(model, score=score)
     stage = Stage(tmp_path, model, background, steps=1, prompts=4, samples=4, keep=4, select="all", micro_batch=4)
     stage.run(sampler, count=4)
-    (row,) = stage.record.metrics()
+    (row,) = stage.record.read_metrics()
 
     policy = AutoModelForCausalLM.from_pretrained(model)
     _, _, asked = sampler.log[1]
@@ -166,15 +173,15 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
             if episode.reward is None:
                 continue
             advantage = (episode.reward - rewards.mean()) / (rewards.std() + 1e-4)
-            policy_T = policy(torch.tensor([[*episode.prompt_ids, *episode.ids]])).logits[0].log_softmax(-1)
+            policy_T = policy(torch.tensor([[*episode.prompt_ids, *episode.response_ids]])).logits[0].log_softmax(-1)
             start = len(episode.prompt_ids)
-            for t, (token, is_sampled) in enumerate(zip(episode.ids, episode.mask, strict=True)):
+            for t, (token, is_sampled) in enumerate(zip(episode.response_ids, episode.loss_mask, strict=True)):
                 loss = loss - advantage * policy_T[start + t - 1, token] * is_sampled
                 tokens += is_sampled
     (loss / tokens).backward()
     norm = torch.nn.utils.get_total_norm(p.grad for p in policy.parameters() if p.grad is not None)
     assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
-    assert (row["groups_dropped"], row["unavailable"]) == (2, 6)
+    assert (row["zero_variance_groups"], row["unavailable_episodes"]) == (2, 6)
 
 
 def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_weights(
@@ -191,10 +198,10 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
     sampler = Sampler(model)
     stage = Stage(tmp_path, model, background, steps=5, partial=0.5, max_stale=2, lr=1e-2)
     stage.run(sampler)
-    metrics = list(stage.record.metrics())
-    assert [row["carried"] for row in metrics] == [1, 1, 1, 1, 0]
+    metrics = list(stage.record.read_metrics())
+    assert [row["pending_groups"] for row in metrics] == [1, 1, 1, 1, 0]
     order = [problem.id for problem in grpo.in_order(problems(6), 2, 5, 3)]
-    by_step = [list(stage.record.episodes(step)) for step in range(1, 6)]
+    by_step = [list(stage.record.read_episodes(step)) for step in range(1, 6)]
     groups = [{(row["group"], row["problem"]["id"]) for row in rows} for rows in by_step]
     assert all(len(rows) == 16 and len(some) == 2 for rows, some in zip(by_step, groups, strict=True))
     assert sorted(id for some in groups for _, id in some) == sorted(order)
@@ -203,9 +210,9 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
     for step, row in enumerate(metrics):
         behind = [step - version for each in by_step[step] for version in versions_of(each)]
         assert {0} <= {*behind} <= {0, 1, 2}
-        assert row["stale"] == pytest.approx(sum(map(bool, behind)) / len(behind))
-        assert row["staleness"] == pytest.approx(sum(behind) / len(behind))
-    assert [row["stale"] > 0 for row in metrics] == [False, False, True, False, True]
+        assert row["stale_token_share"] == pytest.approx(sum(map(bool, behind)) / len(behind))
+        assert row["staleness_mean_steps"] == pytest.approx(sum(behind) / len(behind))
+    assert [row["stale_token_share"] > 0 for row in metrics] == [False, False, True, False, True]
 
     # The ratio of the weights that a step starts from to those that sampled, for each token, cut at 2.
     ratios: list[float] = []
@@ -220,9 +227,9 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
         ratio_BT = ((logp_BT - inputs["sampling_per_token_logps"]) * mask_BT).exp()
         torch.testing.assert_close(inputs["importance_sampling_ratio"], ratio_BT.clamp(max=2.0), rtol=1e-3, atol=1e-4)
         ratios += ratio_BT[mask_BT == 1].clamp(max=2.0).tolist()
-    assert metrics[2]["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-3)
-    assert metrics[0]["ratio_mean"] == pytest.approx(1, abs=1e-3) != metrics[2]["ratio_mean"]
-    assert metrics[2]["kl_sampler"] > 1e-3 > metrics[0]["kl_sampler"]
+    assert metrics[2]["importance_ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-3)
+    assert metrics[0]["importance_ratio_mean"] == pytest.approx(1, abs=1e-3) != metrics[2]["importance_ratio_mean"]
+    assert metrics[2]["logprob_diff_mean"] > 1e-3 > metrics[0]["logprob_diff_mean"]
 
 
 def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
@@ -234,7 +241,13 @@ def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
         def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:
             episode = super().episode(problem, sample, *rest)
             if sample in (2, 5):
-                return replace(episode, stop=StopReason.CANCELLED, reward=None, ids=episode.ids[:4], steps=())
+                return replace(
+                    episode,
+                    stop_reason=StopReason.CANCELLED,
+                    reward=None,
+                    response_ids=episode.response_ids[:4],
+                    turns=(),
+                )
             return replace(episode, reward=float(sample % 2))
 
     sampler = Stopping(model)
@@ -242,10 +255,11 @@ def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
     stage.run(sampler)
     is_enough = sampler.log[1][-1]["is_enough"]
     assert is_enough([0.0] * 3 + [1.0] * 3, 2) and not is_enough([1.0] * 6, 2)
-    (row,) = stage.record.metrics()
-    assert (row["stopped"], row["length_stopped"], row["length"], row["unavailable"]) == (0.25, 4, 8, 0)
-    assert row["tokens_stopped"] == 2 * 2 * 6 and row["kept"] == 8
-    kept = [episode for episode in stage.record.episodes(1) if episode["kept"]]
+    (row,) = stage.record.read_metrics()
+    lengths = (row["cancelled_response_length"], row["response_length"])
+    assert (row["cancelled_share"], lengths, row["unavailable_episodes"]) == (0.25, (4, 8), 0)
+    assert row["cancelled_tokens"] == 2 * 2 * 6 and row["episodes_in_loss"] == 8
+    kept = [episode for episode in stage.record.read_episodes(1) if episode["is_selected"]]
     assert sorted(episode["reward"] for episode in kept) == [0.0] * 4 + [1.0] * 4
 
 
@@ -254,12 +268,15 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, ba
     from trainer.engines.local import LocalEngine
     from trainer.engines.pool import Pool
     from trainer.engines.weight_sync import Reference, direct
-    from trainer.episodes.chat_format import rstar2
+    from trainer.episodes.chat_format import rstar2_format
     from trainer.rollout.collector import Collector
+    from trainer.scheduling.scheduler import Scheduler
 
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=8, max_length=160)
-    pool = background.enter(Pool([engine], most_tokens=160, carry=direct, reference=Reference(model)))
-    collector = Collector(pool, rstar2(AutoTokenizer.from_pretrained(model), preamble="Go."), ScriptedTools())
+    pool = background.enter(Pool([engine], scheduler=Scheduler(160), carry=direct, reference=Reference(model)))
+    collector = Collector(
+        pool, rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go."), ScriptedTools()
+    )
     changes = {"steps": 3, "samples": 4, "keep": 2, "partial": 1.0, "early_stop": True, "max_tokens": 40}
     stage = Stage(tmp_path, model, background, **changes)
     out = tmp_path / "stages/rl1"
@@ -267,20 +284,20 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, ba
         stage.stage, Training(model, out, stage.record, seed=3), problems=problems(6),
         rollouts=Rollouts(background, collector, pool),
     )  # fmt: skip
-    rows = [list(stage.record.episodes(step)) for step in (1, 2, 3)]
+    rows = [list(stage.record.read_episodes(step)) for step in (1, 2, 3)]
     assert [len(some) for some in rows] == [8, 8, 8]
     of_all = [row["problem"]["id"] for some in rows for row in some[::4]]
     assert sorted(of_all) == sorted(problem.id for problem in grpo.in_order(problems(6), 2, 3, 3))
     assert all(version <= step for step, some in enumerate(rows) for row in some for version in versions_of(row))
-    assert [row["carried"] for row in stage.record.metrics()] == [2, 2, 0]
+    assert [row["pending_groups"] for row in stage.record.read_metrics()] == [2, 2, 0]
 
 
 def versions_of(row: dict[str, Any]) -> list[int]:
     """Of each sampled token of a recorded episode."""
-    starts = [*(start for start, _ in row["versions"]), len(row["ids"])]
-    of_all = [version for (_, version), start, end in zip(row["versions"], starts, starts[1:], strict=False)
+    starts = [*(start for start, _ in row["weight_versions"]), len(row["response_ids"])]
+    of_all = [version for (_, version), start, end in zip(row["weight_versions"], starts, starts[1:], strict=False)
               for _ in range(start, end)]  # fmt: skip
-    return [of_all[place] for start, end, mask in row["mask"] for place in range(start, end) if mask]
+    return [of_all[place] for start, end, mask in row["loss_mask"] for place in range(start, end) if mask]
 
 
 def test_an_engine_that_disagrees_is_corrected_and_measured(
@@ -289,8 +306,8 @@ def test_an_engine_that_disagrees_is_corrected_and_measured(
     agreeing, off = Stage(tmp_path / "a", model, background, steps=1), Stage(tmp_path / "b", model, background, steps=1)
     agreeing.run(Sampler(model))
     off.run(Sampler(model, shift=-1.0))  # e^1 is cut at 2: every token counts twice
-    (one,), (other,) = agreeing.record.metrics(), off.record.metrics()
-    assert other["kl_sampler"] == pytest.approx(1.0, abs=1e-3)
+    (one,), (other,) = agreeing.record.read_metrics(), off.record.read_metrics()
+    assert other["logprob_diff_mean"] == pytest.approx(1.0, abs=1e-3)
     assert other["grad_norm"] == pytest.approx(2 * one["grad_norm"], rel=1e-3)
 
 
@@ -301,11 +318,12 @@ def test_a_metric_that_trl_has_renamed_is_nan_with_one_warning_and_broken_turns_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(grpo.OF_SAMPLER, "kl_sampler", "sampling/an_older_name")
+    monkeypatch.setitem(grpo.OF_SAMPLER, "logprob_diff_mean", "sampling/an_older_name")
     stage = Stage(tmp_path, model, background)
     stage.run(Sampler(model, nan_turns=3))
-    rows = list(stage.record.metrics())
-    assert [(row["kl_sampler"], row["ratio_mean"] > 0, row["nan_turns"]) for row in rows] == [(None, True, 3)] * 2
+    rows = list(stage.record.read_metrics())
+    found = [(row["logprob_diff_mean"], row["importance_ratio_mean"] > 0, row["nan_turns"]) for row in rows]
+    assert found == [(None, True, 3)] * 2
     (warning,) = [record.getMessage() for record in caplog.records if "an_older_name" in record.getMessage()]
     assert warning.startswith("TRL logs no sampling/an_older_name: expected it among ")
     assert "sampling/importance_sampling_ratio/mean" in warning
@@ -314,8 +332,8 @@ def test_a_metric_that_trl_has_renamed_is_nan_with_one_warning_and_broken_turns_
 def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, background: Background) -> None:
     stage = Stage(tmp_path, model, background, steps=1)
     trained = stage.run(Sampler(model, score=lambda *_: 1.0))
-    (row,) = stage.record.metrics()
-    assert (row["loss"], row["grad_norm"], row["kept"], row["groups_dropped"]) == (0, 0, 0, 2)
+    (row,) = stage.record.read_metrics()
+    assert (row["loss"], row["grad_norm"], row["episodes_in_loss"], row["zero_variance_groups"]) == (0, 0, 0, 2)
     assert same(weights(trained.model), weights(model))
 
 
@@ -323,7 +341,7 @@ def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, 
     stage = Stage(tmp_path, model, background)
     with pytest.raises(Outage, match=r"step 1: none of 16 episodes has a verdict \(sandbox: gone for the first\)"):
         stage.run(Sampler(model, score=lambda *_: None, error="sandbox: gone"))
-    assert list(stage.record.metrics()) == []
+    assert list(stage.record.read_metrics()) == []
 
 
 @pytest.mark.parametrize("changes", [{}, {"partial": 0.5}])
@@ -345,7 +363,7 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
     with pytest.raises(Outage) as caught:
         broken.run(Sampler(model, before=fail), first_step=7)
     assert caught.traceback[-1].name == "fail"
-    assert [row["step"] for row in broken.record.metrics()] == [8, 9, 10]
+    assert [row["step"] for row in broken.record.read_metrics()] == [8, 9, 10]
     torn = tmp_path / "broken/stages/rl1/checkpoints/checkpoint-3"  # as a kill leaves one
     torn.mkdir()
     resumed = Sampler(model)
@@ -353,15 +371,15 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
 
     assert resumed.log == straight.log[2 * 2 :]  # the third step again, from the second's checkpoint
     assert same(weights(actual.model), weights(expected.model))
-    timed = ("seconds_step", "seconds_rollout", "seconds_sync", "seconds_optimise", "seconds_own", "seconds_alone")
+    timed = ("step_s", "rollout_s", "weight_sync_s", "optimize_s", "overhead_cpu_s", "overhead_s")
     lasting = [
-        [{name: value for name, value in row.items() if name not in timed} for row in stage.record.metrics()]
+        [{name: value for name, value in row.items() if name not in timed} for row in stage.record.read_metrics()]
         for stage in (whole, broken)
     ]
     # As text, in which what is not a number is equal to itself.
     assert str(lasting[0]) == str(lasting[1]) and [row["weight_version"] for row in lasting[0]] == [7, 8, 9, 10, 11]
     for step in range(8, 13):
-        rows = [[row | {"seconds": 0} for row in stage.record.episodes(step)] for stage in (whole, broken)]
+        rows = [[row | {"seconds": 0} for row in stage.record.read_episodes(step)] for stage in (whole, broken)]
         assert rows[0] == rows[1]
     # A stage that was over and lost only what came after runs no step again.
     again = Sampler(model)
@@ -380,7 +398,7 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
         optimizer = torch.load(trained.checkpoint / "optimizer.pt", weights_only=True)
         steps[name] = {int(state["step"]) for state in optimizer["state"].values()}
         assert {group["lr"] for group in optimizer["param_groups"]} == {5e-4}
-        rows = [row["step"] for row in stage.record.metrics() if row["stage"] == name]
+        rows = [row["step"] for row in stage.record.read_metrics() if row["stage"] == name]
         assert rows == [3]
     assert steps == {"kept": {3}, "fresh": {1}}
 
@@ -455,7 +473,7 @@ def test_two_ranks_share_a_step_and_end_with_the_same_weights(
     for step in (1, 2):
         passes = [rank["passes"][2 * step - 2 : 2 * step] for rank in (one, other)]
         trained = [ids for of_rank in passes for rows in of_rank for ids in rows]
-        assert sorted(trained) == sorted(row["ids"] for row in RunFolder(folder).episodes(step))
+        assert sorted(trained) == sorted(row["response_ids"] for row in RunFolder(folder).read_episodes(step))
 
 
 def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group(

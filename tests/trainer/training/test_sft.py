@@ -47,7 +47,7 @@ def _on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def train(model: Path, folder: Path, record: RunFolder, *, conversations: int = 12, config: SftConfig = SFT) -> Trained:
     talks = synthetic.traces(conversations, 1, faults=1)
-    own = chat_format.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
+    own = chat_format.rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Use Python.")
     training = Training(model, folder / "stages/sft", record, seed=5)
     return sft.train_sft(config, training, conversations=talks, chat=own)
 
@@ -74,11 +74,11 @@ def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(
     actual = train(model, broken.path, broken)
     assert "missing keys" not in caplog.text, "a tied weight is there under its first name"
 
-    rows = list(whole.metrics())
+    rows = list(whole.read_metrics())
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and {row["stage"] for row in rows} == {"sft"}
-    assert min(row["lr"] for row in rows) > 0, "no step is lost to a warm-up from 0"
+    assert min(row["learning_rate"] for row in rows) > 0, "no step is lost to a warm-up from 0"
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
-    assert list(broken.metrics()) == rows
+    assert list(broken.read_metrics()) == rows
     ours, theirs = weights(actual.model), weights(expected.model)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert AutoTokenizer.from_pretrained(actual.model).eos_token == "<|im_end|>"
@@ -95,8 +95,8 @@ def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monk
     monkeypatch.setattr(sft.SFTTrainer, "compute_loss", spy)
     train(model, tmp_path, RunFolder(tmp_path), conversations=4, config=SftConfig(epochs=1, batch=4, micro_batch=4))
     (inputs,) = seen
-    own = chat_format.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
-    expected = sorted(own.encode(talk) for talk in synthetic.traces(4, 1, faults=1))
+    own = chat_format.rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Use Python.")
+    expected = sorted(own.encode_conversation(talk) for talk in synthetic.traces(4, 1, faults=1))
     pairs = zip(inputs["input_ids"].tolist(), inputs["labels"].tolist(), inputs["attention_mask"].tolist(), strict=True)
     trained = []
     for ids, labels, attended in pairs:
@@ -119,8 +119,8 @@ def test_a_pass_is_what_the_plan_says_and_what_is_left_out_is_counted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own = chat_format.rstar2(AutoTokenizer.from_pretrained(model), preamble="Use Python.")
-    lengths = sorted(len(own.encode(talk)[0]) for talk in synthetic.traces(12, 1, faults=1))
+    own = chat_format.rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Use Python.")
+    lengths = sorted(len(own.encode_conversation(talk)[0]) for talk in synthetic.traces(12, 1, faults=1))
     config = replace(SFT, epochs=1, is_checkpointing=is_checkpointing, max_length=lengths[8])
     assert lengths[8] < lengths[9]
     passes: list[tuple[int, int]] = []

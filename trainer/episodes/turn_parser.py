@@ -1,0 +1,125 @@
+r"""Reads a turn's text: its tool calls, its `<answer>` blocks, and the answer in the last `\boxed{}`.
+
+The format is rStar2-Agent's (arXiv 2508.20722, 2.1): a tool call is a JSON object in `<tool_call>` tags.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PYTHON_TOOL_NAME = "execute_python_code_with_standard_io"
+"""The Python tool's name in rStar2-Agent, as in `sandbox.tool`."""
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
+ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+_BLANKS, _BRACES, _JSON = re.compile(r"[ \t\n\r]*"), re.compile(r"\\.|[{}]", re.DOTALL), json.JSONDecoder()
+_EXAMPLE = f'{TOOL_CALL_OPEN}{{"name": "{PYTHON_TOOL_NAME}", "arguments": {{"code": "print(1)"}}}}{TOOL_CALL_CLOSE}'
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallRequest:
+    """A tool call that parsed. The tool itself checks its name and arguments."""
+
+    name: str
+    arguments: str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """A tool call that did not parse: its text, and the response that the model reads."""
+
+    text: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    tool_calls: tuple[ToolCallRequest | MalformedCall, ...] = ()
+    answer_blocks: int = 0
+    """The number of closed `<answer>` blocks outside tool calls."""
+    answer: str | None = None
+    """The content of the last `\\boxed{}` in the last answer block; None if it has none."""
+
+
+def parse_turn(text: str) -> ParsedTurn:
+    """Parse the text of a turn. Never raises: every text gives a `ParsedTurn`.
+
+    Tool calls are found first, and everything inside one belongs to it: an `<answer>` in its code is no answer, and a
+    `</tool_call>` inside one of its JSON strings does not end it. A tool call inside an answer block is still a tool
+    call. A call whose JSON does not parse ends at the next `</tool_call>`, one without a closing tag at the end of the
+    text; both are malformed.
+    """
+    calls: list[ToolCallRequest | MalformedCall] = []
+    outside, position = [], 0
+    while (start := text.find(TOOL_CALL_OPEN, position)) >= 0:
+        outside.append(text[position:start])
+        call, position = _parse_call(text, start + len(TOOL_CALL_OPEN))
+        calls.append(call)
+    outside.append(text[position:])
+    answers = _answer_blocks("\n".join(outside))
+    return ParsedTurn(tuple(calls), len(answers), boxed_answer(answers[-1]) if answers else None)
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{}`; None if there is none, or it is empty or not closed.
+
+    Braces inside it must be paired. `\{` and `\}` are ordinary characters.
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, content_start = 0, start + len("\\boxed{")
+    for match in _BRACES.finditer(text, content_start - 1):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if not depth:
+            return text[content_start : match.start()].strip() or None
+    return None
+
+
+def _parse_call(text: str, start: int) -> tuple[ToolCallRequest | MalformedCall, int]:
+    """Parse the call whose content begins at `start`; return it and the index after its closing tag."""
+    try:
+        value, end = _JSON.raw_decode(text, _skip_blanks(text, start))
+    except (ValueError, RecursionError):
+        pass
+    else:
+        if text.startswith(TOOL_CALL_CLOSE, end := _skip_blanks(text, end)):
+            return _request(value, text[start:end]), end + len(TOOL_CALL_CLOSE)
+    end = text.find(TOOL_CALL_CLOSE, start)
+    if end < 0:
+        error = f"SyntaxError: {TOOL_CALL_OPEN} is never closed by {TOOL_CALL_CLOSE}"
+        return _malformed(text[start:], error), len(text)
+    try:
+        call = _request(json.loads(text[start:end]), text[start:end])
+    except (ValueError, RecursionError) as error:
+        call = _malformed(text[start:end], f"{type(error).__name__}: {error}")
+    return call, end + len(TOOL_CALL_CLOSE)
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    blanks = _BLANKS.match(text, position)
+    assert blanks
+    return blanks.end()
+
+
+def _request(value: Any, text: str) -> ToolCallRequest | MalformedCall:
+    match value:
+        case {"name": str(name), "arguments": str() | dict() as arguments}:
+            return ToolCallRequest(name, arguments)
+    return _malformed(text, 'TypeError: a tool call is a JSON object with a "name" and an object "arguments"')
+
+
+def _malformed(text: str, error: str) -> MalformedCall:
+    return MalformedCall(text, f"{error}\nA tool call is one JSON object in tags, such as {_EXAMPLE}")
+
+
+def _answer_blocks(text: str) -> list[str]:
+    """Return the content of each closed `<answer>` block, in linear time: a model may repeat a tag until its limit."""
+    answers, position = [], 0
+    while (start := text.find(ANSWER_OPEN, position)) >= 0 and (end := text.find(ANSWER_CLOSE, start)) >= 0:
+        answers.append(text[start + len(ANSWER_OPEN) : end])
+        position = end + len(ANSWER_CLOSE)
+    return answers
