@@ -71,8 +71,8 @@ def check_names(
     for outer, names in (nested or {}).items():
         paths = {name: f"{outer}.{name}" for name in names} | paths
     similar = difflib.get_close_matches(unknown[:60], paths, n=1) if isinstance(unknown, str) else []
-    suggestion = f"did you mean {paths[similar[0]]}? " if similar else ""
-    raise InvalidCall(f"{where}: unknown field {shown(unknown)}; {suggestion}the fields are {', '.join(known)}")
+    suggestion = f"; did you mean {paths[similar[0]]}?" if similar else ""
+    raise InvalidCall(f"{where}: unknown field {shown(unknown)}; the fields are {', '.join(known)}{suggestion}")
 
 
 def check_number(value: Any, rule: NumberRule, where: str) -> float:

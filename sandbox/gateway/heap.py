@@ -1,8 +1,8 @@
 """Returns free memory of the C library's heap to the kernel while the gateway is idle.
 
-After a large block has been freed, glibc keeps up to 64 MiB of free memory at the end of each arena, and all free memory
-below the last used block (mallopt(3), M_MMAP_THRESHOLD). Without this an idle gateway keeps the memory of its largest
-requests, and its size depends on the order of the requests.
+After a large block has been freed, glibc keeps up to 64 MiB of free memory at the end of each arena, and all free
+memory below the last used block (mallopt(3), M_MMAP_THRESHOLD). Without this an idle gateway keeps the memory of its
+largest requests, and its size depends on the order of the requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gateway's counters and histograms, and the Prometheus text of all metrics.
 
-`METRICS` is the only list of metric names. Gauges are read from their owners at scrape time. Counters are plain numbers,
-since they change several times per call; `prometheus-client` sees them only during a scrape.
+`METRICS` is the only list of metric names. Gauges are read from their owners at scrape time. Counters are plain
+numbers, since they change several times per call; `prometheus-client` sees them only during a scrape.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ _PREFERRED = (1, 1.12, 1.25, 1.4, 1.6, 1.8, 2, 2.24, 2.5, 2.8, 3.15, 3.55, 4, 4.
 _DECADES = range(-4, 3)
 BOUNDS_S = tuple(float(f"{number}e{decade}") for decade in _DECADES for number in _PREFERRED)
 """Upper bounds of a histogram's buckets in seconds: 0.1 ms to 15 minutes."""
-SCRAPED_BUCKETS = tuple(BOUNDS_S.index(float(f"{number}e{decade}")) for decade in _DECADES[1:] for number in (1, 2.5, 5))
+SCRAPED_BUCKETS = tuple(
+    BOUNDS_S.index(float(f"{number}e{decade}")) for decade in _DECADES[1:] for number in (1, 2.5, 5)
+)
 """Indexes in `BOUNDS_S` of the buckets in the Prometheus text."""
 
 MetricSample = tuple[str, Mapping[str, str], float]

@@ -10,8 +10,8 @@
 Invariants:
 - A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
   never exceed its share.
-- While unread results exceed `max_result_bytes`, no batch is admitted, and a batch that holds more than an equal part of
-  them gets `unavailable` in place of further results.
+- While unread results exceed `max_result_bytes`, no batch is admitted, and a batch that holds more than an equal part
+  of them gets `unavailable` in place of further results.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
 - A lost executor costs its calls an attempt each. They go to the head of the queue, and get `unavailable` after
   `max_attempts`.
@@ -145,9 +145,7 @@ class CallTable:
             assigned.append(call)
         return assigned
 
-    def finish(
-        self, executor: ExecutorId, seq: int, result: EncodedResult, size_bytes: int = 0
-    ) -> PendingCall | None:
+    def finish(self, executor: ExecutorId, seq: int, result: EncodedResult, size_bytes: int = 0) -> PendingCall | None:
         """Store the result that an executor sent for `seq`, and return its call; None if the call was cancelled or
         `seq` is unknown. `size_bytes` is `result_bytes(result)`. Changes `result`."""
         running = self._running.get(executor)
@@ -299,9 +297,7 @@ class CallTable:
         for check in checks:
             excess = check.held + check.wanted - check.maximum
             if excess > 0:
-                after_s = self.retry_after_s(
-                    math.ceil(excess / max(check.held, 1) * self.outstanding.calls), now
-                )
+                after_s = self.retry_after_s(math.ceil(excess / max(check.held, 1) * self.outstanding.calls), now)
                 raise Overloaded(
                     f"{check.holder} holds {check.held} of at most {check.maximum} {check.unit}{check.reason}, and "
                     f"this batch has {check.wanted} more; try again in {after_s} s",

@@ -3,8 +3,8 @@
 Invariants:
 - All calls that become ready in one iteration of the event loop are sent together: `_dispatch` runs at most once per
   iteration, in frames of up to `wire.MAX_FRAME_CALLS`.
-- Once the server drains, no call is dispatched. Waiting calls, and calls of an executor that dies, get `unavailable` with
-  `Stopped` at once, so that their clients can send them to another server.
+- Once the server drains, no call is dispatched. Waiting calls, and calls of an executor that dies, get `unavailable`
+  with `Stopped` at once, so that their clients can send them to another server.
 - No task, timer or future belongs to a single call; a batch has at most one timer.
 - The call table decides what happens to a call; this module has the clock, the executors and the counters.
 """

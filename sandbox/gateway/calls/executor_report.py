@@ -1,7 +1,7 @@
 """The data that an executor reports about itself, decoded from its "ready" and "stats" frames.
 
-A bug or an attack in an executor must not break the gateway's pages, so only numbers are taken as numbers, and names are
-cut to `MAX_NAME_CHARS`.
+A bug or an attack in an executor must not break the gateway's pages, so only numbers are taken as numbers, and names
+are cut to `MAX_NAME_CHARS`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ MSGPACK_STREAM = "application/x-msgpack-stream"
 """A sequence of msgpack mappings, as NDJSON is one of JSON objects."""
 
 THREADED_DECODE_BYTES = 1 << 20
-"""Size from which a body is decoded in a thread. The decoders' hooks are Python code, so the event loop keeps running."""
+"""Size from which a body is decoded in a thread. The decoders' hooks are Python code, so the event loop keeps
+running."""
 HEARTBEAT_S = 15.0
 """Seconds without a result after which a stream sends a heartbeat (an empty line, or nil in msgpack), so that clients
 and proxies can tell a busy server from a dead one."""

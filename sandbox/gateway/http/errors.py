@@ -1,6 +1,6 @@
 """HTTP errors: one exception and one JSON body for every request that is rejected.
 
-    {"error": {"type": "InvalidRequest", "message": "<expected, received, what to do>"}}
+{"error": {"type": "InvalidRequest", "message": "<expected, received, what to do>"}}
 """
 
 from __future__ import annotations

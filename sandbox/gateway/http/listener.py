@@ -1,8 +1,8 @@
 """The listening socket: limits the number of connections, and the time to send a request head.
 
 Invariants:
-- At most `max_connections` are served at once. A further one gets 503 and is closed; of these at most `MAX_REJECTED` are
-  open at a time, and any beyond that is closed without a response.
+- At most `max_connections` are served at once. A further one gets 503 and is closed; of these at most `MAX_REJECTED`
+  are open at a time, and any beyond that is closed without a response.
 - A new connection that has not sent a whole request head within `stall_s` is closed. Between requests aiohttp's
   keep-alive timer (`KEEPALIVE_S`) applies instead.
 
@@ -32,7 +32,8 @@ MAX_REJECTED = 100
 RESERVED_FDS = 256 + MAX_REJECTED
 """File descriptors for everything but served connections: sockets to executors, pipes, libraries."""
 MIN_CONNECTIONS = 256
-"""Connections that one client opens (`client.MAX_CONNECTIONS`). With a lower limit it would be rejected all the time."""
+"""Connections that one client opens (`client.MAX_CONNECTIONS`). With a lower limit it would be rejected all the
+time."""
 HEAD_END = b"\r\n\r\n"
 
 ProtocolFactory = Callable[[], asyncio.Protocol]
