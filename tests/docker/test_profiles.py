@@ -104,11 +104,11 @@ def lets_run(profile: str | Path, level: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["namespaces", "landlock"])
-def test_profile_lets_the_level_run(level: str, tmp_path: Path) -> None:
+def test_level_runs_under_the_profile(level: str, tmp_path: Path) -> None:
     lets_run(PROFILE, level, tmp_path)
 
 
-def test_default_profile_lets_level_landlock_run(tmp_path: Path) -> None:
+def test_level_landlock_runs_under_the_engines_default_profile(tmp_path: Path) -> None:
     default = next(filter(os.path.isfile, DEFAULTS), None)
     if default is None:
         pytest.skip(f"needs an engine's default profile: there is none of {', '.join(DEFAULTS)}")
@@ -116,7 +116,7 @@ def test_default_profile_lets_level_landlock_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["unshare", "mount", "pivot_root", "sethostname"])
-def test_level_namespaces_needs_what_the_profile_checks(call: str, tmp_path: Path) -> None:
+def test_level_namespaces_needs_each_call_that_the_profile_adds(call: str, tmp_path: Path) -> None:
     granted("namespaces")
     profile = json.loads(PROFILE.read_text())
     profile["syscalls"] = [rule for rule in profile["syscalls"] if call not in rule["names"]]

@@ -10,7 +10,7 @@ import pytest
 from tests.escape import expected, targets
 from tests.escape.targets import Host, Target
 
-FOR_EVERYBODY = ("test_descriptors", "test_kernel", "test_letters", "test_processes", "test_secrets")
+ATTACKS_WITH_SHARED_UID = ("test_descriptors", "test_kernel", "test_messages", "test_processes", "test_secrets")
 """Where it matters that all calls share one uid. The others run as an ordinary user where a level is picked."""
 
 
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     level = metafunc.config.getoption("--isolation")
     names = [name for name in targets.NAMES if level in (None, name.partition(" ")[0])]
-    if level is None and metafunc.module.__name__.rpartition(".")[2] not in FOR_EVERYBODY:
+    if level is None and metafunc.module.__name__.rpartition(".")[2] not in ATTACKS_WITH_SHARED_UID:
         names = [name for name in names if " as " not in name]
     metafunc.parametrize("target", names, indirect=True, scope="session")
 
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def host() -> Iterator[Host]:
     if os.uname().machine != "x86_64":
         pytest.skip("attacks are written for x86_64")
-    with targets.a_host() as host:
+    with targets.make_host() as host:
         yield host
 
 
@@ -43,6 +43,6 @@ def _expected(request: pytest.FixtureRequest) -> None:
     """What is listed as not to be stopped must succeed."""
     if "target" in request.fixturenames:
         name = request.node.callspec.params["target"]
-        what = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")
-        if why := expected.reason(name, what):
-            request.applymarker(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))
+        attack = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")
+        if error := expected.reason(name, attack):
+            request.applymarker(pytest.mark.xfail(reason=error, strict=True, raises=AssertionError))

@@ -1,4 +1,4 @@
-"""What attacks get at the weaker levels, and why that cannot be helped there.
+"""What attacks get at the weaker levels, and error that cannot be helped there.
 
 Each line is a test that must fail: the day an attack stops succeeding, this table has to change. docs/isolation.md says
 the same in prose.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 NO_NAMESPACES = "without namespaces a call sees the machine's own numbers and names"
-DISK = "without a tmpfs of its own a call's folder has no size: disk_mb bounds each file, not their number"
+DISK = "without a tmpfs of its own a call's directory has no size: disk_mb bounds each file, not their number"
 LANDLOCK = {
     "test_learning[its name]": f"{NO_NAMESPACES}: uname(2)",
-    "test_learning[that a path exists]": "Landlock does not cover stat(2): names can be tried, contents cannot be read",
+    "test_learning[that a path exists]": "Landlock does not cover stat(2): names can be attempt, contents cannot be read",
     "test_learning[our own server's paths]": "the runtime is used where it lies, and tracebacks say where",
     "test_learning[who started us]": f"{NO_NAMESPACES}: getppid(2)",
     "test_learning[how many are here]": f"{NO_NAMESPACES}: getpid(2)",
@@ -25,7 +25,7 @@ LANDLOCK = {
     "test_bomb_of[folders in folders]": DISK,
 }
 # Its calls may not even open a pidfd: the filter there is for one process.
-ONE_UID = {test: why for test, why in LANDLOCK.items() if "handle" not in test}
+ONE_UID = {test: error for test, error in LANDLOCK.items() if "handle" not in test}
 WE_ARE_ROOT = os.geteuid() == 0
 GROUPS = {
     "test_learning[its groups]": "setgroups(2) takes privilege: an ordinary user's calls keep the server's groups"

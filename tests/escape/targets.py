@@ -28,7 +28,7 @@ from sandbox.jail import choose_level
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
-from tests.jail.jails import REPOSITORY, open_folder, python_for_all, reachable_python
+from tests.jail.jails import REPOSITORY, dir_for_all_users, python_for_all_users, reachable_python
 
 NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
 NOBODY = 65_534
@@ -44,7 +44,7 @@ def raw(number, *arguments):
     got = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
     return got if got != -1 else -ctypes.get_errno()
 def breach(what): os.write(1, f"BREACH {what}\n".encode())
-def look(data):
+def scan(data):
     for token in set(re.findall(rb"CANARY-\w{32}", data)): breach(token.decode())
 def read(path, limit=1 << 20):
     try:
@@ -53,12 +53,12 @@ def read(path, limit=1 << 20):
 def names(path):
     try: return os.listdir(path)
     except OSError: return []
-def tried(what, *arguments):
+def attempt(what, *arguments):
     try: return what(*arguments)
-    except OSError as why: return why
-# Where to write and what to change: everywhere in a jail. A control, which succeeds, has only a folder of its own,
+    except OSError as error: return error
+# Where to write and what to change: everywhere in a jail. A control, which succeeds, has only a directory of its own,
 # since it must not change the machine that the tests run on.
-PLACES, SHARED, DEVICE = [".", HOST["folder"]], [HOST["file"]], HOST["file"]
+PLACES, SHARED, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
 if HOST["is_jailed"]:
     library = os.path.dirname(os.__file__)
     PLACES += [*"/tmp /var/tmp /dev/shm /run /run/lock /dev / /guest /python /home /root /mnt /srv /etc".split(),
@@ -82,7 +82,7 @@ class Host:
     secret: str
     """In the server's environment and command line, in files, in shared memory, and sent to whoever connects."""
 
-    def knowing(self, code: str) -> str:
+    def with_facts(self, code: str) -> str:
         return f"HOST = {self.facts!r}\n{PRELUDE}\n{code}\nos.write(1, b'END\\n')\n"
 
 
@@ -99,17 +99,17 @@ class Target:
 
     def run(self, code: str, **more: Any) -> Result:
         """One call that attacks, whatever comes of it."""
-        return self.caller.run(self.host.knowing(code), **more)
+        return self.caller.run(self.host.with_facts(code), **more)
 
     def call(self, code: str, **more: Any) -> Call:
-        return call(self.host.knowing(code), **more)
+        return call(self.host.with_facts(code), **more)
 
-    def repels(self, code: str, **more: Any) -> Result:
+    def resists(self, code: str, **more: Any) -> Result:
         """Run an attack to its end; it must not have got anything."""
-        return repelled(self.run(code, **more))
+        return resisted(self.run(code, **more))
 
     def processes(self) -> list[int]:
-        """The executor and all below it; those that end while we look do not count."""
+        """The executor and all below it; those that end while we scan do not count."""
         while self.caller.process.poll() is None:
             try:
                 return self.caller.processes()
@@ -143,7 +143,7 @@ class Target:
         finally:
             self.caller.send("cancel", [seq])
 
-    def is_well(self) -> None:
+    def check_healthy(self) -> None:
         """Every slot still answers, at the first attempt, and as ever."""
         calls = [call(f"print({n} * 7)") for n in range(2 * self.caller.ready["slots"])]
         for n, result in enumerate(self.caller.run_all(calls)):
@@ -163,35 +163,35 @@ def _sleeps(pid: int) -> bool:
         return Path(f"/proc/{pid}/syscall").read_text().startswith("230 ")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:  # another user's, and in a container even root may not look into it
+    except PermissionError:  # another user's, and in a container even root may not scan into it
         return bool(re.search(r"^State:\tS", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
 
 
-def repelled(result: Result) -> Result:
+def resisted(result: Result) -> Result:
     assert "BREACH" not in result.stdout, result.stdout
     assert result.stdout.endswith("END\n"), f"the attack did not come to its end: {result}"
     return result
 
 
-def unheld() -> None:
+def skip_under_seccomp() -> None:
     """Skips a control where this process is itself under a seccomp filter, a container's for one, which may stop the
     attack too."""
     if "Seccomp:\t0" not in Path("/proc/self/status").read_text():
         pytest.skip("the control needs a process that no seccomp filter holds, so none in a container")
 
 
-def plainly(host: Host, code: str, folder: Path) -> None:
+def succeeds_without_jail(host: Host, code: str, directory: Path) -> None:
     """The control: without a jail the attack succeeds, so that its failure in one means something."""
-    unheld()
+    skip_under_seccomp()
     environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}"}
     ours, theirs = socket.socketpair()  # something to inherit
     with ours, theirs:
         done = subprocess.run(
-            [OWN_PYTHON, "-c", host.knowing(code)],
+            [OWN_PYTHON, "-c", host.with_facts(code)],
             capture_output=True,
             text=True,
             check=False,
-            cwd=folder,
+            cwd=directory,
             env=environ,
             timeout=DEADLINE_S,
             start_new_session=True,
@@ -201,12 +201,12 @@ def plainly(host: Host, code: str, folder: Path) -> None:
 
 
 @contextmanager
-def a_host() -> Iterator[Host]:
+def make_host() -> Iterator[Host]:
     """Secrets in files, environment, command line and memory of a process, shared memory, and behind sockets."""
     secret = canary()
     with ExitStack() as stack:
-        folder = stack.enter_context(open_folder())
-        file = folder / "secret"
+        directory = stack.enter_context(dir_for_all_users())
+        file = directory / "secret"
         file.write_text(secret)
         shared = Path(f"/dev/shm/escape-{secrets.token_hex(8)}")
         shared.write_text(secret)
@@ -217,7 +217,7 @@ def a_host() -> Iterator[Host]:
             subprocess.Popen(argv, stdin=subprocess.PIPE, env={**os.environ, **environ}, start_new_session=True)
         )
         stack.callback(victim.kill)
-        path = f"{folder}/socket"
+        path = f"{directory}/socket"
         servers = [_server(socket.AF_INET, ("127.0.0.1", 0)), _server(socket.AF_UNIX, path)]
         abstract = f"\0escape-{secrets.token_hex(8)}"
         servers.append(_server(socket.AF_UNIX, abstract))
@@ -228,7 +228,7 @@ def a_host() -> Iterator[Host]:
         shared.chmod(0o666)
         facts = {
             "file": str(file),
-            "folder": str(folder),
+            "directory": str(directory),
             "shm": str(shared),
             "pid": victim.pid,
             "server": victim.pid,
@@ -255,15 +255,15 @@ def target(name: str, host: Host) -> Iterator[Target]:
     level, _, identity = name.partition(" as ")
     try:
         choose_level(level)
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     with ExitStack() as stack:
         server, guest = sys.executable, OWN_PYTHON
-        options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["folder"]}
+        options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["directory"]}
         if identity:
             if os.geteuid() != 0:
                 pytest.skip(f"{name}: this is an ordinary user already")
-            server = python_for_all(stack.enter_context(open_folder()))
+            server = python_for_all_users(stack.enter_context(dir_for_all_users()))
             guest = str(Path(server).resolve())
             options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         elif level == "landlock":

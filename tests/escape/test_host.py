@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.escape.targets import Host, Target, plainly
+from tests.escape.targets import Host, Target, succeeds_without_jail
 from tests.executor.calling import OWN_PYTHON, executor
 
-LEARNING = {
+FACTS = {
     "its name": "import platform\nif HOST['name'] in (socket.gethostname(), os.uname().nodename, platform.node()): breach(HOST['name'])",
     "its mounts": "for path in ('/proc/mounts', '/proc/self/mountinfo', '/etc/mtab', '/proc/1/mounts'):\n    if read(path): breach(path)",
     "its kernel's addresses": """
@@ -18,9 +18,9 @@ for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/
 """,
     "its processes": "if any(map(str.isdigit, names('/proc'))): breach('/proc')",
     "its hardware": "for path in ('/proc/cpuinfo', '/proc/meminfo', '/sys/class/dmi/id/product_name', '/proc/cmdline'):\n    if read(path): breach(path)",
-    "its folders": "for path in (HOST['folder'], '/proc', '/sys', '/root', '/home', '/var', '/boot'):\n"
+    "its folders": "for path in (HOST['directory'], '/proc', '/sys', '/root', '/home', '/var', '/boot'):\n"
     "    if names(path): breach(path)",
-    "that a path exists": "if not isinstance(tried(os.stat, HOST['file']), OSError): breach(HOST['file'])",
+    "that a path exists": "if not isinstance(attempt(os.stat, HOST['file']), OSError): breach(HOST['file'])",
     "who uses it": "import pwd\nfor entry in pwd.getpwall():\n    if entry.pw_uid not in (0, 65534): breach(entry)",
     "our own server's paths": "for part in (*sys.path, sys.prefix, sys.executable, os.__file__):\n"
     "    if part and not part.startswith(('/python', '/tmp', '/guest')): breach(part)",
@@ -34,17 +34,17 @@ for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/
 }
 
 
-@pytest.mark.parametrize("what", LEARNING)
-def test_learning(what: str, target: Target) -> None:
-    target.repels(LEARNING[what])
+@pytest.mark.parametrize("attack", FACTS)
+def test_learning(attack: str, target: Target) -> None:
+    target.resists(FACTS[attack])
 
 
-@pytest.mark.parametrize("what", [what for what in LEARNING if what not in ("its groups", "who uses it")])
-def test_learnt_without_a_jail(what: str, host: Host, tmp_path: Path) -> None:
-    plainly(host, LEARNING[what], tmp_path)
+@pytest.mark.parametrize("attack", [attack for attack in FACTS if attack not in ("its groups", "who uses it")])
+def test_learning_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, FACTS[attack], tmp_path)
 
 
-CHANCE = {
+RANDOM_SOURCES = {
     "random": "import random; random.random(), random.getrandbits(64), random.Random().random(), random.SystemRandom().random()",
     "hashes": "hash(object()) and 0 or __import__('os').urandom(8)",
     "secrets": "import secrets; secrets.token_hex(8)",
@@ -55,9 +55,9 @@ CHANCE = {
 }
 
 
-@pytest.mark.parametrize("source", CHANCE)
-def test_chance_is_not_shared(source: str, target: Target) -> None:
-    drawn = [target.caller.run(CHANCE[source].replace("; ", "\n")).value for _ in range(4)]
+@pytest.mark.parametrize("source", RANDOM_SOURCES)
+def test_random_numbers_of_calls_differ(source: str, target: Target) -> None:
+    drawn = [target.caller.run(RANDOM_SOURCES[source].replace("; ", "\n")).value for _ in range(4)]
     assert None not in drawn
     assert len(set(drawn)) == 4
 
@@ -73,7 +73,7 @@ LIBRARIES = {
 
 
 @pytest.mark.runtime
-def test_chance_of_libraries_is_not_shared(guest_python: Path, target: Target) -> None:
+def test_random_numbers_of_libraries_differ(guest_python: Path, target: Target) -> None:
     if target.name != "namespaces":
         pytest.skip("once is enough: it is a matter of the fork, which is the same at all levels")
     assert OWN_PYTHON

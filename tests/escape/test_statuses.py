@@ -1,6 +1,6 @@
 """Attacks on the verdict: code that wants to be judged better than it is, or not at all.
 
-`unavailable` is for our own failures and is tried again, or given no reward; so no code may bring it about.
+`unavailable` is for our own failures and is attempt again, or given no reward; so no code may bring it about.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.executor.calling import call
 PRETEND = struct.pack("<6i", 5, -1, 0, 0, -1, 0) + b"'win'"
 BROKEN = struct.pack("<6i", 2**31 - 1, 2**31 - 1, -(2**31), 2**31 - 1, 2**31 - 1, -1)
 
-DODGES: dict[str, tuple[str, str]] = {
+STATUS_TRICKS: dict[str, tuple[str, str]] = {
     "ends at once": ("os._exit(3)", "error"),
     "ends with every bit": ("os._exit(-1)", "error"),
     "ends with the code of a failed start": ("os._exit(70)", "error"),
@@ -38,23 +38,23 @@ DODGES: dict[str, tuple[str, str]] = {
         "error",
     ),
     "moves the offsets of its output": (
-        "for fd in range(1, 5): tried(os.lseek, fd, 2**62, os.SEEK_SET)\n1/0",
+        "for fd in range(1, 5): attempt(os.lseek, fd, 2**62, os.SEEK_SET)\n1/0",
         "error output_limit",
     ),
-    "moves the offsets back": ("for fd in range(1, 5): tried(os.lseek, fd, 0, os.SEEK_SET)\n1/0", "error"),
-    "shrinks its output": ("for fd in range(1, 5): tried(os.ftruncate, fd, 0)\n1/0", "error"),
-    "grows its output": ("for fd in range(1, 5): tried(os.ftruncate, fd, 2**40)\n1/0", "error"),
+    "moves the offsets back": ("for fd in range(1, 5): attempt(os.lseek, fd, 0, os.SEEK_SET)\n1/0", "error"),
+    "shrinks its output": ("for fd in range(1, 5): attempt(os.ftruncate, fd, 0)\n1/0", "error"),
+    "grows its output": ("for fd in range(1, 5): attempt(os.ftruncate, fd, 2**40)\n1/0", "error"),
     "punches holes into its output": ("for fd in range(1, 5): raw(285, fd, 3, 0, 4096)\n1/0", "error"),
-    "seals its output against us": ("for fd in range(1, 5): tried(fcntl.fcntl, fd, 1033, 15)\n1/0", "error"),
+    "seals its output against us": ("for fd in range(1, 5): attempt(fcntl.fcntl, fd, 1033, 15)\n1/0", "error"),
     "makes its output slow to read": (
-        "for fd in range(1, 5): tried(fcntl.fcntl, fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT | os.O_APPEND)\n1/0",
+        "for fd in range(1, 5): attempt(fcntl.fcntl, fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT | os.O_APPEND)\n1/0",
         "error",
     ),
-    "locks its output": ("for fd in range(1, 5): tried(fcntl.lockf, fd, fcntl.LOCK_EX)\n1/0", "error"),
-    "fills the report": ("tried(os.write, 3, b'\\xff' * (1 << 20))\nos._exit(3)", "error"),
+    "locks its output": ("for fd in range(1, 5): attempt(fcntl.lockf, fd, fcntl.LOCK_EX)\n1/0", "error"),
+    "fills the report": ("attempt(os.write, 3, b'\\xff' * (1 << 20))\nos._exit(3)", "error"),
     "reports nonsense": (f"os.write(3, {BROKEN!r})\nos._exit(3)", "error"),
     "reports a success and fails": (f"os.write(3, {PRETEND!r})\nos._exit(3)", "error"),
-    "fills the report and raises": ("tried(os.write, 3, bytes(1 << 20))\n1/0", "error"),
+    "fills the report and raises": ("attempt(os.write, 3, bytes(1 << 20))\n1/0", "error"),
     "raises what exits when shown": (
         "class E(Exception):\n    def __str__(self): raise SystemExit(0)\nraise E",
         "ok error",
@@ -100,8 +100,8 @@ DODGES: dict[str, tuple[str, str]] = {
         "if frame: frame.f_locals['report'].value = object(); frame.f_locals['report'].error = 1\n1/0",
         "error",
     ),
-    "loses its working folder": ("os.rmdir(os.getcwd()) if 0 else os.chdir('/')\n1/0", "error"),
-    "closes the door of its folder": ("os.chmod('.', 0)\n1/0", "error"),
+    "loses its working directory": ("os.rmdir(os.getcwd()) if 0 else os.chdir('/')\n1/0", "error"),
+    "closes the door of its directory": ("os.chmod('.', 0)\n1/0", "error"),
     "leaves threads that print for ever": (
         "def talk():\n    while True: print('x' * 100)\nthreading.Thread(target=talk).start()\n1/0",
         "output_limit error",
@@ -119,16 +119,16 @@ DODGES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", DODGES)
-def test_code_that(what: str, target: Target) -> None:
-    code, statuses = DODGES[what]
+@pytest.mark.parametrize("attack", STATUS_TRICKS)
+def test_code_that(attack: str, target: Target) -> None:
+    code, statuses = STATUS_TRICKS[attack]
     result = target.run(code, timeout_s=2.0, memory_mb=256, processes=16)
     assert result.status in statuses.split(), result
     assert result.attempts == 1
-    target.is_well()
+    target.check_healthy()
 
 
-def test_echo_that_does_not_end(target: Target) -> None:
+def test_echo_that_ends_the_process(target: Target) -> None:
     for body, status in (("raise SystemExit(0)", "ok error"), ("os._exit(3)", "error"), ("return 5", "error")):
         shown = target.caller.run(f"import os\nclass C:\n    def __repr__(self): {body}\nC()", timeout_s=2.0)
         assert (shown.status in status.split(), shown.attempts) == (True, 1), shown
@@ -140,11 +140,11 @@ def test_forged_files(target: Target) -> None:
     result = target.run(f"os.write(4, {stream!r}); os._exit(0)", return_files=("a", "b"))
     assert (result.status, dict(result.files)) == (Status.OK, {"a": b"abc"})
     tricks = """
-os.symlink(HOST["file"], "link"); os.mkfifo("pipe"); os.mkdir("folder"); os.symlink(HOST["folder"], "way")
+os.symlink(HOST["file"], "link"); os.mkfifo("pipe"); os.mkdir("directory"); os.symlink(HOST["directory"], "way")
 with open("sparse", "wb") as file: file.truncate(1 << 24)
 os.symlink("/dev/zero", "zero"); os.symlink("loop", "loop")
 """
-    names = ("link", "pipe", "folder", "way/secret", "sparse", "zero", "loop", "way/../secret2")[:-1]
+    names = ("link", "pipe", "directory", "way/secret", "sparse", "zero", "loop", "way/../secret2")[:-1]
     result = target.run(tricks, return_files=names, timeout_s=5.0)
     assert result.status is Status.OK, result
     assert target.host.secret.encode() not in b"".join(result.files.values())
@@ -152,7 +152,7 @@ os.symlink("/dev/zero", "zero"); os.symlink("loop", "loop")
     assert secret not in str(result)
 
 
-def test_answers_are_not_exchanged(target: Target) -> None:
+def test_each_call_gets_its_own_result(target: Target) -> None:
     """Calls that end at once, in every way, among many: each gets its own answer."""
     ways = ("print({n})", "print({n}, flush=True); 1/0", "import os; os.write(1, b'{n}\\n'); os._exit(0)")
     calls = [call(ways[n % 3].format(n=n)) for n in range(60)]
