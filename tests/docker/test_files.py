@@ -1,4 +1,4 @@
-"""What can be told of docker/ without an engine."""
+"""The files in docker/, as far as they can be tested without a container engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCKER = REPOSITORY / "docker"
 DOCKERFILES = ("sandbox.Dockerfile", "test.Dockerfile")
 
 
-def seccomp() -> Any:
+def load_seccomp_script() -> Any:
     spec = importlib.util.spec_from_file_location("docker_seccomp", DOCKER / "seccomp.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,8 +33,8 @@ def seccomp() -> Any:
     return module
 
 
-def said(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
-    """What the profile says to this call: "SCMP_ACT_ALLOW", or the number of an error."""
+def evaluate(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
+    """Return the profile's result for a system call: "SCMP_ACT_ALLOW", or an errno."""
 
     def holds(condition: Mapping[str, Any]) -> bool:
         argument = arguments[condition["index"]]
@@ -52,7 +52,7 @@ def said(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
 
 
 def test_profile_is_up_to_date() -> None:
-    module = seccomp()
+    module = load_seccomp_script()
     assert module.PROFILE.read_text() == module.profile(), "run python docker/seccomp.py"
 
 
@@ -68,14 +68,14 @@ def test_profile_is_up_to_date() -> None:
         ("umount2", (0, kernel.MNT_DETACH)),
         ("pivot_root", (0, 0)),
         ("sethostname", (0, 7)),
-        ("clone", (0x3D0F00,)),  # a thread, as libc makes it
+        ("clone", (0x3D0F00,)),  # a thread, as the C library starts it
         ("socket", (socket.AF_INET, socket.SOCK_STREAM, 0)),
         ("socket", (socket.AF_NETLINK, socket.SOCK_RAW, 0)),  # NETLINK_ROUTE
         ("memfd_create", (0, 0)),
     ],
 )
 def test_profile_allows_what_the_server_does(call: str, arguments: tuple[int, ...]) -> None:
-    assert said(json.loads(seccomp().PROFILE.read_text()), call, *arguments) == "SCMP_ACT_ALLOW"
+    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, *arguments) == "SCMP_ACT_ALLOW"
 
 
 @pytest.mark.parametrize(
@@ -98,22 +98,24 @@ def test_profile_allows_what_the_server_does(call: str, arguments: tuple[int, ..
     ],
 )
 def test_profile_refuses_other_calls(call: str, arguments: tuple[int, ...]) -> None:
-    assert said(json.loads(seccomp().PROFILE.read_text()), call, *arguments) == errno.EPERM
+    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, *arguments) == errno.EPERM
 
 
 @pytest.mark.parametrize("call", ["clone3", "mseal"])
 def test_profile_fails_optional_calls_with_enosys(call: str) -> None:
-    assert said(json.loads(seccomp().PROFILE.read_text()), call, 0, 0) == errno.ENOSYS
+    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, 0, 0) == errno.ENOSYS
 
 
 def test_profile_allows_all_that_the_call_policy_allows() -> None:
-    profile = json.loads(seccomp().PROFILE.read_text())
+    profile = json.loads(load_seccomp_script().PROFILE.read_text())
     allowed = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
     assert {name for name, rule in CALL_POLICY.items() if rule not in (EPERM, ENOSYS)} <= allowed
 
 
 def test_profile_names_existing_system_calls_only() -> None:
-    named = [name for rule in json.loads(seccomp().PROFILE.read_text())["syscalls"] for name in rule["names"]]
+    named = [
+        name for rule in json.loads(load_seccomp_script().PROFILE.read_text())["syscalls"] for name in rule["names"]
+    ]
     assert {*named} <= X86_64.keys()
 
 

@@ -1,4 +1,4 @@
-"""The targets as a fixture: every attack is made on each, unless `--isolation LEVEL` picks one level."""
+"""The targets as a fixture: each attack is made on each target, or on one level with `--isolation LEVEL`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.escape import expected, targets
 from tests.escape.targets import Host, Target
 
 ATTACKS_WITH_SHARED_UID = ("test_descriptors", "test_kernel", "test_messages", "test_processes", "test_secrets")
-"""Where it matters that all calls share one uid. The others run as an ordinary user where a level is picked."""
+"""Modules whose attacks depend on whether calls share a uid. Only these run as user nobody without `--isolation`."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,7 +40,7 @@ def target(request: pytest.FixtureRequest, host: Host) -> Iterator[Target]:
 
 @pytest.fixture(autouse=True)
 def _expected(request: pytest.FixtureRequest) -> None:
-    """What is listed as not to be stopped must succeed."""
+    """Mark the attacks in `expected` as tests that must fail."""
     if "target" in request.fixturenames:
         name = request.node.callspec.params["target"]
         attack = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")

@@ -1,4 +1,4 @@
-"""Attacks by excess: of processes, memory, files, output, and of what a parser must bear. Neighbours get their answers."""
+"""Attacks by excess of processes, memory, files, output and parser input. Concurrent calls must get their results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BOMBS: dict[str, tuple[str, str]] = {
         "if n >= 5000: breach(n)",
         "ok",
     ),
-    "folders in folders": (
+    "nested directories": (
         "n = 0\nwhile n < 5000 and not isinstance(attempt(lambda: (os.mkdir('x'), os.chdir('x'))), OSError): n += 1\n"
         "if n >= 5000: breach(n)",
         "ok",
@@ -122,9 +122,9 @@ ECHOES = {
     "of a huge text": "'x' * (50 << 20)",
     "of a loop": "class C:\n    def __repr__(self):\n        while True: pass\nC()",
     "of a huge number": "10 ** 5000",
-    "of what is no text": "class C:\n    def __repr__(self): return 5\nC()",
+    "of a repr that is no text": "class C:\n    def __repr__(self): return 5\nC()",
     "of surrogates": "'\\udcff\\x00\\ud800' * 100",
-    "of classes that lie": "class M(type):\n    def __repr__(cls): raise SystemExit(0)\nclass C(metaclass=M): pass\nC",
+    "of classes whose repr exits": "class M(type):\n    def __repr__(cls): raise SystemExit(0)\nclass C(metaclass=M): pass\nC",
 }
 
 

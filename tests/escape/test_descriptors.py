@@ -1,4 +1,4 @@
-"""Attacks through descriptors: what the input's file is good for besides reading, and passing descriptors on."""
+"""Attacks through descriptors: misuse of the input's file, and passing descriptors over sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INPUT = """
 if not HOST["is_jailed"]:
     fd = os.memfd_create("input", 2); os.write(fd, b"of this call"); os.dup2(fd, 0); os.lseek(0, 0, 0)
 """
-USES = {
+MISUSES = {
     "growing the input by its size": "if not isinstance(attempt(os.ftruncate, 0, 8 << 20), OSError): breach('grown')",
     "growing the input by a write": "if not isinstance(attempt(os.pwrite, 0, b'x', 8 << 20), OSError): breach('grown')",
     "growing the input ahead": "if not isinstance(attempt(os.posix_fallocate, 0, 0, 8 << 20), OSError): breach('grown')",
@@ -24,28 +24,30 @@ if not isinstance(attempt(mmap.mmap, 0, 1), OSError): breach('mapped')
 """,
     "emptying the input": "if not isinstance(attempt(os.ftruncate, 0, 0), OSError): breach('emptied')",
     "unsealing the input": """
-for seal in (2, 4, 8):  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, each of which takes a right from the other holder
+for seal in (2, 4, 8):  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
     if raw(72, 0, 1033, seal) == 0: breach(seal)
 """,
 }
-USES["executing the input"] = """
-got = raw(322, 0, b"", 0, 0, 0x1000)  # execveat with AT_EMPTY_PATH: ENOEXEC of a text that is let in as a program
+MISUSES["executing the input"] = """
+got = raw(322, 0, b"", 0, 0, 0x1000)  # execveat with AT_EMPTY_PATH: ENOEXEC would mean that executing it is allowed
 if got not in (-errno.EACCES, -errno.EPERM): breach(got)
 """
-USES["executing the input once it is made a program"] = "attempt(os.fchmod, 0, 0o777)\n" + USES["executing the input"]
+MISUSES["executing the input once it is made a program"] = (
+    "attempt(os.fchmod, 0, 0o777)\n" + MISUSES["executing the input"]
+)
 
 
-@pytest.mark.parametrize("attack", USES)
+@pytest.mark.parametrize("attack", MISUSES)
 def test_input_can_only_be_read(attack: str, target: Target) -> None:
     if "made a program" in attack and [int(n) for n in os.uname().release.split(".")[:2]] < [6, 3]:
-        pytest.skip("needs MFD_NOEXEC_SEAL (Linux 6.3); before, a file's owner may make it a program")
-    result = target.resists(INPUT + USES[attack] + "\nos.write(1, os.read(0, 100))", stdin="of this call")
+        pytest.skip("needs MFD_NOEXEC_SEAL (Linux 6.3); earlier kernels let the owner make the file executable")
+    result = target.resists(INPUT + MISUSES[attack] + "\nos.write(1, os.read(0, 100))", stdin="of this call")
     assert result.stdout == "of this callEND\n"
 
 
-@pytest.mark.parametrize("attack", USES)
+@pytest.mark.parametrize("attack", MISUSES)
 def test_misuse_of_input_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
-    succeeds_without_jail(host, INPUT + USES[attack], tmp_path)
+    succeeds_without_jail(host, INPUT + MISUSES[attack], tmp_path)
 
 
 SENDING = """
@@ -73,7 +75,7 @@ for ours, _ in pairs:
         if not isinstance(sent(ours, [1] * 200), OSError): held += 200
 if held > 256: breach(held)
 """,
-    "a socket into its own queue, where only a garbage collector finds it": """
+    "a socket into its own queue, which only a garbage collector frees": """
 ours, theirs = socket.socketpair()
 if not isinstance(sent(ours, [theirs.fileno(), ours.fileno()]), OSError): breach("left")
 """,
@@ -82,7 +84,7 @@ ours, theirs = socket.socketpair()
 who = struct.pack("3i", os.getpid(), os.getuid(), os.getgid())
 if not isinstance(attempt(_socket.socket.sendmsg, ours, [b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)]), OSError): breach("said")
 """,
-    "to whatever it inherited": """
+    "to any inherited descriptor": """
 if not HOST["is_jailed"]: ours, theirs = socket.socketpair(); os.dup2(ours.fileno(), 3)
 null = os.open("/dev/null", os.O_RDONLY)
 for fd in range(4):

@@ -1,4 +1,4 @@
-"""Attacks on the kernel's own doors: system calls that are not for sandboxed code, by every way into the kernel."""
+"""Attacks on the kernel: system calls outside the policy, by every entry, and refused arguments of allowed calls."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SYSTEM_CALLS: dict[str, str] = {
     "memory without limits": "memfd_create memfd_secret",
     "filters": "seccomp landlock_create_ruleset landlock_restrict_self personality",
 }
-"""What an attacker would ask a kernel for first."""
+"""System calls that attackers try first, by purpose."""
 
 TRY_CALLS = """
 for name, number in {numbers!r}.items():
-    # Arguments that do no harm where the call is let in: bad pointers, bad descriptors, no flag that exists.
+    # Harmless arguments if the call is allowed: invalid pointers, descriptors and flags.
     got = raw(number, *{special!r}.get(name, [-1] * 6))
     if got not in (-errno.EPERM, -errno.ENOSYS): breach(name)
 """
@@ -64,7 +64,7 @@ def test_system_call_is_allowed_without_a_jail(attack: str, host: Host, tmp_path
 
 @cache
 def _allowed() -> frozenset[str]:
-    """What Python and its libraries need of a kernel, for what calls are there for; nothing else need be let in."""
+    """Return the system calls that the policy does not refuse."""
     from sandbox.jail.seccomp import EPERM, rule_for
 
     return frozenset(name for name, number in X86_64.items() if rule_for(number) != EPERM)
@@ -75,7 +75,7 @@ def test_every_system_call_outside_the_policy(target: Target) -> None:
 
 
 def test_system_calls_that_do_not_exist_yet(target: Target) -> None:
-    # 335 and 336 are uprobes' own ways back, which kill whoever is not under one.
+    # 335 and 336 return from uprobes and kill a process that is in none.
     numbers = {f"number {n}": n for n in (*range(337, 424), *range(453, 1024), 0x3FFFFFFF)}
     target.resists(TRY_CALLS.format(numbers=numbers, special={}))
 
@@ -98,7 +98,7 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_entry_into_the_kernel(entry: str, target: Target) -> None:
-    """Nor does it kill, for which the kernel writes a line to the host's audit log each time."""
+    """The entry fails with ENOSYS. Killing the process would write a line to the host's audit log."""
     result = target.resists(MACHINE.format(code=ENTRIES[entry]))
     assert result.stdout == f"got {-errno.ENOSYS}\nEND\n"
 
@@ -120,17 +120,17 @@ pid = raw(435, args, len(args))
 if pid == 0: os._exit(0)
 if pid > 0: breach('clone3')
 """,
-    "a sibling, outside of our namespace, by CLONE_PARENT": """
+    "a sibling outside of the PID namespace, by CLONE_PARENT": """
 pid = raw(56, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0)
 if pid == 0: os._exit(0)
 if pid > 0: breach('clone')
 """,
-    "what files the page cache holds, by RWF_NOWAIT": """
+    "which files are in the page cache, by RWF_NOWAIT": """
 fd = os.open(os.__file__, os.O_RDONLY)
 got = attempt(os.preadv, fd, [bytearray(1)], 0, 8)
 if got == 1 or getattr(got, 'errno', 0) == errno.EAGAIN: breach(got)
 """,
-    "out-of-band data in Unix sockets, an old friend of escapes": """
+    "out-of-band data in Unix sockets, once a way out of sandboxes": """
 ours, theirs = socket.socketpair()
 if attempt(ours.send, b'x', socket.MSG_OOB) == 1: breach('sent')
 """,
@@ -140,7 +140,7 @@ for path in SHARED:
     for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK):
         if isinstance(fd, int) and not isinstance(attempt(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind), OSError): breach(path)
 """,
-    "news of what others read, by dnotify": """
+    "notification of reads by others, by dnotify": """
 signal.signal(signal.SIGIO, signal.SIG_IGN)
 fd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)
 if not isinstance(attempt(fcntl.fcntl, fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS), OSError): breach('watching')
@@ -162,7 +162,7 @@ for fd in range(5):
     got = attempt(fcntl.ioctl, fd, termios.TIOCGPGRP, bytes(4))
     if getattr(got, 'errno', 0) != errno.EPERM: breach(got)
 """,
-    "a scan at interfaces through any descriptor": """
+    "network interfaces through any descriptor": """
 for fd in range(5):
     got = attempt(fcntl.ioctl, fd, 0x8912, bytes(16))
     if getattr(got, 'errno', 0) not in (errno.EPERM, errno.EBADF): breach(got)
@@ -173,7 +173,7 @@ for option in (4, 22, 23, 24, 26, 28, 47, 50, 53, 59, 65, 67, 0x59616d61):
     if got != -errno.EPERM: breach((option, got))
 """,
 }
-"""Calls that are let in, with arguments that should not be."""
+"""Allowed system calls with arguments that must be refused."""
 
 
 @pytest.mark.parametrize("attack", ARGUMENTS)

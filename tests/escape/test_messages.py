@@ -1,4 +1,4 @@
-"""Attacks through what calls share: one call leaves a letter, another one, then or later, finds it."""
+"""Attacks through what calls share: one call leaves a message that another call, at the same time or later, receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.executor.calling import OWN_PYTHON
 SHARED_MEMORY = """
 import mmap
 def shared():
-    # mremap(2) of no bytes maps a second time, and does so for shared memory only.
+    # mremap(2) of 0 bytes maps the memory a second time, and works for shared memory only.
     libc.mremap.restype, libc.mincore.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     libc.mprotect.argtypes, libc.sbrk.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_void_p
@@ -132,11 +132,11 @@ raw(250, 9, key, -4)
         SHARED_MEMORY + "for at in shared(): scan(ctypes.string_at(at, 4096))",
     ),
 }
-"""What leaves the letter, and what finds it."""
+"""Medium -> (code that leaves the message, code that receives it)."""
 
 
 def with_facts(host: Host, code: str, message: str) -> str:
-    # Whoever searches knows the letter only to say that it arrived.
+    # The receiver knows the message, but not in one piece, so that a search of its own memory does not find it.
     return host.with_facts(f"MESSAGE = 'CANARY-' + {message[7:]!r}\n{code}")
 
 
@@ -237,13 +237,13 @@ print(os.listdir("."), [fd for fd in range(256) if not isinstance(attempt(os.fst
 
 
 def test_state_of_the_interpreter_does_not_persist(target: Target) -> None:
-    """Whatever a call does to its interpreter and its process, the next one finds as the first one did."""
-    look = f"def attempt(f, *a):\n    try: return f(*a)\n    except OSError as error: return error\nCWD = {target.level != 'landlock'}\n{STATE}"
-    before = target.caller.run(look)
+    """Changes by a call to its interpreter and its process are invisible to the next calls."""
+    report_state = f"def attempt(f, *a):\n    try: return f(*a)\n    except OSError as error: return error\nCWD = {target.level != 'landlock'}\n{STATE}"
+    before = target.caller.run(report_state)
     assert before.status == "ok", before
     message = canary()
     poisoned = target.caller.run(with_facts(target.host, TAMPER, message), timeout_s=30.0)
     assert poisoned.stdout == "END\n", poisoned
     for _ in range(3):
-        after = target.caller.run(look)
+        after = target.caller.run(report_state)
         assert (after.stdout, after.stderr) == (before.stdout, before.stderr)

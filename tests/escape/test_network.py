@@ -1,4 +1,4 @@
-"""Attacks through networks: anything that leaves the call, by any family of addresses."""
+"""Attacks through networks: connections and messages by all address families."""
 
 from __future__ import annotations
 

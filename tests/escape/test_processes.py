@@ -1,4 +1,4 @@
-"""Attacks on other processes, and by processes that would outlive their call."""
+"""Attacks on other processes, and attempts to outlive the call or its time limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ info = struct.pack("iiiii108x", 0, 0, -1, os.getpid(), os.getuid())
 for pid in (HOST["pid"], HOST["server"]):
     if raw(129, pid, 0, info) == 0 or raw(297, pid, pid, 0, info) == 0: breach(pid)
 """,
-    "a handle of a process": """
+    "a pidfd of a process": """
 for pid in (HOST["pid"], HOST["server"]):
     fd = attempt(os.pidfd_open, pid)
     if not isinstance(fd, OSError): breach(pid)
@@ -48,7 +48,7 @@ for pid in (HOST["pid"], HOST["server"]):
 for pid in (HOST["pid"], HOST["server"]):
     if not isinstance(attempt(os.getpgid, pid), OSError): breach(pid)
 """,
-    "any process by counting": """
+    "any process by trying all pids": """
 mine = {os.getpid(), os.getppid()}
 found = [pid for pid in range(2, 70_000) if pid not in mine and not isinstance(attempt(os.kill, pid, 0), ProcessLookupError)]
 if found: breach(found[:9])
@@ -79,19 +79,19 @@ def test_reaching_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Pat
 
 
 KILLING = {
-    "all that it may": "attempt(os.kill, -1, {signal})",
+    "all processes": "attempt(os.kill, -1, {signal})",
     "its process group": "attempt(os.kill, 0, {signal})",
     "its process group by name": "attempt(os.killpg, os.getpgrp(), {signal})\nattempt(os.killpg, 0, {signal})",
     "its parents": "attempt(os.kill, os.getppid(), {signal})\nattempt(os.kill, 1, {signal})",
     "every process by number": "for pid in range(2, 5000):\n    if pid != os.getpid(): attempt(os.kill, pid, {signal})",
-    "its parent from a group of that": "attempt(os.setpgid, 0, os.getppid())\nattempt(os.kill, 0, {signal})",
+    "its parent, from the process group of the parent": "attempt(os.setpgid, 0, os.getppid())\nattempt(os.kill, 0, {signal})",
 }
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("attack", KILLING)
 def test_killing(attack: str, number: int, target: Target) -> None:
-    """From a child, so that there is somebody to say that it was done; others go on, and are attempt once."""
+    """A child makes the attack, so that the call itself can survive it. Concurrent calls are not disturbed."""
     neighbours = [target.caller.submit(call(f"import time\ntime.sleep(0.5)\nprint({n})")) for n in range(2)]
     code = f"if os.fork() == 0:\n    {KILLING[attack].format(signal=int(number)).replace(chr(10), chr(10) + '    ')}\n    os._exit(0)\n"
     result = target.run(code + "time.sleep(0.2)", timeout_s=2.0)
@@ -139,8 +139,8 @@ if os.fork() == 0:
     threading.Thread(target=time.sleep, args=(1000,)).start()
     libc.syscall(60, 0)
 """,
-    "a child in a group of its own, traced by nobody": "if os.fork() == 0: os.setpgid(0, 0); signal.pthread_sigmask(0, range(1, 65)); time.sleep(1000)",
-    "a child that shares our memory": """
+    "a child in its own process group with all signals blocked": "if os.fork() == 0: os.setpgid(0, 0); signal.pthread_sigmask(0, range(1, 65)); time.sleep(1000)",
+    "a child that shares memory, by vfork": """
 stack = ctypes.create_string_buffer(1 << 16)
 sleep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
 if os.fork() == 0: raw(58) or time.sleep(1000)
@@ -154,20 +154,20 @@ def test_outliving_the_call(attack: str, target: Target) -> None:
     result = target.run(f"libc.prctl(15, b'{mark}')\n{LEFTOVERS[attack]}\nos._exit(0)", timeout_s=5.0, processes=32)
     assert result.status in ("ok", "timeout", "error"), result
     wait_gone(_marked(mark, target.processes()))
-    assert not _marked(mark), "a process is left"
+    assert not _marked(mark), "a process outlived its call"
     target.check_healthy()
 
 
 def _marked(mark: str, pids: list[int] | None = None) -> list[int]:
-    """Processes of that name, anywhere on the machine."""
-    found = []
+    """Return the pids of processes with this name, by default on the whole machine."""
+    marked = []
     for pid in pids or [int(name) for name in os.listdir("/proc") if name.isdigit()]:
         try:
             if Path(f"/proc/{pid}/comm").read_text().strip() == mark:
-                found.append(pid)
+                marked.append(pid)
         except OSError:
             continue
-    return found
+    return marked
 
 
 def test_a_daemon_outlives_its_parent_without_a_jail(host: Host, tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ for number in range(1, 65):
     except (ValueError, OSError): pass
 while True: time.sleep(1000)
 """,
-    "never lets go of the interpreter": "re.match('(a*)*b', 'a' * 40)",
+    "never releases the interpreter lock": "re.match('(a*)*b', 'a' * 40)",
     "computes in C": "9 ** 9 ** 9",
-    "makes text of a huge number": "sys.set_int_max_str_digits(0)\nlen(str(7 ** 9_000_000))",
+    "formats a huge number": "sys.set_int_max_str_digits(0)\nlen(str(7 ** 9_000_000))",
     "waits for a child that sleeps, by vfork": """
 code = b'\\x48\\xc7\\xc0\\x3a\\x00\\x00\\x00\\x0f\\x05\\x85\\xc0\\x75\\x0b\\x48\\xc7\\xc0\\x22\\x00\\x00\\x00\\x0f\\x05\\xeb\\xf5\\xc3'
 import mmap
@@ -195,7 +195,7 @@ page = mmap.mmap(-1, 4096, prot=7); page.write(code)
 ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
 time.sleep(1000)
 """,
-    "waits at its end": "import atexit\natexit.register(time.sleep, 1000)",
+    "sleeps in an atexit handler": "import atexit\natexit.register(time.sleep, 1000)",
     "waits for a thread": "threading.Thread(target=time.sleep, args=(1000,)).start()",
     "waits for input": "os.read(os.pipe()[0], 1)",
     "loops in a handler": "def loop(*_):\n    while True: pass\nsignal.signal(signal.SIGALRM, loop); signal.setitimer(0, 0.01); time.sleep(1000)",
@@ -205,8 +205,8 @@ while True:
         while True: time.sleep(1000)
     except BaseException: pass
 """,
-    "dies and dies again": "class C:\n    def __del__(self):\n        while True: pass\nC()",
-    "hides that it works": """
+    "loops in a destructor": "class C:\n    def __del__(self):\n        while True: pass\nC()",
+    "computes only in short-lived children": """
 until = time.monotonic() + 0.4
 while True:
     children = []
@@ -230,7 +230,7 @@ def test_code_that(attack: str, target: Target) -> None:
 
 
 def test_no_process_is_left_after_all_attacks(target: Target) -> None:
-    """After all of that: the executor, its jail, its zygotes; no call, no orphan."""
+    """After all attacks only the executor, its jail and its zygotes exist."""
     target.check_healthy()
     deadline = time.monotonic() + DEADLINE_S
     while len(target.processes()) != target.at_rest and time.monotonic() < deadline:

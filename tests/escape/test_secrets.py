@@ -1,4 +1,4 @@
-"""Attacks for what is not ours to read: the host's files and processes, the server, and the calls of others."""
+"""Attacks that read secrets: files and processes of the host, the server's, and other calls'."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.escape.targets import Host, Target, canary, succeeds_without_jail
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, call
 
 READING = {
-    "a file that all may read": "scan(read(HOST['file']))",
+    "a world-readable file": "scan(read(HOST['file']))",
     "a file by going up": "scan(read('../' * 40 + HOST['file'][1:]))",
     "a file through a link": "os.symlink(HOST['file'], 'link'); scan(read('link'))",
     "a file by a hard link": "attempt(os.link, HOST['file'], 'hard'); scan(read('hard')); scan(read(HOST['file']))",
@@ -21,14 +21,14 @@ READING = {
 done = attempt(lambda: subprocess.run(["/bin/cat", HOST["file"]], capture_output=True))
 if not isinstance(done, OSError): scan(done.stdout)
 """,
-    "a directory's names": """
+    "the names in a directory": """
 got = attempt(os.listdir, HOST["directory"])
 if not isinstance(got, OSError) and "secret" in got: breach(got)
 """,
     "shared memory": "scan(read(HOST['shm']))\nfor name in names('/dev/shm'): scan(read('/dev/shm/' + name))",
     "the environment of the server": "scan(read(f'/proc/{HOST[\"server\"]}/environ'))",
     "the command line of the server": "scan(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
-    "files through another process's root": """
+    "files through the root of another process": """
 for pid in (HOST["server"], os.getppid(), 1, "self"):
     for door in ("root", "cwd/../../../../../../.."): scan(read(f"/proc/{pid}/{door}{HOST['file']}"))
 """,
@@ -45,7 +45,7 @@ for pid in (HOST["server"], os.getppid()):
             with open(f"/proc/{pid}/mem", "rb", buffering=0) as file: file.seek(first); scan(file.read(last - first))
         except OSError: pass
 """,
-    "a mount of /proc of our own": """
+    "a new mount of /proc": """
 libc.unshare(0x10020000)
 if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: scan(read(f"/tmp/{HOST['server']}/environ")); libc.umount(b"/tmp")
 if names("/proc/1"): breach("/proc/1")
@@ -55,13 +55,13 @@ for fd in range(1024):
     if fd < 5 or isinstance(attempt(os.fstat, fd), OSError): continue
     breach(fd)
 """,
-    "a descriptor of a directory to climb out of": """
+    "a parent directory through an inherited descriptor": """
 for fd in (*range(1024), -100):
     got = attempt(os.open, "../" * 20 + HOST["file"][1:], os.O_RDONLY, 0o600) if fd == -100 else \
         raw(257, fd, ("../" * 20 + HOST["file"][1:]).encode(), 0)
     if isinstance(got, int) and got >= 0: scan(os.read(got, 4096))
 """,
-    "files by handles, past every path": """
+    "files by handles, without a path": """
 libc.name_to_handle_at.restype = ctypes.c_int
 handle, mount = struct.pack("Ii128x", 128, 0), ctypes.c_int()
 buffer = ctypes.create_string_buffer(handle, len(handle))
@@ -112,7 +112,7 @@ def test_reading_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path
 
 @dataclass(frozen=True)
 class OtherCalls:
-    """Other calls of the same zygote, and all the secrets in them."""
+    """Two other calls of the same zygote, and all secrets in them."""
 
     secrets: frozenset[str]
     running: Call
@@ -162,7 +162,7 @@ for one in gc.get_objects():
     "memory": """
 import mmap
 def maps():
-    # Without /proc: mincore(2) tells mapped pages from holes. Start where something must be and go on until a wide hole.
+    # Without /proc, mincore(2) distinguishes mapped pages from holes. Start at known addresses and stop at wide holes.
     libc.sbrk.restype = ctypes.c_void_p
     anchors = [id(sys), id(int), libc.sbrk(0) - 4096, ctypes.addressof(ctypes.c_char_p.in_dll(libc, "environ")),
                ctypes.cast(libc.malloc, ctypes.c_void_p).value, ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value,
@@ -186,7 +186,7 @@ window = os.open("window", os.O_RDWR | os.O_CREAT, 0o600)
 libc.pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 for first, last in runs:
     while first < last:
-        # A write from there to a file: EFAULT where it may not be read, instead of a crash.
+        # Writing the page to a file fails with EFAULT if it is unreadable, where reading it would crash.
         got = libc.pwrite(window, first << 12, min(last - first, 256) << 12, 0)
         if got > 0: scan(os.pread(window, got + 64, 0))
         first += max(1, got >> 12) if got > 0 else 1
@@ -202,9 +202,9 @@ def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
     hanging = caller.submit(past.running)
     caller.run_all([past.ended] * 3)
     caller.stats.clear()
-    # Those that the test before has cancelled are gone, and this one has left its short place: there are but four.
+    # Wait until the calls of the test before are gone and the hanging call is long, so that all four short slots are free.
     caller.until(lambda: (caller.stats.get("running"), caller.stats.get("running_long")) == (1, 1))
-    with target.stopped():  # so that the zygote knows of all four when it forks the first
+    with target.stopped():  # so that the zygote receives all four calls before it forks the first
         before = caller.submit(early.ended)
         attacks = caller.submit(attack)
         batch_mates = [caller.submit(late.running), caller.submit(late.ended)]
@@ -220,11 +220,11 @@ def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
 
 
 def test_calls_of_a_batch_do_not_inherit_each_others_descriptors(target: Target) -> None:
-    """They are forked in a row, from a zygote that holds the files of all of them."""
+    """The zygote forks them one after another, while it has the files of all of them open."""
     attack = target.call(READING["an inherited descriptor"], stdin="of this call alone")
     caller = target.caller
     caller.stats.clear()
-    caller.until(lambda: caller.stats.get("running") == 0)  # those that the test before has cancelled are gone
+    caller.until(lambda: caller.stats.get("running") == 0)  # those that the test before has cancelled have ended
     with target.stopped():
         attacks = [caller.submit(attack) for _ in range(3)]
         caller.stats.clear()
