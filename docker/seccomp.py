@@ -2,7 +2,7 @@
 
 - The profile is an allow-list of three parts: the system calls of model-written code, by name, since the calls' own
   filter checks the arguments (`sandbox.jail.seccomp.CALL_POLICY`); those that the server and its container need in
-  addition; and those by which the server builds jails, with no other arguments than it uses. All others fail with EPERM.
+  addition; and those by which the server builds jails, with the arguments that it uses. All others fail with EPERM.
 - System calls that fail with ENOSYS in the policy do so here: the C library does without clone3 only on ENOSYS.
 - It is for x86_64, as the policy is.
 """
@@ -55,8 +55,8 @@ def _equal(index: int, value: int) -> dict[str, Any]:
 
 CHECKED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
     *(("socket", (_equal(0, family),)) for family in _FAMILIES),
-    # To list interfaces, as the C library and the probe do. Other netlink sockets would give root of a network namespace
-    # access to the parts of the kernel with the most bugs, above all netfilter.
+    # To list interfaces, as the C library and the probe do. Other netlink sockets would give root of a network
+    # namespace access to the parts of the kernel with the most bugs, above all netfilter.
     ("socket", (_equal(0, _NETLINK), _equal(2, _ROUTE))),
     ("unshare", (_only(0, _NAMESPACES),)),  # the jail's namespaces, and each call's own
     ("clone", (_without(0, _EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
