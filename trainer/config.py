@@ -48,7 +48,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["trackio", "wandb", "tensorboard"]
 """Each is also the name of the package that it needs."""
-Policy = Literal["static", "round_robin", "least_inflight", "reserve_worst_case", "kv"]
+Policy = Literal["reserve_worst_case", "kv"]
 
 
 class ConfigError(ValueError):
@@ -109,7 +109,7 @@ class EnginesConfig:
     gpu_memory: Share = 0.9  # part of a GPU's memory that an engine takes
     timeout_s: Positive = 600.0  # seconds for one generation; more where the engine's usual speed asks for it
     max_down_s: Annotated[float, Field(ge=0)] = 1200.0  # seconds that episodes wait when all vLLM servers are down
-    policy: Policy = "kv"  # where a turn runs; others are to compare with
+    policy: Policy = "kv"  # which engine runs a turn
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -41,6 +41,7 @@ from trainer.rollout.collector import Collector
 from trainer.rollout.loop_thread import Background
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import tracking
+from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import Training, ranks, steps_of, usable, wait_for_ranks
 from trainer.training.grpo import Outage, Rollouts, train_stage
 from trainer.training.sft import train_sft
@@ -286,8 +287,7 @@ async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
             carry=carry,
             keep=keep,
             reference=Reference(model, dtype),
-            policy=engines.policy,
-            most_tokens=engines.max_length,
+            scheduler=Scheduler(engines.max_length, POLICIES[engines.policy]),
             turn_s=engines.timeout_s,
             patience_s=engines.max_down_s if engines.kind == "vllm" else PATIENCE_S,  # only servers are started anew
         )

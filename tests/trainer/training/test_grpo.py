@@ -270,9 +270,10 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, ba
     from trainer.engines.weight_sync import Reference, direct
     from trainer.episodes.chat_format import rstar2_format
     from trainer.rollout.collector import Collector
+    from trainer.scheduling.scheduler import Scheduler
 
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=8, max_length=160)
-    pool = background.enter(Pool([engine], most_tokens=160, carry=direct, reference=Reference(model)))
+    pool = background.enter(Pool([engine], scheduler=Scheduler(160), carry=direct, reference=Reference(model)))
     collector = Collector(
         pool, rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go."), ScriptedTools()
     )
