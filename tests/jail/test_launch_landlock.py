@@ -52,8 +52,8 @@ def test_only_devices_are_writable_outside_the_scratch_root(abi: int) -> None:
         if access & ~(landlock_rules.READ_FILE | landlock_rules.READ_DIR | landlock_rules.EXECUTE)
     ]
     assert writable == [f"/dev/{name}" for name in landlock_rules.DEVICES]
-    assert rules.scratch & landlock_rules.EXECUTE == 0
-    assert all(access & ~rules.handled[0] == 0 for _, access in (*rules.paths, ("", rules.scratch)))
+    assert rules.scratch_rights & landlock_rules.EXECUTE == 0
+    assert all(access & ~rules.handled[0] == 0 for _, access in (*rules.paths, ("", rules.scratch_rights)))
 
 
 def test_guest_at_level_landlock_uses_host_paths() -> None:
@@ -164,8 +164,12 @@ def test_landlock_plan_names_the_jails_own_paths() -> None:
     if _abi() == 0:
         pytest.skip("needs Landlock")
     plan = confinement_plan(landlock_spec())
-    assert (plan["uid_base"], plan["drop_bounding"], plan["landlock"]["folder"]) == (None, False, "/tmp/calls/calls")
-    assert len(plan["own_pid_at"]) == 5  # kill, tgkill, two of rt_sigqueueinfo, prlimit64
+    assert (plan["uid_base"], plan["clear_bounding_set"], plan["landlock"]["slots_dir"]) == (
+        None,
+        False,
+        "/tmp/calls/calls",
+    )
+    assert len(plan["own_pid_offsets"]) == 5  # kill, tgkill, two of rt_sigqueueinfo, prlimit64
 
 
 def _abi() -> int:

@@ -58,20 +58,20 @@ def test_only_level_landlock_has_a_scratch_root(level: Level, scratch_root: str 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
 def test_plan_is_json_with_all_steps(level: Level) -> None:
     plan = json.loads(json.dumps(confinement_plan(spec(level, uid_base=RANGE_START, uid_count=2000))))
-    assert plan.pop("unshare") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
-    assert b64decode(plan.pop("zygote_seccomp")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
-    assert b64decode(plan.pop("seccomp")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
+    assert plan.pop("namespaces") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
+    assert b64decode(plan.pop("zygote_filter")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
+    assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
     assert plan == {
-        "unshare_pid": True,
-        "unshare_user": False,
-        "bounds_processes": True,
-        "tmpfs": "/tmp",
-        "inodes": 4096,
+        "pid_namespace": True,
+        "user_namespace": False,
+        "limits_processes": True,
+        "scratch_mount": "/tmp",
+        "max_files": 4096,
         "uid_base": FIRST_SLOT_UID,
-        "drop_caps": True,
-        "drop_bounding": True,
+        "drop_capabilities": True,
+        "clear_bounding_set": True,
         "no_new_privs": True,
-        "own_pid_at": [],
+        "own_pid_offsets": [],
         "landlock": None,
     }
 
@@ -81,7 +81,7 @@ def test_machine_code_is_never_used_on_other_machines_than_x86_64(
     level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Zygotes use it only with namespaces (`guest/fork_batch.py`), where the seccomp filter is refused first."""
-    assert confinement_plan(spec(level))["unshare_pid"] and not confinement_plan(spec(Level.NONE))["unshare_pid"]
+    assert confinement_plan(spec(level))["pid_namespace"] and not confinement_plan(spec(Level.NONE))["pid_namespace"]
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()
     with pytest.raises(IsolationError, match="expected an x86_64 machine"):
@@ -97,12 +97,12 @@ def test_calls_with_a_shared_uid_have_process_limits_only_in_own_user_namespaces
     user_namespace_per_call: bool,
 ) -> None:
     plan = confinement_plan(spec(user_namespace_per_call=user_namespace_per_call))
-    assert plan["unshare_user"] == plan["bounds_processes"] == user_namespace_per_call
+    assert plan["user_namespace"] == plan["limits_processes"] == user_namespace_per_call
 
 
 def test_plan_of_level_none_is_empty() -> None:
     assert not any(
-        value for name, value in confinement_plan(spec(Level.NONE)).items() if name not in ("level", "inodes")
+        value for name, value in confinement_plan(spec(Level.NONE)).items() if name not in ("level", "max_files")
     )
 
 
