@@ -60,7 +60,7 @@ def serving(who: str, **settings: Any) -> Iterator[Served]:
         pytest.skip(str(why))
     server: tuple[str, ...] = (sys.executable,)
     guest, options = OWN_PYTHON, {}
-    with jails.open_folder() as folder:
+    with jails.dir_for_all_users() as folder:
         temporary = folder / "temporary"
         temporary.mkdir()
         if who == "root":
@@ -78,7 +78,7 @@ def serving(who: str, **settings: Any) -> Iterator[Served]:
             (home / "secret").write_text("for root alone")
             guest = f"{home}/environment/bin/python"
         elif os.geteuid() == 0:
-            server = (jails.python_for_all(folder),)
+            server = (jails.python_for_all_users(folder),)
             guest = os.path.realpath(server[0])
             options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
             os.chown(temporary, jails.NOBODY, jails.NOBODY)
@@ -95,7 +95,7 @@ def test_root_with_a_private_temporary_folder(mode: int) -> None:
     """As pam_tmpdir makes one: no uid of a call may enter it, so calls write elsewhere."""
     if os.geteuid() != 0:
         pytest.skip("root: this is an ordinary user")
-    with jails.open_folder() as folder:
+    with jails.dir_for_all_users() as folder:
         temporary = folder / "temporary"
         temporary.mkdir()
         temporary.chmod(mode)

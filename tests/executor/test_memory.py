@@ -18,7 +18,7 @@ from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
 from tests.executor.test_monitor import BARE_PROC
-from tests.jail.jails import is_passable, system_python
+from tests.jail.jails import all_users_can_reach, system_python
 
 MIB = 1 << 20
 SHARED = f"""
@@ -96,7 +96,7 @@ time.sleep(1000)
 def test_calls_that_fork_and_allocate_are_ended_for_it_and_all_others_are_answered(how: str) -> None:
     """At most 8 * 12 * 20 MiB, were nothing to stop them."""
     processes = 12
-    server = (sys.executable, "-c", BARE_PROC, "nothing", "no groups")
+    server = (sys.executable, "-c", BARE_PROC, "nothing", "no cgroups")
     with executor(server=server, slots=12, isolation="namespaces") as caller:
         limits = {"memory_mb": 24, "disk_mb": 1, "processes": processes, "timeout_s": 60}
         bombs = [caller.submit(call(BOMB.format(how=how, processes=processes), **limits)) for _ in range(8)]
@@ -119,7 +119,7 @@ def test_the_kernel_ends_calls_before_the_service(level: str) -> None:
     except IsolationError as why:
         pytest.skip(str(why))
     own = oom_score_adj("self")
-    guest = OWN_PYTHON if is_passable(OWN_PYTHON) or level != "landlock" else system_python()
+    guest = OWN_PYTHON if all_users_can_reach(OWN_PYTHON) or level != "landlock" else system_python()
     if guest is None:
         pytest.skip("calls with uids of their own need a Python that others can reach")
     with executor(guest, isolation=level) as caller:
