@@ -17,7 +17,7 @@ from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupTree, choose_level
 from sandbox.types import Call, Profile, Result
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, is_gone
-from tests.jail.jails import descendants, is_passable, system_python
+from tests.jail.jails import all_users_can_reach, descendants, system_python
 
 PROCESSES = 24
 CODE = f"""
@@ -36,7 +36,7 @@ def guest_of(level: str) -> str:
         pytest.skip(str(error))
     if level == "landlock" and os.geteuid() != 0:
         pytest.skip("landlock as an ordinary user: a call is one process, which dies with its zygote")
-    if level == "landlock" and not is_passable(OWN_PYTHON):
+    if level == "landlock" and not all_users_can_reach(OWN_PYTHON):
         return system_python() or pytest.skip(
             "calls with their own uids need a Python in a directory that everyone may enter"
         )

@@ -61,8 +61,8 @@ def serving(who: str, **settings: Any) -> Iterator[Served]:
         pytest.skip(str(error))
     server: tuple[str, ...] = (sys.executable,)
     guest, options = OWN_PYTHON, {}
-    with jails.open_folder() as directory:
-        temporary_dir = directory / "temporary_dir"
+    with jails.dir_for_all_users() as directory:
+        temporary_dir = directory / "temporary"
         temporary_dir.mkdir()
         if who == "root":
             if os.geteuid() != 0:
@@ -79,7 +79,7 @@ def serving(who: str, **settings: Any) -> Iterator[Served]:
             (home / "secret").write_text("for root alone")
             guest = f"{home}/environment/bin/python"
         elif os.geteuid() == 0:
-            server = (jails.python_for_all(directory),)
+            server = (jails.python_for_all_users(directory),)
             guest = os.path.realpath(server[0])
             options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
             os.chown(temporary_dir, jails.NOBODY, jails.NOBODY)
@@ -96,8 +96,8 @@ def test_root_can_have_a_private_temporary_directory(mode: int) -> None:
     """pam_tmpdir creates one with mode 0700. The uids of calls cannot enter it, so their directories are elsewhere."""
     if os.geteuid() != 0:
         pytest.skip("root: this is an ordinary user")
-    with jails.open_folder() as directory:
-        temporary_dir = directory / "temporary_dir"
+    with jails.dir_for_all_users() as directory:
+        temporary_dir = directory / "temporary"
         temporary_dir.mkdir()
         temporary_dir.chmod(mode)
         options = {"env": {**os.environ, "TMPDIR": str(temporary_dir)}}

@@ -18,7 +18,7 @@ from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
 from tests.executor.test_long_calls import BARE_PROC
-from tests.jail.jails import is_passable, system_python
+from tests.jail.jails import all_users_can_reach, system_python
 
 MIB = 1 << 20
 SHARED = f"""
@@ -121,7 +121,7 @@ def test_the_oom_killer_prefers_calls_to_the_server(level: str) -> None:
     except IsolationError as error:
         pytest.skip(str(error))
     own = oom_score_adj("self")
-    guest = OWN_PYTHON if is_passable(OWN_PYTHON) or level != "landlock" else system_python()
+    guest = OWN_PYTHON if all_users_can_reach(OWN_PYTHON) or level != "landlock" else system_python()
     if guest is None:
         pytest.skip("calls with their own uids need a Python in a directory that everyone may enter")
     with executor(guest, isolation=level) as caller:

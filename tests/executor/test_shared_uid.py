@@ -15,7 +15,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import choose_level, kernel
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor
-from tests.jail.jails import host_uid, open_folder, python_for_all, system_python
+from tests.jail.jails import dir_for_all_users, host_uid, python_for_all_users, system_python
 
 USER = 10_001
 FORK = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]"
@@ -40,8 +40,8 @@ def ordinary() -> Iterator[dict[str, Any]]:
         choose_level("namespaces")
     except IsolationError as error:
         pytest.skip(str(error))
-    with open_folder() as folder:
-        python = python_for_all(folder)
+    with dir_for_all_users() as folder:
+        python = python_for_all_users(folder)
         user = {"user": USER, "group": USER, "extra_groups": [], "cwd": "/", "preexec_fn": kernel.set_no_new_privs}
         yield {"python": str(Path(python).resolve()), "server": (python,), "process_options": user}
 
