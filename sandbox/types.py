@@ -161,7 +161,7 @@ class Call:
         """Build a call from a decoded JSON or msgpack mapping. Missing fields come from `defaults`. Raises
         `InvalidCall`."""
         mapping = check_mapping(raw, where)
-        check_names(mapping, CALL_FIELDS, where)
+        check_names(mapping, CALL_FIELDS, where, {"limits": LIMIT_FIELDS})
         if "code" not in mapping:
             raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
         base = defaults or _NO_DEFAULTS
@@ -183,6 +183,13 @@ class Call:
             if name in mapping:
                 raise InvalidCall(f"{where}.{name}: belongs to a single call; move it into calls[]")
         return cls.decode({**mapping, "code": ""}, where=where)
+
+    def with_limits(self, limits: Limits) -> Call:
+        """Return this call with other limits, which must be valid. The other fields are not checked again."""
+        call = object.__new__(Call)
+        for name in _DEFAULTS:
+            _set(call, name, limits if name == "limits" else getattr(self, name))
+        return call
 
     @property
     def size(self) -> int:

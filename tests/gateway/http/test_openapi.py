@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sandbox.gateway.http.auth import DOCS_ASSETS, OPEN_PATHS
+from sandbox.gateway.http.auth import DOCS_ASSETS, PUBLIC_PATHS
 from sandbox.gateway.http.openapi import EXAMPLES, MEANINGS, document
 from sandbox.gateway.http.routes import ROUTES, build_app
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Call, Limits, Profile, Result, Status
@@ -109,7 +109,7 @@ async def test_real_answers_fit_their_schemas() -> None:
 def test_a_token_is_in_the_description_when_it_is_needed() -> None:
     assert document(ROUTES, needs_token=True)["security"] == [{"token": []}]
     paths = document(ROUTES, needs_token=True)["paths"]
-    assert {path for path in paths if paths[path].get("get", {}).get("security") == []} == OPEN_PATHS - DOCS_ASSETS
+    assert {path for path in paths if paths[path].get("get", {}).get("security") == []} == PUBLIC_PATHS - DOCS_ASSETS
 
 
 def test_every_field_is_described() -> None:
