@@ -1,10 +1,13 @@
-"""A call between queue and result, in three parts with one owner each.
+"""The state of a call between queue and result. It has four parts, each with one owner.
 
-part            contents                                                     owner              lifetime
-CallRequest     the decoded call; immutable                                  -                  until answered
-CallState       the request, counts of attempts and failed starts            Executor           until answered
-Attempt         run id, slot, how to kill it, deadline, usage                ZygotePool         one try on one zygote
-CallMonitor     virtual clock, demotion, reason of a kill (`monitor`)        Monitor            while sampled
+    part           contents                                              owner        lifetime
+    CallRequest    the decoded call; immutable                           -            until the result
+    CallState      the request, attempts, failed starts                  Executor     until the result
+    Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
+    CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the zygote's report of a
+                                                                                      still running call to its end
+
+`CallMonitor` is in `monitor`, the others are here.
 """
 
 from __future__ import annotations

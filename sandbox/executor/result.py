@@ -1,11 +1,13 @@
 """Builds the result of a call from the end of its process.
 
-source                                      trusted  used for
-exit status, signal, length of the output   yes      status
-usage counted by the call's cgroup          yes      status (memory), usage
-time-out decided by the executor            yes      status
-report, written by the call's own process   no       value, error text, `MemoryError`
-returned files, written by the process      no       files
+    source                                         trusted   decides
+    exit status, signal, length of the output      yes       status
+    usage that the call's cgroup has counted       yes       status (memory), usage
+    time-out noticed by the executor               yes       status
+    report, written by the call's own process      no        value, error text, `MemoryError`
+    returned files, written by the same process    no        files
+
+The report may contain anything, so it is parsed like any untrusted input.
 """
 
 from __future__ import annotations
