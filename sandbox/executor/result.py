@@ -67,8 +67,8 @@ def build_result(
     """Build the result of a call from the `ended` frame of its zygote and the frame's blobs (stdout, stderr, report,
     returned files).
 
-    `timed_out`: the call has used up its time, whether the executor killed it or it ended just before. `usage`: what
-    the call's cgroup has counted; None without a cgroup. Raises `ProtocolError`.
+    `timed_out`: the call has used up its time, whether the executor killed it or it ended just before. `usage`: the
+    counters of the call's cgroup; None without a cgroup. Raises `ProtocolError`.
     """
     stdout, stderr, report_bytes, file_bytes = (*blobs, b"", b"", b"", b"")[:4]
     report = Report.parse(report_bytes)
