@@ -51,8 +51,8 @@ from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.executor import executor as core
-from sandbox.executor.call_state import Work
+from sandbox.executor.call_state import CallRequest
+from sandbox.executor.executor import GUEST_ENV
 from sandbox.types import Call
 
 CODES = {
@@ -217,7 +217,7 @@ class _Jail:
 
     def start(self, step: str, code: str, calls: int) -> None:
         """Have it run `calls` calls as far as `step`."""
-        order = _first_frame(Work.decode(0, {"code": code}).order(1, 0, 0.0))
+        order = _first_frame(CallRequest.decode(0, {"code": code}).encode_start(1, 0))
         assert order is not None
         header, body, _ = order
         measure = {**header, "op": "measure", "step": step, "calls": calls, "plan": self._plan}
@@ -282,7 +282,7 @@ def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
         interpreter = jail.Interpreter.find(python)
         argv = ("/python/bin/python3", "-s", "-B", "/guest/layers_guest.py", "--fd", "{fd}")
         spec = jail.JailSpec(
-            jail.Level.NAMESPACES, interpreter, folder, env=core.GUEST_ENV, argv=argv, uid_base=base, uid_count=count
+            jail.Level.NAMESPACES, interpreter, folder, env=GUEST_ENV, argv=argv, uid_base=base, uid_count=count
         )
         ours, theirs = socket.socketpair()
         with ours:

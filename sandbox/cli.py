@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.config import (
     ENV_PREFIX,
-    REMOVED_SETTINGS,
+    RENAMED_SETTINGS,
     SETTINGS,
     NameListRule,
-    Range,
     ServeConfig,
     SettingRule,
     flag_name,
     load,
 )
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
+from sandbox.fields import NumberRule
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def serve(args: argparse.Namespace) -> int:
     """Answer calls over HTTP until stopped."""
     import logging
 
-    config = _config(args, (*SETTINGS, *REMOVED_SETTINGS))
+    config = _config(args, (*SETTINGS, *RENAMED_SETTINGS))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
@@ -211,7 +211,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _no_install_argument(parser)
     _settings_arguments(parser, tuple(SETTINGS))
-    for name in REMOVED_SETTINGS:  # accepted here, so that `load` can say what became of the setting
+    for name in RENAMED_SETTINGS:  # accepted here, so that `load` can say what became of the setting
         parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
 
 
@@ -278,7 +278,7 @@ def _settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -
 
 
 def _metavar(rule: SettingRule) -> str:
-    if isinstance(rule, Range):
+    if isinstance(rule, NumberRule):
         return "N"
     if isinstance(rule, NameListRule):
         return "NAMES"

@@ -19,9 +19,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from sandbox import verify
-from sandbox.client import RETRYABLE_ERRORS, STREAM, TIMEOUT_S, AsyncClient, Client, backoff_s
+from sandbox.client import TIMEOUT_S, AsyncClient, Client
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.gateway.http import codec
+from sandbox.transport import RETRYABLE_ERRORS, STREAM, retry_delay_s
 from sandbox.types import Call, Limits, Result, Status, invalid_result, unavailable_result
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until
@@ -106,8 +107,8 @@ async def scripted(*script: Respond) -> AsyncIterator[Scripted]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.client.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("sandbox.client.LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 0.001)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 0.002)
 
 
 @pytest.mark.asyncio
@@ -513,7 +514,7 @@ async def test_calls_that_are_sent_again_together_are_one_line_in_the_log(caplog
         await client.run_batch(["1"] * 50)
     logged = [record.getMessage() for record in caplog.records if record.name == "sandbox.client"]
     url = server.url.rstrip("/")
-    assert logged == [f"{url} answered 50 calls Stopped; retry 1 of 8, with 50 calls, in 0.0 s"]
+    assert logged == [f"{url} returned Stopped for 50 calls; retry 1 of 8, with 50 calls, in 0.0 s"]
 
 
 @pytest.mark.asyncio
@@ -613,16 +614,18 @@ async def test_closing_ends_calls_that_are_about_to_be_sent_or_wait_to_be_sent_a
     async with serving() as served:
         client = await AsyncClient(served.url).open()
         asking = asyncio.create_task(client.execute("1"))
-        await until(lambda: bool(client._posts))  # the task of its request has been made, and has not begun
+        await until(
+            lambda: bool(client._transport._requests)
+        )  # the task of its request has been made, and has not begun
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await asking
-    monkeypatch.setattr("sandbox.client.FIRST_PAUSE_S", 3600)
-    monkeypatch.setattr("sandbox.client.LONGEST_PAUSE_S", 3600)
+    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 3600)
     async with scripted(failing("Stopped", "1")) as server:
         client = await AsyncClient(server.url).open()
         asking = asyncio.create_task(client.execute("1"))
-        await until(lambda: bool(client._pausing))
+        await until(lambda: bool(client._transport._pausing))
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await asking
@@ -674,9 +677,9 @@ def test_settings_that_mean_nothing_are_refused() -> None:
 
 def test_backoff_grows_and_heeds_the_service() -> None:
     rng = random.Random(0)
-    assert 30 <= backoff_s(1, 30.0, rng) <= 45
-    assert backoff_s(1, None, rng) <= backoff_s(2, None, rng) * 1.5
-    assert backoff_s(100, None, rng) <= 0.003
+    assert 30 <= retry_delay_s(1, 30.0, rng) <= 45
+    assert retry_delay_s(1, None, rng) <= retry_delay_s(2, None, rng) * 1.5
+    assert retry_delay_s(100, None, rng) <= 0.003
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.errors import InvalidCall
+from sandbox.fields import MAX_FILES
 from sandbox.types import (
     CALL_FIELDS,
     DEFAULT_LIMITS,
     LIMIT_FIELDS,
-    MAX_FILES,
     Call,
     CallError,
     Limits,
@@ -217,7 +217,10 @@ def test_an_older_client_reads_a_newer_server() -> None:
     [
         ({"code": 5}, r"call\.code: expected text, got 5"),
         ({"stdin": b"x"}, r"call\.stdin: expected text, got b'x'"),
-        ({"limits": Limits(timeout_s=-1)}, r"call\.limits\.timeout_s: expected a number from 0\.01 to 1e\+09, got -1"),
+        (
+            {"limits": Limits(timeout_s=-1)},
+            r"call\.limits\.timeout_s: expected a number from 0\.01 to 1000000000, got -1",
+        ),
         ({"limits": 5}, r"call\.limits: expected an object, got 5"),
         ({"files": {"../a": b""}}, r"call\.files: expected a relative path"),
         ({"return_files": "a"}, r"call\.return_files: expected a list"),

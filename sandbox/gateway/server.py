@@ -67,8 +67,8 @@ async def _serve(config: ServeConfig, launch: Launch) -> None:
         try:
             doors, address = await _listen(runner, dispatcher)
             if await _wait_started_or_stopped(stop, dispatcher):
-                _warn_of_less(dispatcher, doors.most)
                 _announce(dispatcher, address)
+                _warn_of_less(dispatcher, doors.most)
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
             doors.close()
@@ -140,9 +140,9 @@ def _warn_of_less(dispatcher: Dispatcher, connections: int) -> None:
         if granted < wanted:
             lowered.append(f"{name} lowered from {wanted} to {granted}")
     if lowered:
-        enough = max(config.connections + SPARE_FILES, *(about.get("wanted_files", 0) for about in abouts))
+        enough = max(config.connections + SPARE_FILES, *(about.get("wanted_fds", 0) for about in abouts))
         log.warning("%s: not enough file descriptors (`ulimit -Hn %d` is enough)", ", ".join(lowered), enough)
-    missing = sorted({str(name)[:40] for about in abouts for name in about.get("lacks", ())})
+    missing = sorted({str(name)[:40] for about in abouts for name in about.get("missing_modules", ())})
     if missing:
         log.warning(
             "calls cannot import %s: not installed for %s; install them there, or omit --python to use the runtime "

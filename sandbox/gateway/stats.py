@@ -24,7 +24,7 @@ TICK_S = 1.0
 NAME_CHARS = 60
 NAMES = 20
 
-EXECUTOR_GAUGES = ("queued", "running", "running_short", "running_long", "long_slots")
+EXECUTOR_GAUGES = ("queued", "running", "running_long", "long_slots")
 """Of the executors' numbers, those that rise and fall; one that no executor tells is not there."""
 
 

@@ -101,7 +101,7 @@ async def test_an_executor_whose_clock_jumps_answers_once(
         seqs = driver.submit(*(f"slow 99 {n}" for n in range(30)))
         offset = jump_s
         seqs += driver.submit(*(f"slow 99 {n}" for n in range(30, 60)))
-        await driver.all_of(seqs)
-        assert [driver.answers[seq].stdout for seq in seqs] == [f"slow 99 {n}" for n in range(60)]
-        assert {driver.answers[seq].status for seq in seqs} == {Status.OK}
-        driver.check_at_rest()
+        await driver.wait_for(seqs)
+        assert [driver.results[seq].stdout for seq in seqs] == [f"slow 99 {n}" for n in range(60)]
+        assert {driver.results[seq].status for seq in seqs} == {Status.OK}
+        driver.check_idle()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from sandbox.executor.virtual_clock import Look, OwnClock, Process, Thread
+from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample, VirtualClock
 
 TICK_S = 0.001
 SLICE = 3
@@ -115,7 +115,7 @@ class Machine:
     def timed(
         self,
         program: Program,
-        clock: OwnClock | None,
+        clock: VirtualClock | None,
         *,
         counts_all: bool = True,
         cap_s: float = 1000.0,
@@ -132,32 +132,32 @@ class Machine:
             if clock is not None and not root.has_ended and self.now >= next_look:
                 self._look(clock, root, started, counts_all)
                 next_look = self.now + self._rng.uniform(*every) / TICK_S
-        return (self.now - started) * TICK_S, 0.0 if clock is None else clock.own_s
+        return (self.now - started) * TICK_S, 0.0 if clock is None else clock.elapsed_s
 
-    def _last_look(self, clock: OwnClock, root: Task, started: int, counts_all: bool) -> None:
+    def _last_look(self, clock: VirtualClock, root: Task, started: int, counts_all: bool) -> None:
         """In its last moment, which is one of running."""
         root.left = 1
         self._look(clock, root, started, counts_all)
 
-    def _look(self, clock: OwnClock, root: Task, started: int, counts_all: bool) -> None:
+    def _look(self, clock: VirtualClock, root: Task, started: int, counts_all: bool) -> None:
         all_ran = self._all_ran * TICK_S if counts_all else None
-        clock.look((self.now - started) * TICK_S, self._seen(root), all_ran)
+        clock.advance((self.now - started) * TICK_S, self._seen(root), all_ran)
 
-    def _seen(self, root: Task) -> Look:
+    def _seen(self, root: Task) -> TreeSample:
         by_pid: dict[int, list[Task]] = {}
         for task in self._tasks.values():
             by_pid.setdefault(task.pid, []).append(task)
-        look: dict[int, Process] = {}
+        look: dict[int, ProcessSample] = {}
         for pid in sorted(by_pid, key=lambda pid: pid != root.pid):
             tasks = by_pid[pid]
             main = min(tasks, key=lambda task: task.tid)
             ran = sum(task.ran for task in tasks) + self._ended_ran.get(pid, 0)
             threads = {
-                task.tid: Thread(task.ran * TICK_S, task.waited * TICK_S, task.turns, task.sleeps, task.is_ready)
+                task.tid: ThreadSample(task.ran * TICK_S, task.waited * TICK_S, task.turns, task.sleeps, task.is_ready)
                 for task in tasks
             }
             parent = main.parent.pid if main.parent is not None else 0
-            look[pid] = Process(parent, (self.now - main.born) * TICK_S, ran * TICK_S, threads)
+            look[pid] = ProcessSample(parent, (self.now - main.born) * TICK_S, ran * TICK_S, threads)
         return look
 
     def _tick(self) -> None:
@@ -267,6 +267,6 @@ def own_time(
 ) -> tuple[float, float, float]:
     """Of a call: wall time on an idle machine, and both its wall time and own time beside `load` others."""
     idle = Machine(cores, 0).run(program())
-    clock = OwnClock(cores)
+    clock = VirtualClock(cores)
     wall, own = Machine(cores, load, seed=seed).timed(program(), clock, counts_all=counts_all, every=every)
     return idle, wall, own

@@ -62,13 +62,13 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
         monkeypatch.setattr(core.jail, "CgroupTree", no_groups)
     crowd: list[int] = []
     left: list[list[int]] = []
-    free = Slots._free
+    free = Slots._mark_free
 
     def note(slots: Slots, number: int) -> None:
         left.append([pid for pid in crowd if not is_gone(pid)])
         free(slots, number)
 
-    monkeypatch.setattr(Slots, "_free", note)
+    monkeypatch.setattr(Slots, "_mark_free", note)
     answers: list[Result] = []
     settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2, "attempts": 1}
     executor = Executor(
@@ -79,26 +79,26 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(executor.run)
             await executor.wait_ready()
-            (family,) = executor.families
+            (family,) = executor.pools
             zygote = family.zygotes[Profile.NUMERIC]
             executor.submit(1, Call(CODE, profile=Profile.NUMERIC).encode(binary=True))
-            executor.pump()
+            executor.start_queued_calls()
             while len(crowd) < CROWD:
                 await trio.sleep(0.01)
-                crowd[:] = descendants(zygote.link.peer_pid)[1:]
-            assert zygote.jail is not None
+                crowd[:] = descendants(zygote.stream.peer_pid)[1:]
+            assert zygote.jail_process is not None
             if victim == "call":
                 executor.cancel(1)
             else:
-                first = family.zygotes[Profile.BARE].link.peer_pid
-                pids = {"zygote": zygote.link.peer_pid, "first zygote": first, "launcher": zygote.jail.pid}
+                first = family.zygotes[Profile.BARE].stream.peer_pid
+                pids = {"zygote": zygote.stream.peer_pid, "first zygote": first, "launcher": zygote.jail_process.pid}
                 os.kill(pids[victim], signal.SIGKILL)
             while not left:  # noqa: ASYNC110  the kernel and zygotes have no event for it
                 await trio.sleep(0.001)
             assert left == [[]]
             await executor.wait_ready()
             executor.submit(2, Call("6 * 7").encode(binary=True))
-            executor.pump()
+            executor.start_queued_calls()
             while not any(result.value == "42" for result in answers):  # noqa: ASYNC110
                 await trio.sleep(0.01)
             nursery.cancel_scope.cancel()

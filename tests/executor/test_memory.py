@@ -12,7 +12,7 @@ from sandbox import machine
 from sandbox.config import ExecutorConfig, ServeConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import run_once
-from sandbox.executor.process_tree import CallTree, hold_more
+from sandbox.executor.process_tree import ProcessTree, exceeds_memory
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result, Status
@@ -51,15 +51,15 @@ def test_what_processes_share_counts_once_and_what_they_copy_for_each() -> None:
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        tree = CallTree(process.pid)
+        tree = ProcessTree(process.pid)
         for copies in (1, 4):
             process.stdout.readline()
-            tree.look()
-            resident = tree.resident()
+            tree.sample()
+            resident = tree.resident_bytes()
             assert len(resident) == 4
             assert sum(resident.values()) > 4 * 64 * MIB
-            assert hold_more(resident, copies * 64 * MIB - MIB, 0)
-            assert not hold_more(resident, (copies * 64 + 40) * MIB, 0)
+            assert exceeds_memory(resident, copies * 64 * MIB - MIB, 0)
+            assert not exceeds_memory(resident, (copies * 64 + 40) * MIB, 0)
             process.stdin.write(b"\n")
             process.stdin.flush()
         process.communicate()
@@ -71,14 +71,14 @@ def test_where_the_server_may_not_ask_all_but_the_zygotes_counts(monkeypatch: py
 
     monkeypatch.setattr("sandbox.executor.process_tree._read", refuse)
     resident = {1: 100, 2: 60, 3: 10}
-    assert hold_more(resident, 119, 20)
-    assert not hold_more(resident, 120, 20)
+    assert exceeds_memory(resident, 119, 20)
+    assert not exceeds_memory(resident, 120, 20)
 
 
 def test_one_process_is_bounded_by_its_own_limit_and_not_asked_about() -> None:
-    tree = CallTree(1)
+    tree = ProcessTree(1)
     tree._pids = [1]
-    assert tree.resident() == {}
+    assert tree.resident_bytes() == {}
 
 
 BOMB = """

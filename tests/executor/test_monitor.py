@@ -15,15 +15,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from sandbox.executor import monitor, virtual_clock
+from sandbox.executor import call_state, monitor
 from sandbox.executor.executor import Executor
-from sandbox.executor.monitor import behind_s
-from sandbox.executor.process_tree import CallTree, Eagerness
-from sandbox.executor.virtual_clock import Look, Process, Thread
+from sandbox.executor.monitor import lag_s
+from sandbox.executor.process_tree import CpuPriority, ProcessTree
+from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.jail import CgroupTree
 from sandbox.types import Limits, Result, Status
 from tests.executor.calling import Caller, call, executor
-from tests.executor.zygotes import Driven, Peer, done, driven
+from tests.executor.zygotes import Driven, FakeZygote, driven, ended_json
 
 T = TypeVar("T")
 ENDLESS = "while True: pass"
@@ -40,18 +40,20 @@ class Machine:
         self.idle: list[bool] = []
         self._share, self._alone, self._patch = share, alone, monkeypatch
         self._started = 0.0
-        self._peers: list[tuple[Peer, int]] = []
-        monkeypatch.setattr(monitor, "host_pid", lambda *_: 77)
-        monkeypatch.setattr(CallTree, "look", lambda _tree: self._look())
-        monkeypatch.setattr(Eagerness, "set", lambda _self, _tree, _group, is_idle: self.idle.append(is_idle))
+        self._running: list[tuple[FakeZygote, int]] = []
+        monkeypatch.setattr(monitor, "pid_of_pidfd", lambda *_: 77)
+        monkeypatch.setattr(ProcessTree, "sample", lambda _tree: self._look())
+        monkeypatch.setattr(
+            CpuPriority, "apply", lambda _self, _tree, _cgroup, is_demoted: self.idle.append(is_demoted)
+        )
         monkeypatch.setattr(signal, "pidfd_send_signal", self._kill)
 
-        async def outlast(peer: Peer, ticket: int) -> None:
-            self._peers.append((peer, ticket))
+        async def outlast(peer: FakeZygote, ticket: int) -> None:
+            self._running.append((peer, ticket))
             await trio.sleep(0.1)
-            peer.lasting(ticket, 100.0)
+            peer.send_still_running(ticket, 100.0)
 
-        monkeypatch.setattr(Peer, "outlast", outlast, raising=False)
+        monkeypatch.setattr(FakeZygote, "outlast", outlast, raising=False)
 
     async def run(self, timeout_s: float, **settings: Any) -> Result:
         """A call that never ends by itself."""
@@ -62,20 +64,21 @@ class Machine:
             assert driver.executor.running_long == 0
             return result
 
-    def _look(self) -> Look:
+    def _look(self) -> TreeSample:
         wall = trio.current_time() - self._started
         waited = self._share * wall
         threads = {
-            tid: Thread(wall - waited, waited, 9, 9, is_ready=True) for tid in ((77,) if self._alone() else (77, 78))
+            tid: ThreadSample(wall - waited, waited, 9, 9, is_runnable=True)
+            for tid in ((77,) if self._alone() else (77, 78))
         }
-        return {77: Process(1, wall, wall - waited, threads)}
+        return {77: ProcessSample(1, wall, wall - waited, threads)}
 
     def _kill(self, _fd: int, number: int) -> None:
         if not number:  # only asks whether it is there
             return
         self.killed_after = trio.current_time() - self._started
-        peer, ticket = self._peers.pop(0)
-        peer.say(done(ticket, exit_code=None, signal=number))
+        peer, ticket = self._running.pop(0)
+        peer.send(ended_json(ticket, exit_code=None, signal=number))
 
     async def demoted_after_s(self, calls: int, short: str | None = None) -> float:
         """Wall time after which half of some endless calls are long. Calls of `short` keep one more slot busy, and one
@@ -134,7 +137,7 @@ async def test_a_call_without_a_core_is_no_verdict_in_the_end(
     assert result.error is not None
     assert result.error.type == "Starved"
     assert machine.killed_after is not None
-    cap_s = virtual_clock.hard_cap_s(2.0)
+    cap_s = call_state.wall_cap_s(2.0)
     assert cap_s <= machine.killed_after < cap_s + 3.0
 
 
@@ -147,7 +150,7 @@ async def test_a_call_that_starves_itself_is_timed_out(
     machine = Machine(monkeypatch, 0.999, alone=alone)
     assert (await machine.run(2.0)).status is Status.TIMEOUT
     assert machine.killed_after is not None
-    assert machine.killed_after < virtual_clock.hard_cap_s(2.0) + 3.0
+    assert machine.killed_after < call_state.wall_cap_s(2.0) + 3.0
 
 
 @pytest.mark.trio
@@ -158,7 +161,9 @@ async def test_a_call_gives_way_after_a_while_of_its_own_time_and_not_of_wall_ti
         machine = Machine(monkeypatch, share)
         gave_way: list[float] = []
         with monkeypatch.context() as patch:
-            patch.setattr(Eagerness, "set", lambda *_, is_idle, gave_way=gave_way: gave_way.append(trio.current_time()))
+            patch.setattr(
+                CpuPriority, "apply", lambda *_, is_demoted, gave_way=gave_way: gave_way.append(trio.current_time())
+            )
             await machine.run(5.0, demote_after_ms=1000.0)
         assert gave_way[0] - machine._started == pytest.approx(1.0 / (1 - share), rel=0.1)
 
@@ -171,12 +176,12 @@ async def test_a_starving_call_is_given_its_share_and_comes_to_its_verdict(
     machine = Machine(monkeypatch, 0.0)
     ran, before = 0.0, 0.0
 
-    def look() -> Look:
+    def look() -> TreeSample:
         nonlocal ran, before
         wall = trio.current_time() - machine._started
         ran += (wall - before) * (0.0 if machine.idle and machine.idle[-1] else 0.8)
         before = wall
-        return {77: Process(1, wall, ran, {77: Thread(ran, wall - ran, 9, 9, is_ready=True)})}
+        return {77: ProcessSample(1, wall, ran, {77: ThreadSample(ran, wall - ran, 9, 9, is_runnable=True)})}
 
     monkeypatch.setattr(machine, "_look", look)
     result = await machine.run(10.0)
@@ -184,33 +189,38 @@ async def test_a_starving_call_is_given_its_share_and_comes_to_its_verdict(
     assert machine.idle[0] is True
     assert False in machine.idle
     assert machine.killed_after is not None
-    assert machine.killed_after < virtual_clock.hard_cap_s(10.0)
+    assert machine.killed_after < call_state.wall_cap_s(10.0)
 
 
 def test_a_call_that_gives_way_has_a_quarter_of_its_share() -> None:
-    assert behind_s(1.0, 1.0, 0.5) < 0
-    assert behind_s(0.25, 1.0, 1.0) == 0
-    assert behind_s(0.24, 1.0, 0.1) == pytest.approx(0.01), "nobody gets more than a core"
-    assert behind_s(0.01, 1.0, 10.0) == pytest.approx(0.015), "ten calls share a core"
-    assert behind_s(1.0, 100.0, 10.0) == 1.5
+    assert lag_s(1.0, 1.0, 0.5) < 0
+    assert lag_s(0.25, 1.0, 1.0) == 0
+    assert lag_s(0.24, 1.0, 0.1) == pytest.approx(0.01), "nobody gets more than a core"
+    assert lag_s(0.01, 1.0, 10.0) == pytest.approx(0.015), "ten calls share a core"
+    assert lag_s(1.0, 100.0, 10.0) == 1.5
 
 
 @pytest.mark.parametrize("crowd", [0.5, 10.0, 200.0])
 @pytest.mark.parametrize("left_s", [0.01, 0.1, 1.0])
 def test_who_sleeps_or_may_have_slept_is_looked_at_before_its_time_is_over(crowd: float, left_s: float) -> None:
-    rarest_s = monitor.GUESS_S * monitor.stretched(crowd)
-    for has_share in (False, True):
+    rarest_s = monitor.MIN_GUESS_INTERVAL_S * monitor.crowding_factor(crowd)
+    for is_promoted in (False, True):
         for _ in range(20):
-            assert monitor.pause_s(left_s, 0.0, 1.0, crowd, has_share=has_share, was_alone=True) <= left_s
-            guess = monitor.pause_s(left_s, 0.9 * left_s, 1.0, crowd, has_share=has_share, was_alone=True)
-            assert guess <= max(0.1 * left_s + 1e-9, min(rarest_s, left_s), monitor.LEAST_PAUSE_S)
+            assert (
+                monitor.next_sample_in_s(left_s, 0.0, 1.0, crowd, is_promoted=is_promoted, is_single_threaded=True)
+                <= left_s
+            )
+            guess = monitor.next_sample_in_s(
+                left_s, 0.9 * left_s, 1.0, crowd, is_promoted=is_promoted, is_single_threaded=True
+            )
+            assert guess <= max(0.1 * left_s + 1e-9, min(rarest_s, left_s), monitor.MIN_SAMPLE_INTERVAL_S)
 
 
 def test_at_the_slowest_a_call_comes_to_its_verdict_before_the_hard_cap() -> None:
     for calls_per_core in (0.1, 1.0, 4.0, 8.0, 40.0):
         for timeout_s in (0.1, 10.0, 1000.0):
-            slowest_s = timeout_s * monitor.SLOWEST * max(1.0, calls_per_core)
-            assert slowest_s < virtual_clock.hard_cap_s(timeout_s) / virtual_clock.pace(calls_per_core)
+            slowest_s = timeout_s * monitor.MIN_SHARE_DIVISOR * max(1.0, calls_per_core)
+            assert slowest_s < call_state.wall_cap_s(timeout_s) / call_state.wall_cap_rate(calls_per_core)
 
 
 @pytest.mark.trio
@@ -220,14 +230,16 @@ async def test_long_calls_leave_the_short_places_until_the_long_ones_are_taken(
     Machine(monkeypatch, 0.0)
     windows: list[int] = []
     async with driven(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
-        driver.executor.on_window = windows.append
+        driver.executor.on_window_changed = windows.append
         endless = driver.submit(*["outlast"] * 3, limits=Limits(timeout_s=1000.0))
         assert [result.status for result in await driver.run("ok", "ok", "ok")] == [Status.OK] * 3
         await trio.sleep(10)
         assert counts(driver) == (0, 3)
         assert windows == [5, 6, 7]
-        gave_way: set[CallTree] = set()
-        monkeypatch.setattr(Eagerness, "set", lambda _self, tree, _group, is_idle: is_idle and gave_way.add(tree))
+        gave_way: set[ProcessTree] = set()
+        monkeypatch.setattr(
+            CpuPriority, "apply", lambda _self, tree, _cgroup, is_demoted: is_demoted and gave_way.add(tree)
+        )
         endless += driver.submit("outlast", limits=Limits(timeout_s=1000.0))
         await trio.sleep(10)
         assert counts(driver) == (1, 3), "a fourth one keeps its short place"
@@ -236,9 +248,9 @@ async def test_long_calls_leave_the_short_places_until_the_long_ones_are_taken(
         (waiting,) = driver.submit("ok")
         await trio.sleep(10)
         assert counts(driver) == (2, 3)
-        assert waiting not in driver.answers
+        assert waiting not in driver.results
         driver.executor.cancel(endless[0])
-        await driver.all_of([waiting])
+        await driver.wait_for([waiting])
         assert counts(driver) == (1, 3)
         assert driver.executor.stats()["demoted_total"] == 4
         for seq in endless[1:]:
@@ -250,8 +262,7 @@ async def test_long_calls_leave_the_short_places_until_the_long_ones_are_taken(
 
 def counts(driver: Driven) -> tuple[int, int]:
     stats = driver.executor.stats()
-    assert stats["running"] == stats["running_short"] + stats["running_long"]
-    return stats["running_short"], stats["running_long"]
+    return stats["running"] - stats["running_long"], stats["running_long"]
 
 
 @pytest.mark.trio
@@ -277,38 +288,38 @@ async def test_looks_cost_no_more_however_many_calls_last(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     looks: list[float] = []
-    for running in (1, 20 * monitor.CROWDED):
+    for running in (1, 20 * monitor.CROWDED_CALLS_PER_CORE):
         machine = Machine(monkeypatch, 0.0)
         before = len(looks)
 
-        def look(_tree: CallTree, machine: Machine = machine) -> Look:
+        def look(_tree: ProcessTree, machine: Machine = machine) -> TreeSample:
             looks.append(trio.current_time())
             return machine._look()
 
         with monkeypatch.context() as patch:
-            patch.setattr(CallTree, "look", look)
+            patch.setattr(ProcessTree, "sample", look)
             patch.setattr(Executor, "calls_per_core", running)
             result = await machine.run(100.0)
         assert result.status is Status.TIMEOUT
         assert machine.killed_after == pytest.approx(100.0, rel=0.01)
-        least_s, most_s = monitor.LOOK_S
-        expected = 100 / ((least_s + most_s) / 2) / max(1, running / monitor.CROWDED)
+        least_s, most_s = monitor.SAMPLE_INTERVAL_S
+        expected = 100 / ((least_s + most_s) / 2) / max(1, running / monitor.CROWDED_CALLS_PER_CORE)
         assert len(looks) - before == pytest.approx(expected, rel=0.3)
 
 
-class Watch(monitor.Watch):
+class Watch(monitor.CallMonitor):
     """One whose looks are told beforehand."""
 
     def __init__(self, looks: Iterator[float], pidfd: int = -1) -> None:
-        self.is_over = False
+        self.is_stopped = False
         self._looks, self._pidfd = looks, pidfd
 
-    def _look(self) -> float | None:
+    def _step(self) -> float | None:
         return next(self._looks, None)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._pidfd >= 0:
-            super().end()
+            super().stop()
 
 
 def no_process() -> Iterator[float]:
@@ -321,14 +332,14 @@ def no_process() -> Iterator[float]:
 async def test_what_is_watched_no_more_holds_no_descriptor(looks: Iterator[float], autojump_clock: MockClock) -> None:
     """It is out of time, has ended by itself, or the executor has."""
     fd = os.open(os.devnull, os.O_RDONLY)
-    watches, watch = monitor.Watches(NOBODY), Watch(looks, fd)
-    watches._add(trio.current_time(), watch)
+    watches, watch = monitor.Monitor(NOBODY), Watch(looks, fd)
+    watches._schedule(trio.current_time(), watch)
     with trio.move_on_after(10):
         await watches.run()
-    assert watch.is_over
+    assert watch.is_stopped
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    watch.end()
+    watch.stop()
 
 
 @pytest.mark.trio
@@ -340,14 +351,14 @@ async def test_a_crowd_that_is_due_leaves_others_their_turn() -> None:
         while True:
             at_once += 1
             most = max(most, at_once)
-            until = time.thread_time() + monitor.TURN_S / 4
+            until = time.thread_time() + monitor.POLL_BUDGET_S / 4
             while time.thread_time() < until:
                 pass
             yield 0.01
 
-    watches = monitor.Watches(NOBODY)
+    watches = monitor.Monitor(NOBODY)
     for _ in range(40):
-        watches._add(trio.current_time(), Watch(looks()))
+        watches._schedule(trio.current_time(), Watch(looks()))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watches.run)
         for _ in range(100):
@@ -374,9 +385,9 @@ async def test_looks_that_take_long_are_rare(
             yield 0.05
 
     monkeypatch.setattr(time, "thread_time", lambda: spent)
-    watches = monitor.Watches(NOBODY)
+    watches = monitor.Monitor(NOBODY)
     for _ in range(calls):
-        watches._add(trio.current_time(), Watch(looks()))
+        watches._schedule(trio.current_time(), Watch(looks()))
     with trio.move_on_after(100):
         await watches.run()
     assert spent / 100 == pytest.approx(share, rel=0.15)
@@ -387,23 +398,23 @@ async def test_what_the_machine_lacks_for_a_moment_is_no_end_of_a_watch(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     """A table of files that is full: were nobody to look any more, the call would end with all its jail."""
-    machine, lacks = Machine(monkeypatch, 0.0), iter([True, True, False, True])
+    machine, missing_modules = Machine(monkeypatch, 0.0), iter([True, True, False, True])
 
     def found(*_: int) -> int:
-        if next(lacks, False):
+        if next(missing_modules, False):
             raise OSError(errno.ENFILE, "Too many open files in system")
         return 77
 
-    def look(_tree: CallTree) -> Look:
-        if next(lacks, False):
+    def look(_tree: ProcessTree) -> TreeSample:
+        if next(missing_modules, False):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return machine._look()
 
-    monkeypatch.setattr(monitor, "host_pid", found)
-    monkeypatch.setattr(CallTree, "look", look)
+    monkeypatch.setattr(monitor, "pid_of_pidfd", found)
+    monkeypatch.setattr(ProcessTree, "sample", look)
     assert (await machine.run(2.0)).status is Status.TIMEOUT
     assert machine.killed_after == pytest.approx(2.0, rel=0.05)
-    assert next(lacks, None) is None
+    assert next(missing_modules, None) is None
 
 
 @pytest.mark.trio
@@ -414,9 +425,9 @@ async def test_a_look_at_who_has_just_gone_changes_nobody_who_has_its_number_now
 
     def gone(_fd: int, number: int) -> None:
         signals.append(number)
-        if machine._peers:
-            peer, ticket = machine._peers.pop(0)
-            peer.say(done(ticket))
+        if machine._running:
+            peer, ticket = machine._running.pop(0)
+            peer.send(ended_json(ticket))
         raise ProcessLookupError
 
     monkeypatch.setattr(signal, "pidfd_send_signal", gone)
@@ -431,16 +442,19 @@ async def test_the_end_of_a_call_among_many_takes_no_more_looks_and_comes_when_i
 ) -> None:
     """One that gets a thousandth of a core must not be looked at a thousand times to see its last second end."""
     looks = 0
-    for running, share in ((monitor.CROWDED, 1 - 1 / monitor.CROWDED), (20 * monitor.CROWDED, 1 - 1 / 960)):
+    for running, share in (
+        (monitor.CROWDED_CALLS_PER_CORE, 1 - 1 / monitor.CROWDED_CALLS_PER_CORE),
+        (20 * monitor.CROWDED_CALLS_PER_CORE, 1 - 1 / 960),
+    ):
         machine, before = Machine(monkeypatch, share), looks
 
-        def look(_tree: CallTree, machine: Machine = machine) -> Look:
+        def look(_tree: ProcessTree, machine: Machine = machine) -> TreeSample:
             nonlocal looks
             looks += 1
             return machine._look()
 
         with monkeypatch.context() as patch:
-            patch.setattr(CallTree, "look", look)
+            patch.setattr(ProcessTree, "sample", look)
             patch.setattr(Executor, "calls_per_core", running)
             result = await machine.run(1.0)
         assert result.status is Status.TIMEOUT
@@ -456,21 +470,21 @@ async def test_a_call_that_ends_between_two_looks_is_judged_by_what_it_computed(
     """Many end at once, and one that had next to nothing of a core has a whole one until the next look at it."""
     machine = Machine(monkeypatch, 1 - 1 / 960)
 
-    def look(tree: CallTree) -> Look:
+    def look(tree: ProcessTree) -> TreeSample:
         seen = machine._look()
-        tree.ran_s = seen[77].ran_s
+        tree.cpu_s = seen[77].cpu_s
         return seen
 
-    monkeypatch.setattr(CallTree, "look", look)
+    monkeypatch.setattr(ProcessTree, "sample", look)
     monkeypatch.setattr(Executor, "calls_per_core", 960)
     async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         machine._started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1.0))
         await trio.sleep(500)
-        peer, ticket = machine._peers.pop(0)
-        peer.say(done(ticket, cpu_ms=1e3 * cpu_s, wall_ms=1e3 * (trio.current_time() - machine._started)))
-        await driver.all_of(seqs)
-        result = driver.answers[seqs[0]]
+        peer, ticket = machine._running.pop(0)
+        peer.send(ended_json(ticket, cpu_ms=1e3 * cpu_s, wall_ms=1e3 * (trio.current_time() - machine._started)))
+        await driver.wait_for(seqs)
+        result = driver.results[seqs[0]]
         assert result.status is status
         assert (result.exit_code, result.signal) == ((0, None) if status is Status.OK else (None, signal.SIGKILL))
 
@@ -485,10 +499,10 @@ async def test_what_many_compute_together_before_the_limit_by_the_wall_is_in_tim
         machine._started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=2.0))
         await trio.sleep(1.4)
-        peer, ticket = machine._peers.pop(0)
-        peer.say(done(ticket, cpu_ms=1e3 * (1.3 + 16 * 0.1), wall_ms=1.4e3))
-        await driver.all_of(seqs)
-        assert driver.answers[seqs[0]].status is Status.OK
+        peer, ticket = machine._running.pop(0)
+        peer.send(ended_json(ticket, cpu_ms=1e3 * (1.3 + 16 * 0.1), wall_ms=1.4e3))
+        await driver.wait_for(seqs)
+        assert driver.results[seqs[0]].status is Status.OK
 
 
 standing: dict[Caller, set[int]] = {}
@@ -496,7 +510,7 @@ standing: dict[Caller, set[int]] = {}
 PATIENT = """
 import runpy, sys
 from sandbox.executor import monitor
-monitor.SLOWEST = 1e9
+monitor.MIN_SHARE_DIVISOR = 1e9
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
@@ -529,7 +543,7 @@ EVADERS = {
 
 @pytest.mark.parametrize("how", EVADERS)
 def test_what_lasts_gives_way_however_it_goes_about_it(how: str, narrow: Caller) -> None:
-    if not Eagerness().can_change:
+    if not CpuPriority().can_change:
         pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
     seq = narrow.submit(call(EVADERS[how], timeout_s=60, processes=400))
     assert narrow.run("1", timeout_s=60).value == "1", "there is but one short place"
@@ -584,7 +598,7 @@ def test_what_lasts_gives_way_to_everything_and_not_only_in_its_session(narrow: 
     tree = CgroupTree()
     has_group = tree.idle is not None
     tree.close()
-    if not has_group or not Eagerness().can_change:
+    if not has_group or not CpuPriority().can_change:
         pytest.skip("needs version 1 of control groups to divide the cores, and CAP_SYS_NICE")
     seq = narrow.submit(call(EVADERS["leaves its parents"], timeout_s=60))
 
@@ -599,9 +613,9 @@ def test_what_lasts_gives_way_to_everything_and_not_only_in_its_session(narrow: 
 BARE_PROC = """
 import errno, runpy, sys
 from sandbox import errors, jail
-from sandbox.executor import tree
+from sandbox.executor import process_tree
 hidden, has_groups = sys.argv.pop(1), sys.argv.pop(1) == "groups"
-read = tree._read
+read = process_tree._read
 def bare(path):
     if "schedstat" in hidden and path.endswith("/schedstat"):
         raise FileNotFoundError(errno.ENOENT, "no such file", path)
@@ -611,7 +625,7 @@ def bare(path):
         for line in data.splitlines(keepends=True)
         if not ("Pid" in hidden and line.startswith(b"Pid:") or "NSpid" in hidden and line.startswith(b"NSpid:"))
     )
-tree._read = bare
+process_tree._read = bare
 class Nothing:
     def __init__(self): raise errors.IsolationError("cgroups: hidden")
 if not has_groups: jail.CgroupTree = Nothing

@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Folder:
 
 def equipped(folder: Folder) -> Slots:
     slots = Slots(1)
-    slots.equip(folder.tree())
+    slots.attach_cgroups(folder.tree())
     slots.free.pop()
     return slots
 
@@ -77,22 +77,22 @@ def equipped(folder: Folder) -> Slots:
 def test_slots_without_groups_are_free_at_once_and_know_nothing() -> None:
     slots = Slots(2)
     assert slots.free.pop() == 0
-    slots.begin(0, 1, 1)
-    assert slots.end(0) is None
-    assert slots.give_back(0)
+    slots.set_limits(0, 1, 1)
+    assert slots.read_usage(0) is None
+    assert slots.release(0)
     assert slots.free == [1, 0]
 
 
 def test_limits_are_written_where_they_differ_from_the_last(folder: Folder) -> None:
     slots = equipped(folder)
-    slots.begin(0, 1000, 5)
+    slots.set_limits(0, 1000, 5)
     assert (folder.hears("memory.limit_in_bytes"), folder.hears("pids.max")) == ("1000", "5")
     folder.say("pids.max", "as it was")
-    slots.begin(0, 1000, 5)
+    slots.set_limits(0, 1000, 5)
     assert folder.hears("pids.max") == "as it was"
-    slots.begin(0, 1000, 6)
+    slots.set_limits(0, 1000, 6)
     assert folder.hears("pids.max")[0] == "6"
-    slots.begin(0, 1 << 100, 1 << 100)
+    slots.set_limits(0, 1 << 100, 1 << 100)
     assert folder.hears("memory.limit_in_bytes") == str(1 << 62)
 
 
@@ -101,9 +101,9 @@ def test_a_limit_that_could_not_be_written_is_written_again(folder: Folder) -> N
     (folder.path / "pids.max").unlink()
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
-            slots.begin(0, 1000, 5)
+            slots.set_limits(0, 1000, 5)
     folder.say("pids.max", "")
-    slots.begin(0, 1000, 5)
+    slots.set_limits(0, 1000, 5)
     assert folder.hears("pids.max") == "5"
 
 
@@ -116,12 +116,12 @@ def test_what_a_call_used_is_what_was_added_since_the_last(folder: Folder) -> No
         (13_500_000, 2, 8, CgroupUsage(1.0, 4096, hit_outer_limit=True)),
     ):
         folder.say("memory.max_usage_in_bytes", "1")
-        slots.begin(0, 1, 1)
+        slots.set_limits(0, 1, 1)
         folder.say("memory.max_usage_in_bytes", "4096\n")
         folder.say("cpuacct.usage", f"{cpu_ns}\n")
         folder.say("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
         folder.say("memory.failcnt", f"{refusals}\n")
-        assert slots.end(0) == expected
+        assert slots.read_usage(0) == expected
 
 
 def test_a_peak_that_cannot_be_reset_is_known_of_a_call_that_went_over_it(
@@ -134,9 +134,9 @@ def test_a_peak_that_cannot_be_reset_is_known_of_a_call_that_went_over_it(
     folder.say("memory.max_usage_in_bytes", "10")
     slots = equipped(folder)
     for now, known in ((10, None), (50, 50), (50, None), (60, 60)):
-        slots.begin(0, 1, 1)
+        slots.set_limits(0, 1, 1)
         folder.say("memory.max_usage_in_bytes", str(now))
-        spent = slots.end(0)
+        spent = slots.read_usage(0)
         assert spent is not None
         assert spent.peak_bytes == known
 
@@ -144,8 +144,8 @@ def test_a_peak_that_cannot_be_reset_is_known_of_a_call_that_went_over_it(
 @pytest.mark.parametrize("missing", ["memory.max_usage_in_bytes", "cpuacct.usage", "memory.failcnt"])
 def test_a_kernel_that_does_not_count_something_is_fine(missing: str, tmp_path: Path) -> None:
     slots = equipped(Folder(tmp_path / "0", missing))
-    slots.begin(0, 1, 1)
-    spent = slots.end(0)
+    slots.set_limits(0, 1, 1)
+    spent = slots.read_usage(0)
     assert spent is not None
     assert (spent.peak_bytes is None) == ("usage_in" in missing)
     assert (spent.cpu_ms is None) == ("cpuacct" in missing)
@@ -155,10 +155,10 @@ def test_a_kernel_that_does_not_count_something_is_fine(missing: str, tmp_path: 
 async def test_a_slot_is_free_only_when_its_group_is_empty(folder: Folder, autojump_clock: MockClock) -> None:
     slots = equipped(folder)
     folder.say("pids.current", "3")
-    assert not slots.give_back(0)
+    assert not slots.release(0)
     assert slots.free == []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(slots.settle, 0)
+        nursery.start_soon(slots.release_when_empty, 0)
         await trio.sleep(KILL_AFTER_S)
         assert slots.free == []
         folder.say("pids.current", "0")
@@ -173,7 +173,7 @@ async def test_who_stays_in_a_slot_is_killed(
     folder.say("pids.current", "1")
     monkeypatch.setattr(SlotCgroup, "kill", lambda _group: folder.say("pids.current", "0"))
     before = trio.current_time()
-    await slots.settle(0)
+    await slots.release_when_empty(0)
     assert slots.free == [0]
     assert KILL_AFTER_S < trio.current_time() - before < 10 * KILL_AFTER_S
 
@@ -194,13 +194,13 @@ async def test_a_slot_whose_group_cannot_be_had_comes_back_when_it_can(
         return cgroup_of(number)
 
     tree.cgroup = group  # type: ignore[method-assign]
-    slots.equip(tree)
+    slots.attach_cgroups(tree)
     slots.free.pop()
     with pytest.raises(OSError, match="Too many"):
-        slots.begin(0, 1, 1)
-    await slots.settle(0)
+        slots.set_limits(0, 1, 1)
+    await slots.release_when_empty(0)
     assert slots.free == [0]
-    slots.begin(0, 1, 1)
+    slots.set_limits(0, 1, 1)
 
 
 @pytest.mark.trio
@@ -208,17 +208,17 @@ async def test_a_mount_namespace_of_its_own_ends_with_the_slot_and_before_the_ne
     with apart() as pid:
         slots = Slots(2)
         for _ in range(2):
-            slots.outlive(1, pid)
-    slots.outlive(0, pid)
-    slots.outlive(0, os.getpid())
+            slots.hold_mount_namespace(1, pid)
+    slots.hold_mount_namespace(0, pid)
+    slots.hold_mount_namespace(0, os.getpid())
     assert mount_namespaces() == 1
     slots.free.clear()
-    assert slots.give_back(0), "its process was gone, or had no namespace of its own"
-    assert not slots.give_back(1)
-    await slots.settle(1)
+    assert slots.release(0), "its process was gone, or had no namespace of its own"
+    assert not slots.release(1)
+    await slots.release_when_empty(1)
     assert slots.free == [0, 1]
     assert mount_namespaces() == 0
-    assert slots.give_back(1)
+    assert slots.release(1)
 
 
 @contextlib.contextmanager

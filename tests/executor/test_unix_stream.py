@@ -12,7 +12,7 @@ import trio.testing
 from pytest_trio import trio_fixture
 
 from sandbox.errors import ProtocolError
-from sandbox.executor.unix_stream import MAX_FDS, Link
+from sandbox.executor.unix_stream import MAX_FDS, UnixStream
 
 pytestmark = pytest.mark.trio
 
@@ -22,11 +22,11 @@ def open_fds() -> int:
 
 
 @trio_fixture
-async def pair() -> AsyncIterator[tuple[Link, socket.socket]]:
+async def pair() -> AsyncIterator[tuple[UnixStream, socket.socket]]:
     before = open_fds()
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    link = Link(ours)
+    link = UnixStream(ours)
     with theirs:
         yield link, theirs
         link.close()
@@ -50,7 +50,7 @@ def received(theirs: socket.socket) -> tuple[bytes, list[int]]:
         data, fds = data + more, fds + came
 
 
-async def test_what_does_not_fit_goes_later_in_order(pair: tuple[Link, socket.socket], null: int) -> None:
+async def test_what_does_not_fit_goes_later_in_order(pair: tuple[UnixStream, socket.socket], null: int) -> None:
     link, theirs = pair
     sent = [bytes([n]) * 300_000 for n in range(10)]
     for n, data in enumerate(sent):
@@ -71,7 +71,7 @@ async def test_what_does_not_fit_goes_later_in_order(pair: tuple[Link, socket.so
         os.close(fd)
 
 
-async def test_flushed_returns_when_the_link_breaks(pair: tuple[Link, socket.socket]) -> None:
+async def test_flushed_returns_when_the_link_breaks(pair: tuple[UnixStream, socket.socket]) -> None:
     link, theirs = pair
     link.write(bytes(10 << 20))
     async with trio.open_nursery() as nursery:
@@ -81,7 +81,7 @@ async def test_flushed_returns_when_the_link_breaks(pair: tuple[Link, socket.soc
         theirs.close()
 
 
-async def test_closing_wakes_the_reader_and_the_flusher(pair: tuple[Link, socket.socket]) -> None:
+async def test_closing_wakes_the_reader_and_the_flusher(pair: tuple[UnixStream, socket.socket]) -> None:
     link, _theirs = pair
     link.write(bytes(10 << 20), link.sock.fileno())
     link.write(b"later", link.sock.fileno())
@@ -96,7 +96,7 @@ async def test_closing_wakes_the_reader_and_the_flusher(pair: tuple[Link, socket
     assert await link.read() == b""
 
 
-async def test_writing_to_a_peer_that_is_gone_ends_the_link(pair: tuple[Link, socket.socket]) -> None:
+async def test_writing_to_a_peer_that_is_gone_ends_the_link(pair: tuple[UnixStream, socket.socket]) -> None:
     link, theirs = pair
     theirs.close()
     link.write(b"x")
@@ -105,35 +105,35 @@ async def test_writing_to_a_peer_that_is_gone_ends_the_link(pair: tuple[Link, so
 
 
 async def test_descriptors_come_with_their_bytes_and_are_not_inherited(
-    pair: tuple[Link, socket.socket], null: int
+    pair: tuple[UnixStream, socket.socket], null: int
 ) -> None:
     link, theirs = pair
     socket.send_fds(theirs, [b"x"], [null])
     assert await link.read() == b"x"
-    (fd,) = link.fds
+    (fd,) = link.received_fds
     assert not os.get_inheritable(fd)
 
 
-async def read_on(link: Link) -> None:
+async def read_on(link: UnixStream) -> None:
     while await link.read():
         pass
 
 
-async def test_descriptors_that_nobody_takes_are_bounded(pair: tuple[Link, socket.socket], null: int) -> None:
+async def test_descriptors_that_nobody_takes_are_bounded(pair: tuple[UnixStream, socket.socket], null: int) -> None:
     link, theirs = pair
     before = open_fds()
     for _ in range(20):
         socket.send_fds(theirs, [b"x"], [null] * 100)
-    with pytest.raises(ProtocolError, match="descriptors came"):
+    with pytest.raises(ProtocolError, match="unexpected descriptors"):
         await read_on(link)
     assert open_fds() - before <= 2 * MAX_FDS
     link.close()
-    assert link.fds == []
+    assert link.received_fds == []
 
 
-async def test_the_kernel_says_who_writes(pair: tuple[Link, socket.socket]) -> None:
+async def test_the_kernel_says_who_writes(pair: tuple[UnixStream, socket.socket]) -> None:
     link, theirs = pair
-    link.want_credentials()
+    link.enable_credentials()
     theirs.send(b"x")
     await link.read()
     assert link.peer_pid == os.getpid()

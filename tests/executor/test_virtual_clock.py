@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sandbox.executor import virtual_clock
-from sandbox.executor.virtual_clock import OwnClock, Process, Thread
+from sandbox.executor import call_state
+from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, VirtualClock
 from tests.executor.machine import Fork, Give, Join, Machine, Program, Run, Sleep, Spawn, Take, own_time
 
 LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
@@ -118,7 +118,7 @@ def test_sleep_is_own_time_whoever_sleeps() -> None:
 def test_one_thread_is_timed_exactly_however_uneven_its_waits(waits_s: float, sleeps_s: float, seed: int) -> None:
     """Turns of sleep, wait and work, each as long as chance will have it, looked at when chance will have it."""
     rng = random.Random(seed)
-    own = OwnClock(2)
+    own = VirtualClock(2)
     now = ran_s = waited_s = true_s = 0.0
     due = 0.1
     for turns in range(200):
@@ -127,59 +127,63 @@ def test_one_thread_is_timed_exactly_however_uneven_its_waits(waits_s: float, sl
             while due < end:  # a wait is counted when it is over
                 so_far = ran_s + (due - now if what == "work" else 0.0)
                 done = turns + (what == "work")
-                thread = Thread(so_far, waited_s, done, (turns + 1 if sleeps_s else 0), is_ready=what != "sleep")
-                own.look(due, {7: Process(1, due, so_far, {7: thread})}, so_far)
-                assert own.own_s <= true_s + (due - now if what != "wait" else 0.0) + 1e-6
+                thread = ThreadSample(
+                    so_far, waited_s, done, (turns + 1 if sleeps_s else 0), is_runnable=what != "sleep"
+                )
+                own.advance(due, {7: ProcessSample(1, due, so_far, {7: thread})}, so_far)
+                assert own.elapsed_s <= true_s + (due - now if what != "wait" else 0.0) + 1e-6
                 due += rng.uniform(0.05, 0.25)
             ran_s += end - now if what == "work" else 0.0
             waited_s += end - now if what == "wait" else 0.0
             true_s += end - now if what != "wait" else 0.0
             now = end
-    own.look(now, {7: Process(1, now, ran_s, {7: Thread(ran_s, waited_s, 200, 200, is_ready=False)})}, ran_s)
-    assert own.own_s == pytest.approx(true_s, abs=1e-6)
+    own.advance(
+        now, {7: ProcessSample(1, now, ran_s, {7: ThreadSample(ran_s, waited_s, 200, 200, is_runnable=False)})}, ran_s
+    )
+    assert own.elapsed_s == pytest.approx(true_s, abs=1e-6)
 
 
 def test_nothing_is_a_guess_of_who_has_not_slept() -> None:
     """Alone it is exact at every look, not only at the end of a wait."""
     for asleep in (False, True):
-        own = OwnClock(2)
+        own = VirtualClock(2)
         for n in range(1, 50):  # half of the time it has a core, or sleeps, and then it waits
             ran_s = 0.0 if asleep else n / 2
-            thread = Thread(ran_s, n / 2 - 0.2, n, n if asleep else 0, is_ready=True)
-            own.look(float(n), {7: Process(1, float(n), ran_s, {7: thread})})
-            assert own.own_s <= n / 2 + 1e-9
-            assert own.own_s + own.guess_s >= n / 2 - 1e-9
-            assert own.is_sure != asleep
-            assert asleep or own.own_s == pytest.approx(n / 2)
+            thread = ThreadSample(ran_s, n / 2 - 0.2, n, n if asleep else 0, is_runnable=True)
+            own.advance(float(n), {7: ProcessSample(1, float(n), ran_s, {7: thread})})
+            assert own.elapsed_s <= n / 2 + 1e-9
+            assert own.elapsed_s + own.uncertain_s >= n / 2 - 1e-9
+            assert own.is_exact != asleep
+            assert asleep or own.elapsed_s == pytest.approx(n / 2)
 
 
 def test_a_wait_that_is_not_over_counts() -> None:
     """The kernel counts waits when they end, and one behind others' calls may take very long."""
-    own = OwnClock(2)
+    own = VirtualClock(2)
     for n in range(1, 100):
-        own.look(float(n), {7: Process(1, float(n), 0.2, {7: Thread(0.2, 0.1, 5, 5, is_ready=True)})})
-    assert own.own_s < 1.0
+        own.advance(float(n), {7: ProcessSample(1, float(n), 0.2, {7: ThreadSample(0.2, 0.1, 5, 5, is_runnable=True)})})
+    assert own.elapsed_s < 1.0
 
 
 def test_all_cpu_time_counts_whatever_the_call_hides() -> None:
     """Of processes that are never seen, and waits that are pretended: the rest is bounded by the cores."""
-    own = OwnClock(4)
+    own = VirtualClock(4)
     for n in range(1, 100):
-        threads = {tid: Thread(0.0, 0.9 * n, n, n, is_ready=True) for tid in range(7, 50)}
-        own.look(float(n), {7: Process(1, float(n), 0.0, threads)}, 2.0 * n)
-    assert own.own_s >= 99 * 2.0 / 4
+        threads = {tid: ThreadSample(0.0, 0.9 * n, n, n, is_runnable=True) for tid in range(7, 50)}
+        own.advance(float(n), {7: ProcessSample(1, float(n), 0.0, threads)}, 2.0 * n)
+    assert own.elapsed_s >= 99 * 2.0 / 4
 
 
 def test_a_crowd_is_on_the_wall_clock_from_then_on() -> None:
-    own = OwnClock(2)
-    alone = {7: Process(1, 1.0, 0.0, {7: Thread(0.0, 0.9, 1, 1, is_ready=True)})}
-    own.look(1.0, alone)
-    before = own.own_s
-    assert own.was_alone
-    own.look(2.0, None)
-    own.look(5.0, alone)
-    assert own.own_s == before + 4.0
-    assert not own.was_alone
+    own = VirtualClock(2)
+    alone = {7: ProcessSample(1, 1.0, 0.0, {7: ThreadSample(0.0, 0.9, 1, 1, is_runnable=True)})}
+    own.advance(1.0, alone)
+    before = own.elapsed_s
+    assert own.is_single_threaded
+    own.advance(2.0, None)
+    own.advance(5.0, alone)
+    assert own.elapsed_s == before + 4.0
+    assert not own.is_single_threaded
 
 
 def test_own_time_is_never_ahead_of_the_wall() -> None:
@@ -194,16 +198,16 @@ def test_own_time_is_never_ahead_of_the_wall() -> None:
 
 
 def test_who_was_once_not_alone_never_was() -> None:
-    call = OwnClock(2)
+    call = VirtualClock(2)
     Machine(2, 0).timed(has_children_in_turn(1, 0.3), call)
-    assert not call.was_alone
-    call = OwnClock(2)
+    assert not call.is_single_threaded
+    call = VirtualClock(2)
     Machine(2, 0).timed(works(0.5), call)
-    assert call.was_alone
+    assert call.is_single_threaded
 
 
 def test_the_hard_cap_is_ten_times_and_a_minute_and_further_where_many_share_a_core() -> None:
-    assert virtual_clock.hard_cap_s(0.5) == 60.0
-    assert virtual_clock.hard_cap_s(10.0) == 100.0
-    assert virtual_clock.pace(0.0) == virtual_clock.pace(virtual_clock.CALLS_PER_CORE) == 1.0
-    assert virtual_clock.pace(4 * virtual_clock.CALLS_PER_CORE) == 0.25
+    assert call_state.wall_cap_s(0.5) == 60.0
+    assert call_state.wall_cap_s(10.0) == 100.0
+    assert call_state.wall_cap_rate(0.0) == call_state.wall_cap_rate(call_state.UNCROWDED_CALLS_PER_CORE) == 1.0
+    assert call_state.wall_cap_rate(4 * call_state.UNCROWDED_CALLS_PER_CORE) == 0.25

@@ -164,7 +164,7 @@ def test_fewer_connections_than_asked_for_are_said_once() -> None:
 
 
 def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
-    about = {"slots": 12, "long_slots": 0, "wanted_files": 5000, "lacks": ["numpy", "sympy"]}
+    about = {"slots": 12, "long_slots": 0, "wanted_fds": 5000, "missing_modules": ["numpy", "sympy"]}
     config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)
     nodes = [types.SimpleNamespace(about=about)] * 2
     dispatcher: Any = types.SimpleNamespace(config=config, nodes=nodes)

@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
+from sandbox.fields import NumberRule
 from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.http.auth import OPEN_PATHS
 from sandbox.gateway.http.codec import QUIET_S
@@ -27,7 +28,6 @@ from sandbox.types import (
     Call,
     CallError,
     Limits,
-    NumberRule,
     Outcome,
     Profile,
     Result,

@@ -15,7 +15,7 @@ from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.gateway.calls.call_table import Batch
-from sandbox.types import CALL_FIELDS, Call, Limits, invalid_result
+from sandbox.types import Call, Limits, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results come back in this order",
@@ -24,7 +24,7 @@ BATCH_FIELDS: dict[str, str] = {
 }
 VERIFY_FIELDS: dict[str, str] = {
     "pairs": "the right answers and those to check; verdicts come back in this order",
-    **{name: CALL_FIELDS[name] for name in verify.VERIFY_CALL_FIELDS},
+    **verify.VERIFY_CALL_FIELDS,
     "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
 }
 PAIR_FIELDS: dict[str, str] = {

@@ -106,7 +106,7 @@ async def test_a_start_that_fails_later_is_tried_again() -> None:
         fleet.last.exit()
         await until(lambda: len(fleet.executors) == 4)
         assert (await served.post("/v1/execute", {"code": "1"}))[0] == 200
-        assert [executor.hurry for executor in fleet.executors] == [False, True, True, True]
+        assert [executor.is_replacement for executor in fleet.executors] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
