@@ -111,13 +111,15 @@ class LocalEngine:
         """Make these requests return the ids sampled so far. A request for the missing ids samples the same ones."""
         aborted = frozenset(request_ids)
 
+        done: Future[None] = Future()
+
         def abort() -> None:
             for request in [*self._running.values(), *self._waiting]:
                 if request.sampling and request.sampling.request_id in aborted:
                     _resolve(request.finished)
             _resolve(done)
 
-        await self._submit(done := Future(), abort)
+        await self._submit(done, abort)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
@@ -132,6 +134,8 @@ class LocalEngine:
             path, dtype = weights, self._model.dtype
             weights = log_deprecations(lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).state_dict()
 
+        done: Future[None] = Future()
+
         def load() -> None:
             self._discard_finished()
             if count := len(self._running) + len(self._waiting):
@@ -144,7 +148,7 @@ class LocalEngine:
             self.weight_version = version
             _resolve(done)
 
-        await self._submit(done := Future(), load)
+        await self._submit(done, load)
 
     async def capacity(self) -> EngineCapacity:
         return EngineCapacity(self.max_num_seqs * self.max_model_len, self.max_num_seqs)
