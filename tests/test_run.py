@@ -177,7 +177,7 @@ def _start_nothing(_family: ZygotePool, _sock: object) -> subprocess.Popen[bytes
 def test_a_call_runs_at_the_level_that_auto_takes_in_a_user_namespace() -> None:
     """Where `unshare -Ur` makes us root of one id, level namespaces is refused and level landlock holds."""
     command = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, "-c", "print(1)"]
-    run = jails.inside_a_user_namespace(*command)
+    run = jails.run_in_user_namespace(*command)
     if "isolation=landlock: this machine lacks" in run.stderr:
         pytest.skip(run.stderr.strip())
     assert (run.returncode, run.stdout) == (0, "1\n"), run.stderr

@@ -84,7 +84,7 @@ def _run_guest(spec: JailSpec, socket_fd: int) -> NoReturn:
             os.setgroups([])
             kernel.limit_bounding_set(LANDLOCK_CAPABILITIES)
         rules = rules_for(spec, kernel.landlock_abi())
-        calls = (f"{spec.scratch_root}/calls", rules.scratch | REMOVE_DIR)
+        calls = (f"{spec.scratch_root}/calls", rules.scratch_rights | REMOVE_DIR)
         kernel.restrict_with_landlock(rules.handled, (*rules.paths, calls), rules.flags)
     except OSError as error:
         launcher.print_error(f"landlock: the kernel refused ({error})")

@@ -124,4 +124,4 @@ def test_a_closed_socket_ends_the_process_without_a_traceback(error: str, exit_c
 
 
 def test_a_zygote_has_a_flag_for_each_slot_that_the_executor_may_use() -> None:
-    assert int(_run("print(zygote._MAX_SLOTS_PER_POOL)")) == zygote_pool.MAX_SLOTS
+    assert int(_run("print(zygote._MAX_SLOTS_PER_POOL)")) == zygote_pool.MAX_SLOTS_PER_POOL
