@@ -51,7 +51,9 @@ class TableEngine:
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         if not 0 < len(ids) <= self.max_model_len - sampling.max_tokens or max(ids) >= self.vocab_size:
-            raise ValueError(f"expected at most {self.max_model_len} known ids, got {len(ids)} and {sampling.max_tokens}")
+            raise ValueError(
+                f"expected at most {self.max_model_len} known ids, got {len(ids)} and {sampling.max_tokens}"
+            )
         self.asked.append((tuple(ids), sampling))
         self.running += 1
         try:
@@ -217,8 +219,8 @@ class FakeVllm:
         assert body["method"] == "reload_weights"
         folder = Path(body["kwargs"]["weights_path"])
         await (
-            self.load_weights(self.engine, folder)
-            if self.load_weights
+            self.load(self.engine, folder)
+            if self.load
             else self.engine.load_weights(folder, self.engine.weight_version + 1)
         )
         return {"results": [None]}

@@ -105,8 +105,8 @@ class SyncProbe:
                 f"engine {engine.name} at version {engine.weight_version}: expected log-probabilities within "
                 f"{bound:.2g} of the trainer's (root mean square of {logprobs.numel()}; {BOUNDS[self._dtype]:g} times "
                 f"the rounding of bfloat16, for an engine that computes in {self._dtype}), got a difference of "
-                f"{difference:.2g}: it has other weights or computes less exactly; see its log, and compare its --model "
-                "and --dtype with the run's"
+                f"{difference:.2g}: it has other weights or computes less exactly; see its log, and compare its "
+                "--model and --dtype with the run's"
             )
 
     def _score(self, weights: Weights) -> torch.Tensor:

@@ -38,7 +38,7 @@ def prompts(count, seed=0):
 
 
 async def engine_of(seed=0, **options):
-    return LocalEngine(model(seed), **{"slots": 8, "max_length": 256, **options})
+    return LocalEngine(model(seed), **{"max_num_seqs": 8, "max_model_len": 256, **options})
 
 
 def training_logprobs(trained, ids, temperature=1.0):

@@ -457,7 +457,7 @@ async def test_a_sync_waits_for_an_engine_up_to_a_limit_but_not_for_one_that_was
     made = engines(1)
     async with pool_of(made, store=Keeping(), all_down_timeout_s=500) as pool:
         made[0].before = made[0].scraped = failing("refused")
-        with pytest.raises(EngineError, match="no engine is left of 1: e0: refused"):
+        with pytest.raises(EngineError, match="all 1 engines are down: e0: refused"):
             await pool.sync_weights({"salt": 5})
         assert pool.now() == 0
         started_anew(made[0])

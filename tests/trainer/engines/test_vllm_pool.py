@@ -75,7 +75,7 @@ async def test_every_episode_ends_with_the_same_tokens_though_servers_hang_and_d
     monkeypatch.setattr(pool_module, "SCRAPE_TIMEOUT_S", 2.0)
     servers = VllmServers(VLLM, saved(tmp_path / "model"), max_model_len=MOST, max_num_seqs=8, dtype="float32")
     async with servers.serve(2, tmp_path / "logs") as urls:
-        size = {"vocabulary": VOCABULARY, "max_length": MOST, "slots": 8}
+        size = {"vocab_size": VOCABULARY, "max_model_len": MOST, "max_num_seqs": 8}
         a, b = (VllmEngine(url, **size, name=name) for url, name in zip(urls, "ab", strict=True))
         async with EnginePool([a, b], scheduler=Scheduler(MOST), retry_after_s=1.0) as pool:
             expected = await asyncio.gather(*(episode(pool, number) for number in range(EPISODES)))

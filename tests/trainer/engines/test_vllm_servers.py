@@ -131,7 +131,7 @@ async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_pa
 
 @pytest.mark.asyncio
 async def test_a_server_that_ends_is_started_anew_at_its_address(servers, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(vllm_servers, "AGAIN_S", 0.0)
+    monkeypatch.setattr(vllm_servers, "RESTART_DELAY_S", 0.0)
     async with servers.serve(2, tmp_path / "logs") as urls:
         first = started_at(tmp_path, urls[0])
         os.kill(first[0], signal.SIGKILL)
@@ -166,7 +166,7 @@ async def test_servers_end_when_their_owner_is_killed(servers, tmp_path):
     owner = f"""
 import asyncio, pathlib
 from trainer.engines.vllm_servers import VllmServers
-servers = Servers({servers.python!r}, pathlib.Path({str(servers.model)!r}), 64)
+servers = VllmServers({servers.python!r}, pathlib.Path({str(servers.model)!r}), 64)
 async def main():
     async with servers.serve(1, pathlib.Path({str(tmp_path / "logs")!r})):
         print("up", flush=True)

@@ -153,7 +153,7 @@ async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
 class Scoring:
     """An engine that scores as a model does, in its dtype and by other kernels than the trainer's."""
 
-    name, version = "scoring", 1
+    name, weight_version = "scoring", 1
 
     def __init__(self, scoring, dtype):
         self.model = copy.deepcopy(scoring).to(getattr(torch, dtype))
@@ -404,7 +404,7 @@ async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(mon
         def __init__(self, name):
             self.name, self.url, self.weight_version = name, f"http://{name}", 0
 
-        async def renew(self, version):
+        async def reset_prefix_cache(self, version):
             self.weight_version = version
 
     servers = [Server("a"), Server("b")]
