@@ -143,7 +143,7 @@ async def test_a_server_that_ends_is_started_anew_at_its_address(servers, tmp_pa
         assert not set(first) & set(second)
         assert all(map(is_alive, started(tmp_path)[0]))
     await gone(second)
-    assert "engine0.log is started anew: it ended with exit code -9" in caplog.text
+    assert "engine0.log restarts in 0 s: it ended with exit code -9" in caplog.text
 
 
 @pytest.mark.asyncio
