@@ -92,8 +92,9 @@ class FakeExecutor(asyncio.Protocol):
         self.settings = settings
         self.is_replacement = is_replacement
         if self.start == "ready":
-            about = {"slots": self.slots, "isolation": "none", "profiles": ["bare"], "pid": 1, "python": "3.11.0"}
-            self.send("ready", about)
+            long_slots = settings["long_slots"]
+            report = {"slots": self.slots, "long_slots": long_slots, "isolation": "none", "python": "3.11.0"}
+            self.send("ready", report)
             if self.window is not None:
                 self.send("window", self.window)
         elif self.start == "failed":

@@ -344,13 +344,13 @@ def test_urls_of_every_form_are_taken() -> None:
 @pytest.mark.asyncio
 async def test_signs_of_life_are_no_results() -> None:
     async def quiet(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-        sign = codec.QUIET[codec.MSGPACK_STREAM]
+        sign = codec.HEARTBEAT[codec.MSGPACK_STREAM]
         return web.Response(body=sign + lines(calls, range(1)) + sign * 2 + lines(calls, range(1, 2)))
 
     async with scripted(quiet) as server, AsyncClient(server.url) as client:
         assert [result.stdout for result in await client.run_batch(["1", "2"])] == ["1", "2"]
     assert len(server.seen) == 1
-    assert TIMEOUT_S >= 4 * codec.QUIET_S
+    assert TIMEOUT_S >= 4 * codec.HEARTBEAT_S
 
 
 @pytest.mark.asyncio

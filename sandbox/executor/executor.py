@@ -174,15 +174,11 @@ class Executor:
         """Run calls until cancelled. Raises `NodeError` if the zygotes fail to start and have never been ready."""
         with ExitStack() as stack:
             self._create_cgroups(stack)
-            await self._run_tasks()
-
-    async def _run_tasks(self) -> None:
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            for pool in self.pools:
-                nursery.start_soon(pool.run)
-            nursery.start_soon(self._kill_hung_jails)
-            nursery.start_soon(self._monitor.run)
+            async with trio.open_nursery() as self._nursery:
+                for pool in self.pools:
+                    self._nursery.start_soon(pool.run)
+                self._nursery.start_soon(self._kill_hung_jails)
+                self._nursery.start_soon(self._monitor.run)
 
     def _create_cgroups(self, stack: ExitStack) -> None:
         """Create cgroups for all slots, if the machine grants any, and have `stack` remove them."""
@@ -197,7 +193,7 @@ class Executor:
             return
         log.info("cgroups: %s", "; ".join(map(str, trees)))
         for pool, tree in zip(self.pools, trees, strict=True):
-            pool.attach_cgroups(tree)
+            pool.slots.cgroups = tree
 
     async def wait_ready(self) -> None:
         """Wait until every pool has had all its zygotes ready; in a replacement, until one zygote is ready."""

@@ -2,7 +2,7 @@
 changes their CPU priority, and kills them at their time limit.
 
     virtual time   reaches `demote_after_s`        the call is long: demoted, and in a long slot once one is free
-                   lags 1/4 of the fair share      the call is promoted until it has caught up
+                   lags behind 1/4 of the share    the call is promoted until it has caught up
                    reaches `timeout_s`             killed: timed out
     wall cap       used up                         killed: timed out if it has several threads, else starved
     memory         over the limit, no cgroup       killed: out of memory

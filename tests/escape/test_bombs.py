@@ -108,7 +108,7 @@ def test_bomb_of(attack: str, target: Target) -> None:
     neighbours = [call(f"sum(range({n}))", timeout_s=30.0) for n in range(6)]
     for n, result in enumerate(target.caller.run_all(neighbours)):
         assert (result.status, result.value, result.attempts) == (Status.OK, f"{sum(range(n))}", 1), result
-    result = target.caller.answer(bomb)
+    result = target.caller.result_of(bomb)
     assert "BREACH" not in result.stdout, result.stdout[:1000]
     assert (result.status in statuses.split(), result.attempts) == (True, 1), result
     assert len(result.stdout) + len(result.stderr) <= 2 * (limits.output_kb << 10)

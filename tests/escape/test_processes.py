@@ -97,7 +97,7 @@ def test_killing(attack: str, number: int, target: Target) -> None:
     result = target.run(code + "time.sleep(0.2)", timeout_s=2.0)
     assert result.status is not Status.UNAVAILABLE, result
     assert result.attempts == 1
-    for n, neighbour in enumerate(map(target.caller.answer, neighbours)):
+    for n, neighbour in enumerate(map(target.caller.result_of, neighbours)):
         assert (neighbour.stdout, neighbour.attempts) == (f"{n}\n", 1), neighbour
     target.check_healthy()
 

@@ -210,9 +210,9 @@ def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
         batch_mates = [caller.submit(late.running), caller.submit(late.ended)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == 5)
-    caller.answer(before)
-    output = caller.answer(attacks).stdout
-    caller.answer(batch_mates[1])
+    caller.result_of(before)
+    output = caller.result_of(attacks).stdout
+    caller.result_of(batch_mates[1])
     caller.send("cancel", [hanging, batch_mates[0]])
     assert output.endswith("END\n")
     stolen = [token for token in past.secrets | early.secrets | late.secrets if token in output]
@@ -229,7 +229,7 @@ def test_calls_of_a_batch_do_not_inherit_each_others_descriptors(target: Target)
         attacks = [caller.submit(attack) for _ in range(3)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == len(attacks))
-    output = [caller.answer(one).stdout for one in attacks]
+    output = [caller.result_of(one).stdout for one in attacks]
     assert all(text.endswith("END\n") for text in output), output
     assert not any("BREACH" in text for text in output), output
 

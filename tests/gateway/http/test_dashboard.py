@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sandbox.gateway.calls.executor_report import ReadyReport
 from sandbox.gateway.history import History
 from sandbox.gateway.http.routes import STATS
 from sandbox.types import Status
@@ -70,7 +71,8 @@ async def test_names_from_hostile_code_are_only_text(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
         stats = {"missed_imports": dict.fromkeys(names, 7), "zygotes": {names[0]: 1}, f"{names[1]}_total": 5}
         served.fleet.last.send("stats", stats)
-        served.dispatcher.nodes[0].about |= {"isolation": names[0], "python": names[1]}
+        executor = served.dispatcher.executors[0]
+        executor.ready_report = ReadyReport(slots=4, isolation=names[0], python=names[1])
         await page.until("document.getElementById('missed').rows.length > 8")
         shown = await _table(page, "missed")
         assert set(shown) == set(names)
@@ -214,7 +216,7 @@ async def _traffic(served: Served) -> asyncio.Task[Any]:
     await served.post("/v1/batch", {"calls": [{"code": "1"}] * 1234 + [{"code": 1}]})
     await served.post("/v1/batch", {})
     hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
-    await until(lambda: served.dispatcher.ledger.waiting == 12)
+    await until(lambda: served.dispatcher.call_table.waiting == 12)
     told = {"running": 4, "running_long": 3, "queued": 4, "zygotes": {"bare": 2, "symbolic": 1}}
     served.fleet.last.send("stats", told)
     return hanging
