@@ -19,14 +19,14 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.fixture(autouse=True)
 def _checkers_that_compare_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer_of(call: dict[str, Any]) -> dict[str, Any]:
+    def encoded_result(call: dict[str, Any]) -> dict[str, Any]:
         gold, answer = json.loads(call["stdin"])
         if answer == "timeout":
             return Result("", Status.TIMEOUT).encode(binary=True)
         said = "equivalent" if gold == answer else "not_equivalent"
         return Result("", Status.OK, value=repr(said)).encode(binary=True)
 
-    monkeypatch.setattr(fakes, "answer_of", answer_of)
+    monkeypatch.setattr(fakes, "encoded_result", encoded_result)
 
 
 def pair(gold: Any, answer: Any) -> dict[str, Any]:
