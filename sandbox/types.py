@@ -11,6 +11,7 @@ Bytes (file contents) are base64 text in JSON and raw `bin` in msgpack; `decode`
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -368,6 +369,14 @@ class Verdict:
             "message": self.message,
             "usage": asdict(self.usage),
         }
+
+
+def signal_name(number: int | None) -> str:
+    """Return the name of a signal, such as SIGSEGV."""
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return f"SIG{number}"
 
 
 def unavailable_result(call_id: str, error_type: str, message: str, attempts: int = 0) -> Result:

@@ -120,6 +120,9 @@ class VirtualClock:
 
         `processes` is the sample; None means too many threads to sample, and from then on virtual time follows wall
         time. `cpu_s` is the CPU time of all processes, ended ones included, or None if no cgroup counts it.
+
+        The clock gains the growth of the critical path plus sleep, and at least wall time minus run delay. Where run
+        delay is not known, sleep is estimated and takes the place of that minimum.
         """
         span_s, self._wall_s = wall_s - self._wall_s, wall_s
         if processes is None or self._follows_wall_time:

@@ -1,4 +1,4 @@
-"""Virtual time under load equals wall time on an idle machine, on a simulated machine (`tests.executor.machine`)."""
+"""On a simulated machine, virtual time under load equals wall time without load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import pytest
 
 from sandbox.executor import call_state
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, VirtualClock
-from tests.executor.machine import Acquire, Fork, Join, Machine, Program, Release, Run, Sleep, Spawn, virtual_time
+from tests.executor.simulated_machine import (
+    Acquire,
+    Fork,
+    Join,
+    Machine,
+    Program,
+    Release,
+    Run,
+    Sleep,
+    Spawn,
+    virtual_time,
+)
 
 LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
 """Cores, and busy threads of others."""
