@@ -1,12 +1,12 @@
-"""A fake executor: it uses real frames over a real socket and runs no Python. The code of a call selects its fate.
+"""A fake executor: real frames over a real socket, but no Python is run. The code of a call selects its result:
 
-    "hang"      no result, ever           "die"       the executor exits
-    "garbage"   bytes that are no frame   "nonsense"  a frame that is no result
-    "forget"    answered for an unknown seq
+    "hang"      no result                 "die"       the executor exits
+    "garbage"   a malformed frame         "nonsense"  a malformed result
+    "forget"    a result for an unknown seq
     "slow"      ok, after `SLOW_S`
     otherwise   ok, with the code as stdout
 
-`FakeFleet.launch` stands where `ExecutorProcess.launch` does; `python -m tests.fakes --fd N` is one in a process.
+`FakeFleet.launch` replaces `ExecutorProcess.launch`; `python -m tests.fakes --fd N` runs one in its own process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sandbox.types import Result, Status, Usage
 SLOW_S = 0.3
 
 
-def encoded_result(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the encoded result of a call that ended as ok."""
+def ok_result(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the encoded result of a call that succeeded."""
     usage = Usage(run_ms=1.0, cpu_ms=1.0, peak_memory_mb=10.0)
     files = {path: call.get("files", {}).get(path, b"") for path in call.get("return_files", ())}
     result = Result("", Status.OK, stdout=call["code"], value=call.get("stdin"), exit_code=0, files=files, usage=usage)
@@ -31,18 +31,18 @@ def encoded_result(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class FakeExecutor(asyncio.Protocol):
-    """One executor, from its "configure" to its end; also the `Process` that a node holds."""
+    """One executor, from its "configure" frame to its exit; also the `LaunchedExecutor` of its handle."""
 
     def __init__(self, slots: int = 4, start: str = "ready", window: int | None = None) -> None:
         self.slots = slots
         self.window = window
-        """The window that the executor sends; None sends no "window" frame."""
+        """Calls to accept at once; None sends no "window" frame."""
         self.start = start
-        """Reaction to the "configure" frame: "ready", "failed", "exit" or "silent"."""
+        """The reaction to "configure": "ready", "failed", "exit" or "silent"."""
         self.settings: dict[str, Any] = {}
         self.is_replacement = False
         self.calls: dict[int, dict[str, Any]] = {}
-        """All received calls by seq."""
+        """All calls received, by seq."""
         self.cancelled: list[int] = []
         self.received_kinds: list[str] = []
         """Kinds of the received frames, in order."""
@@ -73,8 +73,8 @@ class FakeExecutor(asyncio.Protocol):
         self._transport.write(wire.pack(list(message)))
 
     def finish(self, *seqs: int) -> None:
-        """Send ok results for calls that hang."""
-        self.send("results", [[seq, encoded_result(self.calls[seq])] for seq in seqs])
+        """Send the results of calls that hang."""
+        self.send("results", [[seq, ok_result(self.calls[seq])] for seq in seqs])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -104,7 +104,7 @@ class FakeExecutor(asyncio.Protocol):
 
     def _calls(self, pairs: list[Any]) -> None:
         self.frame_sizes.append(len(pairs))
-        answers = []
+        results = []
         for seq, call in pairs:
             self.calls[seq] = call
             if call["code"] == "die":
@@ -113,15 +113,15 @@ class FakeExecutor(asyncio.Protocol):
                 assert self._transport is not None
                 return self._transport.write(b"\x05\0\0\0hello")
             if call["code"] == "nonsense":
-                answers.append([seq, {"status": "splendid"}])
+                results.append([seq, {"status": "splendid"}])
             elif call["code"] == "forget":
-                answers.append([seq + 1_000_000, encoded_result(call)])
+                results.append([seq + 1_000_000, ok_result(call)])
             elif call["code"] == "slow":
                 asyncio.get_running_loop().call_later(SLOW_S, self.finish, seq)
             elif call["code"] != "hang":
-                answers.append([seq, encoded_result(call)])
-        if answers:
-            self.send("results", answers)
+                results.append([seq, ok_result(call)])
+        if results:
+            self.send("results", results)
         return None
 
     def _cancel(self, seqs: list[int]) -> None:
@@ -132,7 +132,7 @@ class FakeExecutor(asyncio.Protocol):
 
 
 class FakeFleet:
-    """Launches fake executors. `starts` sets the `start` of the first ones; the others are "ready"."""
+    """Launches fake executors. `starts` are the reactions of the first ones to "configure"; all others are "ready"."""
 
     def __init__(self, slots: int = 4, starts: tuple[str, ...] = (), window: int | None = None) -> None:
         self.slots = slots
