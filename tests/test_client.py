@@ -24,7 +24,7 @@ from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError
 from sandbox.gateway.http import codec
 from sandbox.transport import RETRYABLE_ERRORS, STREAM, retry_delay_s
 from sandbox.types import Call, Limits, Result, Status, invalid_result, unavailable_result
-from tests.fakes import FakeFleet, answer_of
+from tests.fakes import FakeFleet, ok_result
 from tests.gateway.serving import serving, until
 
 Respond = Callable[[web.Request, list[dict[str, Any]]], Awaitable[web.StreamResponse]]
@@ -32,7 +32,7 @@ Respond = Callable[[web.Request, list[dict[str, Any]]], Awaitable[web.StreamResp
 
 def lines(calls: list[dict[str, Any]], indices: range | None = None) -> bytes:
     wanted = range(len(calls)) if indices is None else indices
-    return b"".join(msgpack.packb({"index": index, **answer_of(calls[index])}) for index in wanted)
+    return b"".join(msgpack.packb({"index": index, **ok_result(calls[index])}) for index in wanted)
 
 
 async def well(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
@@ -73,7 +73,7 @@ def failing(kind: str, which: str) -> Respond:
 
     async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         lost = unavailable_result("", kind, "try again").encode(binary=True)
-        answers = [lost if call["code"] == which else answer_of(call) for call in calls]
+        answers = [lost if call["code"] == which else ok_result(call) for call in calls]
         lines = [msgpack.packb({"index": index, **answer}) for index, answer in enumerate(answers)]
         return web.Response(body=b"".join(lines))
 

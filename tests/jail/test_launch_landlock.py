@@ -84,17 +84,17 @@ def test_a_python_that_calls_cannot_reach_is_named(monkeypatch: pytest.MonkeyPat
             landlock_rules.check_requirements(replace(spec, scratch_root=f"{directory}/closed/calls"), 7)
 
 
-@pytest.fixture(params=["uids of their own", "one uid"])
+@pytest.fixture(params=["own uids", "one uid"])
 def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -> Iterator[JailSpec]:
     try:
         choose_level("landlock")
     except IsolationError as error:
         pytest.skip(str(error))
     uids: tuple[int | None, int] = (None, 0)
-    if request.param == "uids of their own":
+    if request.param == "own uids":
         uids = host_uids(3, 4, Level.LANDLOCK)
         if uids[0] is None:
-            pytest.skip("uids of their own: needs root with Docker's default capabilities")
+            pytest.skip("own uids: needs root with Docker's default capabilities")
         python = find_interpreter(jails.reachable_python(python.executable))
     scratch_root = f"/tmp/rstar-test-{secrets.token_hex(8)}"
     spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch_root)
@@ -133,7 +133,14 @@ def test_zygote_keeps_only_the_capabilities_it_needs(spec: JailSpec) -> None:
         text = Path(f"/proc/{jail.receive()}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if line.startswith(("Cap", "NoNew")))
     if spec.uid_base is not None:
-        assert int(fields["CapPrm"], 16) == int(fields["CapBnd"], 16) == sum(1 << cap for cap in (0, 5, 6, 7, 8))
+        assert (
+            int(fields["CapPrm"], 16)
+            == int(fields["CapBnd"], 16)
+            == sum(
+                1 << number
+                for number in (0, 5, 6, 7, 8)  # CHOWN, KILL, SETGID, SETUID, SETPCAP
+            )
+        )
     assert fields["NoNewPrivs"] == "1"
 
 

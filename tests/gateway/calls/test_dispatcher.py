@@ -32,7 +32,7 @@ async def test_an_executor_gets_at_most_twice_its_slots() -> None:
         response = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 10)))
         executor = served.fleet.last
         await until(lambda: bool(executor.calls))
-        assert (executor.frames, served.dispatcher.call_table.waiting) == ([6], 4)
+        assert (executor.frame_sizes, served.dispatcher.call_table.waiting) == ([6], 4)
         executor.finish(1, 2)
         await until(lambda: len(executor.calls) == 8)
         executor.finish(*range(3, 9))
@@ -44,7 +44,7 @@ async def test_an_executor_gets_at_most_twice_its_slots() -> None:
 async def test_calls_travel_in_frames_of_up_to_64() -> None:
     async with serving(FakeFleet(slots=100)) as served:
         await served.post("/v1/batch", batch(*["1"] * 150))
-        assert served.fleet.last.frames == [64, 64, 22]
+        assert served.fleet.last.frame_sizes == [64, 64, 22]
 
 
 async def test_calls_are_spread_over_executors() -> None:
@@ -232,7 +232,7 @@ async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
         assert checks["results"][0]["message"].startswith("Stopped: the server stopped before")
         assert [line["status"] for line in done] == ["ok", "ok"]
         assert served.dispatcher.counters.by_status["unavailable"] == 6
-        assert served.fleet.last.frames == [2]
+        assert served.fleet.last.frame_sizes == [2]
 
 
 async def test_calls_of_an_executor_lost_during_the_drain_get_stopped_at_once() -> None:
@@ -251,7 +251,7 @@ async def test_calls_of_an_executor_lost_during_the_drain_get_stopped_at_once() 
 async def test_executors_get_a_drain_frame_at_the_end() -> None:
     async with serving() as served:
         await served.post("/v1/execute", {"code": "1"})
-    assert served.fleet.last.heard == ["configure", "calls", "drain"]
+    assert served.fleet.last.received_kinds == ["configure", "calls", "drain"]
     assert served.fleet.last.exit_code.done()
 
 

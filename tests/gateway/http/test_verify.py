@@ -19,14 +19,14 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.fixture(autouse=True)
 def _fake_checker_compares_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer_of(call: dict[str, Any]) -> dict[str, Any]:
+    def ok_result(call: dict[str, Any]) -> dict[str, Any]:
         gold, answer = json.loads(call["stdin"])
         if answer == "timeout":
             return Result("", Status.TIMEOUT).encode(binary=True)
         outcome = "equivalent" if gold == answer else "not_equivalent"
         return Result("", Status.OK, value=repr(outcome)).encode(binary=True)
 
-    monkeypatch.setattr(fakes, "answer_of", answer_of)
+    monkeypatch.setattr(fakes, "ok_result", ok_result)
 
 
 def pair(gold: Any, answer: Any) -> dict[str, Any]:
