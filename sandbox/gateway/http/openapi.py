@@ -15,16 +15,13 @@ from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.http.auth import PUBLIC_PATHS
 from sandbox.gateway.http.codec import HEARTBEAT_S
 from sandbox.gateway.http.errors import ERROR_TYPES
+from sandbox.gateway.http.result_fields import CALL_ERROR_FIELDS, RESULT_FIELDS, USAGE_FIELDS, VERDICT_FIELDS
 from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
 from sandbox.types import (
-    CALL_ERROR_FIELDS,
     CALL_FIELDS,
     LIMIT_FIELDS,
     PRIORITY,
-    RESULT_FIELDS,
-    USAGE_FIELDS,
-    VERDICT_FIELDS,
     Call,
     CallError,
     DocumentedEnum,
