@@ -71,7 +71,7 @@ def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
     zygote.confined_flags, zygote.writer = mmap.mmap(-1, mmap.PAGESIZE), frames.FrameWriter(zygote.reader.sock)
     zygote.on_call({**call, "blobs": [len(script), 0, 0]}, memoryview(script))
     zygote.fork_pending()
-    zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)  # the call has closed the flags after it had set its own
+    zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)  # the script has set its flag and closed the flags
     zygote.confined_flags[_SLOT] = 1
     for running in zygote.running.values():
         zygote.send_ended(running, 0, resource.getrusage(resource.RUSAGE_CHILDREN))
