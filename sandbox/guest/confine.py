@@ -1,8 +1,8 @@
 """Confinement: the steps between the fork and the first line of a call's code.
 
 `Confinement` turns the plan, which the executor's side has made, into one ordered list of system calls per call. The
-zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At level
-`landlock` and `none`, `finish` takes the last steps, which are more than a system call.
+zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At the
+levels `landlock` and `none`, `finish` takes the last steps, which are more than a system call.
 
     step                                          levels                      why here
     1  dup2 of output, report, input              all                         later failures are written to the report
@@ -60,7 +60,7 @@ class Confinement:
 
     def __init__(self, plan: dict) -> None:
         self.scratch_mount: str | None = plan["scratch_mount"]
-        """Where each call gets a file system of its own as working directory."""
+        """Directory on which each call mounts its own tmpfs, its working directory. None at the other levels."""
         self.landlock = landlock_slots.LandlockSlots(plan["landlock"]) if plan["landlock"] else None
         self.address_space_bytes = 0
         """Address space of the zygote, to which a call's own limit is added. The executor sends it."""
@@ -72,7 +72,7 @@ class Confinement:
         self._inodes: int = plan["max_files"]
         self._uid_base: int | None = plan["uid_base"]
         self._limits = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
-        self._buffers: list = []  # what the steps point at
+        self._buffers: list = []  # memory that the steps point at
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
         self._clone_flags, self._tid = 0, 0
@@ -135,8 +135,8 @@ class Confinement:
         if not call["blobs"][1]:
             steps += self._empty_input
         steps += self._signals
+        steps += self._unshare
         if self.scratch_mount is not None:
-            steps += self._unshare
             steps += _step(system_calls.MOUNT, *self._mount, data + 8 * _OPTIONS_WORD)
         if uid is not None:
             steps += _step(system_calls.SETGROUPS, 0, 0)

@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.config import ConfigError, RunConfig, SamplingConfig, SandboxConfig, urls
 from trainer.data import problems as data
 from trainer.data import tiny_model
+from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
 from trainer.engines.local import LocalEngine
-from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
+from trainer.engines.pool import EnginePool
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_in_process

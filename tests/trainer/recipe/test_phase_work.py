@@ -228,7 +228,7 @@ async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
         async with phase_work._pool(Run(_config(tmp_path, *sets)), model) as pool:
             assert paths == [tmp_path / "run/weights/v000000"]
             assert paths[0].exists(), "one that is started anew gets them again"
-            assert pool._patience_s == 77
+            assert pool._all_down_timeout_s == 77
     assert not paths[0].exists()
     await behind.close()
 
