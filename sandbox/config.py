@@ -22,6 +22,7 @@ from sandbox.fields import NumberRule
 from sandbox.types import LIMIT_FIELDS, Limits, Profile
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 SLOTS_PER_CORE = 16
 """Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and frames carry
@@ -49,6 +50,10 @@ class TextRule:
     def expected(self) -> str:
         return f"one of {', '.join(self.choices)}" if self.choices else "text"
 
+    @property
+    def metavar(self) -> str:
+        return "|".join(self.choices) or "TEXT"
+
     def parse(self, text: str) -> str:
         return text
 
@@ -64,6 +69,7 @@ class NameListRule:
     """A setting that is a list of distinct names out of `choices`. In text, commas separate the names."""
 
     choices: tuple[str, ...]
+    metavar = "NAMES"
 
     @property
     def expected(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class NumberRule:
     whole: bool = True
     default: float = 0
     doc: str = ""
+    metavar = "N"
 
     @property
     def expected(self) -> str:
@@ -54,11 +56,24 @@ def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def check_names(mapping: Mapping[Any, Any], known: Mapping[str, Any], where: str) -> None:
-    """Refuse a mapping with a field that is not in `known`."""
-    if not mapping.keys() <= known.keys():
-        unknown = next(name for name in mapping if name not in known)
-        raise InvalidCall(f"{where}: unknown field {shown(unknown)}; the fields are {', '.join(known)}")
+def check_names(
+    mapping: Mapping[Any, Any],
+    known: Mapping[str, Any],
+    where: str,
+    nested: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Refuse a mapping with a field that is not in `known`. The message suggests a field with a similar name, also one
+    of the `nested` objects, by the name of their field."""
+    if mapping.keys() <= known.keys():
+        return
+    unknown = next(name for name in mapping if name not in known)
+    parent = where.rpartition(".")[2] + "." if "." in where else ""
+    paths = {name: parent + name for name in known}
+    for outer, names in (nested or {}).items():
+        paths = {name: f"{outer}.{name}" for name in names} | paths
+    similar = difflib.get_close_matches(unknown[:60], paths, n=1) if isinstance(unknown, str) else []
+    suggestion = f"; did you mean {paths[similar[0]]}?" if similar else ""
+    raise InvalidCall(f"{where}: unknown field {shown(unknown)}; the fields are {', '.join(known)}{suggestion}")
 
 
 def check_number(value: Any, rule: NumberRule, where: str) -> float:

@@ -3,18 +3,19 @@
 - All types are frozen. A `Call` that exists is valid: the constructor and `Call.decode` check by the same rules.
 - `code` and `stdin` may hold any characters. NUL bytes and lone surrogates reach the guest and come back as a Python
   error in the result.
-- `CALL_FIELDS`, `LIMIT_FIELDS`, `RESULT_FIELDS` and so on describe each field once; validation and the OpenAPI schema
-  use these descriptions.
+- `CALL_FIELDS` and `LIMIT_FIELDS` describe each field of a call once, for validation and the OpenAPI schema.
+  `sandbox.gateway.http.result_fields` describes the fields of results.
 
 Bytes (file contents) are base64 text in JSON and raw `bin` in msgpack; `decode` takes both.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, Self, TypedDict, overload
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import (
@@ -35,57 +36,56 @@ MAX_CODE_BYTES = 4 << 20
 MAX_STDIN_BYTES = 16 << 20
 
 
-class Status(StrEnum):
-    """How a call ended. `UNAVAILABLE` and `INVALID` say nothing about the code and must not be scored as 0."""
+class DocumentedEnum(StrEnum):
+    """Text values, each with a description for readers and for the OpenAPI document."""
 
-    OK = "ok"
-    """The code ended with exit code 0."""
-    ERROR = "error"
-    """The code raised an exception, did not compile, or ended with another exit code."""
-    TIMEOUT = "timeout"
-    """The call used `timeout_s` of virtual time: wall time minus the time spent waiting for a core."""
-    MEMORY_LIMIT = "memory_limit"
-    """The call needed more than `memory_mb`."""
-    OUTPUT_LIMIT = "output_limit"
-    """The call wrote more than `output_kb` to stdout or stderr. The result has the first `output_kb`."""
-    KILLED = "killed"
-    """A signal that the service did not send ended the process, for example after a crash in C code."""
-    UNAVAILABLE = "unavailable"
-    """The service failed to run the call; its retries are used up."""
-    INVALID = "invalid"
-    """The call is malformed and did not run. `error.message` names the field."""
+    description: str
+
+    def __new__(cls, value: str, description: str = "") -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.description = description
+        return member
 
 
-class Profile(StrEnum):
+class Status(DocumentedEnum):
+    """How a call ended. `unavailable` and `invalid` say nothing about the code and must not be scored as 0."""
+
+    OK = "ok", "The code ended with exit code 0."
+    ERROR = "error", "The code raised an exception, did not compile, or ended with another exit code."
+    TIMEOUT = "timeout", "The call used `timeout_s` of virtual time: wall time minus the time spent waiting for a core."
+    MEMORY_LIMIT = "memory_limit", "The call needed more than `memory_mb`."
+    OUTPUT_LIMIT = (
+        "output_limit",
+        "The call wrote more than `output_kb` to stdout or stderr. The result has the first `output_kb`.",
+    )
+    KILLED = "killed", "A signal that the service did not send ended the process, for example after a crash in C code."
+    UNAVAILABLE = "unavailable", "The service failed to run the call; its retries are used up."
+    INVALID = "invalid", "The call is malformed and did not run. `error.message` names the field."
+
+
+class Profile(DocumentedEnum):
     """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong."""
 
-    AUTO = "auto"
-    """The server chooses by the imports in the code."""
-    BARE = "bare"
-    """The modules of the standard library that math code uses."""
-    NUMERIC = "numeric"
-    """`bare` and numpy."""
-    SYMBOLIC = "symbolic"
-    """`numeric`, sympy and mpmath."""
-    SCIENTIFIC = "scientific"
-    """`symbolic`, scipy, networkx and pandas."""
-    VERIFY = "verify"
-    """`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."""
+    AUTO = "auto", "The server chooses by the imports in the code."
+    BARE = "bare", "The modules of the standard library that math code uses."
+    NUMERIC = "numeric", "`bare` and numpy."
+    SYMBOLIC = "symbolic", "`numeric`, sympy and mpmath."
+    SCIENTIFIC = "scientific", "`symbolic`, scipy, networkx and pandas."
+    VERIFY = "verify", "`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."
 
 
-class Outcome(StrEnum):
-    """How an answer compares with the right answer. `UNAVAILABLE` and `INVALID` must not be scored as 0."""
+class Outcome(DocumentedEnum):
+    """How an answer compares with the right answer. `unavailable` and `invalid` must not be scored as 0."""
 
-    EQUIVALENT = "equivalent"
-    """math-verify finds both equal."""
-    NOT_EQUIVALENT = "not_equivalent"
-    """math-verify can read both and does not find them equal."""
-    UNPARSABLE = "unparsable"
-    """One of the two cannot be read, or the comparison exceeded its limits (see `Verdict.status`)."""
-    UNAVAILABLE = "unavailable"
-    """The service failed to check the pair."""
-    INVALID = "invalid"
-    """The pair is malformed. `Verdict.message` names the field."""
+    EQUIVALENT = "equivalent", "math-verify finds both equal."
+    NOT_EQUIVALENT = "not_equivalent", "math-verify can read both and does not find them equal."
+    UNPARSABLE = (
+        "unparsable",
+        "One of the two cannot be read, or the comparison exceeded its limits (see `Verdict.status`).",
+    )
+    UNAVAILABLE = "unavailable", "The service failed to check the pair."
+    INVALID = "invalid", "The pair is malformed. `Verdict.message` names the field."
 
 
 LIMIT_FIELDS: dict[str, NumberRule] = {
@@ -100,7 +100,8 @@ LIMIT_FIELDS: dict[str, NumberRule] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resource limits of one call. The defaults equal those of `LIMIT_FIELDS`."""
+    """Resource limits of one call; the server lowers values above its own maximum, and the result's `clamped` lists
+    them. The defaults equal those of `LIMIT_FIELDS`."""
 
     timeout_s: float = 10.0
     memory_mb: int = 512
@@ -161,7 +162,7 @@ class Call:
         """Build a call from a decoded JSON or msgpack mapping. Missing fields come from `defaults`. Raises
         `InvalidCall`."""
         mapping = check_mapping(raw, where)
-        check_names(mapping, CALL_FIELDS, where)
+        check_names(mapping, CALL_FIELDS, where, {"limits": LIMIT_FIELDS})
         if "code" not in mapping:
             raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
         base = defaults or _NO_DEFAULTS
@@ -183,6 +184,13 @@ class Call:
             if name in mapping:
                 raise InvalidCall(f"{where}.{name}: belongs to a single call; move it into calls[]")
         return cls.decode({**mapping, "code": ""}, where=where)
+
+    def with_limits(self, limits: Limits) -> Call:
+        """Return this call with other limits, which must be valid. The other fields are not checked again."""
+        call = object.__new__(Call)
+        for name in _DEFAULTS:
+            _set(call, name, limits if name == "limits" else getattr(self, name))
+        return call
 
     @property
     def size(self) -> int:
@@ -220,7 +228,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources that a call used. `USAGE_FIELDS` states the precision of each number."""
+    """Resources that a call used."""
 
     queue_ms: float = 0.0
     run_ms: float = 0.0
@@ -268,7 +276,7 @@ class EncodedResult(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one call. `RESULT_FIELDS` describes each field."""
+    """The result of one call."""
 
     id: str
     status: Status
@@ -363,6 +371,14 @@ class Verdict:
         }
 
 
+def signal_name(number: int | None) -> str:
+    """Return the name of a signal, such as SIGSEGV."""
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return f"SIG{number}"
+
+
 def unavailable_result(call_id: str, error_type: str, message: str, attempts: int = 0) -> Result:
     """Return the result of a call that the service failed to run."""
     return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(error_type, message), attempts=attempts)
@@ -384,44 +400,6 @@ CALL_FIELDS: dict[str, str] = {
     "id": "your name for the call, returned with its result",
     "priority": "waiting calls with a lower number run first",
     "tenant": "owner of the call; the server divides its slots fairly between tenants",
-}
-CALL_ERROR_FIELDS: dict[str, str] = {
-    "type": "name of the exception's type, of the signal, or of the limit that ended the call",
-    "message": "the exception's text, or what was expected and what came",
-    "traceback": "the traceback as Python prints it, with frames of the code only; empty if there is none",
-    "line": "line of the code, from 1; null if unknown",
-}
-USAGE_FIELDS: dict[str, str] = {
-    "queue_ms": "milliseconds that the call waited for a slot, summed over all attempts",
-    "run_ms": "milliseconds of wall time from the start of the call's process to its end",
-    "cpu_ms": "milliseconds of CPU time of all processes of the call; without cgroups, of the first process and of the "
-    "children that it waited for",
-    "peak_memory_mb": "peak MiB that the call added to the memory inherited from its zygote. With cgroups: all its "
-    "processes, its files, and the inherited pages that it wrote to, about 0.5 MiB for the smallest call. Without "
-    "cgroups: its largest process only, without files and without inherited pages",
-}
-RESULT_FIELDS: dict[str, str] = {
-    "id": "the call's id; without one, its index in the batch, from 0",
-    "status": "how the call ended",
-    "stdout": "text written to standard output, at most output_kb",
-    "stderr": "text written to standard error, at most output_kb",
-    "value": "repr() of the last expression if echo is true and the status is ok; else null",
-    "error": "the reason why the call did not end as ok; null if it did",
-    "exit_code": "exit code of the call's process; null if a signal ended it or nothing ran",
-    "signal": "number of the signal that ended the call's process; else null",
-    "truncated": "names of the fields that were truncated: stdout, stderr, value, traceback or files",
-    "files": "returned files by path: base64 text in JSON, raw bytes in msgpack",
-    "usage": "resources that the call used",
-    "attempts": "number of times that the call was started; 0 if never",
-    "clamped": "limits above the server's maximum, with the lower value that was used",
-    "missing_files": "paths of return_files that are not in files: the code left no readable regular file there, the "
-    "file did not fit (truncated then contains files), or the call was killed before its files were read",
-}
-VERDICT_FIELDS: dict[str, str] = {
-    "outcome": "how the answer compares with the right answer",
-    "status": "how the check ended, in its own virtual time and limits: ok if the comparison finished",
-    "message": "the reason why there is no comparison; else empty",
-    "usage": "resources that the check used",
 }
 PRIORITY = NumberRule(-100, 100, True, 0, CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}

@@ -96,7 +96,7 @@ class ServerUnderTest:
         give_up_at = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < give_up_at:
             states = [processes.state(pid) for pid in processes_by_kind(self.pid)["executor"]]
-            if "Z" not in states and f"\nrstar_sandbox_executors_ready {executors}\n" in self._server.metrics():
+            if "Z" not in states and f"\nrstar_sandbox_executors_ready {executors}.0\n" in self._server.metrics():
                 return
             time.sleep(0.1)
         raise BenchFailed(f"not all {executors} executors are ready again within {READY_TIMEOUT_S:g} s")

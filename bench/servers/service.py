@@ -22,7 +22,7 @@ from typing import BinaryIO
 from bench.harness.command import BenchFailed
 from bench.probes import processes
 from sandbox import runtime
-from sandbox.gateway.calls.executor_handle import EXECUTOR
+from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
 
 START_TIMEOUT_S = 120.0
 """Warming the interpreters takes seconds, and longer on a loaded machine."""
@@ -43,7 +43,7 @@ class Service:
 
     def executors(self) -> list[int]:
         """The executor processes alone."""
-        return [pid for pid in self.processes() if EXECUTOR in processes.command(pid)]
+        return [pid for pid in self.processes() if EXECUTOR_MODULE in processes.command(pid)]
 
     def metrics(self) -> str:
         """The text of `/metrics`."""
@@ -57,7 +57,7 @@ class Service:
 
     def num_running_calls(self) -> int:
         """Calls that run now, over all executors."""
-        counts = re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)$", self.metrics(), re.MULTILINE)
+        counts = re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)\.0$", self.metrics(), re.MULTILINE)
         return sum(map(int, counts))
 
 

@@ -25,9 +25,11 @@ from bench.simulator.measures import EngineCounters
 from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import EpisodeScript
 from bench.simulator.simulation import TurnTrace, teach_lengths
-from trainer.engines.pool import Pool, Served
-from trainer.engines.vllm_client import Sampling, VllmEngine
-from trainer.engines.vllm_servers import Servers
+from trainer.engines.engine import SamplingParams
+from trainer.engines.engine_health import TurnRecord
+from trainer.engines.pool import EnginePool
+from trainer.engines.vllm_client import VllmEngine
+from trainer.engines.vllm_servers import VllmServers
 from trainer.scheduling.scheduler import Scheduler
 
 HIDDEN_SIZE, LAYERS = 512, 6
@@ -41,12 +43,12 @@ COUNTERS_TIMEOUT_S = 30.0
 """Seconds until the servers' counters must include all sampled tokens."""
 
 
-class SmallServers(Servers):
+class SmallServers(VllmServers):
     """Servers with a small cache that log every decode step."""
 
     def command(self, port: int) -> list[str]:
         cache = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
-        return [*Servers.command(self, port), *cache, "--enable-logging-iteration-details"]
+        return [*VllmServers.command(self, port), *cache, "--enable-logging-iteration-details"]
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class VllmTestbed:
     @classmethod
     @asynccontextmanager
     async def started(cls, python: str, count: int, directory: Path) -> AsyncIterator[VllmTestbed]:
-        """`count` warm servers in the environment of `python`. Raises `EngineFailed`."""
+        """`count` warm servers in the environment of `python`. Raises `EngineError`."""
         write_model(directory / "model")
         logs = directory / "logs"
         servers = SmallServers(python, directory / "model", MAX_MODEL_LEN, MAX_RUNNING, dtype="float32")
@@ -73,7 +75,9 @@ class VllmTestbed:
     def engines(self) -> list[VllmEngine]:
         """A client for each server."""
         return [
-            VllmEngine(url, vocabulary=VOCAB_SIZE, max_length=MAX_MODEL_LEN, slots=MAX_RUNNING, name=f"e{number}")
+            VllmEngine(
+                url, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_RUNNING, name=f"e{number}"
+            )
             for number, url in enumerate(self.urls)
         ]
 
@@ -154,21 +158,22 @@ async def played(
 ) -> list[TurnTrace]:
     """Play the scripts through the engine pool. Returns the turns in the order in which they ended."""
     indices: dict[int, int] = {}
-    served: list[Served] = []
+    records: list[TurnRecord] = []
     max_context_tokens = max(script.prompt for script in scripts) + max_response_tokens
     scheduler = Scheduler(max_context_tokens, POLICIES[policy]())
-    async with Pool(engines, scheduler=scheduler, log=served.append) as pool:
-        while not all(desk.is_up for desk in pool.desks.values()):  # noqa: ASYNC110
+    async with EnginePool(engines, scheduler=scheduler, on_turn=records.append) as pool:
+        while not all(state.is_up for state in pool.engine_states.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         teach_lengths(pool.scheduler, previous_step)
         start = asyncio.get_running_loop().time()
 
         async def play(index: int, script: EpisodeScript) -> None:
             ids = _random_ids(f"{seed}/{script.group}", script.prompt, vocab_size)
-            async with pool.seat(group=script.group, most_tokens=script.prompt + max_response_tokens) as seat:
-                indices[seat.key] = index
+            max_context = script.prompt + max_response_tokens
+            async with pool.open_episode(group=script.group, max_context_tokens=max_context) as handle:
+                indices[handle.key] = index
                 for turn, (sampled, observed, tool_s) in enumerate(script.turns):
-                    ids += (await seat.generate(ids, Sampling(sampled))).ids
+                    ids += (await handle.generate(ids, SamplingParams(sampled))).ids
                     ids += _random_ids(f"{seed}/{index}/{turn}", observed, vocab_size)
                     await asyncio.sleep(tool_s)
 
@@ -177,15 +182,15 @@ async def played(
                 group.create_task(play(index, script))
     return [
         TurnTrace(
-            indices[turn.episode],
-            turn.engine,
-            turn.began - start,
-            turn.ended - start,
-            turn.context,
-            turn.sampled,
-            turn.has_moved,
+            indices[record.episode],
+            record.engine,
+            record.started_at - start,
+            record.ended_at - start,
+            record.context_tokens,
+            record.sampled_tokens,
+            record.is_migration,
         )
-        for turn in served
+        for record in records
     ]
 
 
@@ -224,7 +229,7 @@ async def _run_batch(engine: VllmEngine, batch: Batch) -> float:
     async def run_sequence(lengths: Sequence[int]) -> None:
         for sampled in lengths:
             ids = _random_ids(str(random.random()), batch.context, VOCAB_SIZE)
-            await engine.generate(ids, Sampling(sampled))
+            await engine.generate(ids, SamplingParams(sampled))
 
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:

@@ -1,10 +1,13 @@
-"""A call between queue and result, in three parts with one owner each.
+"""The state of a call between queue and result. It has four parts, each with one owner.
 
-part            contents                                                     owner              lifetime
-CallRequest     the decoded call; immutable                                  -                  until answered
-CallState       the request, counts of attempts and failed starts            Executor           until answered
-Attempt         run id, slot, how to kill it, deadline, usage                ZygotePool         one try on one zygote
-CallMonitor     virtual clock, demotion, reason of a kill (`monitor`)        Monitor            while sampled
+    part           contents                                              owner        lifetime
+    CallRequest    the decoded call; immutable                           -            until the result
+    CallState      the request, attempts, failed starts                  Executor     until the result
+    Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
+    CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the zygote's report of a
+                                                                                      still running call to its end
+
+`CallMonitor` is in `monitor`, the others are here.
 """
 
 from __future__ import annotations
@@ -152,7 +155,7 @@ class Attempt:
     run_id: int
     slot: int
     sent_at: float
-    """Monotonic time at which the zygote was told to start the call."""
+    """Monotonic time at which the call was sent to the zygote."""
     kill: Callable[[], None]
     """Makes the zygote kill the call's first process, and so the call."""
     hang_deadline: float
@@ -177,8 +180,8 @@ class CallState:
     is_cancelled: bool = False
 
     def mark_cancelled(self) -> None:
-        """Note that nobody waits for the result, and free the code and the input. The limits stay in use until the
-        attempt has ended."""
+        """Mark that no result is to be sent, and free the code and the input. The limits stay in use until the attempt
+        has ended."""
         self.is_cancelled = True
         self.request = replace(self.request, encoded={}, modules=frozenset())
 

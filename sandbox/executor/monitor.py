@@ -2,7 +2,7 @@
 changes their CPU priority, and kills them at their time limit.
 
     virtual time   reaches `demote_after_s`        the call is long: demoted, and in a long slot once one is free
-                   lags 1/4 of the fair share      the call is promoted until it has caught up
+                   lags behind 1/4 of the share    the call is promoted until it has caught up
                    reaches `timeout_s`             killed: timed out
     wall cap       used up                         killed: timed out if it has several threads, else starved
     memory         over the limit, no cgroup       killed: out of memory
@@ -44,6 +44,7 @@ CROWDED_CALLS_PER_CORE = 48
 """Calls per core above which sample intervals grow in proportion, so that the total cost of sampling stays constant.
 Not lower: the virtual time of child processes that start and end between two samples is only estimated."""
 MIN_SAMPLE_INTERVAL_S = 0.002
+"""Minimum seconds between two samples of a call."""
 POLL_BUDGET_S = 0.002
 """CPU seconds of sampling after which the monitor yields to the event loop."""
 FREE_SAMPLE_CPU_S, MAX_COSTLY_SAMPLE_SHARE = 0.0005, 0.2

@@ -290,11 +290,13 @@ class _ThreadEstimate:
 class _RunDelayEstimator:
     """Estimates run delay where the kernel does not count it (`counts_run_delay`).
 
-    between two samples, the thread                 estimated run delay
-    was runnable in both, no voluntary switch       the interval minus CPU time
-    slept in both, no voluntary switch              0
-    otherwise                                       the share of all samples in which it was runnable, of the sum of
-                                                    such intervals, minus their CPU time
+        between two samples the thread               estimated run delay
+        was runnable in both, no voluntary switch    the interval minus CPU time
+        slept in both, no voluntary switch           0
+        otherwise                                    such intervals times the share of samples in which it was
+                                                     runnable, minus their CPU time
+
+    Samples come at random moments, so a share of the samples is a share of the time.
     """
 
     def __init__(self) -> None:

@@ -42,17 +42,14 @@ class Slots:
         self.long: set[int] = set()
         """Slots that count against the long quota."""
         self._max_long = long
-        self._cgroups: CgroupTree | None = None
+        self.cgroups: CgroupTree | None = None
+        """One cgroup per slot, if the machine grants any."""
         self._mount_namespace_fds: dict[int, int] = {}
-
-    def attach_cgroups(self, cgroups: CgroupTree) -> None:
-        """Use one cgroup of `cgroups` for each slot from now on."""
-        self._cgroups = cgroups
 
     @property
     def idle_cgroup(self) -> IdleCgroup | None:
         """The cgroup for demoted threads."""
-        return self._cgroups.idle if self._cgroups else None
+        return self.cgroups.idle if self.cgroups else None
 
     @property
     def free_short(self) -> int:
@@ -90,20 +87,20 @@ class Slots:
 
     def cgroup(self, slot: int) -> SlotCgroup | None:
         """Return the slot's cgroup; None if the machine grants none. Raises `OSError` if it cannot be created."""
-        return self._cgroups.cgroup(slot) if self._cgroups else None
+        return self.cgroups.cgroup(slot) if self.cgroups else None
 
     def set_limits(self, slot: int, memory_bytes: int, tasks: int) -> None:
         """Limit the next call in the slot. Raises `OSError`; then the slot has to be parked."""
-        if self._cgroups:
-            self._cgroups.cgroup(slot).set_limits(memory_bytes, tasks)
+        if self.cgroups:
+            self.cgroups.cgroup(slot).set_limits(memory_bytes, tasks)
 
     def read_usage(self, slot: int) -> CgroupUsage | None:
         """Return what the call in the slot has used, before `release`. None without a cgroup."""
-        return self._cgroups.cgroup(slot).read_usage() if self._cgroups else None
+        return self.cgroups.cgroup(slot).read_usage() if self.cgroups else None
 
     def release(self, slot: int) -> bool:
         """Free a slot; return False if it has to wait for that (`release_when_empty`)."""
-        if slot in self._mount_namespace_fds or (self._cgroups and not self._cgroups.cgroup(slot).is_empty):
+        if slot in self._mount_namespace_fds or (self.cgroups and not self.cgroups.cgroup(slot).is_empty):
             return False
         self._mark_free(slot)
         return True
@@ -111,12 +108,12 @@ class Slots:
     async def release_when_empty(self, slot: int) -> None:
         """Wait until the slot's cgroup is empty, close the mount namespace, and free the slot."""
         interval_s, waited_s = MIN_POLL_INTERVAL_S, 0.0
-        while self._cgroups:
+        while self.cgroups:
             await trio.sleep(interval_s)
             waited_s += interval_s
             interval_s = min(2 * interval_s, MAX_POLL_INTERVAL_S)
             try:
-                cgroup = self._cgroups.cgroup(slot)
+                cgroup = self.cgroups.cgroup(slot)
             except OSError as error:
                 log.warning("slot %d: cgroup not available yet: %s", slot, error)
                 continue

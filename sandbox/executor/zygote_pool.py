@@ -6,9 +6,9 @@ profile in the chain. The `verify` zygote is forked from `symbolic` on the first
                            +------- back-off <----- _reap -----+    its calls are retried, its slots released
 
 Invariants:
-- The exit of a zygote ends its own calls only. Two exceptions end the whole jail: the first zygote of the chain, whose
-  exit ends the launcher; and any zygote if there are no cgroups, since then only the exit of the jail's init shows that
-  the processes of its calls are gone.
+- The exit of a zygote ends its own calls only, with two exceptions that end the whole jail: the exit of the first
+  zygote of the chain, which the launcher waits for; and any exit if there are no cgroups, since then only the exit of
+  the jail's init shows that the processes of the calls are gone.
 - A zygote that sends an invalid frame is compromised, and so is all that it can reach: its jail is killed.
 - A slot (which is also a uid in the jail) is used by at most one call at a time.
 """
@@ -42,6 +42,7 @@ START_TIMEOUT_S = 60.0
 START_TRIES = 3
 """Failed starts in a row after which the executor gives up, if its zygotes have never been ready."""
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
+"""Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
 MAX_SLOTS_PER_POOL = 4096
 """Size of the zygote's array of confinement marks (`guest/zygote.py`)."""
 
@@ -139,22 +140,12 @@ class ZygotePool:
         self._owner = owner
         self._report_after_s = report_after_s
         self._is_replacement = is_replacement
-        self._cgroups: jail.CgroupTree | None = None
         self._jail_process: subprocess.Popen[bytes] | None = None
         self._zygotes_changed = trio.Event()
         self._verifier_requested = trio.Event()
         self._verifier_failed = False
         """The `verify` zygote was requested and has failed to start `START_TRIES` times."""
         self._nursery: trio.Nursery | None = None
-
-    def attach_cgroups(self, cgroups: jail.CgroupTree) -> None:
-        """Use one cgroup for each slot from now on."""
-        self._cgroups = cgroups
-        self.slots.attach_cgroups(cgroups)
-
-    @property
-    def has_all_zygotes(self) -> bool:
-        return all(profile in self.zygotes for profile in self._profiles)
 
     @property
     def is_waiting_for_verifier(self) -> bool:
@@ -204,8 +195,8 @@ class ZygotePool:
         memory_bytes = request.cgroup_memory_bytes(zygote_bytes)
         try:
             self.slots.set_limits(slot, memory_bytes, request.max_tasks)
-            if self._cgroups is not None:
-                zygote.send_cgroup_fds(slot, self._cgroups)
+            if self.slots.cgroups is not None:
+                zygote.send_cgroup_fds(slot, self.slots.cgroups)
         except OSError:
             self._park_slot(slot)
             raise
@@ -270,7 +261,8 @@ class ZygotePool:
                     await self._handshake(zygote)
                 self.zygotes[zygote.profile] = zygote
                 zygote.was_ready = True
-                self.has_been_ready = self.has_been_ready or self._is_replacement or self.has_all_zygotes
+                if self._is_replacement or all(profile in self.zygotes for profile in self._profiles):
+                    self.has_been_ready = True
                 self._notify_change()
                 self._owner.on_zygote_ready()
                 while frames := await zygote.receive():
@@ -308,8 +300,8 @@ class ZygotePool:
         mapped_bytes, private_bytes = _mapped_and_private_bytes(pid)
         self.max_zygote_bytes = max(self.max_zygote_bytes, private_bytes)
         if zygote.profile is Profile.BARE:
-            if self._cgroups is not None:
-                self._cgroups.allow_clone_into(pid, zygote.stream.peer_uid)
+            if self.slots.cgroups is not None:
+                self.slots.cgroups.allow_clone_into(pid, zygote.stream.peer_uid)
             elif self._spec.level is not jail.Level.NONE:
                 zygote.jail_exited = self._watch_jail_init(pid)
         zygote.send({"op": "start", "address_space_bytes": mapped_bytes, "report_after_s": self._report_after_s})

@@ -1,8 +1,8 @@
 """Confinement: the steps between the fork and the first line of a call's code.
 
 `Confinement` turns the plan, which the executor's side has made, into one ordered list of system calls per call. The
-zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At level
-`landlock` and `none`, `finish` takes the last steps, which are more than a system call.
+zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At the
+levels `landlock` and `none`, `finish` takes the last steps, which are more than a system call.
 
     step                                          levels                      why here
     1  dup2 of output, report, input              all                         later failures are written to the report
@@ -59,8 +59,8 @@ class Confinement:
     """The plan, prepared so that a call pays for system calls alone. Child zygotes inherit it."""
 
     def __init__(self, plan: dict) -> None:
-        self.scratch_mount: str | None = plan["tmpfs"]
-        """Where each call gets a file system of its own as working directory."""
+        self.scratch_mount: str | None = plan["scratch_mount"]
+        """Directory on which each call mounts its own tmpfs, its working directory. None at the other levels."""
         self.landlock = landlock_slots.LandlockSlots(plan["landlock"]) if plan["landlock"] else None
         self.address_space_bytes = 0
         """Address space of the zygote, to which a call's own limit is added. The executor sends it."""
@@ -68,12 +68,12 @@ class Confinement:
         """`cgroup.procs` descriptors by slot; a process enters a cgroup by writing to one."""
         self.cgroup_dir_fds: dict[int, int] = {}
         """Directory of the version 2 cgroup by slot, into which clone3(2) forks (Linux 5.7)."""
-        self.has_namespaces: bool = plan["unshare_pid"]
-        self._inodes: int = plan["inodes"]
+        self.has_namespaces: bool = plan["pid_namespace"]
+        self._inodes: int = plan["max_files"]
         self._uid_base: int | None = plan["uid_base"]
-        self._limits = [name for name in RLIMITS if name != "processes" or plan["bounds_processes"]]
-        self._buffers: list = []  # what the steps point at
-        if plan["drop_bounding"]:
+        self._limits = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
+        self._buffers: list = []  # memory that the steps point at
+        if plan["clear_bounding_set"]:
             _drop_bounding_set()
         self._clone_flags, self._tid = 0, 0
         if self.has_namespaces:
@@ -82,7 +82,9 @@ class Confinement:
         clone3[0] = self._clone_flags | _CLONE_INTO_CGROUP
         clone3[_CLONE_ARG_CHILD_TID], clone3[_CLONE_ARG_EXIT_SIGNAL] = self._tid, _SIGCHLD
         self._clone3 = list(clone3)
-        self._filter = _Filter(base64.b64decode(plan["seccomp"]), plan["own_pid_at"]) if plan["seccomp"] else None
+        self._filter = (
+            _Filter(base64.b64decode(plan["call_filter"]), plan["own_pid_offsets"]) if plan["call_filter"] else None
+        )
         self._prepare_steps(plan)
         self.prepare()
 
@@ -133,8 +135,8 @@ class Confinement:
         if not call["blobs"][1]:
             steps += self._empty_input
         steps += self._signals
+        steps += self._unshare
         if self.scratch_mount is not None:
-            steps += self._unshare
             steps += _step(system_calls.MOUNT, *self._mount, data + 8 * _OPTIONS_WORD)
         if uid is not None:
             steps += _step(system_calls.SETGROUPS, 0, 0)
@@ -164,21 +166,21 @@ class Confinement:
     def _prepare_steps(self, plan: dict) -> None:
         """Build the steps that are the same for each call."""
         step, calls = _step, system_calls
-        home = self._address((plan["tmpfs"] or "").encode())
+        home = self._address((plan["scratch_mount"] or "").encode())
         self._zero = self._address(b"0")
         self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
         signals = self._address(bytes(128))  # the C library's sigset_t is larger than the kernel's
         self._signals = step(calls.SIGPROCMASK, _SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
         if self.landlock is None:
             self._signals += step(calls.SETPGID, 0, 0)
-        self._unshare = step(calls.UNSHARE, plan["unshare"]) if plan["unshare"] else ()
+        self._unshare = step(calls.UNSHARE, plan["namespaces"]) if plan["namespaces"] else ()
         self._mount = self._address(b"scratch"), home, self._address(b"tmpfs"), _MOUNT_FLAGS
         self._drop_capabilities: tuple[int, ...] = ()
-        if plan["unshare_user"]:  # before RLIMIT_NPROC, which would otherwise count nested namespaces together
+        if plan["user_namespace"]:  # before RLIMIT_NPROC, which would otherwise count nested namespaces together
             self._drop_capabilities += step(calls.UNSHARE, _CLONE_NEWUSER)
-        if plan["drop_caps"]:
+        if plan["drop_capabilities"]:
             self._drop_capabilities += step(calls.CAPSET, self._address(_CAP_HEADER), self._address(bytes(24)))
-        self._enter_scratch = step(calls.CHDIR, home) if plan["tmpfs"] else ()
+        self._enter_scratch = step(calls.CHDIR, home) if plan["scratch_mount"] else ()
         self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, _SIGKILL)
         if self.landlock is not None:
             self._last_steps += step(calls.SETSID)
@@ -211,9 +213,9 @@ def restrict_zygote(plan: dict) -> None:
     """Set the limits that are the same for each call, and the zygote's part of the filter. Calls inherit both."""
     for number in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK):
         resource.setrlimit(number, (0, 0))
-    if plan["zygote_seccomp"]:
+    if plan["zygote_filter"]:
         check(system_calls.prctl(system_calls.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
-        _Filter(base64.b64decode(plan["zygote_seccomp"]), []).load()
+        _Filter(base64.b64decode(plan["zygote_filter"]), []).load()
 
 
 def _clone_flags() -> tuple[int, int]:

@@ -5,11 +5,10 @@ This is an optimisation: where the kernel or the C library lacks a feature, fork
 A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
 each 4 KiB page that the parent has written. For a heap of 50 MB these entries cost more than all else of a small call.
 
-    use_one_heap, reexec_with_malloc   all memory comes from malloc's heap          at the start of a zygote
-    colocate_bytecode                  hot bytecode lies side by side               after the first warm-up
-    remap_code                         code in huge pages, two mappings a library   after a profile is loaded
-    compact_heap                       the heap is collapsed into huge pages        after that; MADV_COLLAPSE, Linux 6.1
-    trim_heap                          the free end of the heap is returned         last
+    use_one_heap, reexec_with_malloc   all memory comes from malloc's heap             when a zygote starts
+    colocate_bytecode                  bytecode of hot functions lies side by side     after the first warm-up
+    remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
+    compact_heap                       the heap is filled up and in huge pages         after that; Linux 6.1
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ _HUGE_BYTES = 2 << 20
 _BYTES_OVERHEAD = sys.getsizeof(b"")
 _MADV_COLLAPSE = 25
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
-_MAP_PRIVATE_ANONYMOUS, _MAP_FIXED_NOREPLACE = 0x22, 0x100000
+_MAP_PRIVATE_ANONYMOUS = 0x22
 _MREMAP_MAYMOVE_FIXED = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _PT_LOAD, _PF_W = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
+_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = (ctypes.c_size_t,)
-_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -45,8 +44,7 @@ _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
-# Only the GNU C library has these; the replacements have no effect.
-_mallopt, _malloc_trim = getattr(_libc, "mallopt", max), getattr(_libc, "malloc_trim", int)
+_mallopt = getattr(_libc, "mallopt", max)  # other C libraries have none; max has no effect
 
 
 class _Allocator(ctypes.Structure):
@@ -209,18 +207,10 @@ def compact_heap() -> int:
     gc.collect()  # empties the interpreter's free lists, whose objects are scattered
     _fill_pools()
     _fill_last_block()
-    _malloc_trim(0)
     _restore_allocators()
     top = _libc.sbrk(0) // _HUGE_BYTES  # not collapsed: the heap could not grow any more
     blocks |= _resident_blocks_below(top)
-    return sum(_collapse(block) or _map_rest_and_collapse(block) for block in blocks if block != top)
-
-
-def trim_heap() -> None:
-    """Return the free end of the heap, which each fork would copy. malloc_trim would also return all holes."""
-    _mallopt(_M_TRIM_THRESHOLD, 0)
-    _libc.free(_libc.malloc(_CHUNK_BYTES))
-    _map_blocks_from(_CALL_THRESHOLD_BYTES)
+    return sum(_collapse(block) for block in blocks if block != top)
 
 
 def _fill_last_block() -> None:
@@ -248,17 +238,6 @@ def _resident_blocks_below(top: int) -> set:
 def _collapse(block: int) -> bool:
     """Collapse a block of 2 MiB into a huge page. Return whether the kernel did."""
     return bool(_libc.madvise(block * _HUGE_BYTES, _HUGE_BYTES, _MADV_COLLAPSE) == 0)
-
-
-def _map_rest_and_collapse(block: int) -> bool:
-    """Collapse a block that is partly unmapped, by mapping the rest of it."""
-    flags = _MAP_PRIVATE_ANONYMOUS | _MAP_FIXED_NOREPLACE
-    pages = range(block * _HUGE_BYTES, (block + 1) * _HUGE_BYTES, mmap.PAGESIZE)
-    mapped = [p for p in pages if _libc.mmap(p, mmap.PAGESIZE, _PROT_READ | _PROT_WRITE, flags, -1, 0) == p]
-    is_collapsed = _collapse(block)
-    for page in mapped if not is_collapsed else ():
-        _libc.munmap(page, mmap.PAGESIZE)
-    return is_collapsed
 
 
 # Pools of the interpreter's allocator (CPython, Objects/obmalloc.c), in bytes.

@@ -34,10 +34,10 @@ class LandlockSlots:
     def __init__(self, plan: dict) -> None:
         self._uid_base: int | None = plan["uid_base"]
         self._slots: int = plan["slots"]
-        self._scratch: str = plan["folder"]
+        self._scratch: str = plan["slots_dir"]
         self._flags: int = plan["flags"]
         self._attributes = struct.pack("<QQQ", *plan["handled"])
-        self._access: int = plan["scratch"]
+        self._access: int = plan["scratch_rights"]
         self._rules = [(os.open(path, os.O_PATH | os.O_CLOEXEC), access) for path, access in plan["paths"]]
         self._rulesets: dict[int, tuple[tuple[int, int], int]] = {}  # slot: device and inode, ruleset
         self._zygote_pid = 0

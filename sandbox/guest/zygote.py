@@ -357,7 +357,7 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, pro
     fork_memory.use_one_heap()
     missing, problems = profiles.load(profile)
     runner.take_over_logging()
-    _warm_up(sock, confinement, 20)
+    _warm_up(sock, confinement)
     if threading.active_count() != 1:
         raise RuntimeError(f"expected one thread, because a zygote forks, but importing {profile} started others")
     fork_memory.remap_code()
@@ -366,7 +366,6 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, pro
     # splits it, and then each fork copies 512 page table entries instead of one.
     zygote = Zygote(frames.FrameReader(sock), confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
-    fork_memory.trim_heap()
     zygote.inherited_kb = _inherited_kb()
     modules = sorted({name.partition(".")[0] for name in sys.modules})
     ready = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
@@ -375,9 +374,9 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, pro
     zygote.serve()
 
 
-def _warm_up(sock: socket.socket, confinement: confine.Confinement, times: int) -> None:
+def _warm_up(sock: socket.socket, confinement: confine.Confinement) -> None:
     zygote = Zygote(frames.FrameReader(sock), confinement)
-    fork_warmup.run_scripts(zygote, times)
+    fork_warmup.run_scripts(zygote, 20)
     os.close(zygote.child_signal_fd)
 
 
@@ -446,7 +445,7 @@ def main() -> None:
         confinement = confine.Confinement(header["plan"])
         confine.restrict_zygote(header["plan"])
         runner.prepare(confinement.scratch_mount or "")
-        _warm_up(sock, confinement, 20)
+        _warm_up(sock, confinement)
         fork_memory.colocate_bytecode(os.path.dirname(__file__))
         warm_up_and_serve(sock, confinement, header["profile"])
 

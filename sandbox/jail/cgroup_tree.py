@@ -271,7 +271,9 @@ def _move_processes_to_leaf(parent: str) -> None:
     (systemd.resource-control(5), Delegate=).
     """
     if _own_paths().get("") != "/" and not _is_delegated(parent):
-        raise OSError(f"{parent} is not ours to divide; run in a container, or under systemd with Delegate=yes")
+        raise OSError(
+            f"{parent} has processes that are not the server's; run in a container, or under systemd with Delegate=yes"
+        )
     os.makedirs(f"{parent}/{SERVER_LEAF}", exist_ok=True)
     for _ in range(MAX_TRIES):  # processes that are forked meanwhile are moved the next time
         pids = [pid for pid in _read(f"{parent}/cgroup.procs").split() if pid != "0"]  # 0: of another PID namespace

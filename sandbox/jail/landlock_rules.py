@@ -51,7 +51,7 @@ class LandlockRules:
     """Handled rights on files, network and scopes (struct landlock_ruleset_attr)."""
     flags: int
     paths: tuple[tuple[str, int], ...]
-    scratch: int
+    scratch_rights: int
     """Rights in a scratch directory."""
 
     def encode(self) -> dict[str, Any]:

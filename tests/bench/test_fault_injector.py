@@ -20,7 +20,7 @@ def test_a_call_with_the_command_line_of_its_zygote_is_not_killed() -> None:
         assert {pid, zygote} <= set(by_kind["zygote"])
         assert launcher in by_kind["launcher"] and init in by_kind["init"] and caller.process.pid in by_kind["executor"]
         assert fault_injector._kill(pid, "zygote") is False
-        result = caller.answer(seq)
+        result = caller.result_of(seq)
         assert (result.status, result.attempts) == (Status.TIMEOUT, 1), "the call must run to its end"
         assert fault_injector._kill(zygote, "zygote") is True
         wait_gone([launcher, init, zygote])
@@ -42,4 +42,4 @@ def test_sleeping_calls_are_not_killed() -> None:
         for pid in fault_injector.processes_by_kind(os.getpid())["zygote"]:
             if pid != jail_of(caller)[2]:
                 fault_injector._kill(pid, "zygote")
-        assert {caller.answer(seq).status for seq in seqs} == {Status.TIMEOUT}
+        assert {caller.result_of(seq).status for seq in seqs} == {Status.TIMEOUT}

@@ -19,7 +19,7 @@ from bench.servers.server_under_test import ServerUnderTest
 from sandbox.errors import IsolationError
 from sandbox.executor import executor
 from sandbox.gateway.calls import dispatcher
-from sandbox.gateway.calls.call_table import DrainRate
+from sandbox.gateway.calls.call_table import AnswerRate
 from sandbox.jail import choose_level
 from sandbox.types import Status
 from tests.chaos.test_kills import FLAGS, run_calls
@@ -80,7 +80,7 @@ async def test_a_gateway_whose_clock_jumps_answers_once(jump_s: float, monkeypat
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e12, 1e12)), max_size=20))
 def test_a_rate_is_one_whatever_the_clock_says(counted: list[tuple[int, float]]) -> None:
-    rate = DrainRate()
+    rate = AnswerRate()
     for answers, now in counted:
         before = rate.per_s(now)
         rate.count(answers, now)

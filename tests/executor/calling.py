@@ -36,7 +36,7 @@ class Caller:
         self.ready: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
         self.window = 0
-        self.answers: dict[int, Result] = {}
+        self.results: dict[int, Result] = {}
         self._seqs = itertools.count(1)
         self._unpacker = wire.Unpacker()
 
@@ -47,16 +47,16 @@ class Caller:
     def run_all(self, calls: list[Call]) -> list[Result]:
         """Submit calls at once and wait for their results, in the order of the calls."""
         seqs = [self.submit(one_call) for one_call in calls]
-        return [self.answer(seq) for seq in seqs]
+        return [self.result_of(seq) for seq in seqs]
 
     def submit(self, one_call: Call) -> int:
         seq = next(self._seqs)
         self.send("calls", [[seq, one_call.encode(binary=True)]])
         return seq
 
-    def answer(self, seq: int) -> Result:
-        self.until(lambda: seq in self.answers)
-        return self.answers.pop(seq)
+    def result_of(self, seq: int) -> Result:
+        self.until(lambda: seq in self.results)
+        return self.results.pop(seq)
 
     def send(self, *message: Any) -> None:
         self.link.sendall(wire.pack(list(message)))
@@ -73,8 +73,8 @@ class Caller:
         for kind, content in self._unpacker:
             if kind == "results":
                 for seq, result in content:
-                    assert seq not in self.answers, "a call got two results"
-                    self.answers[seq] = Result.decode(result)
+                    assert seq not in self.results, "a call got two results"
+                    self.results[seq] = Result.decode(result)
             elif kind == "stats":
                 self.stats = content
             elif kind == "ready":

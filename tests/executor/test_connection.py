@@ -66,13 +66,13 @@ def start_sleeper(caller: Caller, **more: object) -> tuple[int, int]:
 
 
 def _all_calls(caller: Caller) -> list[int]:
-    found = []
+    calls = []
     for pid in caller.processes():
         try:
-            found += calls_of(pid) if pid != caller.process.pid else []
+            calls += calls_of(pid) if pid != caller.process.pid else []
         except FileNotFoundError:
             continue
-    return [pid for pid in found if "zygote" in _command(pid) or "python" in _command(pid)]
+    return [pid for pid in calls if "zygote" in _command(pid) or "python" in _command(pid)]
 
 
 def host_parent(pid: int) -> int:
@@ -164,7 +164,7 @@ def test_a_cancelled_call_ends_and_frees_its_slot(one_zygote: Caller) -> None:
     one_zygote.send("cancel", [seq for seq, _ in sleepers])
     wait_gone([pid for _, pid in sleepers])
     assert [result.status for result in one_zygote.run_all([call("1")] * 8)] == [Status.OK] * 8
-    assert not {*queued, *(seq for seq, _ in sleepers)} & {*one_zygote.answers}
+    assert not {*queued, *(seq for seq, _ in sleepers)} & {*one_zygote.results}
     one_zygote.send("cancel", [10**9, -1, *queued])
     assert one_zygote.run("1").status is Status.OK
 
@@ -177,7 +177,7 @@ def test_a_killed_zygote_costs_its_calls_a_retry(two_zygotes: Caller) -> None:
     seq, pid = start_sleeper(two_zygotes, profile="numeric", timeout_s=2.0)
     os.kill(second_zygote, signal.SIGKILL)
     wait_gone([second_zygote, pid])
-    result = two_zygotes.answer(seq)
+    result = two_zygotes.result_of(seq)
     assert (result.status, result.attempts) == (Status.TIMEOUT, 2)
     assert os.path.exists(f"/proc/{bystander}"), "a call of the other zygote goes on"
     assert two_zygotes.run(code, profile="numeric", stdin="x").stdout == "answered\n"
@@ -190,7 +190,7 @@ def test_a_killed_jail_costs_its_calls_a_retry(which: int, two_zygotes: Caller) 
     seqs = [start_sleeper(two_zygotes, profile=profile, timeout_s=2.0)[0] for profile in ("bare", "numeric")]
     os.kill(jail_of(two_zygotes)[which], signal.SIGKILL)
     for seq in seqs:
-        result = two_zygotes.answer(seq)
+        result = two_zygotes.result_of(seq)
         # The retry may go to another zygote of the same jail just before that dies too.
         assert (result.status, result.attempts in (2, 3)) == (Status.TIMEOUT, True)
     wait_gone([pid for pid in before if pid != two_zygotes.process.pid])
@@ -207,7 +207,7 @@ def test_a_call_whose_zygote_is_killed_each_time_is_unavailable() -> None:
         while not (pids := _all_calls(caller)):
             assert caller.receive()
         os.kill(host_parent(pids[0]), signal.SIGKILL)
-        result = caller.answer(seq)
+        result = caller.result_of(seq)
         assert (result.status, result.attempts) == (Status.UNAVAILABLE, 2)
         assert result.error is not None
         assert result.error.type == "NodeError"
@@ -243,7 +243,7 @@ def test_drain_answers_the_submitted_calls_and_ends() -> None:
         caller.send("drain")
         while caller.receive():
             pass
-        assert [caller.answers[seq].value for seq in seqs] == [str(n) for n in range(6)]
+        assert [caller.results[seq].value for seq in seqs] == [str(n) for n in range(6)]
         assert caller.process.wait(DEADLINE_S) == 0
 
 
@@ -258,10 +258,10 @@ def test_drain_when_idle_ends_at_once() -> None:
 
 def test_results_larger_than_the_socket_takes_arrive(one_zygote: Caller) -> None:
     calls = [call("print('x' * (8 << 20))", output_kb=9 << 10) for _ in range(6)]
-    seqs = [one_zygote.submit(one) for one in calls]
+    seqs = [one_zygote.submit(one_call) for one_call in calls]
     one_zygote.until(lambda: one_zygote.stats.get("running", 1) == 0 and one_zygote.stats["queued"] == 0)
     for seq in seqs:
-        assert len(one_zygote.answer(seq).stdout) == (8 << 20) + 1
+        assert len(one_zygote.result_of(seq).stdout) == (8 << 20) + 1
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def files(tmp_path: Path) -> FakeCgroup:
 
 def used_slot(files: FakeCgroup) -> Slots:
     slots = Slots(1)
-    slots.attach_cgroups(files.tree())
+    slots.cgroups = files.tree()
     slots.free.pop()
     return slots
 
@@ -194,7 +194,7 @@ async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
         return cgroup_of(number)
 
     tree.cgroup = group  # type: ignore[method-assign]
-    slots.attach_cgroups(tree)
+    slots.cgroups = tree
     slots.free.pop()
     with pytest.raises(OSError, match="Too many"):
         slots.set_limits(0, 1, 1)

@@ -1,4 +1,4 @@
-"""`serve` as a process of its own, over a fake executor in another."""
+"""`serve` in its own process, with a fake executor in another one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import pytest
 
 from sandbox.client import AsyncClient
 from sandbox.config import ServeConfig
-from sandbox.gateway.server import _announce, _warn_of_less
+from sandbox.gateway.calls.executor_report import ReadyReport
+from sandbox.gateway.server import _announce, _log_lowered_settings
 from sandbox.types import Result, Status
 
 SERVE = """
@@ -68,10 +69,10 @@ def post(url: str, body: object) -> dict[str, object]:
         return answer
 
 
-def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ready_line_has_the_reason_for_the_isolation_level(capsys: pytest.CaptureFixture[str]) -> None:
     config = ServeConfig(isolation="landlock", isolation_reason="namespaces: this machine lacks it")
-    about = {"isolation": "landlock", "slots": 4, "python": "3.11.0"}
-    dispatcher: Any = types.SimpleNamespace(config=config, nodes=[types.SimpleNamespace(about=about)])
+    report = ReadyReport(slots=4, isolation="landlock", python="3.11.0")
+    dispatcher: Any = types.SimpleNamespace(config=config, executors=[types.SimpleNamespace(ready_report=report)])
     _announce(dispatcher, "http://localhost:1")
     line = capsys.readouterr().err
     assert line.endswith(
@@ -80,7 +81,7 @@ def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_a_signal_and_leaves_nothing_behind(number: signal.Signals) -> None:
+def test_the_server_runs_until_a_signal_and_leaves_no_process_behind(number: signal.Signals) -> None:
     with server() as process:
         address = address_of(process)
         assert post(f"{address}/v1/execute", {"code": "hi"})["stdout"] == "hi"
@@ -92,8 +93,8 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(number: signal.Signa
 
 
 @pytest.mark.asyncio
-async def test_no_call_is_without_a_verdict_when_one_of_two_servers_restarts_under_load() -> None:
-    """More calls wait than either server is through with in the time that it has to stop."""
+async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() -> None:
+    """More calls wait than a server can finish in `drain_s`."""
     results: list[Result] = []
     with ExitStack() as stack:
         processes = [stack.enter_context(server(drain_s=0.5)) for _ in range(2)]
@@ -121,14 +122,14 @@ async def test_no_call_is_without_a_verdict_when_one_of_two_servers_restarts_und
     assert {result.status for result in results} == {Status.OK}
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_stops_at_once() -> None:
     with server(drain_s=600) as process:
         address = address_of(process)
         with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as client:
             body = b'{"code": "hang"}'
             head = b"POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
             client.sendall(head + body)
-            while b"calls_running 1" not in urllib.request.urlopen(f"{address}/metrics").read():
+            while b"calls_dispatched 1.0" not in urllib.request.urlopen(f"{address}/metrics").read():
                 pass
             process.send_signal(signal.SIGTERM)
             while _is_ready(address):
@@ -137,38 +138,38 @@ def test_a_second_signal_does_not_wait() -> None:
             assert process.wait(10) == 1
 
 
-def test_a_port_in_use_is_said() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, server(port=taken.getsockname()[1]) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "is another server running there?" in process.stderr.read()
 
 
-def test_too_few_open_files_end_the_start() -> None:
+def test_too_few_file_descriptors_are_an_error() -> None:
     with server(files=256) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "(ulimit -Hn) is 256, but 256 connections need 612; raise it, best to 16740" in process.stderr.read()
 
 
-def test_fewer_connections_than_asked_for_are_said_once() -> None:
+def test_a_lowered_connection_limit_is_logged_once() -> None:
     with server(files=1000) as process:
         assert process.stderr is not None
-        said = process.stderr.readline()
-        assert said == (
+        address_of(process)
+        warning = process.stderr.readline()
+        assert warning == (
             "connection limit lowered from 16384 to 644: not enough file descriptors (`ulimit -Hn 16740` is enough)\n"
         )
-        address_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.stderr.read() == ""
 
 
-def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
-    about = {"slots": 12, "long_slots": 0, "wanted_fds": 5000, "missing_modules": ["numpy", "sympy"]}
+def test_lowered_slots_and_missing_modules_are_logged_once_for_all_executors(caplog: pytest.LogCaptureFixture) -> None:
+    report = ReadyReport(slots=12, long_slots=0, wanted_fds=5000, missing_modules=("numpy", "sympy"))
     config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)
-    nodes = [types.SimpleNamespace(about=about)] * 2
-    dispatcher: Any = types.SimpleNamespace(config=config, nodes=nodes)
-    _warn_of_less(dispatcher, connections=100)
+    executors = [types.SimpleNamespace(ready_report=report)] * 2
+    dispatcher: Any = types.SimpleNamespace(config=config, executors=executors)
+    _log_lowered_settings(dispatcher, connections=100)
     slots, lacks = caplog.messages
     assert slots.startswith(
         "slots lowered from 32 to 24, long_slots lowered from 512 to 0: not enough file descriptors (`ulimit -Hn 5000`"
@@ -177,7 +178,7 @@ def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_an_executor_that_cannot_start_ends_the_start() -> None:
+def test_an_executor_that_cannot_start_is_an_error() -> None:
     with server(module="tests.no_such_executor") as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
@@ -185,11 +186,11 @@ def test_an_executor_that_cannot_start_ends_the_start() -> None:
 
 
 def _waiting(address: str) -> int:
-    """How many calls wait there."""
+    """Return how many calls wait in the server."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
-        found = re.search(r"^rstar_sandbox_calls_waiting (\d+)$", response.read().decode(), re.MULTILINE)
-    assert found
-    return int(found[1])
+        match = re.search(r"^rstar_sandbox_calls_waiting (\d+)\.0$", response.read().decode(), re.MULTILINE)
+    assert match
+    return int(match[1])
 
 
 def _is_ready(address: str) -> bool:

@@ -16,16 +16,28 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numb
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 NAMESPACES = {
-    **{"unshare_pid": True, "unshare": 0x08000000, "tmpfs": "/tmp", "drop_caps": True, "no_new_privs": True},
-    **{"seccomp": "BgAAAAAA/38=", "own_pid_at": []},
+    **{
+        "pid_namespace": True,
+        "namespaces": 0x08000000,
+        "scratch_mount": "/tmp",
+        "drop_capabilities": True,
+        "no_new_privs": True,
+    },
+    **{"call_filter": "BgAAAAAA/38=", "own_pid_offsets": []},
 }
 LANDLOCK = {
-    **{"unshare_pid": False, "unshare": 0, "tmpfs": None, "drop_caps": True, "no_new_privs": True},
-    **{"seccomp": "BgAAAAAA/38=", "own_pid_at": [4], "landlock": {"faked": True}},
+    **{"pid_namespace": False, "namespaces": 0, "scratch_mount": None, "drop_capabilities": True, "no_new_privs": True},
+    **{"call_filter": "BgAAAAAA/38=", "own_pid_offsets": [4], "landlock": {"faked": True}},
 }
 NONE = {
-    **{"unshare_pid": False, "unshare": 0, "tmpfs": None, "drop_caps": False, "no_new_privs": False},
-    **{"seccomp": None, "bounds_processes": False},
+    **{
+        "pid_namespace": False,
+        "namespaces": 0,
+        "scratch_mount": None,
+        "drop_capabilities": False,
+        "no_new_privs": False,
+    },
+    **{"call_filter": None, "limits_processes": False},
 }
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
@@ -60,7 +72,7 @@ SCRATCH = ["UNSHARE", "MOUNT"]
 
 
 def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
-    argument = json.dumps([{**PLAN, "bounds_processes": False, **plan}, stdin_bytes])
+    argument = json.dumps([{**PLAN, "limits_processes": False, **plan}, stdin_bytes])
     command = [sys.executable, "-I", "-c", CODE + code, argument]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
@@ -73,7 +85,7 @@ def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
             [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *SCRATCH, *UIDS, "CHDIR", *RLIMITS, *LAST],
         ),
         (
-            {**NAMESPACES, "unshare_user": True, "bounds_processes": True},
+            {**NAMESPACES, "user_namespace": True, "limits_processes": True},
             [
                 *OUTPUT,
                 *EMPTY_INPUT,

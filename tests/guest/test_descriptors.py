@@ -15,7 +15,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import bpf, choose_level, kernel
 from sandbox.jail.syscalls import X86_64
 from tests.executor.calling import OWN_PYTHON, executor
-from tests.jail.jails import interpreter_of_minor, is_passable, system_python
+from tests.jail.jails import all_users_can_reach, find_python_minor, system_python
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter is written for x86_64")
 
@@ -54,8 +54,8 @@ def guest_of(level: str, *, has_close_range: bool) -> str:
 
     With close_range(2) it is Python 3.9, whose os.closerange never uses that system call.
     """
-    python: str | None = OWN_PYTHON if not has_close_range else interpreter_of_minor(9)
-    if level == "landlock" and os.geteuid() == 0 and python is not None and not is_passable(python):
+    python: str | None = OWN_PYTHON if not has_close_range else find_python_minor(9)
+    if level == "landlock" and os.geteuid() == 0 and python is not None and not all_users_can_reach(python):
         python = None if has_close_range else system_python()
     return python or pytest.skip("needs a Python that calls can reach (3.9 for the case with close_range)")
 

@@ -8,9 +8,16 @@ from pathlib import Path
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 PLAN = {
-    **{"unshare": 0, "unshare_pid": False, "tmpfs": "/tmp", "inodes": 1, "uid_base": None, "drop_caps": True},
-    **{"no_new_privs": True, "seccomp": "", "landlock": None, "drop_bounding": False, "own_pid_at": []},
-    **{"unshare_user": False, "bounds_processes": True},
+    **{
+        "namespaces": 0,
+        "pid_namespace": False,
+        "scratch_mount": "/tmp",
+        "max_files": 1,
+        "uid_base": None,
+        "drop_capabilities": True,
+    },
+    **{"no_new_privs": True, "call_filter": "", "landlock": None, "clear_bounding_set": False, "own_pid_offsets": []},
+    **{"user_namespace": False, "limits_processes": True},
 }
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
@@ -18,7 +25,7 @@ import os, gc, signal, socket
 import confine, fork_warmup, frames, runner, system_calls, zygote
 ours, theirs = socket.socketpair()
 for fd in range(ours.fileno(), 16): os.dup2(0, fd) if fd not in (ours.fileno(), theirs.fileno()) else None
-confinement = confine.Confinement({{**{PLAN!r}, "unshare_pid": sys.argv[1] == "namespaces"}})
+confinement = confine.Confinement({{**{PLAN!r}, "pid_namespace": sys.argv[1] == "namespaces"}})
 subject = zygote.Zygote(frames.FrameReader(ours), confinement)
 stdout = sys.stdout
 runner.prepare("/tmp")

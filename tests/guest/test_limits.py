@@ -249,7 +249,7 @@ def test_a_fork_bomb_does_not_affect_other_calls(guest: Caller) -> None:
     bomb = guest.submit(call(code, timeout_s=0.5, processes=16))
     for _ in range(5):
         assert guest.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=60).value == "0"
-    assert guest.answer(bomb).status is Status.TIMEOUT
+    assert guest.result_of(bomb).status is Status.TIMEOUT
     assert guest.run("1").attempts == 1
 
 

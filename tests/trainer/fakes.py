@@ -1,4 +1,4 @@
-"""What stands in for a model, its tokenizer and the sandbox in the tests of episodes."""
+"""Fakes of the engine pool, the tokenizer and the sandbox for tests of episodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from trainer.engines.pool import Busy
-from trainer.engines.vllm_client import Generation, Sampling
+from trainer.engines.busy_timer import BusyTimer
+from trainer.engines.engine import Generation, SamplingParams
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 from trainer.episodes.reward import VerifyOutcome
 
@@ -29,7 +29,7 @@ TEXTS = [
 
 @cache
 def qwen_tokenizer(template: str | None = None) -> Any:
-    """A byte-level BPE of a few hundred tokens with Qwen's: chat tokens that are special, tags that are not."""
+    """Return a byte-level BPE of a few hundred tokens with Qwen's special chat tokens and its plain tags."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -48,14 +48,14 @@ def qwen_tokenizer(template: str | None = None) -> Any:
 
 
 class FakePythonTool:
-    """A tool whose `code` says what becomes of it: `error`, `timeout`, `unavailable` and so on by the names of
+    """A tool whose result is the value of `code`: `error`, `timeout`, `unavailable` and so on by the values of
     `ToolCallStatus`; `replies` has the response to any other code, which is else its own response."""
 
     def __init__(self, replies: Mapping[str, str] | None = None) -> None:
         self.replies = dict(replies or {})
         self.asked: list[tuple[str, str | Mapping[str, Any]]] = []
 
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         self.asked.append((name, arguments))
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -70,7 +70,7 @@ class FakePythonTool:
 
 
 class FakeVerifier:
-    """Equal texts are equivalent; an answer that is the name of a verdict gets that one."""
+    """Equal texts are equivalent. An answer that is the value of an outcome gets that outcome."""
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
@@ -87,73 +87,73 @@ class FakeVerifier:
 
 
 END = "<|im_end|>"
-Script = Callable[[str, Sampling], str]
-"""From what stands before the turn, as text, to what the model says; without `END` it is cut off by `max_tokens`."""
+Script = Callable[[str, SamplingParams], str]
+"""Takes the context as text and returns the turn's text. Without `END`, `max_tokens` truncates it."""
 Pause = Callable[[], Awaitable[None]]
 
 
 @dataclass
 class ScriptedPool:
-    """Engines that say what a script says. `asked` has every request, `seated` who sits where."""
+    """A pool whose turns come from a script. `asked` has every request, `open_groups` the groups of open handles."""
 
     script: Script
     pause: Pause = lambda: asyncio.sleep(0)
-    version: int = 3
+    weight_version: int = 3
     reached: Callable[[int], int] = lambda tokens: tokens // 2
-    """Of the tokens of a turn, those that there are when it is interrupted."""
-    asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
-    seated: list[str] = field(default_factory=list)
-    busy: Busy = field(default_factory=Busy)
+    """Takes the tokens of a turn and returns how many are sampled when it is aborted."""
+    asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    open_groups: list[str] = field(default_factory=list)
+    busy_timer: BusyTimer = field(default_factory=BusyTimer)
     nan_turns: int = 0
-    halted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the first `interrupt`."""
+    abort_called: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the first `abort`."""
 
     @asynccontextmanager
-    async def seat(self, *, group: str, most_tokens: int) -> AsyncIterator[ScriptedSeat]:
-        assert most_tokens > 0
-        self.seated.append(group)
+    async def open_episode(self, *, group: str, max_context_tokens: int) -> AsyncIterator[ScriptedHandle]:
+        assert max_context_tokens > 0
+        self.open_groups.append(group)
         try:
-            yield ScriptedSeat(self)
+            yield ScriptedHandle(self)
         finally:
-            self.seated.remove(group)
+            self.open_groups.remove(group)
 
-    async def interrupt(self, seats: Sequence[ScriptedSeat]) -> None:
-        for seat in seats:
-            seat.is_interrupted = True
-        self.halted.set()
+    async def abort(self, handles: Sequence[ScriptedHandle]) -> None:
+        for handle in handles:
+            handle.is_aborted = True
+        self.abort_called.set()
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        return await ScriptedSeat(self).generate(ids, sampling)
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        return await ScriptedHandle(self).generate(ids, sampling)
 
 
 @dataclass
-class ScriptedSeat:
+class ScriptedHandle:
     pool: ScriptedPool
-    is_interrupted: bool = False
+    is_aborted: bool = False
 
-    def leave(self, length: int | None) -> None: ...
+    def close(self, length: int | None) -> None: ...
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         pool, tokenizer = self.pool, qwen_tokenizer()
         made: list[int] = []
-        if not self.is_interrupted:
+        if not self.is_aborted:
             pool.asked.append((list(ids), sampling))
             await pool.pause()
             said = pool.script(tokenizer.decode(ids), sampling)
             made = tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
             stops = [place for place, number in enumerate(made, 1) if number in sampling.stop_ids]
             made = made[: stops[0]] if stops else made
-        if self.is_interrupted:
+        if self.is_aborted:
             made = made[: pool.reached(len(made))]
-        is_stopped = bool(made) and made[-1] in sampling.stop_ids
-        is_over = is_stopped or len(made) == sampling.max_tokens
+        has_stop_token = bool(made) and made[-1] in sampling.stop_ids
+        is_over = has_stop_token or len(made) == sampling.max_tokens
         logprobs = tuple(-(1 + number % 7) / 8 for number in made)
-        return Generation(tuple(made), logprobs, is_stopped, "scripted", pool.version, not is_over)
+        return Generation(tuple(made), logprobs, has_stop_token, "scripted", pool.weight_version, not is_over)
 
 
 @dataclass
 class ScriptedTools:
-    """A tool that replies what `replies` makes of the code, after a pause, and `FakeVerifier`."""
+    """A tool whose response is `replies(code)` after a pause, and a `FakeVerifier`."""
 
     replies: Callable[[str], ToolCall | str] = lambda code: code
     pause: Pause = lambda: asyncio.sleep(0)
@@ -164,7 +164,7 @@ class ScriptedTools:
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         return await self.verifier.verify(pairs)
 
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         assert name == "python" and isinstance(arguments, Mapping)
         code = arguments["code"]
         self.running.append(code)
@@ -185,12 +185,12 @@ def replied(
     name: str = "python",
     **more: Any,
 ) -> ToolCall:
-    """What came of a call."""
+    """Return a finished tool call."""
     return ToolCall(name, arguments, status, response, **more)
 
 
 def call(code: str = "print(1)", **more: str) -> str:
-    """A tool call as a model writes it."""
+    """Return a tool call as a model writes it."""
     return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code, **more}})}\n</tool_call>"
 
 

@@ -24,12 +24,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.config import ConfigError, RunConfig, SamplingConfig, SandboxConfig, urls
 from trainer.data import problems as data
 from trainer.data import tiny_model
+from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
 from trainer.engines.local import LocalEngine
-from trainer.engines.pool import PATIENCE_S, Pool
+from trainer.engines.pool import EnginePool
 from trainer.engines.vllm_client import VllmEngine
-from trainer.engines.vllm_servers import Servers
-from trainer.engines.weight_sync import ByFile, ByNccl, Reference, direct
-from trainer.environments.python_tool import TOOL_SCHEMA, Tools, service
+from trainer.engines.vllm_servers import VllmServers
+from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_in_process
+from trainer.environments.connection import SandboxConnection, open_sandbox
+from trainer.environments.python_tool import TOOL_SCHEMA
 from trainer.episodes.chat_format import ChatFormat, rstar2_format, tokenizer_format
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
@@ -37,8 +39,8 @@ from trainer.json_files import write_json
 from trainer.progress_bar import bar
 from trainer.recipe import evaluation as evaluation
 from trainer.recipe.runner import SFT, START, Run, Unit
-from trainer.rollout.collector import Collector
-from trainer.rollout.loop_thread import Background
+from trainer.rollout.collector import EpisodeCollector
+from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import tracking
 from trainer.scheduling.scheduler import POLICIES, Scheduler
@@ -98,9 +100,9 @@ def _problems(
 
 def _unreadable(config: RunConfig, answers: Sequence[str]) -> Collection[str]:
     """Those that the checker does not find equivalent to themselves: a model's failure would be ours."""
-    with Background() as background:
-        tools = _tools(background, config.sandbox)
-        verdicts = background.run(tools.verify, [(answer, answer) for answer in answers])
+    with LoopThread() as loop_thread:
+        sandbox = _open_sandbox(loop_thread, config.sandbox)
+        verdicts = loop_thread.run(sandbox.answer_checker.verify, [(answer, answer) for answer in answers])
     if VerifyOutcome.UNAVAILABLE in verdicts:
         raise Outage(
             f"{verdicts.count(VerifyOutcome.UNAVAILABLE)} of {len(answers)} right answers could not be checked"
@@ -210,11 +212,11 @@ def measure(
     if missing := evaluation.unfinished(problems, samples, out):
         before = len(problems) - len(missing)
         with sampling(run, _model(run, model)) as rollouts, bar(out.name, len(problems)) as advance:
-            rollouts.background.run(
+            rollouts.loop_thread.run(
                 evaluation.sample,
                 missing,
                 samples,
-                partial(rollouts.collector.collect, how=how, seed=number),
+                partial(rollouts.collector.collect, limits=how, seed=number),
                 record=record,
                 is_brief=is_brief,
                 advance=lambda done: advance(before + done),
@@ -236,63 +238,69 @@ def rollout(run: Run, name: str, *, problems: int, samples: int, out: Path) -> N
 def sampling(run: Run, model: Path) -> Iterator[Rollouts]:
     """Engines with the weights of `model`, tools, and what runs episodes on them."""
     config = run.config
-    with Background() as background:
-        tools = _tools(background, config.sandbox)
-        pool = background.enter(_pool(run, model))
+    with LoopThread() as loop_thread:
+        sandbox = _open_sandbox(loop_thread, config.sandbox)
+        pool = loop_thread.enter(_pool(run, model))
         gc.freeze()  # what libraries are made of: to look for garbage in it takes a fifth of a second each time
-        yield Rollouts(background, Collector(pool, _chat(config, model), tools), pool)
+        check = sandbox.answer_checker.verify
+        collector = EpisodeCollector(pool, _chat(config, model), sandbox.python_tool, check)
+        yield Rollouts(loop_thread, collector, pool)
 
 
-def _tools(background: Background, config: SandboxConfig) -> Tools:
+def _open_sandbox(loop_thread: LoopThread, config: SandboxConfig) -> SandboxConnection:
     where = urls(config.endpoints) or "local"
-    return background.enter(service(where, timeout_s=config.timeout_s, memory_mb=config.memory_mb))
+    return loop_thread.enter(open_sandbox(where, timeout_s=config.timeout_s, memory_mb=config.memory_mb))
 
 
 @asynccontextmanager
-async def _pool(run: Run, model: Path) -> AsyncIterator[Pool]:
+async def _pool(run: Run, model: Path) -> AsyncIterator[EnginePool]:
     """The engines of a run, with the weights of `model`."""
     engines, hardware, dtype = run.config.engines, run.config.hardware, run.config.model.dtype
-    carry: Any = direct
-    keep: ByFile | None = None
+    transfer: Any = load_in_process
+    store: FileWeightStore | None = None
     async with AsyncExitStack() as stack:
         with usable(model):
             weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         if engines.kind == "local":
             with usable(model):
-                served: list[Any] = [LocalEngine(weights, slots=engines.slots, max_length=engines.max_length)]
+                served: list[Any] = [LocalEngine(weights, max_num_seqs=engines.slots, max_model_len=engines.max_length)]
         else:
             is_nccl = engines.sync == "nccl"
-            servers = Servers(
+            servers = VllmServers(
                 python=engines.python or sys.executable,
                 model=model,
-                max_length=engines.max_length,
-                slots=engines.slots,
+                max_model_len=engines.max_length,
+                max_num_seqs=engines.slots,
                 dtype=dtype,
-                gpus=engines.tensor_parallel if hardware.gpus else 0,
+                gpus_per_server=engines.tensor_parallel if hardware.gpus else 0,
                 first_gpu=hardware.gpus if hardware.engine_gpus else 0,
-                gpu_memory=engines.gpu_memory,
-                is_nccl=is_nccl,
+                gpu_memory_utilization=engines.gpu_memory,
+                uses_nccl=is_nccl,
             )
             endpoints: Sequence[str] = urls(engines.endpoints)
             if not endpoints:
                 endpoints = await stack.enter_async_context(servers.serve(engines.count, run.folder / "engines"))
-            size = {"vocabulary": weights.config.vocab_size, "max_length": engines.max_length}
-            served = [VllmEngine(url, **size, slots=engines.slots, timeout_s=engines.timeout_s) for url in endpoints]
+            size = {"vocab_size": weights.config.vocab_size, "max_model_len": engines.max_length}
+            served = [
+                VllmEngine(url, **size, max_num_seqs=engines.slots, timeout_s=engines.timeout_s) for url in endpoints
+            ]
             if is_nccl:
-                carry = ByNccl(gpus_per_engine=engines.tensor_parallel)
+                transfer = NcclTransfer(gpus_per_engine=engines.tensor_parallel)
             else:
-                keep = ByFile(run.folder / "weights", dtype)
-        pool = Pool(
+                store = FileWeightStore(run.folder / "weights", dtype)
+        pool = EnginePool(
             served,
-            carry=carry,
-            keep=keep,
-            reference=Reference(model, dtype),
+            transfer=transfer,
+            store=store,
+            probe=SyncProbe(model, dtype),
             scheduler=Scheduler(engines.max_length, POLICIES[engines.policy]),
-            turn_s=engines.timeout_s,
-            patience_s=engines.max_down_s if engines.kind == "vllm" else PATIENCE_S,  # only servers are started anew
+            turn_timeout_s=engines.timeout_s,
+            all_down_timeout_s=engines.max_down_s
+            if engines.kind == "vllm"
+            else ALL_DOWN_TIMEOUT_S,  # only servers are started anew
         )
         await stack.enter_async_context(pool)
-        await pool.sync(weights.state_dict(), 0)  # servers may have those of the unit before, or of another run
+        await pool.sync_weights(weights.state_dict(), 0)  # servers may have those of the unit before, or of another run
         del weights  # engines have their own by now, and these may be 28 GB
         yield pool
 

@@ -26,7 +26,7 @@ import aiohttp
 
 from trainer.config import ConfigError, RunConfig, Shape, urls
 from trainer.data.problems import DataError, check
-from trainer.environments.python_tool import ServiceFailed, service
+from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.resource_plan import GB, disk_bytes, known_shape, plan
 from trainer.recipe.runner import LAUNCHED, NotReady, Run, Unit
@@ -212,9 +212,11 @@ async def _sandbox(config: RunConfig, where: str) -> str:
         else "see `rstar-sandbox doctor`"
     )
     try:
-        async with service(where, timeout_s=config.sandbox.timeout_s, memory_mb=config.sandbox.memory_mb) as tools:
-            (verdict,) = await tools.verify([("42", "42")])
-    except ServiceFailed as why:
+        async with open_sandbox(
+            where, timeout_s=config.sandbox.timeout_s, memory_mb=config.sandbox.memory_mb
+        ) as sandbox:
+            (verdict,) = await sandbox.answer_checker.verify([("42", "42")])
+    except SandboxUnavailable as why:
         return f"sandbox: {why}; {do}"
     if verdict is not VerifyOutcome.EQUIVALENT:
         return f"sandbox: {where} cannot compare answers: expected 42 to be equivalent to 42, got {verdict.value}; {do}"

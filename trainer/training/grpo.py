@@ -43,11 +43,11 @@ from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingAr
 from trl import GRPOConfig, GRPOTrainer
 
 from trainer.config import ConfigError, StageConfig
-from trainer.engines.pool import Pool
+from trainer.engines.pool import EnginePool
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.rollout.collector import Collector
-from trainer.rollout.loop_thread import Background
+from trainer.rollout.collector import EpisodeCollector
+from trainer.rollout.loop_thread import LoopThread
 from trainer.training.context import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable, waiting_group
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ class Outage(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What samples: objects that live in `background`'s loop."""
+    """What samples: objects that live in `loop_thread`'s loop."""
 
-    background: Background
-    collector: Collector
-    pool: Pool
+    loop_thread: LoopThread
+    collector: EpisodeCollector
+    pool: EnginePool
 
 
 class Row(NamedTuple):
@@ -204,7 +204,7 @@ class _Bridge(Progress):
         weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)  # gathered where it is sharded
         if self._rollouts:
             self._version = self.offset + self.trainer.state.global_step  # goes on where a killed process was
-            self._rollouts.background.run(self._rollouts.pool.sync, weights, self._version)
+            self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._version)
         self._sampled = {"weight_sync_s": perf_counter() - began}
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
@@ -260,17 +260,19 @@ class _Bridge(Progress):
         step = self.offset + self.trainer.state.global_step + 1
         began = perf_counter()
         asked = self.under_way + self._begun(done)
-        over = rollouts.background.run(
-            rollouts.collector.advance,
+        over = rollouts.loop_thread.run(
+            rollouts.collector.collect_groups,
             asked,
-            how=stage,
+            limits=stage,
             seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
-            wanted=stage.prompts,
-            due=sum(group[0].steps_carried >= stage.max_stale for group in self.under_way),
-            is_enough=partial(roc.is_group_decided, num_kept=stage.keep, mode=self._mode) if stage.early_stop else None,
+            min_complete=stage.prompts,
+            must_complete=sum(group[0].steps_carried >= stage.max_stale for group in self.under_way),
+            is_decided=partial(roc.is_group_decided, num_kept=stage.keep, mode=self._mode)
+            if stage.early_stop
+            else None,
         )
         self._sampled["rollout_s"] = perf_counter() - began
-        self._own_s, self._idle_s = rollouts.collector.own_s, rollouts.collector.idle_s
+        self._own_s, self._idle_s = rollouts.collector.overhead_cpu_s, rollouts.collector.overhead_s
         self._sampled["nan_turns"] = rollouts.collector.nan_turns
         taken = dict(islice(((place, group) for place, group in enumerate(over) if group), stage.prompts))
         self.under_way = [group for place, group in enumerate(asked) if place not in taken]

@@ -1,32 +1,30 @@
-"""The OpenAPI 3.1 document, made from the types' annotations and the table of routes, so that it cannot drift."""
+"""The OpenAPI 3.1 document. It is generated from the annotations of `sandbox.types`, the descriptions of their fields
+and the table of routes."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
 from sandbox.fields import NumberRule
 from sandbox.gateway.history import PERCENTILES
-from sandbox.gateway.http.auth import OPEN_PATHS
-from sandbox.gateway.http.codec import QUIET_S
-from sandbox.gateway.http.errors import KINDS
+from sandbox.gateway.http.auth import PUBLIC_PATHS
+from sandbox.gateway.http.codec import HEARTBEAT_S
+from sandbox.gateway.http.errors import ERROR_TYPES
+from sandbox.gateway.http.result_fields import CALL_ERROR_FIELDS, RESULT_FIELDS, USAGE_FIELDS, VERDICT_FIELDS
 from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
 from sandbox.types import (
-    CALL_ERROR_FIELDS,
     CALL_FIELDS,
     LIMIT_FIELDS,
     PRIORITY,
-    RESULT_FIELDS,
-    USAGE_FIELDS,
-    VERDICT_FIELDS,
     Call,
     CallError,
+    DocumentedEnum,
     Limits,
     Outcome,
     Profile,
@@ -38,78 +36,40 @@ from sandbox.types import (
 
 Schema = dict[str, Any]
 
-MOST = 2**53 - 1
-"""The largest whole number in a query; JSON's clients have no larger ones."""
+MAX_SAFE_INTEGER = 2**53 - 1
+"""The largest whole number accepted in a query. JavaScript cannot represent larger ones exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation: what does it, what it takes, and what it gives."""
+    """One operation of the API."""
 
     method: str
     path: str
-    act: Handler
+    handler: Handler
     summary: str
-    gives: Mapping[str, str | None]
-    """Content type to the name of a schema; None for text that has none."""
-    takes: str | None = None
-    """Name of the body's schema."""
+    response_schemas: Mapping[str, str | None]
+    """Schema name by content type; None for text without a schema."""
+    request_schema: str | None = None
+    """Schema name of the request body."""
     body_types: tuple[str, ...] = ()
-    refuses: tuple[int, ...] = ()
+    error_statuses: tuple[int, ...] = ()
     query: Mapping[str, str] = field(default_factory=dict)
-    """Whole numbers that may follow the path, and what they are."""
-    gives_if_invalid: Mapping[str, str] = field(default_factory=dict)
-    """The same for status 400 where every item of a batch is malformed."""
+    """Descriptions of the query parameters, all whole numbers, by name."""
+    invalid_schemas: Mapping[str, str] = field(default_factory=dict)
+    """`response_schemas` for status 400 if every item of a batch is malformed."""
 
 
-MEANINGS: Mapping[type[StrEnum], Mapping[StrEnum, str]] = {
-    Status: {
-        Status.OK: "the code ran to its end with exit code 0",
-        Status.ERROR: "the code raised, did not compile, or left with another exit code",
-        Status.TIMEOUT: "the code used up timeout_s on its own clock, in which waiting for a core does not count",
-        Status.MEMORY_LIMIT: "the code ran out of memory_mb",
-        Status.OUTPUT_LIMIT: "the code wrote more than output_kb; what fitted is returned",
-        Status.KILLED: "the code died of a signal that the service did not send",
-        Status.UNAVAILABLE: "no verdict, and the service's doing; never to be scored as 0",
-        Status.INVALID: "no verdict, and the caller's doing: the call is malformed and never ran",
-    },
-    Outcome: {
-        Outcome.EQUIVALENT: "both can be read, and they mean the same",
-        Outcome.NOT_EQUIVALENT: "both can be read, and they do not mean the same",
-        Outcome.UNPARSABLE: "one of them cannot be read, or comparing them used up a limit; status says which",
-        Outcome.UNAVAILABLE: "no verdict, and the service's doing; never to be scored as 0",
-        Outcome.INVALID: "no verdict, and the caller's doing: the pair is malformed",
-    },
-    Profile: {
-        Profile.AUTO: "chosen from the imports in the code",
-        Profile.BARE: "the standard library that code for mathematics uses",
-        Profile.NUMERIC: "bare and numpy",
-        Profile.SYMBOLIC: "numeric and sympy, mpmath",
-        Profile.SCIENTIFIC: "symbolic and scipy, networkx, pandas",
-        Profile.VERIFY: "symbolic and math-verify, for checks of answers",
-    },
-}
-ABOUT: Mapping[type, str] = {
-    Status: "How a call ended.",
-    Outcome: "What came of comparing an answer with the right one.",
-    Profile: "Which warm interpreter a call is forked from. A wrong choice is slower, never wrong.",
-    Limits: "What one call may use. Values above the operator's ceilings are lowered, and the result says so.",
-    Call: "One piece of Python to run.",
-    CallError: "Why a call did not end as ok.",
-    Usage: "What a call cost.",
-    Result: "The answer to one call.",
-    Verdict: "The answer to one pair of answers.",
-}
-REFUSALS: Mapping[int, str] = {
+ERROR_DESCRIPTIONS: Mapping[int, str] = {
     400: "The request is malformed; the message names the field, what was expected and what came",
     401: "The token is missing or wrong",
-    403: "The request came from a web page of another site, or asks for a name that is not served",
+    403: "The request comes from a web page of another site, or its Host header is not a name of this server",
     408: "The body did not arrive in time",
-    413: "The body, or the batch, is larger than this server ever takes; send smaller ones",
-    415: "The body has a type or an encoding that is not taken",
-    429: "The server is full; send the request again after the seconds in Retry-After",
-    500: "A fault of the service; its log has the details",
-    503: "The service is starting or stopping; send the request again later, or to another one",
+    413: "The body or the batch is larger than this server accepts; send smaller ones",
+    415: "The body has a content type or an encoding that is not supported",
+    429: "The queue is full; send the request again after the seconds in Retry-After",
+    500: "An internal error of the server; its log has the details",
+    503: "The server is starting or stopping; send the request again later, or to another server",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
 HEADERS: Mapping[int, Schema] = {
@@ -143,22 +103,18 @@ EXAMPLES: Mapping[str, Any] = {
     "Ready": {"status": "ready", "isolation": "namespaces", "isolation_reason": ""},
     "Refusal": {"error": {"type": "InvalidRequest", "message": "call.code: expected text, got 5"}},
 }
-"""By the name of the schema that they fit."""
+"""Examples by the name of their schema."""
 
 
 def document(routes: Iterable[Route], needs_token: bool) -> Schema:
-    """The whole document."""
+    """Return the whole document."""
     paths: dict[str, Schema] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with, if any"}
+    token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with"}
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "rstar-sandbox",
-            "version": VERSION,
-            "description": _overview(needs_token),
-        },
+        "info": {"title": "rstar-sandbox", "version": VERSION, "description": _overview(needs_token)},
         "paths": paths,
         "components": {"schemas": schemas(), "securitySchemes": {"token": token}},
         "security": [{"token": []}] if needs_token else [],
@@ -167,207 +123,169 @@ def document(routes: Iterable[Route], needs_token: bool) -> Schema:
 
 def _overview(needs_token: bool) -> str:
     """Return the document's description in Markdown, with the table of statuses."""
-    rows = "\n".join(f"| `{status}` | {meaning} |" for status, meaning in MEANINGS[Status].items())
+    rows = "\n".join(f"| `{status}` | {status.description} |" for status in Status)
     return (
         "Runs untrusted Python code, each call in its own isolated process. The `status` of a result is what the code "
-        "did. A failure of the service is an HTTP error or the status `unavailable`. "
+        "did. A failure of the server is an HTTP error or the status `unavailable`. "
         f"{'Requests need the token.' if needs_token else 'This server was started without a token.'}\n\n"
         f"| status | meaning |\n|---|---|\n{rows}\n"
     )
 
 
 def schemas() -> dict[str, Schema]:
-    """Every named schema."""
-    timeout = {"type": "number", "exclusiveMinimum": 0, "description": BATCH_FIELDS["queue_timeout_s"]}
-    call = _of_dataclass(Call, CALL_FIELDS)
+    """Return every named schema."""
+    timeout = _field("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
+    call = _schema_of_dataclass(Call, CALL_FIELDS)
     call["properties"]["priority"] |= _range(PRIORITY)
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
-    index = {"type": "integer", "description": "which of the batch's calls this answers"}
-    result = _of_dataclass(Result, RESULT_FIELDS)
-    result["additionalProperties"] = True
-    result["required"] = [f.name for f in fields(Result)]
+    result = _response_schema(Result, RESULT_FIELDS)
+    index = _field("integer", "index in the batch of the call that this result belongs to")
+    line = _object(
+        f"A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each {HEARTBEAT_S:g} s without "
+        "a result.",
+        {"index": index, **result["properties"]},
+        additionalProperties=True,
+    )
+    batch = {
+        "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=_ref("Call")),
+        "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
+        "queue_timeout_s": timeout,
+    }
+    ready = {
+        "status": _field("string", "ready; anything else is an HTTP error"),
+        "isolation": _field("string", "the isolation level of all calls"),
+        "isolation_reason": _field(
+            "string", "why `auto` did not choose a stronger level; empty if it chose the strongest"
+        ),
+    }
+    error = {
+        "type": _field("string", "name of the HTTP status, such as InvalidRequest"),
+        "message": _field("string", "expected, received, and what to do"),
+    }
     return {
         "Limits": _limits(),
         "Call": call,
         "Execute": {**call, "properties": {**call["properties"], "queue_timeout_s": timeout}},
-        "Defaults": {
-            "type": "object",
-            "description": "Fields for calls that leave them out.",
-            "properties": defaults,
-            "additionalProperties": False,
-        },
-        "Batch": {
-            "type": "object",
-            "description": "Calls that are sent together. Each has a result of its own.",
-            "required": ["calls"],
-            "additionalProperties": False,
-            "properties": {
-                "calls": {"type": "array", "minItems": 1, "items": _ref("Call"), "description": BATCH_FIELDS["calls"]},
-                "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
-                "queue_timeout_s": timeout,
-            },
-        },
-        "Status": _of_enum(Status),
-        "Profile": _of_enum(Profile),
-        "CallError": _of_dataclass(CallError, CALL_ERROR_FIELDS),
-        "Usage": _of_dataclass(Usage, USAGE_FIELDS),
+        "Defaults": _input("Values for fields that a call omits.", defaults),
+        "Batch": _input("Calls that are sent together. Each has its own result.", batch, "calls"),
+        "Status": _schema_of_enum(Status),
+        "Profile": _schema_of_enum(Profile),
+        "CallError": _schema_of_dataclass(CallError, CALL_ERROR_FIELDS),
+        "Usage": _schema_of_dataclass(Usage, USAGE_FIELDS),
         "Result": result,
         "Results": _list_of("Result", "one result for each call, in the order of the calls"),
-        "Line": {
-            **result,
-            "description": "A result. Empty lines between them, in msgpack nil, are to be skipped: signs of life, one "
-            f"for each {QUIET_S:g} s in which there is no result.",
-            "properties": {"index": index, **result["properties"]},
-            "required": ["index", *result["required"]],
-        },
+        "Line": line,
         **_checks(call["properties"], timeout),
         **_stats(),
-        "State": {
-            "type": "object",
-            "description": "How the service is.",
-            "required": ["status"],
-            "properties": {"status": {"type": "string", "description": "ok; anything else is an HTTP error"}},
-        },
-        "Ready": {
-            "type": "object",
-            "description": "Whether the service takes calls, and how it isolates them.",
-            "required": ["status", "isolation", "isolation_reason"],
-            "properties": {
-                "status": {"type": "string", "description": "ready; anything else is an HTTP error"},
-                "isolation": {"type": "string", "description": "the isolation level of all calls"},
-                "isolation_reason": {
-                    "type": "string",
-                    "description": "why `auto` took no stronger level; empty if it took the strongest",
-                },
-            },
-        },
-        "Refusal": {
-            "type": "object",
-            "description": "A request that gets no result.",
-            "required": ["error"],
-            "properties": {
-                "error": {
-                    "type": "object",
-                    "description": "why",
-                    "required": ["type", "message"],
-                    "properties": {
-                        "type": {"type": "string", "description": "a name for the HTTP status, such as InvalidRequest"},
-                        "message": {"type": "string", "description": "what was expected, what came, and what to do"},
-                    },
-                }
-            },
-        },
+        "State": _object(
+            "The state of the server.", {"status": _field("string", "ok; anything else is an HTTP error")}
+        ),
+        "Ready": _object("Whether the server accepts calls, and how it isolates them.", ready),
+        "Refusal": _object("A request that is rejected.", {"error": _object("the reason", error)}),
     }
 
 
 def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
-    """The schemas of `/v1/verify`."""
-    verdict = _of_dataclass(Verdict, VERDICT_FIELDS)
-    verdict["additionalProperties"] = True
-    verdict["required"] = [f.name for f in fields(Verdict)]
-    pairs = {"type": "array", "minItems": 1, "items": _ref("Pair"), "description": VERIFY_FIELDS["pairs"]}
+    """Return the schemas of `/v1/verify`."""
+    pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
+    pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=_ref("Pair"))
     shared = {name: call[name] for name in VERIFY_FIELDS if name in call}
+    about = "Pairs to check, each in its own call, and the limits of these calls."
     return {
-        "Pair": {
-            "type": "object",
-            "description": "The right answer and the one to check.",
-            "required": list(PAIR_FIELDS),
-            "additionalProperties": False,
-            "properties": {name: {"type": "string", "description": doc} for name, doc in PAIR_FIELDS.items()},
-        },
-        "Verify": {
-            "type": "object",
-            "description": "Pairs that are checked, each in a call of its own, and what those calls may use.",
-            "required": ["pairs"],
-            "additionalProperties": False,
-            "properties": {"pairs": pairs, **shared, "queue_timeout_s": timeout},
-        },
-        "Outcome": _of_enum(Outcome),
-        "Verdict": verdict,
+        "Pair": _input("The right answer and the answer to check.", pair, *pair),
+        "Verify": _input(about, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
+        "Outcome": _schema_of_enum(Outcome),
+        "Verdict": _response_schema(Verdict, VERDICT_FIELDS),
         "Verdicts": _list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
     }
 
 
-def _list_of(name: str, doc: str) -> Schema:
-    results = {"type": "array", "items": _ref(name), "description": doc}
-    about = f"The answer to a batch: {doc}."
-    return {"type": "object", "description": about, "required": ["results"], "properties": {"results": results}}
-
-
 def _stats() -> dict[str, Schema]:
-    """The schemas of `/v1/stats`, which has every number in the unit of its name."""
-    counts = {"type": "object", "additionalProperties": {"type": "integer"}}
+    """Return the schemas of `/v1/stats`. Each number has the unit in its name."""
     latency: Schema = {"anyOf": [{"type": "null"}, _ref("Percentiles")]}
-    span = {
-        "at_s": {"type": "number", "description": "its end, in seconds since the service began"},
-        "seconds": {"type": "number", "description": "its length"},
-        "statuses": {**counts, "description": "calls answered in it, by status"},
-        "events": {**counts, "description": "whatever else was counted in it"},
-        "queue_ms": {**latency, "description": "what the calls that were answered had waited for a slot"},
-        "run_ms": {**latency, "description": "how long they had run"},
-        "answer_ms": {**latency, "description": "how long they had taken from admission to answer"},
+    interval = {
+        "at_s": _field("number", "end of the interval, in seconds since the server started"),
+        "seconds": _field("number", "length of the interval"),
+        "statuses": _counts("calls finished in the interval, by status"),
+        "events": _counts("all other counters, their growth in the interval"),
+        "queue_ms": {**latency, "description": "waiting time for a slot, of the finished calls"},
+        "run_ms": {**latency, "description": "run time of the finished calls"},
+        "answer_ms": {**latency, "description": "time from admission to result, of the finished calls"},
     }
-    gauge = {"type": "number", "description": "what there was at its end"}
-    step: Schema = {"type": "object", "required": list(span), "properties": span, "additionalProperties": gauge}
-    number = {"type": "integer", "description": "steps are numbered from 1"}
+    gauge = _field("number", "value at the end of the interval")
+    step = {"number": _field("integer", "number of the step, from 1"), **interval}
+    percentiles = {f"p{n}": _field("number", f"{n} % of the calls took no longer") for n in PERCENTILES}
+    totals = {
+        "statuses": _counts("finished calls, by status"),
+        "events": _counts("all other counters"),
+    }
+    stats = {
+        "service": _field("object", "version, state and capacity of the server"),
+        "now": {**_ref("Span"), "description": "the last ten seconds"},
+        "totals": _object("since the server started", totals),
+        "executors": _field("array", "one row for each executor", items={"type": "object"}),
+        "missed_imports": _counts("imports of calls that no zygote had preloaded, by module"),
+        "steps": _field("array", "the last ten minutes", items=_ref("Step")),
+    }
     return {
-        "Percentiles": {
-            "type": "object",
-            "description": "milliseconds, at most 7 % from the truth",
-            "required": [f"p{percent}" for percent in PERCENTILES],
-            "properties": {
-                f"p{percent}": {"type": "number", "description": f"{percent} % of the calls took no longer"}
-                for percent in PERCENTILES
-            },
-        },
-        "Span": {**step, "description": "about ten seconds, up to now"},
-        "Step": {**step, "description": "about a second", "properties": {"number": number, **span}},
-        "Stats": {
-            "type": "object",
-            "description": "What the dashboard shows.",
-            "required": ["service", "now", "totals", "executors", "missed_imports", "steps"],
-            "properties": {
-                "service": {"type": "object", "description": "which one this is, and what it may hold"},
-                "now": {**_ref("Span"), "description": "the last ten seconds"},
-                "totals": {
-                    "type": "object",
-                    "description": "since the service began",
-                    "properties": {
-                        "statuses": {**counts, "description": "calls answered, by status"},
-                        "events": {**counts, "description": "whatever else was counted"},
-                    },
-                },
-                "executors": {"type": "array", "items": {"type": "object"}, "description": "one row for each executor"},
-                "missed_imports": {**counts, "description": "imports of the calls that no warm interpreter had"},
-                "steps": {"type": "array", "description": "the last ten minutes", "items": _ref("Step")},
-            },
-        },
+        "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
+        "Span": _object("An interval of about ten seconds up to now.", interval, additionalProperties=gauge),
+        "Step": _object("An interval of about a second.", step, additionalProperties=gauge),
+        "Stats": _object("The data of the dashboard.", stats),
     }
+
+
+def _field(kind: str, description: str, **rules: object) -> Schema:
+    return {"type": kind, "description": description, **rules}
+
+
+def _counts(description: str) -> Schema:
+    return _field("object", description, additionalProperties={"type": "integer"})
+
+
+def _object(description: str, properties: Schema, **rules: object) -> Schema:
+    """Return the schema of an object in a response: every property is always there."""
+    return _field("object", description, properties=properties, required=list(properties), **rules)
+
+
+def _input(description: str, properties: Schema, *required: str) -> Schema:
+    """Return the schema of an object in a request: other properties are errors."""
+    schema = _field("object", description, properties=properties, additionalProperties=False)
+    return schema | ({"required": list(required)} if required else {})
+
+
+def _response_schema(kind: type, docs: Mapping[str, str]) -> Schema:
+    """Return the schema of a dataclass in a response, to which later versions may add fields."""
+    schema = _schema_of_dataclass(kind, docs)
+    return schema | {"additionalProperties": True, "required": list(schema["properties"])}
+
+
+def _list_of(name: str, doc: str) -> Schema:
+    return _object(f"The response to a batch: {doc}.", {"results": _field("array", doc, items=_ref(name))})
 
 
 def _operation(route: Route) -> Schema:
-    responses: dict[str, Schema] = {
-        "200": {"description": "done", "content": {kind: _media(name) for kind, name in route.gives.items()}}
-    }
-    for code in (*route.refuses, 500):
-        about, content = f"{KINDS[code]}: {REFUSALS[code]}.", {"application/json": _media("Refusal")}
-        if code == 400 and route.gives_if_invalid:
-            about += " Where every item of a batch is malformed: the results, which say what is wrong with each."
-            either = {"anyOf": [_ref("Refusal"), _ref(route.gives_if_invalid["application/json"])]}
-            content |= {kind: _media(name) for kind, name in route.gives_if_invalid.items()}
+    content = {kind: _media(name) for kind, name in route.response_schemas.items()}
+    responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
+    for code in (*route.error_statuses, 500):
+        about, content = f"{ERROR_TYPES[code]}: {ERROR_DESCRIPTIONS[code]}.", {"application/json": _media("Refusal")}
+        if code == 400 and route.invalid_schemas:
+            about += " If every item of a batch is malformed: the results, each with its own message."
+            either = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}
+            content |= {kind: _media(name) for kind, name in route.invalid_schemas.items()}
             content["application/json"] = {**_media("Refusal"), "schema": either}
         headers = {"headers": HEADERS[code]} if code in HEADERS else {}
         responses[str(code)] = {"description": about, "content": content, **headers}
     operation: Schema = {"summary": route.summary, "responses": responses}
-    if route.takes is not None:
-        content = {kind: _media(route.takes) for kind in route.body_types}
+    if route.request_schema is not None:
+        content = {kind: _media(route.request_schema) for kind in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}
     if route.query:
-        whole = {"type": "integer", "minimum": 0, "maximum": MOST}
+        whole = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
         operation["parameters"] = [
             {"name": name, "in": "query", "description": doc, "schema": whole} for name, doc in route.query.items()
         ]
-    if route.path in OPEN_PATHS:
+    if route.path in PUBLIC_PATHS:
         operation["security"] = []
     return operation
 
@@ -384,15 +302,10 @@ def _ref(name: str) -> Schema:
 
 def _limits() -> Schema:
     properties = {
-        name: {
-            "type": "integer" if rule.whole else "number",
-            **_range(rule),
-            "default": rule.default,
-            "description": rule.doc,
-        }
+        name: _field("integer" if rule.whole else "number", rule.doc, default=rule.default, **_range(rule))
         for name, rule in LIMIT_FIELDS.items()
     }
-    return {"type": "object", "description": ABOUT[Limits], "properties": properties, "additionalProperties": False}
+    return _input(_about(Limits), properties)
 
 
 def _range(rule: NumberRule) -> Schema:
@@ -400,31 +313,34 @@ def _range(rule: NumberRule) -> Schema:
     return {"minimum": kind(rule.low), "maximum": kind(rule.high)}
 
 
-def _of_enum(enum: type[StrEnum]) -> Schema:
-    meanings = "; ".join(f"{member}: {meaning}" for member, meaning in MEANINGS[enum].items())
-    return {"type": "string", "enum": [member.value for member in enum], "description": f"{ABOUT[enum]} {meanings}."}
+def _schema_of_enum(enum: type[DocumentedEnum]) -> Schema:
+    about = " ".join((enum.__doc__ or "").split())
+    values = " ".join(f"{member}: {member.description}" for member in enum)
+    return {"type": "string", "enum": [member.value for member in enum], "description": f"{about} {values}"}
 
 
-def _of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
+def _about(kind: type) -> str:
+    """Return the first sentence of a class docstring."""
+    return " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".") + "."
+
+
+def _schema_of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
     assert is_dataclass(kind)
     hints = get_type_hints(kind)
     properties: dict[str, Schema] = {}
-    for one in fields(kind):
-        schema = _of_hint(hints[one.name])
-        if one.name in docs:
-            schema["description"] = docs[one.name]
-        if isinstance(one.default, (str, int, float, bool)):
-            schema["default"] = one.default
-        properties[one.name] = schema
+    for item in fields(kind):
+        schema = _schema_of_hint(hints[item.name])
+        if item.name in docs:
+            schema["description"] = docs[item.name]
+        if isinstance(item.default, (str, int, float, bool)):
+            schema["default"] = item.default
+        properties[item.name] = schema
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    schema = {
-        "type": "object", "description": ABOUT[kind], "properties": properties, "additionalProperties": False,
-    }  # fmt: skip
-    return schema | ({"required": required} if required else {})
+    return _input(_about(kind), properties, *required)
 
 
-def _of_hint(hint: Any) -> Schema:
-    """The schema of an annotation, of the kinds that `sandbox.types` uses."""
+def _schema_of_hint(hint: Any) -> Schema:
+    """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
     plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
     if hint in plain:
         return {"type": plain[hint]}
@@ -434,8 +350,8 @@ def _of_hint(hint: Any) -> Schema:
         return _ref(hint.__name__)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [{"type": "null"} if a is type(None) else _of_hint(a) for a in arguments]}
+        return {"anyOf": [{"type": "null"} if a is type(None) else _schema_of_hint(a) for a in arguments]}
     if origin is tuple:
-        return {"type": "array", "items": _of_hint(arguments[0])}
+        return {"type": "array", "items": _schema_of_hint(arguments[0])}
     assert issubclass(origin, Mapping), hint
-    return {"type": "object", "additionalProperties": _of_hint(arguments[1])}
+    return {"type": "object", "additionalProperties": _schema_of_hint(arguments[1])}

@@ -24,10 +24,18 @@ from tests.trainer.engines.test_local import VOCABULARY, model, training_logprob
 from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from tests.trainer.real_vllm import real  # noqa: E402
 from trainer.engines import weight_sync  # noqa: E402
+from trainer.engines.engine import EngineError, SamplingParams  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
-from trainer.engines.pool import Pool  # noqa: E402
-from trainer.engines.vllm_client import EngineFailed, Sampling, VllmEngine  # noqa: E402
-from trainer.engines.weight_sync import BOUNDS, ByFile, ByNccl, Reference, SyncFailed, direct  # noqa: E402
+from trainer.engines.pool import EnginePool  # noqa: E402
+from trainer.engines.vllm_client import VllmEngine  # noqa: E402
+from trainer.engines.weight_sync import (  # noqa: E402
+    BOUNDS,
+    FileWeightStore,
+    NcclTransfer,
+    SyncProbe,
+    WeightSyncError,
+    load_in_process,
+)
 from trainer.scheduling.scheduler import Scheduler  # noqa: E402
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
@@ -41,47 +49,51 @@ def folder(tmp_path_factory):
 
 
 def local(name="local", seed=0):
-    return LocalEngine(model(seed), name=name, slots=4, max_length=128)
+    return LocalEngine(model(seed), name=name, max_num_seqs=4, max_model_len=128)
 
 
 async def take(engine, folder):
-    """As vLLM takes a saved model: tied weights are saved once."""
+    """Load a saved model as vLLM does: tied weights are stored once."""
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights
-    await engine.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, engine.version + 1)
+    await engine.load_weights(
+        {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, engine.weight_version + 1
+    )
 
 
-def test_the_reference_says_what_the_model_says_under_any_weights(folder):
-    reference = Reference(folder)
+def test_the_probe_scores_like_the_model_for_any_weights(folder):
+    reference = SyncProbe(folder)
     for seed in (0, 1):
         trained = model(seed)
-        said = reference.logprobs(trained.state_dict()).logprobs.tolist()
-        for probe, logprobs in zip(reference.probes, said, strict=True):
+        said = reference.expected_logprobs(trained.state_dict()).logprobs.tolist()
+        for probe, logprobs in zip(reference.sequences, said, strict=True):
             assert logprobs == pytest.approx(training_logprobs(trained, probe), abs=1e-5)
     assert all(parameter.is_meta for parameter in reference._model.parameters())
 
 
 @pytest.mark.asyncio
-async def test_engines_in_this_process_take_the_trainers_tensors(folder):
-    async with Pool(
-        [local("a"), local("b")], carry=direct, scheduler=Scheduler(256), reference=Reference(folder)
+async def test_engines_in_this_process_copy_the_trainers_tensors(folder):
+    async with EnginePool(
+        [local("a"), local("b")], transfer=load_in_process, scheduler=Scheduler(256), probe=SyncProbe(folder)
     ) as pool:
         trained = model(1)
-        assert await pool.sync(trained.state_dict()) == 1
+        assert await pool.sync_weights(trained.state_dict()) == 1
         with torch.no_grad():  # the trainer goes on: the engine has copies
             trained.model.norm.weight.mul_(2)
-        async with pool.seat(group="a", most_tokens=256) as seat:
-            made = await seat.generate([1, 2, 3], Sampling(8, seed=0))
+        async with pool.open_episode(group="a", max_context_tokens=256) as handle:
+            made = await handle.generate([1, 2, 3], SamplingParams(8, seed=0))
         expected = training_logprobs(model(1), [1, 2, 3, *made.ids])[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-3)
-        assert await pool.sync(trained.state_dict()) == 2
-        assert await pool.sync(trained.state_dict(), 40) == 40
-        async with pool.seat(group="a", most_tokens=256) as seat:
-            assert (await seat.generate([1, 2, 3], Sampling(8, seed=0))).version == 40
+        assert await pool.sync_weights(trained.state_dict()) == 2
+        assert await pool.sync_weights(trained.state_dict(), 40) == 40
+        async with pool.open_episode(group="a", max_context_tokens=256) as handle:
+            assert (await handle.generate([1, 2, 3], SamplingParams(8, seed=0))).weight_version == 40
 
 
 @pytest.mark.asyncio
-async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_are_proven(folder, tmp_path, monkeypatch):
+async def test_servers_load_weights_from_a_directory_that_lasts_until_newer_ones_are_checked(
+    folder, tmp_path, monkeypatch
+):
     behind, there = local(), []
 
     async def taking(engine, path):
@@ -90,16 +102,16 @@ async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_ar
         await take(engine, path)
 
     monkeypatch.chdir(tmp_path)
-    keep = ByFile(Path("weights"))
+    keep = FileWeightStore(Path("weights"))
     for killed in ("v000001", "v000700"):  # of runs that were killed
         (tmp_path / "weights" / killed).mkdir(parents=True)
     async with FakeVllm(behind, load=taking).serve() as url:
-        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=256)
-        async with Pool(
-            [engine], carry=direct, keep=keep, scheduler=Scheduler(256), reference=Reference(folder)
+        engine = VllmEngine(url, vocab_size=VOCABULARY, max_model_len=256)
+        async with EnginePool(
+            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=SyncProbe(folder)
         ) as pool:
             for version, seed in enumerate((1, 2), 1):
-                assert await pool.sync(model(seed).state_dict()) == engine.version == version
+                assert await pool.sync_weights(model(seed).state_dict()) == engine.weight_version == version
                 scores = await engine.logprobs([1, 2, 3])
                 assert scores == pytest.approx(training_logprobs(model(seed), [1, 2, 3]), abs=1e-3)
                 assert [each.name for each in (tmp_path / "weights").iterdir()] == [f"v{version:06d}"]
@@ -109,10 +121,10 @@ async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_ar
 
 
 @pytest.mark.asyncio
-async def test_a_file_has_what_the_engines_compute_in(tmp_path):
-    """Rounded here as they would round it themselves, at half the size."""
+async def test_stored_weights_have_the_engines_dtype(tmp_path):
+    """The weights are rounded as the engines would round them, which halves the file."""
     trained = model(1)
-    kept = await ByFile(tmp_path, "bfloat16").keep(trained.state_dict(), 1)
+    kept = await FileWeightStore(tmp_path, "bfloat16").save(trained.state_dict(), 1)
     saved = load_file(kept / "model.safetensors")
     assert saved.keys() == dict(trained.named_parameters()).keys()
     for name, parameter in trained.named_parameters():
@@ -121,29 +133,29 @@ async def test_a_file_has_what_the_engines_compute_in(tmp_path):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("keep", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", ""])
-async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
-    """`keep` stays as it was, as after a reload that left a mix of old and new; '' is all of them."""
+async def test_a_weight_that_did_not_arrive_is_detected(folder, keep):
+    """The weights whose names contain `keep` stay old, as after an incomplete reload. '' keeps all of them."""
 
     async def partly(engines, weights, version):
         (engine,) = engines
         old = engine._model.state_dict()
         mixed = {name: old[name] if name.startswith(keep) else tensor for name, tensor in weights.items()}
-        await engine.load(mixed, version)
+        await engine.load_weights(mixed, version)
         return [None]
 
     trained = model(0)
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.05)
-    async with Pool([local()], carry=partly, scheduler=Scheduler(256), reference=Reference(folder)) as pool:
-        with pytest.raises(SyncFailed, match=r"within \S+ of the trainer's .* got a difference of \d"):
-            await pool.sync(trained.state_dict())
+    async with EnginePool([local()], transfer=partly, scheduler=Scheduler(256), probe=SyncProbe(folder)) as pool:
+        with pytest.raises(WeightSyncError, match=r"within \S+ of the trainer's .* got a difference of \d"):
+            await pool.sync_weights(trained.state_dict())
 
 
 class Scoring:
-    """An engine that scores as a model does, in its dtype and by other kernels than the trainer's."""
+    """An engine that scores with a model in the given dtype and with other attention kernels than the trainer's."""
 
-    name, version = "scoring", 1
+    name, weight_version = "scoring", 1
 
     def __init__(self, scoring, dtype):
         self.model = copy.deepcopy(scoring).to(getattr(torch, dtype))
@@ -155,11 +167,11 @@ class Scoring:
 
 def reference_of(folder, dtype, layers):
     model(num_hidden_layers=layers).save_pretrained(folder)
-    return Reference(folder, dtype)
+    return SyncProbe(folder, dtype)
 
 
 def sharper(seed, layers, factor):
-    """A random model with larger weights: its layers say more, and its logits have more to round."""
+    """Return a random model with larger weights, so that its layers matter more and its logits round more."""
     made = model(seed, num_hidden_layers=layers)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -171,18 +183,19 @@ def sharper(seed, layers, factor):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("dtype", BOUNDS)
-async def test_rounding_is_no_other_weights(tmp_path, dtype, layers):
-    """Far below the bound: the largest of so many would be close to it, were one of 10,000 above."""
+async def test_rounding_alone_passes_the_check(tmp_path, dtype, layers):
+    """The largest of these differences is far below the bound, as 10,000 models showed
+    (`trainer.engines.weight_sync`)."""
     reference, draw, worst = reference_of(tmp_path, dtype, layers), random.Random(0), 0.0
     for seed in range(12):
         trained = sharper(seed, layers, 1 + seed % 4)
-        reference.probes = [
-            draw.choices(range(VOCABULARY), k=weight_sync.PROBE_TOKENS) for _ in range(weight_sync.PROBES)
+        reference.sequences = [
+            draw.choices(range(VOCABULARY), k=weight_sync.PROBE_TOKENS) for _ in range(weight_sync.NUM_PROBES)
         ]
-        expected = reference.logprobs(trained.state_dict())
+        expected = reference.expected_logprobs(trained.state_dict())
         engine = Scoring(trained, dtype)
         await reference.check(engine, expected)
-        said = torch.tensor([await engine.logprobs(probe) for probe in reference.probes], dtype=torch.float64)
+        said = torch.tensor([await engine.logprobs(probe) for probe in reference.sequences], dtype=torch.float64)
         worst = max(worst, weight_sync._rms(said - expected.logprobs) / expected.rounding / BOUNDS[dtype])
     assert 0 < worst < 0.75
 
@@ -190,13 +203,13 @@ async def test_rounding_is_no_other_weights(tmp_path, dtype, layers):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("dtype", BOUNDS)
-async def test_every_layer_that_is_stale_or_in_anothers_place_is_found(tmp_path, dtype, layers):
+async def test_a_stale_or_exchanged_layer_is_detected(tmp_path, dtype, layers):
     """Each layer, and each matrix alone, as it was before the training; each layer that misses a step that a higher
     learning rate makes; each pair of layers exchanged."""
     reference = reference_of(tmp_path, dtype, layers)
     trained, before = model(1, num_hidden_layers=layers), model(2, num_hidden_layers=layers).state_dict()
     right = copy.deepcopy(trained.state_dict())
-    expected = reference.logprobs(right)
+    expected = reference.expected_logprobs(right)
     of = [[name for name in right if f"layers.{layer}." in name] for layer in range(layers)]
     wrong = [{name: before[name] for name in names} for names in of]
     wrong += [{name: before[name]} for names in of for name in names if "proj" in name]
@@ -211,45 +224,56 @@ async def test_every_layer_that_is_stale_or_in_anothers_place_is_found(tmp_path,
     await reference.check(Scoring(trained, dtype), expected)
     for some in wrong:
         trained.load_state_dict({**right, **some})
-        with pytest.raises(SyncFailed, match="it has other weights"):
+        with pytest.raises(WeightSyncError, match="it has other weights"):
             await reference.check(Scoring(trained, dtype), expected)
 
 
 @pytest.mark.asyncio
-async def test_weights_of_the_trainers_own_that_are_no_numbers_are_no_engines_fault(folder):
+async def test_nan_weights_of_the_trainer_are_reported_as_divergence(folder):
     broken = model()
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
-    async with Pool([local()], carry=direct, scheduler=Scheduler(256), reference=Reference(folder)) as pool:
-        with pytest.raises(SyncFailed, match="training has diverged"):
-            await pool.sync(broken.state_dict())
+    async with EnginePool(
+        [local()], transfer=load_in_process, scheduler=Scheduler(256), probe=SyncProbe(folder)
+    ) as pool:
+        with pytest.raises(WeightSyncError, match="training has diverged"):
+            await pool.sync_weights(broken.state_dict())
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_path):
+async def test_a_server_that_cannot_load_weights_is_down_and_the_others_generate(folder, tmp_path):
     async def refuse(engine, folder):
-        raise EngineFailed("disk full")
+        raise EngineError("disk full")
 
     good, bad = local(), local()
     async with FakeVllm(good, load=take).serve() as one, FakeVllm(bad, load=refuse).serve() as two:
         servers = [
-            VllmEngine(url, vocabulary=VOCABULARY, max_length=256, name=name)
+            VllmEngine(url, vocab_size=VOCABULARY, max_model_len=256, name=name)
             for url, name in ((one, "one"), (two, "two"))
         ]
-        async with Pool(
-            servers, carry=direct, keep=ByFile(tmp_path), scheduler=Scheduler(256), reference=Reference(folder)
+        async with EnginePool(
+            servers,
+            transfer=load_in_process,
+            store=FileWeightStore(tmp_path),
+            scheduler=Scheduler(256),
+            probe=SyncProbe(folder),
         ) as pool:
-            assert await pool.sync(model(1).state_dict()) == 1
-            assert "disk full" in pool.desks["two"].why
-            async with pool.seat(group="a", most_tokens=256) as first, pool.seat(group="a", most_tokens=256) as second:
-                made = await asyncio.gather(*(seat.generate([1], Sampling(2, seed=0)) for seat in (first, second)))
+            assert await pool.sync_weights(model(1).state_dict()) == 1
+            assert "disk full" in pool.engine_states["two"].down_reason
+            async with (
+                pool.open_episode(group="a", max_context_tokens=256) as first,
+                pool.open_episode(group="a", max_context_tokens=256) as second,
+            ):
+                made = await asyncio.gather(
+                    *(handle.generate([1], SamplingParams(2, seed=0)) for handle in (first, second))
+                )
             assert [each.engine for each in made] == ["one", "one"]
     await asyncio.gather(good.close(), bad.close())
 
 
 @pytest.mark.asyncio
-async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_the_last_weights(folder, tmp_path):
-    """It comes back at its address with the weights that it was started with, and nothing of what it had computed."""
+async def test_a_turn_continues_with_the_same_tokens_after_the_only_server_restarts(folder, tmp_path):
+    """The restarted server has its first weights and an empty cache at the same address."""
     begun = asyncio.Event()
 
     class Hanging(LocalEngine):
@@ -266,84 +290,90 @@ async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_t
 
     async def talk(pool):
         ids, versions = [1, 2, 3], []
-        async with pool.seat(group="a", most_tokens=256) as seat:
+        async with pool.open_episode(group="a", max_context_tokens=256) as handle:
             for turn in range(3):
-                made = await seat.generate(ids, Sampling(20, seed=turn))
-                ids, versions = [*ids, *made.ids, 7], [*versions, made.version]
+                made = await handle.generate(ids, SamplingParams(20, seed=turn))
+                ids, versions = [*ids, *made.ids, 7], [*versions, made.weight_version]
         return ids, versions
 
-    options = {"carry": direct, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
-    async with Pool([local()], scheduler=Scheduler(256), **options) as pool:
-        await pool.sync(model(1).state_dict(), 5)
+    options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
+    async with EnginePool([local()], scheduler=Scheduler(256), **options) as pool:
+        await pool.sync_weights(model(1).state_dict(), 5)
         expected = await talk(pool)
     async with AsyncExitStack() as stack:
-        first = Hanging(model(), name="first", slots=4, max_length=128)
+        first = Hanging(model(), name="first", max_num_seqs=4, max_model_len=128)
         serving = await stack.enter_async_context(AsyncExitStack())
         url = await serving.enter_async_context(FakeVllm(first, load=take).serve())
-        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
-        pool = Pool([engine], scheduler=Scheduler(256), keep=ByFile(tmp_path), patience_s=300, **options)
+        engine = VllmEngine(url, vocab_size=VOCABULARY, max_model_len=128)
+        pool = EnginePool(
+            [engine], scheduler=Scheduler(256), store=FileWeightStore(tmp_path), all_down_timeout_s=300, **options
+        )
         await stack.enter_async_context(pool)
-        await pool.sync(model(1).state_dict(), 5)
+        await pool.sync_weights(model(1).state_dict(), 5)
         talking = asyncio.create_task(talk(pool))
         await begun.wait()
         await serving.aclose()  # as a server that is killed: its connections are cut, and nobody listens
-        while pool.desks[engine.name].is_up:  # noqa: ASYNC110 (a client finds out when it asks)
+        while pool.engine_states[engine.name].is_up:  # noqa: ASYNC110 (a client finds out when it asks)
             await asyncio.sleep(0.01)
         assert not talking.done()
         again = local()
         await stack.enter_async_context(FakeVllm(again, load=take).serve(int(url.rpartition(":")[2])))
         assert await talking == expected == (expected[0], [5, 5, 5])
-        assert again.tokens > 0
+        assert again.computed_positions > 0
         await asyncio.gather(first.close(), again.close())
 
 
 @pytest.mark.asyncio
-async def test_a_sync_waits_for_the_only_server_that_is_being_started_anew(folder, tmp_path):
-    options = {"carry": direct, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
+async def test_a_sync_waits_for_the_restart_of_the_only_server(folder, tmp_path):
+    options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
     behind = local()
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(AsyncExitStack())
         url = await serving.enter_async_context(FakeVllm(behind, load=take).serve())
-        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
-        pool = Pool([engine], scheduler=Scheduler(256), keep=ByFile(tmp_path), patience_s=300, **options)
+        engine = VllmEngine(url, vocab_size=VOCABULARY, max_model_len=128)
+        pool = EnginePool(
+            [engine], scheduler=Scheduler(256), store=FileWeightStore(tmp_path), all_down_timeout_s=300, **options
+        )
         await stack.enter_async_context(pool)
-        await pool.sync(model(1).state_dict(), 5)
+        await pool.sync_weights(model(1).state_dict(), 5)
         await serving.aclose()
-        syncing = asyncio.create_task(pool.sync(model(2).state_dict(), 6))
-        while pool.version == 5 or pool.scheduler.is_paused:  # noqa: ASYNC110 (no event says that none took them)
+        syncing = asyncio.create_task(pool.sync_weights(model(2).state_dict(), 6))
+        while pool.weight_version == 5 or pool.scheduler.is_paused:  # noqa: ASYNC110 (no event says that none took them)
             await asyncio.sleep(0.01)
         assert not syncing.done()
         await stack.enter_async_context(FakeVllm(behind, load=take).serve(int(url.rpartition(":")[2])))
-        assert await syncing == engine.version == 6
+        assert await syncing == engine.weight_version == 6
         scores = await engine.logprobs([1, 2, 3])
         assert scores == pytest.approx(training_logprobs(model(2), [1, 2, 3]), abs=1e-3)
         await behind.close()
 
 
 @pytest.mark.asyncio
-async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path):
+async def test_a_real_vllm_scores_like_the_trainer_after_every_sync(tmp_path):
     if not VLLM:
         pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
     async with real(VLLM, tmp_path) as engine:
-        reference = Reference(tmp_path / "model")
-        keep = ByFile(tmp_path / "weights")
-        async with Pool([engine], carry=direct, keep=keep, scheduler=Scheduler(256), reference=reference) as pool:
+        reference = SyncProbe(tmp_path / "model")
+        keep = FileWeightStore(tmp_path / "weights")
+        async with EnginePool(
+            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=reference
+        ) as pool:
             for seed in (1, 2, 1):
                 trained = model(seed)
-                await pool.sync(trained.state_dict())
+                await pool.sync_weights(trained.state_dict())
                 for temperature in (1.0, 0.6):
-                    async with pool.seat(group="a", most_tokens=256) as seat:
-                        made = await seat.generate([1, 2, 3], Sampling(40, temperature=temperature, seed=seed))
+                    async with pool.open_episode(group="a", max_context_tokens=256) as handle:
+                        made = await handle.generate([1, 2, 3], SamplingParams(40, temperature=temperature, seed=seed))
                     expected = training_logprobs(trained, [1, 2, 3, *made.ids], temperature)[2:]
                     assert made.logprobs == pytest.approx(expected, abs=1e-3)
             wrong = {name: tensor * 1.05 for name, tensor in model(1).state_dict().items()}
-            with pytest.raises(SyncFailed):
-                await reference.check(engine, reference.logprobs(wrong))
+            with pytest.raises(WeightSyncError):
+                await reference.check(engine, reference.expected_logprobs(wrong))
 
 
 @pytest.mark.asyncio
-async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(monkeypatch):
-    """Our half of the transfer. vLLM's, sender and client, are stand-ins here: no GPU has run this yet."""
+async def test_nccl_gives_every_engine_its_own_communicator_and_each_tensor_once(monkeypatch):
+    """This tests the trainer's half of the transfer. vLLM's sender and client are fakes, since no GPU is used."""
     joined, sent, lost = [], [], set()
 
     class Meta(NamedTuple):
@@ -375,23 +405,23 @@ async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(mon
 
     class Server:
         def __init__(self, name):
-            self.name, self.url, self.version = name, f"http://{name}", 0
+            self.name, self.url, self.weight_version = name, f"http://{name}", 0
 
-        async def renew(self, version):
-            self.version = version
+        async def reset_prefix_cache(self, version):
+            self.weight_version = version
 
     servers = [Server("a"), Server("b")]
-    carry = ByNccl(gpus_per_engine=2)
+    carry = NcclTransfer(gpus_per_engine=2)
     trained = model()
     for version in (1, 2):
         assert await carry(servers, trained.state_dict(), version) == [None, None]
-        assert [server.version for server in servers] == [version] * 2
+        assert [server.weight_version for server in servers] == [version] * 2
     assert joined == [("http://a", 0, 3), ("http://b", 0, 3)]
     assert sent == [(url, [name for name, _ in trained.named_parameters()]) for url in ("http://a", "http://b")] * 2
 
     lost.add("http://a")
     first, second = await carry(servers, trained.state_dict(), 3)
-    assert "gone" in str(first) and second is None and [server.version for server in servers] == [2, 3]
+    assert "gone" in str(first) and second is None and [server.weight_version for server in servers] == [2, 3]
     lost.clear()
     assert await carry(servers, trained.state_dict(), 4) == [None, None]
     assert joined[2:] == [("http://a", 0, 3)], "one that is back is joined anew"

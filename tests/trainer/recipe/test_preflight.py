@@ -16,7 +16,7 @@ from aiohttp import web
 
 from trainer import cli
 from trainer.config import RunConfig, load
-from trainer.environments import python_tool
+from trainer.environments import connection
 from trainer.recipe import preflight
 from trainer.recipe.preflight import missing
 from trainer.recipe.runner import Run, Unit
@@ -61,7 +61,7 @@ def _missing(config: RunConfig, *commands: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_tool, "RETRIES", 0)
+    monkeypatch.setattr(connection, "MAX_RETRIES", 0)
 
 
 @pytest.fixture
