@@ -59,7 +59,7 @@ async def run_episode(
     is_interrupted = False
     while episode.stop_reason is None and not is_interrupted:
         asked_at = clock()
-        left = how.max_tokens - len(episode.response_ids)
+        left = how.max_response_tokens - len(episode.response_ids)
         its_seed = turn_seed(seed, episode.problem.id, episode.sample, len(episode.turns))
         wanted = Sampling(left, how.temperature, how.top_p, chat.stop_ids, its_seed)
         try:
@@ -100,7 +100,7 @@ async def _end_turn(
         episode.stop_reason = StopReason.TURN_LIMIT
     else:
         with busy:
-            calls = await _run(said.tool_calls, tools, how.tool_chars)
+            calls = await _run(said.tool_calls, tools, how.max_tool_response_chars)
         if lost := [call.error for call in calls if call.status is ToolCallStatus.UNAVAILABLE]:
             episode.stop_reason, episode.error = StopReason.UNAVAILABLE, f"tool: {lost[0]}"
     tools_s = clock() - generated_at if calls else 0.0
@@ -109,7 +109,7 @@ async def _end_turn(
     )
     if episode.stop_reason is None:
         shown = chat.encode_tool_responses([call.response for call in calls])
-        if end + len(shown) < how.max_tokens:
+        if end + len(shown) < how.max_response_tokens:
             episode.append_observation(shown)
             episode.turn_start, episode.turn_generate_s = len(episode.response_ids), 0.0
         else:
@@ -163,7 +163,7 @@ class Collector:
         self._halted.clear()
 
         async def group(number: int) -> None:
-            over[number] = await self._group(groups[number], run, how.max_tokens, is_enough)
+            over[number] = await self._group(groups[number], run, how.max_response_tokens, is_enough)
             if sum(map(bool, over)) >= wanted and all(over[:due]):
                 await self._halt([episode for episodes in groups for episode in episodes])
 

@@ -87,7 +87,7 @@ class TableReference:
 
 
 async def carry(engines, weights, version):
-    async def load(engine):
+    async def load_config(engine):
         try:
             async with asyncio.timeout(LOAD_S):
                 await engine.before()
@@ -96,7 +96,7 @@ async def carry(engines, weights, version):
         await engine.load(weights, version)
         return None
 
-    return [await load(engine) for engine in engines]
+    return [await load_config(engine) for engine in engines]
 
 
 def pool_of(made, **options):

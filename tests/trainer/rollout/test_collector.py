@@ -24,7 +24,7 @@ from trainer.episodes.turn_parser import parse_turn
 from trainer.rollout.collector import Collector, run_episode, turn_seed
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
-LIMITS = SamplingConfig(max_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
+LIMITS = SamplingConfig(max_response_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,9 @@ async def test_a_response_that_leaves_no_room_ends_the_episode(chat):
 async def test_tool_output_is_cut_and_says_so(chat):
     long = "a" * 500 + "b" * 500
     pool = ScriptedPool(turns_of(call("1") + END, "done" + END))
-    episode = await run(chat, pool, ScriptedTools(lambda code: long), how=SamplingConfig(2000, 5, tool_chars=101))
+    episode = await run(
+        chat, pool, ScriptedTools(lambda code: long), how=SamplingConfig(2000, 5, max_tool_response_chars=101)
+    )
     (made,) = episode.turns[0].tool_calls
     assert made.is_truncated
     assert made.response == f"{'a' * 51}\n... 899 characters cut ...\n{'b' * 50}"
