@@ -92,6 +92,11 @@ lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 		$(wildcard sandbox/guest/[a-z]*.py)
 	$(BIN)/lint-imports
 
+.PHONY: machine-code
+machine-code:  ## assemble sandbox/guest/fork_batch.S and print the bytes that fork_batch.py contains
+	@object=$$(mktemp) && as --64 -o $$object sandbox/guest/fork_batch.S && \
+		objcopy -O binary -j .text $$object && od -An -v -tx1 -w32 $$object | tr -d ' '; rm -f $$object
+
 clean:  ## remove what make made; the guest runtime stays
 	rm -rf $(VENV) $(VLLM_VENV) $(LATEST_VENV) $(LOCK_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

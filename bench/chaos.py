@@ -137,7 +137,7 @@ class Target:
             states = [processes.state(pid) for pid in victims(self.pid)["executor"]]
             with urllib.request.urlopen(f"{self.url}/metrics") as metrics:
                 said = metrics.read().decode()
-            if "Z" not in states and f"\nrstar_sandbox_executors_ready {executors}\n" in said:
+            if "Z" not in states and f"\nrstar_sandbox_executors_ready {executors}.0\n" in said:
                 return
             time.sleep(0.1)
         raise command.BenchFailed(f"after the attack not all {executors} executors are back within {REST_S:g} s")

@@ -51,8 +51,8 @@ from sandbox import jail, wire
 from sandbox.client import AsyncClient
 from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
 from sandbox.errors import IsolationError
-from sandbox.executor import executor as core
-from sandbox.executor.call_state import Work
+from sandbox.executor.call_state import CallRequest
+from sandbox.executor.executor import GUEST_ENV
 from sandbox.types import Call
 
 CODES = {
@@ -217,7 +217,7 @@ class _Jail:
 
     def start(self, step: str, code: str, calls: int) -> None:
         """Have it run `calls` calls as far as `step`."""
-        order = _first_frame(Work.decode(0, {"code": code}).order(1, 0, 0.0))
+        order = _first_frame(CallRequest.decode(0, {"code": code}).encode_start(1, 0))
         assert order is not None
         header, body, _ = order
         measure = {**header, "op": "measure", "step": step, "calls": calls, "plan": self._plan}
@@ -275,14 +275,14 @@ def _groups() -> Iterator[jail.CgroupTree | None]:
 def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
     """The guest's own code in a jail of its own, with the measuring zygote in the place of the zygote."""
     with tempfile.TemporaryDirectory(prefix="bench-layers-") as folder, _groups() as groups:
-        for path in (*core.GUEST.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
+        for path in (*jail.GUEST_SOURCE_DIR.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
             shutil.copy(path, folder)
         place = FIRST_JAIL + number * len(CODES) + list(CODES).index(profile)
         base, count = jail.host_uids(place, 1)
         interpreter = jail.Interpreter.find(python)
         argv = ("/python/bin/python3", "-s", "-B", "/guest/layers_guest.py", "--fd", "{fd}")
         spec = jail.JailSpec(
-            jail.Level.NAMESPACES, interpreter, folder, env=core.GUEST_ENV, argv=argv, uid_base=base, uid_count=count
+            jail.Level.NAMESPACES, interpreter, folder, env=GUEST_ENV, argv=argv, uid_base=base, uid_count=count
         )
         ours, theirs = socket.socketpair()
         with ours:
@@ -350,7 +350,7 @@ def _executor(python: str) -> Iterator[_Executor]:
             process = subprocess.Popen(command, pass_fds=[fd], start_new_session=True, stdin=subprocess.DEVNULL)
         try:
             executor = _Executor(ours, process.pid)
-            executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).settings())
+            executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).encode())
             yield executor
         finally:
             ours.close()  # it ends by itself

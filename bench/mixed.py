@@ -385,7 +385,7 @@ async def _settled(server: service.Service, loops: int) -> int:
 
 
 def _running(metrics: Callable[[], str]) -> int:
-    counts = re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)$", metrics(), re.MULTILINE)
+    counts = re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)\.0$", metrics(), re.MULTILINE)
     return sum(map(int, counts))
 
 

@@ -40,10 +40,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import command as output
+from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import ORACLE, Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
 from trainer.config_loading import load_config
 from trainer.recipe.resource_plan import resource_plan
-from trainer.scheduling.scheduler import POLICIES
 
 FITTED = Path(__file__).parent / "simulator" / "profiles" / "cpu-tiny.json"
 VLLM_PYTHON = "RSTAR_VLLM_PYTHON"

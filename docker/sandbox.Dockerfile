@@ -1,4 +1,4 @@
-# The service in an image: docker build -f docker/sandbox.Dockerfile -t rstar-sandbox .
+# The server in an image: docker build -f docker/sandbox.Dockerfile -t rstar-sandbox .
 # BASE is any image with a glibc and Python 3.11 or later as python3, with venv.
 ARG BASE=docker.io/library/python:3.13-slim
 
@@ -7,7 +7,7 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY requirements /src/requirements
 COPY sandbox /src/sandbox
 COPY trainer /src/trainer
-# Where pip needs a configuration to reach an index, it is a secret (--secret id=pip,src=FILE) and stays out of the image.
+# If pip needs a configuration to reach an index, pass it as a secret (--secret id=pip,src=FILE): it stays out of the image.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/rstar-sandbox \
     && /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --require-hashes \

@@ -1,10 +1,10 @@
-"""The seccomp profile for level `namespaces` in a container without --privileged: `python docker/seccomp.py`.
+"""Writes the seccomp profile for level `namespaces` in a container without --privileged: `python docker/seccomp.py`.
 
-- An allow-list, in tables: what calls of model-written code may make (`sandbox.jail.seccomp.CALL_POLICY`, by name
-  alone, since their own filter checks the arguments), what the server and its container need on top, and what the
-  server jails itself with, each with the arguments that it uses and no others. The rest is refused with EPERM.
-- What the policy says does not exist does not exist here: libc does without clone3 only then.
-- For x86_64, as the policy is.
+- The profile is an allow-list of three parts: the system calls of model-written code, by name, since the calls' own
+  filter checks the arguments (`sandbox.jail.seccomp.CALL_POLICY`); those that the server and its container need in
+  addition; and those by which the server builds jails, with the arguments that it uses. All others fail with EPERM.
+- System calls that fail with ENOSYS in the policy do so here: the C library does without clone3 only on ENOSYS.
+- It is for x86_64, as the policy is.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _SERVER = """
     seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
     capset setresuid setresgid setgroups
 """
-"""HTTP and its executors, which pass descriptors; what calls print, and files; layers around calls, and identities they
-are given up for."""
+"""Calls of the server: HTTP, passing descriptors, memory files for output, filters and uids of calls."""
 _RUNTIME = "setuid setgid"
-"""The engine's runtime loads the profile before it becomes the container's user."""
+"""Calls of the container runtime, which loads the profile before it takes the container's uid."""
 
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _NETLINK, _ROUTE = 16, 0
 _EVERY_NAMESPACE = 0x7E020000
-"""Every CLONE_NEW* that clone takes."""
+"""All CLONE_NEW* flags of clone(2)."""
 _NAMESPACES = kernel.CLONE_NEWUSER | userns.JAIL_NAMESPACES
 _MOUNTS = (
     *(kernel.MS_RDONLY, kernel.MS_NOSUID, kernel.MS_NODEV, kernel.MS_NOEXEC),
@@ -41,12 +40,12 @@ _MOUNTS = (
 
 
 def _without(index: int, bits: int) -> dict[str, Any]:
-    """Argument `index` has none of these bits."""
+    """Require that argument `index` has none of these bits."""
     return {"index": index, "value": bits, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
 
 
 def _only(index: int, bits: int) -> dict[str, Any]:
-    """Argument `index` has no bit but these."""
+    """Require that argument `index` has only these bits."""
     return _without(index, ~bits & (1 << 64) - 1)
 
 
@@ -56,26 +55,26 @@ def _equal(index: int, value: int) -> dict[str, Any]:
 
 CHECKED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
     *(("socket", (_equal(0, family),)) for family in _FAMILIES),
-    # To list interfaces, as libc and the probe do. No other netlink: who is root of a network namespace meets by it
-    # what has the most holes, netfilter first.
+    # To list interfaces, as the C library and the probe do. Other netlink sockets would give root of a network
+    # namespace access to the parts of the kernel with the most bugs, above all netfilter.
     ("socket", (_equal(0, _NETLINK), _equal(2, _ROUTE))),
     ("unshare", (_only(0, _NAMESPACES),)),  # the jail's namespaces, and each call's own
     ("clone", (_without(0, _EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
-    ("mount", (_only(3, sum(_MOUNTS)),)),  # the read-only root; each call's scratch folder
-    ("umount2", (_equal(1, kernel.MNT_DETACH),)),  # the host's root, let go of
+    ("mount", (_only(3, sum(_MOUNTS)),)),  # the read-only root; the scratch directory of each call
+    ("umount2", (_equal(1, kernel.MNT_DETACH),)),  # the host's root
     ("pivot_root", ()),
     ("sethostname", ()),
 )
 
 
 def profile() -> str:
-    """The whole profile, as the file has it."""
+    """Return the text of the profile."""
     checked = {name for name, _ in CHECKED}
     rules = {name: seccomp.rule_for(number) for name, number in X86_64.items()}
     allowed = {name for name in seccomp.CALL_POLICY if rules[name] != seccomp.ENOSYS}
     allowed = (allowed | {*_SERVER.split(), *_RUNTIME.split()}) - checked
     absent = {name for name, rule in rules.items() if rule == seccomp.ENOSYS}
-    whole = {
+    document = {
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": seccomp.EPERM & 0xFFFF,
         "architectures": ["SCMP_ARCH_X86_64"],
@@ -85,7 +84,7 @@ def profile() -> str:
             *({"names": [name], "action": "SCMP_ACT_ALLOW", "args": list(checks)} for name, checks in CHECKED),
         ],
     }
-    return json.dumps(whole, indent="\t") + "\n"
+    return json.dumps(document, indent="\t") + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-# The service's image and its tests: see docker/test.
+# The server's image with its tests: see docker/test.
 ARG IMAGE
 FROM ${IMAGE}
 USER 0:0

@@ -1,8 +1,8 @@
 # The trainer and its engines for NVIDIA GPUs: docker build -f docker/trainer.cuda.Dockerfile -t rstar-train:cuda .
 # It has not been built or run yet.
 #
-# BASE brings CUDA, PyTorch and vLLM, which are built for each other. The trainer gets an environment of its own on top
-# of them: it shares their torch and brings its transformers, since vLLM's is another version.
+# BASE contains CUDA, PyTorch and vLLM, which are built for each other. The trainer has an environment of its own on top,
+# which shares their torch and has its own transformers, since vLLM uses another version.
 ARG BASE=docker.io/vllm/vllm-openai:v0.32.0
 FROM ${BASE}
 COPY pyproject.toml README.md LICENSE /src/
@@ -10,7 +10,7 @@ COPY requirements /src/requirements
 COPY sandbox /src/sandbox
 COPY trainer /src/trainer
 COPY configs /opt/configs
-# Where pip needs a configuration to reach an index, it is a secret (--secret id=pip,src=FILE) and stays out of the image.
+# If pip needs a configuration to reach an index, pass it as a secret (--secret id=pip,src=FILE): it stays out of the image.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -c 'import torch; assert torch.version.cuda, "BASE has no torch for CUDA"' \
     && python3 -m venv --system-site-packages /opt/rstar \

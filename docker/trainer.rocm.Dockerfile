@@ -1,8 +1,8 @@
 # The trainer and its engines for AMD GPUs: docker build -f docker/trainer.rocm.Dockerfile -t rstar-train:rocm .
-# It has not been built or run yet; docs/mi300x.md lists what else has not.
+# It has not been built or run yet; docs/mi300x.md lists what else has not been run.
 #
-# BASE brings ROCm, its PyTorch and vLLM, which are built for each other. The trainer gets an environment of its own on
-# top of them: it shares their torch and brings its transformers, since vLLM's is another version.
+# BASE contains ROCm, its PyTorch and vLLM, which are built for each other. The trainer has an environment of its own on
+# top, which shares their torch and has its own transformers, since vLLM uses another version.
 ARG BASE=docker.io/vllm/vllm-openai-rocm:v0.32.0
 FROM ${BASE}
 COPY pyproject.toml README.md LICENSE /src/
@@ -10,7 +10,7 @@ COPY requirements /src/requirements
 COPY sandbox /src/sandbox
 COPY trainer /src/trainer
 COPY configs /opt/configs
-# Where pip needs a configuration to reach an index, it is a secret (--secret id=pip,src=FILE) and stays out of the image.
+# If pip needs a configuration to reach an index, pass it as a secret (--secret id=pip,src=FILE): it stays out of the image.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -c 'import torch; assert torch.version.hip, "BASE has no torch for ROCm"' \
     && python3 -m venv --system-site-packages /opt/rstar \
@@ -19,7 +19,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     && /opt/rstar/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps /src \
     && /opt/rstar/bin/rstar-sandbox runtime --path /opt/runtime \
     && /opt/rstar/bin/python -c 'import trl, torch; assert torch.version.hip'
-# Engines run in BASE's own Python. File sync writes where all of a run's machines can read: mount that at /runs.
+# Engines run in BASE's own Python. All machines of a run must share /runs: file sync writes there.
 ENV PATH=/opt/rstar/bin:${PATH} \
     RSTAR_RUNTIME=/opt/runtime \
     RSTAR_TRAIN_ENGINES__PYTHON=/usr/bin/python3 \

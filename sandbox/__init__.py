@@ -1,4 +1,4 @@
-"""Hostile, model-written Python, run isolated and fast. The types here are the service's whole vocabulary."""
+"""A batched, sandboxed executor of untrusted Python code. This package exports the types of calls and results."""
 
 from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Status, Usage, Verdict
 

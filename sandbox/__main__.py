@@ -1,4 +1,4 @@
-"""`python -m sandbox` is `rstar-sandbox`."""
+"""`python -m sandbox` runs the command `rstar-sandbox`."""
 
 import sys
 

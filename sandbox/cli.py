@@ -18,8 +18,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import ENV_PREFIX, REMOVED_SETTINGS, SETTINGS, Names, Range, Rule, ServeConfig, flag_name, load
+from sandbox.config import (
+    ENV_PREFIX,
+    RENAMED_SETTINGS,
+    SETTINGS,
+    NameListRule,
+    ServeConfig,
+    SettingRule,
+    flag_name,
+    load,
+)
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
+from sandbox.fields import NumberRule
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
@@ -55,7 +65,7 @@ def serve(args: argparse.Namespace) -> int:
     """Answer calls over HTTP until stopped."""
     import logging
 
-    config = _config(args, (*SETTINGS, *REMOVED_SETTINGS))
+    config = _config(args, (*SETTINGS, *RENAMED_SETTINGS))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
@@ -73,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     config = _with_python(_config(args, _RUN_SETTINGS), args)
     from sandbox.executor import run_once
 
-    result = run_once(call, replace(config.executor(), zygotes=1, slots=1))
+    result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
     for path, data in result.files.items():
         if path in call.return_files:
             _save(_destination(path, overwrite=args.force), data)
@@ -119,12 +129,12 @@ def runtime(args: argparse.Namespace) -> int:
     if args.python:
         python, version = Path(args.python), runtimes.version_of(Path(args.python))
     else:
-        python, version = runtimes.best_base()
-    folder = Path(args.path).absolute() if args.path else runtimes.default_folder(version)
-    if args.check and not runtimes.is_whole(folder):
-        raise runtimes.RuntimeFailed(f"no finished runtime at {folder}; run `rstar-sandbox runtime`")
+        python, version = runtimes.best_python()
+    folder = Path(args.path).absolute() if args.path else runtimes.default_dir(version)
+    if args.check and not runtimes.is_complete(folder):
+        raise runtimes.RuntimeBuildError(f"no finished runtime at {folder}; run `rstar-sandbox runtime`")
     with _clean_end():
-        made = folder / "bin" / "python" if args.check else runtimes.make(python, folder, force=args.force)
+        made = folder / "bin" / "python" if args.check else runtimes.build(python, folder, force=args.force)
     print(made)
     if (taken := runtimes.find()) != folder:
         other = f"take {taken}" if taken else "do not find it"
@@ -201,7 +211,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _no_install_argument(parser)
     _settings_arguments(parser, tuple(SETTINGS))
-    for name in REMOVED_SETTINGS:  # accepted here, so that `load` can say what became of the setting
+    for name in RENAMED_SETTINGS:  # accepted here, so that `load` can say what became of the setting
         parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
 
 
@@ -267,10 +277,10 @@ def _settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -
         group.add_argument(f"--{flag_name(name)}", dest=name, metavar=_metavar(setting.rule), help=text)
 
 
-def _metavar(rule: Rule) -> str:
-    if isinstance(rule, Range):
+def _metavar(rule: SettingRule) -> str:
+    if isinstance(rule, NumberRule):
         return "N"
-    if isinstance(rule, Names):
+    if isinstance(rule, NameListRule):
         return "NAMES"
     return "|".join(rule.choices) or "TEXT"
 
@@ -423,7 +433,7 @@ def _trial(config: ServeConfig) -> str:
     from sandbox.executor import run_once
 
     try:
-        result = run_once(Call("print(6 * 7)"), replace(config.executor(), zygotes=1, slots=1))
+        result = run_once(Call("print(6 * 7)"), replace(config.executor_config(), zygote_pools=1, slots=1))
     except SandboxError as why:
         return str(why)
     if result.stdout == "42\n":

@@ -1,46 +1,47 @@
-"""Settings: one frozen tree per process, from defaults < TOML file < environment < flags.
+"""Settings of the server: one frozen object, from defaults < TOML file < environment < flags.
 
-Invariants:
-- A setting has one name everywhere: `queue_mb` in TOML, `RSTAR_SANDBOX_QUEUE_MB` in the environment, `--queue-mb`.
-- A setting is described once, on its field; flags, checks and messages all come from that description.
-- An unknown name or a bad value is a `ConfigError` that says where it stood, what was expected and what came.
-- The token is never a flag (command lines show in `ps`) and never in a `repr`.
+- A setting has the same name in every source: `queue_mb` in TOML, `RSTAR_SANDBOX_QUEUE_MB` in the environment,
+  `--queue-mb`.
+- A setting is declared once, at its field. Flags, checks, help and error messages use that declaration.
+- An unknown name or a wrong value is a `ConfigError` with the source's spelling of the name, the expectation and the
+  value.
+- The token has no flag, because command lines are visible in `ps`, and no `repr`.
 """
 
 from __future__ import annotations
 
 import difflib
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from sandbox.errors import ConfigError
-from sandbox.types import LIMIT_FIELDS, Limits, Number, Profile
+from sandbox.fields import NumberRule
+from sandbox.types import LIMIT_FIELDS, Limits, Profile
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
-CLIENT_ENV = {"URL"}
-"""For clients, not for us; seeing them is no mistake."""
 
 SLOTS_PER_CORE = 16
-"""Calls running at once, per core: enough that sleepers and I/O do not idle it, and that orders and answers of small
-calls travel together (8 take a tenth more CPU for each); few enough to keep memory small."""
-CORES_PER_FAMILY = 2
-"""A zygote forks one call at a time, in a third of what a small call costs; more of them share less memory."""
-LONG_PER_CORE, LEAST_LONG = 32, 512
-"""Long calls beside those, per core, and at the least: one in a hundred of a burst of 50,000. They take what short ones
-leave of the cores, so memory is what bounds them, and descriptors: see `jail.most_slots`."""
+"""Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and frames carry
+several small calls (with 8, each call costs a tenth more CPU)."""
+CORES_PER_ZYGOTE_POOL = 2
+"""A zygote forks one call at a time, which takes a third of what a small call costs. More pools share less memory."""
+LONG_SLOTS_PER_CORE, MIN_LONG_SLOTS = 32, 512
+"""Long calls that run in addition, per core and at least: 1 % of a burst of 50,000 calls. They use the CPU time that
+short calls leave, so memory and descriptors bound their number (`jail.max_slots_for_fds`)."""
 CORES_PER_EXECUTOR = 8
-"""An executor is one thread, which spends a fraction of a millisecond on a call that costs a core several."""
+"""An executor is one thread and spends a fraction of a millisecond on a call, which costs a core several
+milliseconds."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Profile.VERIFY))
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """The rule for a text setting: any text, or one of `choices`."""
+class TextRule:
+    """A setting that is text: any, or one of `choices`."""
 
     choices: tuple[str, ...] = ()
 
@@ -48,16 +49,19 @@ class Text:
     def expected(self) -> str:
         return f"one of {', '.join(self.choices)}" if self.choices else "text"
 
-    def read(self, text: str) -> Any:
+    def parse(self, text: str) -> str:
         return text
 
-    def holds(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         return isinstance(value, str) and bool(value) and (not self.choices or value in self.choices)
+
+    def convert(self, value: Any) -> Any:
+        return value
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """The rule for a list of distinct names out of `choices`; text separates them by commas."""
+class NameListRule:
+    """A setting that is a list of distinct names out of `choices`. In text, commas separate the names."""
 
     choices: tuple[str, ...]
 
@@ -65,136 +69,146 @@ class Names:
     def expected(self) -> str:
         return f"a list of {', '.join(self.choices)}"
 
-    def read(self, text: str) -> Any:
+    def parse(self, text: str) -> list[str]:
         return [name.strip() for name in text.split(",")]
 
-    def holds(self, value: Any) -> bool:
-        named = isinstance(value, (list, tuple)) and all(name in self.choices for name in value)
-        return named and 0 < len(value) == len(set(value))
+    def accepts(self, value: Any) -> bool:
+        is_list = isinstance(value, (list, tuple)) and all(name in self.choices for name in value)
+        return is_list and 0 < len(value) == len(set(value))
+
+    def convert(self, value: Any) -> tuple[str, ...]:
+        return tuple(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The rule for a number: its range, both ends allowed, and whether it must be whole."""
-
-    low: float
-    high: float
-    whole: bool = True
-
-    @property
-    def expected(self) -> str:
-        return f"a{' whole' if self.whole else ''} number from {self.low:.12g} to {self.high:.12g}"
-
-    def read(self, text: str) -> Any:
-        try:
-            return int(text) if self.whole else float(text)
-        except ValueError:
-            return text
-
-    def holds(self, value: Any) -> bool:
-        kind = int if self.whole else (int, float)
-        return isinstance(value, kind) and not isinstance(value, bool) and self.low <= value <= self.high
-
-
-Rule = Text | Names | Range
+SettingRule = TextRule | NameListRule | NumberRule
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a setting is for, and which values it takes."""
+    """The declaration of one setting. `group` is its heading in `serve --help`."""
 
+    group: str
+    default: Any
+    rule: SettingRule
     doc: str
-    rule: Rule
     is_flag: bool = True
 
+    def checked(self, value: Any, where: str) -> Any:
+        """Return the value in its final type. Raises `ConfigError`; `where` names the setting as its source does."""
+        if self.rule.accepts(value):
+            return self.rule.convert(value)
+        came = f"got {value!r:.80}" if self.is_flag else "got something else"
+        raise ConfigError(f"{where}: expected {self.rule.expected}, {came}")
 
-def _setting(default: Any, rule: Rule, doc: str, *, secret: bool = False) -> Any:
-    return field(default=default, metadata={"setting": Setting(doc, rule, is_flag=not secret)}, repr=not secret)
+
+def _setting(group: str, default: Any, rule: SettingRule, doc: str, *, secret: bool = False) -> Any:
+    setting = Setting(group, default, rule, doc, is_flag=not secret)
+    return field(default=default, metadata={"setting": setting}, repr=not secret)
 
 
-_PYTHON = _setting(None, Text(), "Python that runs the calls (default: the runtime, made on first use)")
-_ISOLATION = _setting("auto", Text(("auto", *ISOLATION_LEVELS)), "isolation level; auto takes the strongest to be had")
-_CORES = _setting(0, Range(0, 4096), "cores to plan for; 0 is all that the machine and its control groups grant")
-_ZYGOTES = _setting(
-    0, Range(0, 4096), f"families of warm interpreters, of all executors; 0 is one for {CORES_PER_FAMILY} cores"
-)
-_SLOTS = _setting(0, Range(0, 100_000), f"calls running at once, of all executors; 0 is {SLOTS_PER_CORE} per core")
-_LONG_SLOTS = _setting(
-    0,
-    Range(0, 100_000),
-    f"long calls running beside those in slots, of all executors; 0 is {LONG_PER_CORE} per core, at least {LEAST_LONG}",
-)
-_DEMOTE_AFTER_MS = _setting(100.0, Range(1, 1e9, whole=False), "own milliseconds after which a call is a long one")
-_PROFILES = _setting(ZYGOTE_PROFILES, Names(ZYGOTE_PROFILES), "which warm interpreters to keep")
-_ATTEMPTS = _setting(3, Range(1, 100), "tries for a call whose zygote or executor died under it")
+def _text(group: str, default: str | None, doc: str, *choices: str, secret: bool = False) -> Any:
+    return _setting(group, default, TextRule(choices), doc, secret=secret)
+
+
+def _count(group: str, default: int, low: int, high: int, doc: str) -> Any:
+    return _setting(group, default, NumberRule(low, high), doc)
+
+
+def _number(group: str, default: float, low: float, high: float, doc: str) -> Any:
+    return _setting(group, default, NumberRule(low, high, whole=False), doc)
 
 
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """What one executor needs to know. `settings` is its form on the wire."""
+    """The settings of one executor."""
 
-    python: str | None = _PYTHON
-    isolation: str = _ISOLATION
-    cores: int = _CORES
-    zygotes: int = _ZYGOTES
-    slots: int = _SLOTS
-    long_slots: int = _LONG_SLOTS
-    demote_after_ms: float = _DEMOTE_AFTER_MS
-    profiles: tuple[str, ...] = _PROFILES
-    attempts: int = _ATTEMPTS
+    python: str | None = _text("isolation", None, "Python that runs the calls (default: the guest runtime)")
+    isolation: str = _text(
+        "isolation",
+        "auto",
+        "isolation level; auto: the strongest level that this machine supports",
+        "auto",
+        *ISOLATION_LEVELS,
+    )
+    cores: int = _count("tuning", 0, 0, 4096, "cores to plan for; 0: all cores that the machine and its cgroups grant")
+    zygote_pools: int = _count(
+        "tuning",
+        0,
+        0,
+        4096,
+        "zygote pools (one zygote per profile each), for all executors together; "
+        f"0: one per {CORES_PER_ZYGOTE_POOL} cores",
+    )
+    slots: int = _count(
+        "tuning",
+        0,
+        0,
+        100_000,
+        f"calls running at once, for all executors together; 0: {SLOTS_PER_CORE} per core",
+    )
+    long_slots: int = _count(
+        "tuning",
+        0,
+        0,
+        100_000,
+        "long calls running in addition to --slots, for all executors together; "
+        f"0: {LONG_SLOTS_PER_CORE} per core, at least {MIN_LONG_SLOTS}",
+    )
+    demote_after_ms: float = _number(
+        "tuning",
+        100.0,
+        1,
+        1e9,
+        "milliseconds of virtual time after which a call counts as long and runs at idle priority",
+    )
+    profiles: tuple[str, ...] = _setting(
+        "tuning", ZYGOTE_PROFILES, NameListRule(ZYGOTE_PROFILES), "profiles that each zygote pool keeps a zygote for"
+    )
+    attempts: int = _count("tuning", 3, 1, 100, "attempts per call if its zygote or executor dies")
 
-    def settings(self) -> dict[str, Any]:
-        """A mapping fit for msgpack or JSON."""
-        return {**asdict(self), "profiles": list(self.profiles)}
+    def encode(self) -> dict[str, Any]:
+        """Return the executor's settings as a mapping for msgpack or JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(ExecutorConfig)}
 
-    @classmethod
-    def from_settings(cls, raw: Mapping[str, Any]) -> ExecutorConfig:
-        """The inverse of `settings`. Raises `ConfigError`."""
-        known = _settings_of(cls)
-        values = {name: value for name, value in raw.items() if value is not None or name != "python"}
-        return cls(**{name: _checked(value, _known(name, known, name), name) for name, value in values.items()})
+    @staticmethod
+    def decode(raw: Mapping[str, Any]) -> ExecutorConfig:
+        """Invert `encode`. Raises `ConfigError`."""
+        given = {name: value for name, value in raw.items() if value is not None or name != "python"}
+        settings = _settings_of(ExecutorConfig)
+        return ExecutorConfig(
+            **{name: _find(name, settings, name).checked(value, name) for name, value in given.items()}
+        )
 
 
-CEILINGS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
+DEFAULT_MAX_LIMITS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
 
 
 @dataclass(frozen=True)
-class ServeConfig:
-    """Everything `rstar-sandbox serve` can be told. Raises `ConfigError` where settings contradict each other."""
+class ServeConfig(ExecutorConfig):
+    """The settings of `rstar-sandbox serve`. Raises `ConfigError` if settings contradict each other."""
 
-    host: str = _setting("127.0.0.1", Text(), "address to listen on; beyond loopback a token is required")
-    port: int = _setting(8642, Range(0, 65535), "port to listen on; 0 takes a free one")
-    token: str | None = _setting(None, Text(), "what clients must send as 'Authorization: Bearer TOKEN'", secret=True)
-    token_file: str | None = _setting(None, Text(), "file holding the token")
-    executors: int = _setting(0, Range(0, 1024), f"executor processes; 0 is one per {CORES_PER_EXECUTOR} cores")
-    queue_calls: int = _setting(100_000, Range(1, 100_000_000), "calls waiting or running before new ones get 429")
-    queue_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of calls held before new ones get 429")
-    tenant_share: float = _setting(
-        0.9, Range(0.01, 1, whole=False), "part of queue_calls and of queue_mb that one tenant may hold"
+    host: str = _text("listen", "127.0.0.1", "address to listen on; other than loopback requires a token")
+    port: int = _count("listen", 8642, 0, 65535, "port to listen on; 0: a free port")
+    token: str | None = _text(
+        "listen", None, "token that clients must send as 'Authorization: Bearer TOKEN'", secret=True
     )
-    queue_timeout_s: float = _setting(
-        7200.0, Range(0.01, 1e6, whole=False), "seconds a call may wait for a slot before it gets no verdict"
+    token_file: str | None = _text("listen", None, "file that contains the token")
+    connections: int = _count("listen", 16_384, 1, 1_000_000, "open connections; more get 503")
+    body_mb: int = _count("listen", 256, 1, 100_000, "MiB of one request body")
+    stall_s: float = _number("listen", 30.0, 0.01, 1e6, "seconds a client may take to send or read 256 KiB")
+    drain_s: float = _number("listen", 30.0, 0, 1e6, "seconds that running calls get when the server stops")
+    queue_calls: int = _count("queue", 100_000, 1, 100_000_000, "calls waiting or running; more get 429")
+    queue_mb: int = _count("queue", 1024, 1, 10_000_000, "MiB of waiting and running calls; more get 429")
+    tenant_share: float = _number("queue", 0.9, 0.01, 1, "fraction of queue_calls and queue_mb that one tenant may use")
+    queue_timeout_s: float = _number(
+        "queue", 7200.0, 0.01, 1e6, "seconds a call may wait for a slot before it gets status unavailable"
     )
-    batch_calls: int = _setting(65_536, Range(1, 10_000_000), "calls in one batch")
-    results_mb: int = _setting(1024, Range(1, 10_000_000), "MiB of results held for clients that are slow to read")
-    body_mb: int = _setting(256, Range(1, 100_000), "MiB of one request body")
-    connections: int = _setting(16_384, Range(1, 1_000_000), "connections before new ones get 503")
-    stall_s: float = _setting(
-        30.0, Range(0.01, 1e6, whole=False), "seconds a client may take to send or to read a piece of 256 KiB"
-    )
-    drain_s: float = _setting(30.0, Range(0, 1e6, whole=False), "seconds that running calls get when the server stops")
-    max_limits: Limits = CEILINGS
-    python: str | None = _PYTHON
-    isolation: str = _ISOLATION
+    batch_calls: int = _count("queue", 65_536, 1, 10_000_000, "calls in one batch")
+    results_mb: int = _count("queue", 1024, 1, 10_000_000, "MiB of results kept for clients that read slowly")
+    executors: int = _count("tuning", 0, 0, 1024, f"executor processes; 0: one per {CORES_PER_EXECUTOR} cores")
+    max_limits: Limits = DEFAULT_MAX_LIMITS
     isolation_reason: str = ""
-    """Why `auto`, which `isolation` was before the server chose, took no stronger level."""
-    cores: int = _CORES
-    zygotes: int = _ZYGOTES
-    slots: int = _SLOTS
-    long_slots: int = _LONG_SLOTS
-    demote_after_ms: float = _DEMOTE_AFTER_MS
-    profiles: tuple[str, ...] = _PROFILES
-    attempts: int = _ATTEMPTS
+    """The reason why the level `auto` did not choose a stronger level."""
 
     def __post_init__(self) -> None:
         if self.token is None and not _is_loopback(self.host):
@@ -203,69 +217,71 @@ class ServeConfig:
                 f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
             )
 
-    def executor(self) -> ExecutorConfig:
-        """The part that an executor needs, if there is only one."""
-        return ExecutorConfig(**{f.name: getattr(self, f.name) for f in fields(ExecutorConfig)})
+    def executor_config(self) -> ExecutorConfig:
+        """Return the settings of a server's only executor."""
+        return ExecutorConfig(**self.encode())
 
     def resolved(self, cores: int, memory_mb: int | None = None) -> ServeConfig:
-        """With numbers in place of zeros, and no call granted more memory than there is, on a machine that grants
-        `cores` and `memory_mb`. Raises `ConfigError`."""
-        shared: dict[str, Any] = in_numbers(self, cores)
-        cores, slots = shared["cores"], shared["slots"]
-        executors = self.executors or min(slots, -(-cores // CORES_PER_EXECUTOR))
+        """Replace zeros by numbers for a machine that grants `cores`, and lower the memory limit of a call to
+        `memory_mb`. Raises `ConfigError`."""
+        capacity: dict[str, Any] = resolve_capacity(self, cores)
+        slots = capacity["slots"]
+        executors = self.executors or min(slots, -(-capacity["cores"] // CORES_PER_EXECUTOR))
         if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
         max_limits = self.max_limits if memory_mb is None else within_memory(self.max_limits, memory_mb)
-        return replace(self, **shared, executors=executors, max_limits=max_limits)
+        return replace(self, **capacity, executors=executors, max_limits=max_limits)
 
-    def shares(self) -> list[ExecutorConfig]:
-        """What each executor gets of cores, slots and warm interpreters, once these are resolved."""
-        shares = zip(*(divided(getattr(self, name), self.executors) for name in SHARED), strict=True)
-        return [replace(self.executor(), **dict(zip(SHARED, share, strict=True))) for share in shares]
+    def per_executor(self) -> list[ExecutorConfig]:
+        """Divide resolved settings among the executors."""
+        shares = zip(*(split_evenly(getattr(self, name), self.executors) for name in SPLIT_BY_EXECUTOR), strict=True)
+        return [replace(self.executor_config(), **dict(zip(SPLIT_BY_EXECUTOR, share, strict=True))) for share in shares]
 
 
-SHARED = ("cores", "slots", "long_slots", "zygotes")
-"""Settings that are for all executors together."""
-REMOVED_SETTINGS = {
-    "gateways": "was removed: one server has one gateway; run several servers behind a TCP load balancer"
+SPLIT_BY_EXECUTOR = ("cores", "slots", "long_slots", "zygote_pools")
+"""Settings that count for all executors together."""
+RENAMED_SETTINGS = {
+    "gateways": "was removed: one server has one gateway; run several servers behind a TCP load balancer",
+    "zygotes": "was renamed to zygote_pools",
 }
-"""Settings of earlier versions, with what the error message says about each."""
+"""Names of former settings, with the rest of their error message."""
 
 
-def in_numbers(config: ExecutorConfig | ServeConfig, cores: int) -> dict[str, int]:
-    """The settings in `SHARED`, with numbers in place of zeros, on a machine that grants `cores`."""
+def resolve_capacity(config: ExecutorConfig, cores: int) -> dict[str, int]:
+    """Return the settings of `SPLIT_BY_EXECUTOR` with numbers in place of zeros, for a machine that grants `cores`."""
     cores = config.cores or cores
     return {
         "cores": cores,
         "slots": config.slots or SLOTS_PER_CORE * cores,
-        "long_slots": config.long_slots or max(LONG_PER_CORE * cores, LEAST_LONG),
-        "zygotes": config.zygotes or -(-cores // CORES_PER_FAMILY),
+        "long_slots": config.long_slots or max(LONG_SLOTS_PER_CORE * cores, MIN_LONG_SLOTS),
+        "zygote_pools": config.zygote_pools or -(-cores // CORES_PER_ZYGOTE_POOL),
     }
 
 
 def within_memory(limits: Limits, memory_mb: int) -> Limits:
-    """No more than a machine of so much memory has; a call's least limit at the least."""
+    """Lower `memory_mb` of the limits to the machine's memory, but not below the minimum of a call."""
     return replace(limits, memory_mb=min(limits.memory_mb, max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low))))
 
 
-def divided(total: int, parts: int) -> list[int]:
-    """`total` in whole parts that differ by one at most; 0 stays 0, and nobody gets none of anything else."""
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Split `total` into whole parts that differ by at most 1. Each part is at least 1 unless `total` is 0."""
     return [max((total + n) // parts, min(total, 1)) for n in reversed(range(parts))]
 
 
 def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> ServeConfig:
-    """Settings from all four sources. `flags` maps names of settings to text. Raises `ConfigError`."""
+    """Read the settings from all sources. `flags` maps names of settings to text. Raises `ConfigError`."""
     values: dict[str, Any] = {}
-    if file is not None:
-        values |= _with_token({name: (value, f"{file}: {name}") for name, value in _read_toml(file).items()})
-    values |= _with_token(_from_environment(environ))
-    values |= _with_token({name: (_read(name, text), f"--{flag_name(name)}") for name, text in flags.items()})
-    ceilings = {name: values.pop(f"max_{name}") for name in LIMIT_FIELDS if f"max_{name}" in values}
-    return ServeConfig(**values, max_limits=replace(CEILINGS, **ceilings))
+    for source in (_from_toml(file) if file else (), _from_environment(environ), _from_flags(flags)):
+        layer = {name: (_find(name, SETTINGS, where).checked(value, where), where) for name, value, where in source}
+        values |= {name: value for name, (value, _) in layer.items()}
+        if "token_file" in layer:  # read here, so that the token of a higher source replaces the file's
+            values["token"] = _read_token(*layer["token_file"])
+    max_limits = {name: values.pop(f"max_{name}") for name in LIMIT_FIELDS if f"max_{name}" in values}
+    return ServeConfig(**values, max_limits=replace(DEFAULT_MAX_LIMITS, **max_limits))
 
 
 def flag_name(name: str) -> str:
-    """`queue_mb` as it is written on a command line."""
+    """Return `queue_mb` as it is written in a flag."""
     return name.replace("_", "-")
 
 
@@ -273,84 +289,66 @@ def _settings_of(cls: type) -> dict[str, Setting]:
     return {f.name: f.metadata["setting"] for f in fields(cls) if "setting" in f.metadata}
 
 
-def _ceiling(name: str, number: Number) -> Setting:
-    doc = f"ceiling for calls: {number.doc}"
-    return Setting(doc, Range(number.low, number.high, number.whole))
-
-
 SETTINGS: dict[str, Setting] = _settings_of(ServeConfig) | {
-    f"max_{name}": _ceiling(name, number) for name, number in LIMIT_FIELDS.items()
+    f"max_{name}": Setting("limits", getattr(DEFAULT_MAX_LIMITS, name), rule, f"maximum per call: {rule.doc}")
+    for name, rule in LIMIT_FIELDS.items()
 }
-"""Every setting of `serve` by name."""
+"""All settings of `serve` by name."""
+
+_Values = Iterator[tuple[str, Any, str]]
+"""Name of a setting, its value, and the source's spelling of the name, for error messages."""
 
 
-def _with_token(layer: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
-    """One source's values, checked; a token file becomes the token, so that a higher source wins whichever it used."""
-    values = {name: _checked(value, _known(name, SETTINGS, where), where) for name, (value, where) in layer.items()}
-    if "token_file" in values:
-        values["token"] = _read_token(Path(values["token_file"]), layer["token_file"][1])
-    return values
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    found = {}
-    for key, text in environ.items():
-        bare = key.removeprefix(ENV_PREFIX)
-        if bare == key or bare in CLIENT_ENV or _is_service_link(bare, text):
-            continue
-        name = bare.lower()
-        found[name] = (_read(name, text), key)
-    return found
-
-
-def _is_service_link(bare: str, text: str) -> bool:
-    """Kubernetes sets such variables in every pod beside a service that is named rstar-sandbox."""
-    return bare.startswith(("SERVICE_", "PORT_")) or (bare == "PORT" and "://" in text)
-
-
-def _read(name: str, text: str) -> Any:
-    setting = SETTINGS.get(name)
-    return setting.rule.read(text) if setting else text
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
+def _from_toml(file: Path) -> _Values:
     import tomllib
 
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as why:
-        raise ConfigError(f"--config {file}: cannot be read ({why.strerror})") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as why:
-        raise ConfigError(f"--config {file}: is not TOML ({why})") from None
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {file}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {file}: is not TOML ({error})") from None
+    return ((name, value, f"{file}: {name}") for name, value in values.items())
 
 
-def _read_token(file: Path, where: str) -> str:
+def _from_environment(environ: Mapping[str, str]) -> _Values:
+    for key, text in environ.items():
+        name = key.removeprefix(ENV_PREFIX)
+        if name != key and not _is_service_link(name, text):
+            yield name.lower(), _parse(name.lower(), text), key
+
+
+def _from_flags(flags: Mapping[str, str]) -> _Values:
+    return ((name, _parse(name, text), f"--{flag_name(name)}") for name, text in flags.items())
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    """Kubernetes sets such variables in every pod for a service named rstar-sandbox."""
+    return name.startswith(("SERVICE_", "PORT_")) or (name == "PORT" and "://" in text)
+
+
+def _parse(name: str, text: str) -> Any:
+    return SETTINGS[name].rule.parse(text) if name in SETTINGS else text
+
+
+def _read_token(file: str, where: str) -> str:
     try:
-        token = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as why:
-        raise ConfigError(f"{where}: expected a file with a token, but {file} cannot be read ({why})") from None
+        token = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: expected a file with a token, but {file} cannot be read ({error})") from None
     if not token:
         raise ConfigError(f"{where}: expected a file with a token, but {file} is empty")
     return token
 
 
-def _known(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
+def _find(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
     if name in settings:
         return settings[name]
-    if name in REMOVED_SETTINGS:
-        raise ConfigError(f"{where}: {REMOVED_SETTINGS[name]}")
+    if name in RENAMED_SETTINGS:
+        raise ConfigError(f"{where}: {RENAMED_SETTINGS[name]}")
     near = difflib.get_close_matches(name, settings, n=1)
     advice = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(settings)}"
     raise ConfigError(f"{where}: unknown setting; {advice}")
-
-
-def _checked(value: Any, setting: Setting, where: str) -> Any:
-    if not setting.rule.holds(value):
-        came = f"{value!r:.80}" if setting.is_flag else "something else"
-        raise ConfigError(f"{where}: expected {setting.rule.expected}, got {came}")
-    if isinstance(setting.rule, Range) and not setting.rule.whole:
-        return float(value)
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,22 +1,23 @@
-"""Our failures, as exceptions. Code failing is data (`Result.status`) and never appears here.
+"""Failures of the service, as exceptions. A failure of a call's code is data (`Result.status`), never an exception.
 
 SandboxError
-├── InvalidCall            the caller wrote a call that means nothing (a ValueError, too): fix it, do not retry
-├── ConfigError            the operator asked for something that cannot be: fix the setting
-│   └── IsolationError     a layer that was asked for is missing on this machine
-├── ProtocolError          a peer sent bytes that are no frame: drop the peer
-├── NodeError              an executor or zygote is gone: its calls are retried elsewhere
-└── ServiceError           the service gave no answer (client side); `retry_after_s` where it said when
-    ├── Overloaded         429 or 503: come back later
-    ├── RequestRefused     another 4xx: the request is wrong, do not retry
-    └── Unreachable        no endpoint answered within the retries
+├── InvalidCall            the caller built a malformed call (also a ValueError): correct it, do not retry
+├── ConfigError            a setting is wrong or impossible: correct it
+│   └── IsolationError     this machine lacks an isolation layer that the settings require
+├── RuntimeBuildError      the guest runtime could not be built (in `sandbox.runtime`)
+├── ProtocolError          a peer sent bytes that are no valid frame: close the connection
+├── NodeError              an executor or zygote failed: its calls are retried elsewhere
+└── ServiceError           a client got no result; `retry_after_s` is the server's Retry-After, if any
+    ├── Overloaded         HTTP 429 or 503: retry later
+    ├── RequestRefused     another HTTP 4xx: the request is wrong, do not retry
+    └── Unreachable        no endpoint responded within the retries
 """
 
 from __future__ import annotations
 
 
 class SandboxError(Exception):
-    """Anything that went wrong on our side of the boundary."""
+    """Base class of all errors of this package."""
 
 
 class InvalidCall(SandboxError, ValueError):
@@ -24,23 +25,23 @@ class InvalidCall(SandboxError, ValueError):
 
 
 class ConfigError(SandboxError):
-    """A setting that cannot hold; the message says which and what would."""
+    """A wrong setting. The message names the setting, what was expected and what came."""
 
 
 class IsolationError(ConfigError):
-    """An isolation layer that was asked for is not to be had; the start ends here."""
+    """This machine lacks an isolation layer that the settings require. The start fails."""
 
 
 class ProtocolError(SandboxError):
-    """Bytes that are no valid frame, or a frame out of place."""
+    """Bytes that are no valid frame, or a frame that is not allowed at this point."""
 
 
 class NodeError(SandboxError):
-    """An executor or one of its zygotes failed or went away."""
+    """An executor or one of its zygotes failed or exited."""
 
 
 class ServiceError(SandboxError):
-    """The client got no result. Never a verdict on the code."""
+    """The client got no result. It says nothing about the code."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -48,12 +49,19 @@ class ServiceError(SandboxError):
 
 
 class Overloaded(ServiceError):
-    """The service is full (429) or not ready (503)."""
+    """The server's queue is full (429) or the server is not ready (503)."""
 
 
 class RequestRefused(ServiceError):
-    """The request was malformed or not allowed (4xx)."""
+    """The request is malformed or not allowed (4xx)."""
 
 
 class Unreachable(ServiceError):
-    """No endpoint answered within the retries."""
+    """No endpoint responded within the retries."""
+
+
+def first_error(errors: BaseException) -> BaseException:
+    """Return the first exception of a possibly nested exception group."""
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors

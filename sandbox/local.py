@@ -1,9 +1,9 @@
-"""A service of one's own, for as long as it is needed: `rstar-sandbox serve` as a child process.
+"""A private server: `rstar-sandbox serve` as a child process.
 
     async with local_service() as url, AsyncClient(url) as client:
         result = await client.execute("print(1)")
 
-It listens on a free port of loopback, and ends with its maker whatever happens, even if that is killed.
+The server listens on a free port of the loopback interface. It ends with its parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -21,68 +21,71 @@ from typing import BinaryIO
 from sandbox.errors import ServiceError
 
 START_S = 1800.0
-"""The first start of all makes the Python that runs the calls, which takes minutes over a slow link. The server itself
-gives up much sooner on all that comes after."""
+"""Seconds until the server must be ready. The first start builds the guest runtime, which takes minutes over a slow
+link. For everything after that, the server has shorter limits of its own."""
 STOP_S = 30.0
-TURN_S = 0.05
+"""Seconds from SIGTERM to SIGKILL."""
+POLL_INTERVAL_S = 0.05
+MAX_LOG_BYTES = 8192
+"""Bytes kept from the end of the server's log, for the ready line and for error messages."""
 
 _CHILD = """
 import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("its maker has ended")
+    sys.exit("the parent process has ended")
 runpy.run_module("sandbox", run_name="__main__", alter_sys=True)
 """
-_GREETING = re.compile(rb"^rstar-sandbox \S+ on (http://\S+).*\n", re.MULTILINE)
-WORDS_BYTES = 8192
-"""Of its log, the end that is kept: longer than a greeting, and its last words."""
+_READY_LINE = re.compile(rb"^rstar-sandbox \S+ on (http://\S+).*\n", re.MULTILINE)
 
 
 @asynccontextmanager
 async def local_service(arguments: Sequence[str] = ()) -> AsyncIterator[str]:
-    """Its address, once it is ready. `arguments` are further ones of `rstar-sandbox serve`. The thread that enters this
-    is to live as long as the service. Raises `ServiceError`, with what the service said, if it does not start."""
+    """Start a server, yield its URL once it is ready, and stop it at the end.
+
+    `arguments` are further arguments of `rstar-sandbox serve`. The server also ends when the calling thread ends.
+    Raises `ServiceError` with the end of the server's log if it does not start.
+    """
     command = [sys.executable, "-c", _CHILD, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0"]
-    with tempfile.TemporaryFile() as said:  # a pipe that nobody reads would stop the service when it is full
-        child = await asyncio.create_subprocess_exec(
+    with tempfile.TemporaryFile() as output:  # a pipe without a reader would block the server once it is full
+        process = await asyncio.create_subprocess_exec(
             *command,
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C is for us; the service ends when nothing needs it any more
+            start_new_session=True,  # Ctrl-C must reach only this process, which then stops the server
         )
         try:
-            yield await _address(child, said)
+            yield await _wait_for_address(process, output)
         finally:
-            await _end(child)
+            await _stop(process)
 
 
-async def _address(child: asyncio.subprocess.Process, said: BinaryIO) -> str:
-    give_up_at = time.monotonic() + START_S
-    position, words = 0, b""
+async def _wait_for_address(process: asyncio.subprocess.Process, output: BinaryIO) -> str:
+    deadline = time.monotonic() + START_S
+    position, log = 0, b""
     while True:
-        has_ended, is_late = child.returncode is not None, time.monotonic() > give_up_at
-        while more := os.pread(said.fileno(), 1 << 16, position):
-            position += len(more)
-            words += more
-            if found := _GREETING.search(words):
-                return found[1].decode()
-            words = words[-WORDS_BYTES:]
+        has_ended, is_late = process.returncode is not None, time.monotonic() > deadline
+        while data := os.pread(output.fileno(), 1 << 16, position):
+            position += len(data)
+            log += data
+            if match := _READY_LINE.search(log):
+                return match[1].decode()
+            log = log[-MAX_LOG_BYTES:]
         if has_ended or is_late:
-            why = f"ended ({child.returncode})" if has_ended else f"was not ready after {START_S:g} s"
-            last = words.decode("utf-8", "replace").strip()[-2000:]
-            raise ServiceError(f"`rstar-sandbox serve` {why}; its last words:\n{last}")
-        await asyncio.sleep(TURN_S)
+            reason = f"ended ({process.returncode})" if has_ended else f"was not ready after {START_S:g} s"
+            tail = log.decode("utf-8", "replace").strip()[-2000:]
+            raise ServiceError(f"`rstar-sandbox serve` {reason}; the end of its log:\n{tail}")
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _end(child: asyncio.subprocess.Process) -> None:
-    """Gracefully, then not."""
-    if child.returncode is None:
-        child.terminate()
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
     try:
         async with asyncio.timeout(STOP_S):
-            await child.wait()
+            await process.wait()
     except TimeoutError:
-        child.kill()
-        await child.wait()
+        process.kill()
+        await process.wait()

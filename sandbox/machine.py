@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def cores(root: str = "/") -> int:
+def granted_cores(root: str = "/") -> int:
     """Cores for us: those we may run on, or the groups' CPU quota, rounded up, where that is less. At least 1."""
     granted = float(len(os.sched_getaffinity(0)))
-    for group in _groups("cpu", root):
+    for group in _own_cgroups("cpu", root):
         quota, period = _cpu_quota(group)
         if quota > 0 and period > 0:
             granted = min(granted, quota / period)
@@ -26,15 +26,15 @@ def cores(root: str = "/") -> int:
 
 def memory_limit(root: str = "/") -> int:
     """Bytes that we may ever use: the machine's, or the least limit of our groups."""
-    limits = [limit for group in _groups("memory", root) if (limit := _memory_of(group)[0])]
+    limits = [limit for group in _own_cgroups("memory", root) if (limit := _cgroup_memory(group)[0])]
     return min([_meminfo(root)["MemTotal"], *limits])
 
 
 def memory_available(root: str = "/") -> int:
     """Bytes that we may use now, page cache that can be dropped included. Never negative."""
     available = _meminfo(root)["MemAvailable"]
-    for group in _groups("memory", root):
-        limit, used = _memory_of(group)
+    for group in _own_cgroups("memory", root):
+        limit, used = _cgroup_memory(group)
         if limit:
             available = min(available, limit - used)
     return max(0, available)
@@ -58,7 +58,7 @@ def _cpu_quota(group: Path) -> tuple[float, float]:
     return _number(quota), _number(period)
 
 
-def _memory_of(group: Path) -> tuple[int, int]:
+def _cgroup_memory(group: Path) -> tuple[int, int]:
     """The limit of a group, 0 for none, and what it holds that could not be dropped at once."""
     limit = _number(_read(group / "memory.max") or _read(group / "memory.limit_in_bytes"))
     used = _number(_read(group / "memory.current") or _read(group / "memory.usage_in_bytes"))
@@ -67,10 +67,10 @@ def _memory_of(group: Path) -> tuple[int, int]:
     return limit, max(0, used - cache)
 
 
-def _groups(controller: str, root: str) -> Iterator[Path]:
+def _own_cgroups(controller: str, root: str) -> Iterator[Path]:
     """The group we are in and all above it, in the hierarchy of `controller` and in that of version 2."""
-    paths = {name: path for names, path in _memberships(root) for name in names.split(",")}
-    for inside, place, kind, options in _mounts(root):
+    paths = {name: path for names, path in cgroup_paths(root) for name in names.split(",")}
+    for inside, place, kind, options in mounts(root):
         if kind == "cgroup2":
             name = ""
         elif kind == "cgroup" and controller in options.split(","):
@@ -86,13 +86,13 @@ def _groups(controller: str, root: str) -> Iterator[Path]:
         yield from (above for above in group.parents if above == top or top in above.parents)
 
 
-def _memberships(root: str) -> Iterator[tuple[str, str]]:
+def cgroup_paths(root: str = "/") -> Iterator[tuple[str, str]]:
     for line in _read(Path(root, "proc/self/cgroup")).splitlines():
         _order, names, path = line.split(":", 2)
         yield names, path
 
 
-def _mounts(root: str) -> Iterator[tuple[str, str, str, str]]:
+def mounts(root: str = "/") -> Iterator[tuple[str, str, str, str]]:
     """Root, mount point, type and the file system's options, of every mount (proc_pid_mountinfo(5))."""
     for line in _read(Path(root, "proc/self/mountinfo")).splitlines():
         mount, _, system = line.partition(" - ")

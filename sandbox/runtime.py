@@ -5,7 +5,7 @@ Invariants:
 - Its name carries a hash of the pins, so changed pins make a new one beside the old.
 - Only `bin/python` in it is used. The other scripts hold the path they were built under.
 - pip and setuptools are gone from it; what it has, the code inside the jail can import.
-- What every command takes is `find`; only where there is none, `best_base` says with which Python to make it.
+- What every command takes is `find`; only where there is none, `best_python` says with which Python to make it.
 
 `$RSTAR_RUNTIME` names the folder itself; otherwise it lies under `$XDG_DATA_HOME/rstar-sandbox`.
 """
@@ -41,21 +41,21 @@ REQUIREMENTS = (
     "sympy==1.14.0",
     "tzdata==2026.6",
 )
-OLDEST_PYTHON = (3, 11)
+MIN_PYTHON = (3, 11)
 """The oldest that the pins have wheels for."""
 
-BEST_PYTHONS = ((3, 13), (3, 12))
+PREFERRED_PYTHONS = ((3, 13), (3, 12))
 """Tried in this order before the server's own."""
 
 SIZE_MB = 350
 """What it takes on the disk."""
 
 _MARKER = "rstar-runtime.json"
-_TRIAL = "import math_verify, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
-_REPORT = "import sys; print(sys.version_info[0], sys.version_info[1])"
+_SMOKE_TEST = "import math_verify, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
+_VERSION_QUERY = "import sys; print(sys.version_info[0], sys.version_info[1])"
 
 
-class RuntimeFailed(SandboxError):
+class RuntimeBuildError(SandboxError):
     """A runtime could not be made: no network, no room on the disk, a Python without venv."""
 
 
@@ -68,20 +68,20 @@ def log_to_stderr(line: str) -> None:
 
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of the runtime that every command takes: the one of the newest Python, if any has been made."""
-    own = default_folder(sys.version_info[:2], environ)
+    own = default_dir(sys.version_info[:2], environ)
     if "RSTAR_RUNTIME" in environ:
         made = [own]
     else:
-        names = glob.glob(f"runtime-*-{_pins()}", root_dir=own.parent)
+        names = glob.glob(f"runtime-*-{_pins_hash()}", root_dir=own.parent)
         made = sorted((own.parent / name for name in names), key=_version_in_name, reverse=True)
-    return next(filter(is_whole, made), None)
+    return next(filter(is_complete, made), None)
 
 
 def default_python(environ: Mapping[str, str] = os.environ) -> Path:
     """The interpreter of the runtime that `find` finds. Raises `ConfigError` for none, naming what would be made."""
     if (folder := find(environ)) is not None:
         return folder / "bin" / "python"
-    folder = default_folder(best_base(environ)[1], environ)
+    folder = default_dir(best_python(environ)[1], environ)
     raise ConfigError(
         f"no Python for the calls at {folder}; run `rstar-sandbox runtime` first, or name one with --python"
     )
@@ -91,16 +91,16 @@ def ensure_python(log: Log = log_to_stderr, environ: Mapping[str, str] = os.envi
     """`default_python`, made now where there is none. Raises as `make` does."""
     if (folder := find(environ)) is not None:
         return folder / "bin" / "python"
-    python, version = best_base(environ)
-    return make(python, default_folder(version, environ), log=log)
+    python, version = best_python(environ)
+    return build(python, default_dir(version, environ), log=log)
 
 
-def default_folder(version: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Path:
+def default_dir(version: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Path:
     """Where the runtime for a Python of `version` belongs. Raises `ConfigError` where the environment does not say."""
     if "RSTAR_RUNTIME" in environ:
         return Path(environ["RSTAR_RUNTIME"]).absolute()
     data = environ.get("XDG_DATA_HOME") or _home(environ) / ".local" / "share"
-    return Path(data) / "rstar-sandbox" / f"runtime-{version[0]}.{version[1]}-{_pins()}"
+    return Path(data) / "rstar-sandbox" / f"runtime-{version[0]}.{version[1]}-{_pins_hash()}"
 
 
 def _home(environ: Mapping[str, str]) -> Path:
@@ -113,7 +113,7 @@ def _home(environ: Mapping[str, str]) -> Path:
         ) from None
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether `folder` is a finished runtime with today's pins whose base interpreter is still there."""
     try:
         marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
@@ -122,36 +122,36 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def make(python: Path, folder: Path, *, force: bool = False, log: Log = log_to_stderr) -> Path:
+def build(python: Path, folder: Path, *, force: bool = False, log: Log = log_to_stderr) -> Path:
     """A whole runtime at `folder`, made with `python` unless it is there; its interpreter's path.
 
-    Raises `ConfigError` where `folder` is something else, `RuntimeFailed` where building fails.
+    Raises `ConfigError` where `folder` is something else, `RuntimeBuildError` where building fails.
     """
-    if is_whole(folder) and not force:
+    if is_complete(folder) and not force:
         return folder / "bin" / "python"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder, log):
-            if force or not is_whole(folder):  # another may have made it while we waited
-                _refuse_foreign(folder)
+            if force or not is_complete(folder):  # another may have made it while we waited
+                _check_replaceable(folder)
                 log(f"making the Python that runs the calls, once, with {python}: {folder} (about {SIZE_MB} MB)")
                 _build_and_swap(python, folder)
     except OSError as why:
-        raise RuntimeFailed(
+        raise RuntimeBuildError(
             f"the Python for the calls cannot be made at {folder}: {why.strerror or why}, {why.filename or folder}; "
             "set RSTAR_RUNTIME to a directory that this user can make, for this command and all others"
         ) from why
     return folder / "bin" / "python"
 
 
-def best_base(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[int, int]]:
+def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[int, int]]:
     """The Python to make a runtime with: the newest tried one on PATH or among pyenv's, else the one that runs this.
 
     From 3.12 on an interpreter can leave objects uncounted (guest/fork_refcounts.py), so a call copies fewer pages:
     `print` gains a fifth, `sympy.solve` a half.
     """
     pyenv = environ.get("PYENV_ROOT") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".pyenv")
-    for version in BEST_PYTHONS:
+    for version in PREFERRED_PYTHONS:
         name = f"python{version[0]}.{version[1]}"
         if sys.version_info[:2] == version:
             return Path(sys.executable), version
@@ -176,11 +176,13 @@ def _can_make_environments(python: Path, version: tuple[int, int]) -> bool:
 def version_of(python: Path) -> tuple[int, int]:
     """The version of an interpreter. Raises `ConfigError` if it is none, or too old for the pins."""
     try:
-        done = subprocess.run([python, "-I", "-c", _REPORT], capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(
+            [python, "-I", "-c", _VERSION_QUERY], capture_output=True, text=True, check=True, timeout=30
+        )
         major, minor = map(int, done.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError) as why:
         raise ConfigError(f"--python {python}: expected a Python interpreter ({why})") from None
-    if (major, minor) < OLDEST_PYTHON:
+    if (major, minor) < MIN_PYTHON:
         raise ConfigError(f"--python {python}: expected Python 3.11 or later, got {major}.{minor}")
     return major, minor
 
@@ -190,11 +192,11 @@ def _version_in_name(folder: Path) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers if number.isdigit())
 
 
-def _pins() -> str:
+def _pins_hash() -> str:
     return hashlib.sha256("\n".join(REQUIREMENTS).encode()).hexdigest()[:10]
 
 
-def _refuse_foreign(folder: Path) -> None:
+def _check_replaceable(folder: Path) -> None:
     """We replace what we made or an empty folder, and nothing else."""
     if folder.is_dir() and ((folder / _MARKER).exists() or not any(folder.iterdir())):
         return
@@ -245,7 +247,7 @@ def _build_and_swap(python: Path, folder: Path) -> None:
 
 def _build(python: Path, new: Path, folder: Path) -> None:
     if (free := shutil.disk_usage(new).free >> 20) < SIZE_MB:
-        raise RuntimeFailed(
+        raise RuntimeBuildError(
             f"the Python for the calls needs {SIZE_MB} MB at {folder}, where {free} MB are free; set "
             "RSTAR_RUNTIME to a directory with more, for this command and all others"
         )
@@ -258,7 +260,7 @@ def _build(python: Path, new: Path, folder: Path) -> None:
         "installing the libraries": [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS],
         "removing pip": [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"],
         "compiling": [inside, *compile_all, str(venv / "lib")],
-        "trying it": [inside, "-I", "-B", "-c", _TRIAL],
+        "trying it": [inside, "-I", "-B", "-c", _SMOKE_TEST],
     }
     with _progress(len(steps)) as show:
         for what, command in steps.items():
@@ -290,7 +292,9 @@ def _step(what: str, command: Sequence[str]) -> None:
     if process.returncode != 0:
         said = (err.strip() or out.strip())[-2000:]
         errors = [line for line in said.splitlines() if line.startswith("ERROR")]  # pip warns of each retry before
-        raise RuntimeFailed(f"{what} failed (exit {process.returncode}){_advice(said)}\n" + ("\n".join(errors) or said))
+        raise RuntimeBuildError(
+            f"{what} failed (exit {process.returncode}){_advice(said)}\n" + ("\n".join(errors) or said)
+        )
 
 
 def _advice(said: str) -> str:

@@ -17,7 +17,7 @@ from sandbox.types import MAX_CODE_BYTES, MAX_STDIN_BYTES, Call, Result, Status
 
 TOOL_NAMES = ("execute_python_code_with_standard_io", "python_code_with_standard_io")
 """The paper's name for it, and the one in the code released with it."""
-MAX_CHARS = 4096
+MAX_RESPONSE_CHARS = 4096
 _EXAMPLE = '{"code": "print(input())", "input": "hello"}'
 
 
@@ -63,7 +63,7 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Call:
     return Call(code=code, stdin=_text("input", "" if stdin is None else stdin, MAX_STDIN_BYTES))
 
 
-def render(result: Result, *, max_chars: int = MAX_CHARS) -> str:
+def render(result: Result, *, max_chars: int = MAX_RESPONSE_CHARS) -> str:
     """`result` as the model reads it. Raises `ServiceError` for `unavailable` and `invalid`, which it must never read:
     the model's arguments have been checked by then (`parse_arguments`), so a malformed call is the caller's bug."""
     if result.status in (Status.UNAVAILABLE, Status.INVALID):

@@ -1,110 +1,106 @@
-"""What goes in and what comes out: `Call`, `Limits`, `Result` and the closed list of statuses.
+"""Calls and results: `Call`, `Limits`, `Result`, `Verdict` and the closed lists of statuses and outcomes.
 
-Invariants:
-- Everything here is frozen; a `Call` that exists is valid: `Call.decode` and its constructor check by the same rules.
-- `code` and `stdin` are never refused for what they say. NUL bytes and lone surrogates are the code's own doing, so
-  they reach the guest and come back as a Python error, as data.
-- `FIELDS` describes each input field once; validation here and the schema in `gateway.openapi` both come from it.
+- All types are frozen. A `Call` that exists is valid: the constructor and `Call.decode` check by the same rules.
+- `code` and `stdin` may hold any characters. NUL bytes and lone surrogates reach the guest and come back as a Python
+  error in the result.
+- `CALL_FIELDS`, `LIMIT_FIELDS`, `RESULT_FIELDS` and so on describe each field once; validation and the OpenAPI schema
+  use these descriptions.
 
-Bytes (files) are base64 text in JSON and raw `bin` in msgpack; `decode` takes either.
+Bytes (file contents) are base64 text in JSON and raw `bin` in msgpack; `decode` takes both.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, TypedDict, overload
 
 from sandbox.errors import InvalidCall
+from sandbox.fields import (
+    NumberRule,
+    check_files,
+    check_label,
+    check_mapping,
+    check_names,
+    check_number,
+    check_paths,
+    check_text,
+    decode_bytes,
+    shown,
+    to_base64,
+)
 
 MAX_CODE_BYTES = 4 << 20
 MAX_STDIN_BYTES = 16 << 20
-MAX_FILES = 256
-MAX_PATH_BYTES = 1024
 
 
 class Status(StrEnum):
-    """How a call ended. All but `UNAVAILABLE` and `INVALID` are the code's doing; neither is ever scored as 0."""
+    """How a call ended. `UNAVAILABLE` and `INVALID` say nothing about the code and must not be scored as 0."""
 
     OK = "ok"
-    """Ran to its end with exit code 0."""
+    """The code ended with exit code 0."""
     ERROR = "error"
-    """Raised, or ended with another exit code; also code that does not compile."""
+    """The code raised an exception, did not compile, or ended with another exit code."""
     TIMEOUT = "timeout"
-    """Used up `timeout_s` on its own clock: wall time less the time spent waiting for a core."""
+    """The call used `timeout_s` of virtual time: wall time minus the time spent waiting for a core."""
     MEMORY_LIMIT = "memory_limit"
-    """Ran out of `memory_mb`."""
+    """The call needed more than `memory_mb`."""
     OUTPUT_LIMIT = "output_limit"
-    """Wrote more than `output_kb` to stdout or stderr; what fitted is returned."""
+    """The call wrote more than `output_kb` to stdout or stderr. The result has the first `output_kb`."""
     KILLED = "killed"
-    """Died of a signal that was not ours: a crash in C code, for instance."""
+    """A signal that the service did not send ended the process, for example after a crash in C code."""
     UNAVAILABLE = "unavailable"
-    """No verdict, and the service's doing: it could not run the call (retries used up)."""
+    """The service failed to run the call; its retries are used up."""
     INVALID = "invalid"
-    """No verdict, and the caller's doing: the call is malformed and never ran. `error.message` names the field."""
+    """The call is malformed and did not run. `error.message` names the field."""
 
 
 class Profile(StrEnum):
-    """Which warm interpreter a call is forked from. Wrong choices are slower, never wrong."""
+    """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong."""
 
     AUTO = "auto"
-    """Chosen from the imports in the code."""
+    """The server chooses by the imports in the code."""
     BARE = "bare"
-    """The standard library that math code uses."""
+    """The modules of the standard library that math code uses."""
     NUMERIC = "numeric"
     """`bare` and numpy."""
     SYMBOLIC = "symbolic"
-    """`numeric` and sympy, mpmath."""
+    """`numeric`, sympy and mpmath."""
     SCIENTIFIC = "scientific"
-    """`symbolic` and scipy, networkx, pandas."""
+    """`symbolic`, scipy, networkx and pandas."""
     VERIFY = "verify"
-    """`symbolic` and math-verify, for checks of answers. It is started when it is first asked for."""
+    """`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."""
 
 
 class Outcome(StrEnum):
-    """What came of comparing an answer with the right one. `UNAVAILABLE` and `INVALID` are never a score of 0."""
+    """How an answer compares with the right answer. `UNAVAILABLE` and `INVALID` must not be scored as 0."""
 
     EQUIVALENT = "equivalent"
-    """They mean the same, as far as math-verify can tell."""
+    """math-verify finds both equal."""
     NOT_EQUIVALENT = "not_equivalent"
-    """Both can be read, and they do not mean the same."""
+    """math-verify can read both and does not find them equal."""
     UNPARSABLE = "unparsable"
-    """One of the two cannot be read, or comparing them used up its limits. `Verdict.status` says which."""
+    """One of the two cannot be read, or the comparison exceeded its limits (see `Verdict.status`)."""
     UNAVAILABLE = "unavailable"
-    """No verdict, and the service's doing: it could not check the pair."""
+    """The service failed to check the pair."""
     INVALID = "invalid"
-    """No verdict, and the caller's doing: the pair is malformed. `Verdict.message` names the field."""
+    """The pair is malformed. `Verdict.message` names the field."""
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """The rule for a numeric field: its range, both ends allowed, and whether it must be whole."""
-
-    low: float
-    high: float
-    whole: bool
-    default: float
-    doc: str
-
-
-# The highs are sanity bounds on the wire; what a node grants is the operator's ceiling (`Limits.clamped`).
-LIMIT_FIELDS: dict[str, Number] = {
-    "timeout_s": Number(0.01, 1e9, False, 10.0, "seconds on the call's own clock"),
-    "memory_mb": Number(
-        16, 1e9, True, 512, "MiB beyond the warm interpreter's own, of each process and of all together"
-    ),
-    "output_kb": Number(1, 1e9, True, 64, "KiB kept of stdout, of stderr and of value, each"),
-    "processes": Number(1, 1e9, True, 64, "processes and threads at once"),
-    "disk_mb": Number(1, 1e9, True, 64, "MiB of private scratch files"),
+LIMIT_FIELDS: dict[str, NumberRule] = {
+    "timeout_s": NumberRule(0.01, 1e9, False, 10.0, "seconds of virtual time: wall time without waiting for a core"),
+    "memory_mb": NumberRule(16, 1e9, True, 512, "MiB beyond the zygote's own memory, per process and for all together"),
+    "output_kb": NumberRule(1, 1e9, True, 64, "KiB of stdout, of stderr and of value to return, each"),
+    "processes": NumberRule(1, 1e9, True, 64, "processes and threads that exist at once"),
+    "disk_mb": NumberRule(1, 1e9, True, 64, "MiB of files in the scratch directory"),
 }
+"""The upper bounds only catch nonsense; the server lowers each limit to its own maximum (`Limits.clamped`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may use. Units are in the names; defaults are those of `LIMIT_FIELDS`."""
+    """Resource limits of one call. The defaults equal those of `LIMIT_FIELDS`."""
 
     timeout_s: float = 10.0
     memory_mb: int = 512
@@ -114,27 +110,23 @@ class Limits:
 
     @classmethod
     def decode(cls, raw: Any, base: Limits | None = None, where: str = "limits") -> Limits:
-        """Limits from a decoded mapping, or from `Limits`, whose values are checked; fields left out come from `base`.
-        Raises `InvalidCall`."""
+        """Check a decoded mapping or `Limits`. Missing fields come from `base`. Raises `InvalidCall`."""
         base = base or DEFAULT_LIMITS
         if raw is None:
             return base
         if isinstance(raw, Limits):
             raw = {name: getattr(raw, name) for name in LIMIT_FIELDS}
-        mapping = _mapping(raw, where)
-        _known(mapping, LIMIT_FIELDS, where)
-        values: dict[str, Any] = {n: _number(mapping[n], LIMIT_FIELDS[n], f"{where}.{n}") for n in mapping}
+        mapping = check_mapping(raw, where)
+        check_names(mapping, LIMIT_FIELDS, where)
+        values: dict[str, Any] = {n: check_number(mapping[n], LIMIT_FIELDS[n], f"{where}.{n}") for n in mapping}
         return replace(base, **values) if values else base
 
-    def clamped(self, ceiling: Limits) -> tuple[Limits, dict[str, float]]:
-        """These limits under an operator's ceiling, and the fields that were lowered with their new values."""
-        lowered: dict[str, float] = {
-            name: getattr(ceiling, name) for name in LIMIT_FIELDS if getattr(self, name) > getattr(ceiling, name)
+    def clamped(self, max_limits: Limits) -> tuple[Limits, dict[str, float]]:
+        """Lower each limit to its maximum. Returns the limits, and the lowered fields with their new values."""
+        lowered: dict[str, Any] = {
+            name: getattr(max_limits, name) for name in LIMIT_FIELDS if getattr(self, name) > getattr(max_limits, name)
         }
-        if not lowered:
-            return self, lowered
-        changed: dict[str, Any] = dict(lowered)
-        return replace(self, **changed), lowered
+        return (replace(self, **lowered) if lowered else self), lowered
 
 
 DEFAULT_LIMITS = Limits()
@@ -142,10 +134,10 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One piece of Python to run. `files` maps relative paths to contents, laid in the working folder beforehand.
+    """One piece of Python code with its input and limits. `files` maps relative paths to the contents of files that are
+    created in the scratch directory before the code runs.
 
-    The constructor raises `InvalidCall`, as `decode` does, and takes fields in either form: as they are here, or as
-    they are on the wire.
+    The constructor takes each field as its type or in its JSON form. Raises `InvalidCall`.
     """
 
     code: str
@@ -166,13 +158,14 @@ class Call:
 
     @classmethod
     def decode(cls, raw: Any, defaults: Call | None = None, where: str = "call") -> Call:
-        """A call from a decoded JSON or msgpack mapping. Raises `InvalidCall` naming the field and what it expects."""
-        mapping = _mapping(raw, where)
-        _known(mapping, CALL_FIELDS, where)
+        """Build a call from a decoded JSON or msgpack mapping. Missing fields come from `defaults`. Raises
+        `InvalidCall`."""
+        mapping = check_mapping(raw, where)
+        check_names(mapping, CALL_FIELDS, where, {"limits": LIMIT_FIELDS})
         if "code" not in mapping:
             raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
         base = defaults or _NO_DEFAULTS
-        call = object.__new__(cls)  # not by the constructor, which would check all fields a second time
+        call = object.__new__(cls)  # the constructor would check all fields a second time
         for name in CALL_FIELDS:
             value = getattr(base, name)
             if name in mapping:
@@ -182,29 +175,37 @@ class Call:
 
     @classmethod
     def decode_defaults(cls, raw: Any, where: str = "defaults") -> Call:
-        """The batch's `defaults`: any field of a call but `code` and `id`. Raises `InvalidCall`."""
+        """Build the `defaults` of a batch: all fields of a call except `code` and `id`. Raises `InvalidCall`."""
         if raw is None:
             return _NO_DEFAULTS
-        mapping = _mapping(raw, where)
+        mapping = check_mapping(raw, where)
         for name in ("code", "id"):
             if name in mapping:
                 raise InvalidCall(f"{where}.{name}: belongs to a single call; move it into calls[]")
         return cls.decode({**mapping, "code": ""}, where=where)
 
+    def with_limits(self, limits: Limits) -> Call:
+        """Return this call with other limits, which must be valid. The other fields are not checked again."""
+        call = object.__new__(Call)
+        for name in _DEFAULTS:
+            _set(call, name, limits if name == "limits" else getattr(self, name))
+        return call
+
     @property
     def size(self) -> int:
-        """About how many bytes this call holds, for admission by memory."""
+        """Approximate memory of this call in bytes, for admission."""
         return 256 + len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
-        """The mapping that `decode` takes, defaults left out; file contents are base64 unless `binary`."""
+        """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, file contents stay
+        bytes; else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
         for name in ("stdin", "echo", "profile", "id", "priority", "tenant"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
                 raw[name] = str(value) if isinstance(value, Profile) else value
         if self.files:
-            raw["files"] = {path: data if binary else _b64(data) for path, data in self.files.items()}
+            raw["files"] = dict(self.files) if binary else to_base64(self.files)
         if self.return_files:
             raw["return_files"] = list(self.return_files)
         limits = {name: getattr(self.limits, name) for name in LIMIT_FIELDS}
@@ -216,7 +217,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """Why the code failed. `line` is the line of the user's code, 1-based, where it is known."""
+    """The reason why a call did not end as ok. `line` is the 1-based line of the user's code, if known."""
 
     type: str
     message: str
@@ -226,7 +227,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the call cost. `USAGE_FIELDS` has the units and how exact each number is."""
+    """Resources that a call used. `USAGE_FIELDS` states the precision of each number."""
 
     queue_ms: float = 0.0
     run_ms: float = 0.0
@@ -274,7 +275,7 @@ class EncodedResult(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to one call. `RESULT_FIELDS` describes each field."""
+    """The result of one call. `RESULT_FIELDS` describes each field."""
 
     id: str
     status: Status
@@ -298,7 +299,7 @@ class Result:
     def encode(self, *, binary: Literal[False] = False) -> dict[str, Any]: ...
 
     def encode(self, *, binary: bool = False) -> EncodedResult | dict[str, Any]:
-        """A mapping fit for JSON, or for msgpack with raw file contents if `binary`."""
+        """Return a mapping for JSON, or with `binary` for msgpack."""
         error, usage = self.error, self.usage
         encoded: EncodedResult = {
             "id": self.id,
@@ -323,11 +324,11 @@ class Result:
             "clamped": dict(self.clamped),
             "missing_files": list(self.missing_files),
         }
-        return encoded if binary else {**encoded, "files": {path: _b64(data) for path, data in self.files.items()}}
+        return encoded if binary else {**encoded, "files": to_base64(self.files)}
 
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> Result:
-        """The inverse of `encode`, for clients. Unknown keys are ignored, so that older clients read newer servers."""
+        """Invert `encode`. Unknown keys are ignored, so that an older client can read the results of a newer server."""
         error, usage = raw.get("error"), raw.get("usage") or {}
         return cls(
             id=raw["id"],
@@ -341,7 +342,7 @@ class Result:
             exit_code=raw.get("exit_code"),
             signal=raw.get("signal"),
             truncated=tuple(raw.get("truncated", ())),
-            files={path: _bytes(data, f"files[{path!r}]") for path, data in raw.get("files", {}).items()},
+            files={path: decode_bytes(data, f"files[{path!r}]") for path, data in raw.get("files", {}).items()},
             usage=Usage(**{n: usage[n] for n in ("queue_ms", "run_ms", "cpu_ms", "peak_memory_mb") if n in usage}),
             attempts=raw.get("attempts", 1),
             clamped=raw.get("clamped", {}),
@@ -351,8 +352,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer to one pair of answers. `status` is how the check itself ended, on its own clock and within its own
-    limits: `ok` for one that came to its end, `timeout` for a comparison that did not, and so on."""
+    """The result of one answer check. `status` is the status of the call that ran the check: `ok` if the comparison
+    finished, `timeout` if it took too long, and so on."""
 
     outcome: Outcome
     status: Status = Status.OK
@@ -360,7 +361,7 @@ class Verdict:
     usage: Usage = Usage()
 
     def encode(self) -> dict[str, Any]:
-        """A mapping fit for JSON and msgpack."""
+        """Return a mapping for JSON and msgpack."""
         return {
             "outcome": self.outcome.value,
             "status": self.status.value,
@@ -369,188 +370,93 @@ class Verdict:
         }
 
 
-def unavailable(call_id: str, kind: str, message: str, attempts: int = 0) -> Result:
-    """The result of a call that got no verdict through the service's fault; `kind` names which."""
-    return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(kind, message), attempts=attempts)
+def unavailable_result(call_id: str, error_type: str, message: str, attempts: int = 0) -> Result:
+    """Return the result of a call that the service failed to run."""
+    return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(error_type, message), attempts=attempts)
 
 
-def invalid(call_id: str, message: str) -> Result:
-    """The result of a malformed call in a batch."""
+def invalid_result(call_id: str, message: str) -> Result:
+    """Return the result of a malformed call."""
     return Result(id=call_id, status=Status.INVALID, error=CallError("InvalidCall", message), attempts=0)
 
 
 CALL_FIELDS: dict[str, str] = {
     "code": "Python source, run as a script",
     "stdin": "text on standard input",
-    "files": "relative path to content: base64 text, or raw bytes in msgpack",
-    "return_files": "relative paths to send back after the run",
-    "limits": "what the call may use",
-    "echo": "whether the last expression's value is returned, as a notebook shows it",
-    "profile": "which warm interpreter to fork",
-    "id": "your name for this call, returned with its result",
-    "priority": "lower runs first among waiting calls",
-    "tenant": "whose call this is; tenants share the node fairly",
+    "files": "files to create in the scratch directory: relative path to content, base64 text or raw bytes in msgpack",
+    "return_files": "relative paths of files to return after the run",
+    "limits": "resource limits of the call",
+    "echo": "whether to return the value of the last expression, as a notebook does",
+    "profile": "profile of the zygote that the call is forked from",
+    "id": "your name for the call, returned with its result",
+    "priority": "waiting calls with a lower number run first",
+    "tenant": "owner of the call; the server divides its slots fairly between tenants",
 }
 CALL_ERROR_FIELDS: dict[str, str] = {
-    "type": "name of the exception's type, of the signal, or of what ended the call",
+    "type": "name of the exception's type, of the signal, or of the limit that ended the call",
     "message": "the exception's text, or what was expected and what came",
-    "traceback": "the traceback as Python prints it, with frames of the code alone; empty where there is none",
-    "line": "line of the code, from 1; null where it is not known",
+    "traceback": "the traceback as Python prints it, with frames of the code only; empty if there is none",
+    "line": "line of the code, from 1; null if unknown",
 }
 USAGE_FIELDS: dict[str, str] = {
-    "queue_ms": "milliseconds that the call waited for a slot, all attempts together",
-    "run_ms": "milliseconds from the start of the call's process to its end, by the wall clock",
-    "cpu_ms": "milliseconds of CPU time of all processes of the call; without control groups, of the first one and of "
-    "those that it has waited for",
-    "peak_memory_mb": "MiB that the call added to the memory which it inherits from its warm interpreter, at the peak. "
-    "With control groups: all its processes and its files, and the inherited pages that it wrote to, about 0.5 MiB for "
-    "the smallest call. Without: the largest of its processes alone, without files and without inherited pages",
+    "queue_ms": "milliseconds that the call waited for a slot, summed over all attempts",
+    "run_ms": "milliseconds of wall time from the start of the call's process to its end",
+    "cpu_ms": "milliseconds of CPU time of all processes of the call; without cgroups, of the first process and of the "
+    "children that it waited for",
+    "peak_memory_mb": "peak MiB that the call added to the memory inherited from its zygote. With cgroups: all its "
+    "processes, its files, and the inherited pages that it wrote to, about 0.5 MiB for the smallest call. Without "
+    "cgroups: its largest process only, without files and without inherited pages",
 }
 RESULT_FIELDS: dict[str, str] = {
-    "id": "the call's id; without one, its place in the batch, from 0",
+    "id": "the call's id; without one, its index in the batch, from 0",
     "status": "how the call ended",
-    "stdout": "what was written to standard output, at most output_kb of it",
-    "stderr": "what was written to standard error, at most output_kb of it",
-    "value": "repr() of the last expression, if echo was asked for and the call ended as ok; else null",
-    "error": "why the call did not end as ok; null if it did",
-    "exit_code": "exit code of the call's process; null if a signal ended it, or nothing ran",
+    "stdout": "text written to standard output, at most output_kb",
+    "stderr": "text written to standard error, at most output_kb",
+    "value": "repr() of the last expression if echo is true and the status is ok; else null",
+    "error": "the reason why the call did not end as ok; null if it did",
+    "exit_code": "exit code of the call's process; null if a signal ended it or nothing ran",
     "signal": "number of the signal that ended the call's process; else null",
-    "truncated": "what was cut for size: stdout, stderr, value, traceback or files",
-    "files": "returned files, by path: base64 text in JSON, raw bytes in msgpack",
-    "usage": "what the call cost",
-    "attempts": "how often the call was started; 0 for one that never was",
-    "clamped": "limits above the operator's ceiling, with the value that held instead",
+    "truncated": "names of the fields that were truncated: stdout, stderr, value, traceback or files",
+    "files": "returned files by path: base64 text in JSON, raw bytes in msgpack",
+    "usage": "resources that the call used",
+    "attempts": "number of times that the call was started; 0 if never",
+    "clamped": "limits above the server's maximum, with the lower value that was used",
     "missing_files": "paths of return_files that are not in files: the code left no readable regular file there, the "
-    "file did not fit (truncated then has files), or the call was ended before its files were read",
+    "file did not fit (truncated then contains files), or the call was killed before its files were read",
 }
 VERDICT_FIELDS: dict[str, str] = {
-    "outcome": "what came of the comparison",
-    "status": "how the check itself ended, on its own clock and within its own limits: ok for one that came to its end",
-    "message": "why there is no comparison; else empty",
-    "usage": "what the check cost",
+    "outcome": "how the answer compares with the right answer",
+    "status": "how the check ended, in its own virtual time and limits: ok if the comparison finished",
+    "message": "the reason why there is no comparison; else empty",
+    "usage": "resources that the check used",
 }
-PRIORITY = Number(-100, 100, True, 0, CALL_FIELDS["priority"])
-_DEFAULTS = {one.name: one.default for one in fields(Call)}
+PRIORITY = NumberRule(-100, 100, True, 0, CALL_FIELDS["priority"])
+_DEFAULTS = {f.name: f.default for f in fields(Call)}
 _set = object.__setattr__
 
 
 def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
-    """The value of a field in either form; `limits` are for those that it leaves out. Raises `InvalidCall`."""
+    """Check one field, given as its type or in its JSON form. `limits` completes partial limits."""
     if name in ("code", "stdin"):
-        return _text(value, where, MAX_CODE_BYTES if name == "code" else MAX_STDIN_BYTES)
+        return check_text(value, MAX_CODE_BYTES if name == "code" else MAX_STDIN_BYTES, where)
     if name in ("id", "tenant"):
-        return _label(value, where)
+        return check_label(value, where)
     if name == "limits":
         return Limits.decode(value, limits, where)
     if name == "files":
-        return _files(value, where)
+        return check_files(value, where)
     if name == "return_files":
-        return _paths(value, where)
+        return check_paths(value, where)
     if name == "echo":
         if not isinstance(value, bool):
-            raise InvalidCall(f"{where}: expected true or false, got {_show(value)}")
+            raise InvalidCall(f"{where}: expected true or false, got {shown(value)}")
         return value
     if name == "priority":
-        return _number(value, PRIORITY, where)
+        return check_number(value, PRIORITY, where)
     try:
         return Profile(value)
     except ValueError:
-        names = ", ".join(Profile)
-        raise InvalidCall(f"{where}: expected one of {names}, got {_show(value)}") from None
-
-
-def _mapping(raw: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(raw, Mapping):
-        raise InvalidCall(f"{where}: expected an object, got {_show(raw)}")
-    return raw
-
-
-def _known(mapping: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
-    if mapping.keys() <= known.keys():
-        return
-    unknown = next(name for name in mapping if name not in known)
-    raise InvalidCall(f"{where}: unknown field {_show(unknown)}; the fields are {', '.join(known)}")
-
-
-def _number(value: Any, rule: Number, where: str) -> float:
-    kind = "a whole number" if rule.whole else "a number"
-    expected = f"{where}: expected {kind} from {rule.low:g} to {rule.high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidCall(f"{expected}, got {_show(value)}")
-    if not rule.low <= value <= rule.high or (rule.whole and value != int(value)):
-        raise InvalidCall(f"{expected}, got {_show(value)}")
-    return int(value) if rule.whole else float(value)
-
-
-def _text(value: Any, where: str, most: int) -> str:
-    if not isinstance(value, str):
-        raise InvalidCall(f"{where}: expected text, got {_show(value)}")
-    if len(value) > most:
-        raise InvalidCall(f"{where}: expected at most {most} characters, got {len(value)}; send less, or use files")
-    return value
-
-
-def _label(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
-        raise InvalidCall(f"{where}: expected printable text of at most 256 characters, got {_show(value)}")
-    return value
-
-
-def _files(value: Any, where: str) -> Mapping[str, bytes]:
-    mapping = _mapping(value, where)
-    if len(mapping) > MAX_FILES:
-        raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
-    files = {_path(path, where): _bytes(data, f"{where}[{_show(path)}]") for path, data in mapping.items()}
-    for path in files:
-        end = path.find("/")
-        while end >= 0:
-            if path[:end] in files:
-                raise InvalidCall(
-                    f"{where}: expected each path to be a file or a directory, but {_show(path[:end])} is a file "
-                    f"and a directory in {_show(path)}; rename one"
-                )
-            end = path.find("/", end + 1)
-    return files
-
-
-def _paths(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) > MAX_FILES:
-        raise InvalidCall(f"{where}: expected a list of at most {MAX_FILES} relative paths, got {_show(value)}")
-    return tuple(_path(path, where) for path in value)
-
-
-def _path(path: Any, where: str) -> str:
-    parts = path.split("/") if isinstance(path, str) else []
-    clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
-    if not clean or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):
-        expected = "a relative path without empty, '.' or '..' parts, such as 'data/in.csv'"
-        raise InvalidCall(f"{where}: expected {expected}, got {_show(path)}")
-    return str(path)
-
-
-def _bytes(value: Any, where: str) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, str):
-        try:
-            return base64.b64decode(value, validate=True)
-        except (binascii.Error, ValueError) as why:
-            raise InvalidCall(f"{where}: expected base64 text, got {_show(value)} ({why})") from None
-    raise InvalidCall(f"{where}: expected base64 text (or bytes in msgpack), got {_show(value)}")
-
-
-def _b64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _show(value: Any) -> str:
-    """A short, safe rendering of a hostile value for an error message."""
-    if isinstance(value, (Mapping, list, tuple)):
-        return f"{type(value).__name__} of {len(value)}"
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"a whole number of {value.bit_length()} bits"  # repr refuses the longest
-    shown = repr(value[:60] if isinstance(value, (str, bytes)) else value)
-    return ascii(shown)[1:-1] if not shown.isascii() else shown[:80]
+        raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}") from None
 
 
 _NO_DEFAULTS = Call(code="")

@@ -1,12 +1,11 @@
-"""Checks of answers as calls: from a pair of answers to a `Call`, and from its `Result` to a `Verdict`.
+"""Answer checks as calls: a pair of answers becomes a `Call`, and the call's `Result` becomes a `Verdict`.
 
-What compares is the math-verify library, inside the sandbox, in a call of its own for each pair (`guest/checker.py`):
-one that hangs or crashes costs itself alone.
+math-verify compares the answers inside the sandbox (`guest/checker.py`), in a call of its own for each pair. A pair on
+which it hangs or crashes affects no other pair.
 
-Invariants:
-- Both answers are data. They travel as standard input and meet no code but the checker's.
-- Whatever the pair does to its checker is a verdict about the pair: `unparsable`. What we fail to do is `unavailable`.
-  A malformed pair is `invalid`.
+- Both answers are data: they are sent as standard input and never executed.
+- A status that the pair causes (a time-out, a crash, used up memory) is the outcome `unparsable`. A failure of the
+  service is `unavailable`, and a malformed pair is `invalid`.
 """
 
 from __future__ import annotations
@@ -17,34 +16,38 @@ from dataclasses import replace
 from typing import Any
 
 from sandbox.errors import InvalidCall
-from sandbox.types import MAX_STDIN_BYTES, Call, Outcome, Profile, Result, Status, Verdict
+from sandbox.fields import check_names
+from sandbox.types import CALL_FIELDS, MAX_STDIN_BYTES, Call, Outcome, Profile, Result, Status, Verdict
 
-MAX_CHARS = 4096
-"""Of an answer that can be read, in characters. The checker has the same number; no more than that is sent to it."""
-CALL_FIELDS = ("limits", "priority", "tenant")
-"""What a caller may say of the calls that check its pairs."""
+MAX_ANSWER_CHARS = 4096
+"""Maximum length of an answer in characters; longer answers are unparsable. The checker in the guest has the same
+number."""
+VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant")}
+"""Fields of a call that a request may set for its checks."""
 
 _CODE = "import rstar_checker\nrstar_checker.outcome()"
-_SAID = {
+_VERDICT_OF_WORD = {
     "'equivalent'": Verdict(Outcome.EQUIVALENT),
     "'not_equivalent'": Verdict(Outcome.NOT_EQUIVALENT),
-    "'no gold'": Verdict(Outcome.UNPARSABLE, message=f"gold is empty, too long (over {MAX_CHARS}), or no answer"),
-    "'no answer'": Verdict(Outcome.UNPARSABLE, message=f"answer is empty, too long (over {MAX_CHARS}), or none"),
+    "'no gold'": Verdict(
+        Outcome.UNPARSABLE, message=f"gold is empty, too long (over {MAX_ANSWER_CHARS} characters), or no answer"
+    ),
+    "'no answer'": Verdict(
+        Outcome.UNPARSABLE, message=f"answer is empty, too long (over {MAX_ANSWER_CHARS} characters), or no answer"
+    ),
     "'failed'": Verdict(Outcome.UNPARSABLE, message="math-verify failed on this pair"),
 }
-_THE_PAIRS_OWN = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
+_STATUSES_OF_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
 
 
-def like(fields: Mapping[str, Any], where: str = "verify") -> Call:
-    """What all calls of a request share, from the wire. Raises `InvalidCall`."""
-    for name in fields:
-        if name not in CALL_FIELDS:
-            raise InvalidCall(f"{where}: unknown field {name!r:.80}; the fields are {', '.join(CALL_FIELDS)}")
+def shared_fields(fields: Mapping[str, Any], where: str = "verify") -> Call:
+    """Return a call with the fields that all checks of a request share. Raises `InvalidCall`."""
+    check_names(fields, VERIFY_CALL_FIELDS, where)
     return Call.decode_defaults(fields, where)
 
 
 def decode_pair(raw: Any, where: str) -> tuple[str, str]:
-    """`{"gold": ..., "answer": ...}`. Raises `InvalidCall`."""
+    """Return gold and answer from `{"gold": ..., "answer": ...}`. Raises `InvalidCall`."""
     if not isinstance(raw, Mapping) or raw.keys() != {"gold", "answer"}:
         came = f"the fields {', '.join(map(str, raw))}"[:120] if isinstance(raw, Mapping) else type(raw).__name__
         raise InvalidCall(f"{where}: expected an object of gold and answer, got {came}")
@@ -55,19 +58,20 @@ def decode_pair(raw: Any, where: str) -> tuple[str, str]:
     return raw["gold"], raw["answer"]
 
 
-def call_of(gold: str, answer: str, like: Call) -> Call:
-    """The call that compares them, with the limits, priority and tenant of another."""
-    texts = json.dumps([gold[: MAX_CHARS + 1], answer[: MAX_CHARS + 1]])
-    return replace(like, code=_CODE, stdin=texts, profile=Profile.VERIFY)
+def check_call(gold: str, answer: str, shared: Call) -> Call:
+    """Return the call that compares both, with the limits, priority and tenant of `shared`. Longer answers are
+    truncated to a length that the checker still refuses."""
+    texts = json.dumps([gold[: MAX_ANSWER_CHARS + 1], answer[: MAX_ANSWER_CHARS + 1]])
+    return replace(shared, code=_CODE, stdin=texts, profile=Profile.VERIFY)
 
 
 def verdict_of(result: Result) -> Verdict:
-    """What a check's result means."""
-    said = _SAID.get(result.value or "") if result.status is Status.OK else None
-    if said is not None:
-        return replace(said, usage=result.usage)
-    message = f"{result.error.type}: {result.error.message}" if result.error else "the checker said nothing"
-    if result.status in _THE_PAIRS_OWN:
+    """Return the verdict that a check's result stands for."""
+    verdict = _VERDICT_OF_WORD.get(result.value or "") if result.status is Status.OK else None
+    if verdict is not None:
+        return replace(verdict, usage=result.usage)
+    message = f"{result.error.type}: {result.error.message}" if result.error else "the checker returned no outcome"
+    if result.status in _STATUSES_OF_PAIR:
         return Verdict(Outcome.UNPARSABLE, result.status, message, result.usage)
     if result.status is Status.INVALID:
         return Verdict(Outcome.INVALID, Status.INVALID, message)

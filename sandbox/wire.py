@@ -3,14 +3,14 @@
 Kinds, by direction (`seq` is the gateway's own number for a call, never reused on one connection):
 
     gateway -> executor                            executor -> gateway
-    ["configure", settings, hurry]   once, first   ["ready", {"slots", "isolation", "profiles", "pid"}]
+    ["configure", settings, is_replacement] first  ["ready", {slots, long_slots, isolation, python, ...}]
     ["calls", [[seq, call], ...]]  64 at most      ["results", [[seq, result], ...]]
     ["cancel", [seq, ...]]                         ["stats", {...}]   about once a second
     ["drain"]                                      ["window", n]   how many calls it wants in hand from now on
                                                    ["failed", message]   the executor cannot start
 
 A `call` is `Call.encode(binary=True)`, already validated and clamped; a `result` is `Result.encode(binary=True)`.
-With `hurry`, which is for an executor that replaces one, it is ready as soon as one zygote is, else when all have been.
+An executor with `is_replacement` is ready with its first zygote; others are ready when every zygote has been ready.
 The `isolation` in the settings is a level and never "auto": the server chooses once, before it starts executors.
 Until a "window" comes, which it may after "ready" and as often as it changes, the window is twice the slots; calls that
 are in hand when it shrinks stay there.

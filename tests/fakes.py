@@ -40,7 +40,7 @@ class FakeExecutor(asyncio.Protocol):
         self.start = start
         """"ready", "failed", "exit" or "silent": what follows the "configure"."""
         self.settings: dict[str, Any] = {}
-        self.hurry = False
+        self.is_replacement = False
         self.calls: dict[int, dict[str, Any]] = {}
         """All it ever got, by seq."""
         self.cancelled: list[int] = []
@@ -88,12 +88,13 @@ class FakeExecutor(asyncio.Protocol):
             self.heard.append(kind)
             getattr(self, f"_{kind}")(*parts)
 
-    def _configure(self, settings: dict[str, Any], hurry: bool) -> None:
+    def _configure(self, settings: dict[str, Any], is_replacement: bool) -> None:
         self.settings = settings
-        self.hurry = hurry
+        self.is_replacement = is_replacement
         if self.start == "ready":
-            about = {"slots": self.slots, "isolation": "none", "profiles": ["bare"], "pid": 1, "python": "3.11.0"}
-            self.send("ready", about)
+            long_slots = settings["long_slots"]
+            report = {"slots": self.slots, "long_slots": long_slots, "isolation": "none", "python": "3.11.0"}
+            self.send("ready", report)
             if self.window is not None:
                 self.send("window", self.window)
         elif self.start == "failed":

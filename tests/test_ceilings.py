@@ -21,7 +21,7 @@ def test_a_limit_above_the_ceiling_is_lowered_holds_and_is_said() -> None:
         choose_level("auto")
     except IsolationError as why:
         pytest.skip(str(why))
-    flags = ("--port", "0", "--python", OWN_PYTHON, "--profiles", "bare", "--zygotes", "1", "--slots", "1")
+    flags = ("--port", "0", "--python", OWN_PYTHON, "--profiles", "bare", "--zygote-pools", "1", "--slots", "1")
     argv = [sys.executable, "-m", "sandbox", "serve", *flags, "--max-memory-mb", "64", "--max-disk-mb", "32"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

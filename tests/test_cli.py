@@ -183,7 +183,7 @@ def test_run_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     limits = Limits(timeout_s=2.0, memory_mb=64)
     files = {"in.csv": b"1,2"}
     assert calls == [Call("print('é')", "7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
-    assert (seen[0].isolation, seen[0].slots, seen[0].zygotes) == ("none", 1, 1)
+    assert (seen[0].isolation, seen[0].slots, seen[0].zygote_pools) == ("none", 1, 1)
 
 
 def test_run_takes_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.Monk
     fake = types.SimpleNamespace(serve=lambda config: served.append(config) or 0)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", fake)
     assert cli.main(["serve", "--executors", "4", "--slots", "8", "--cores", "4"]) == 0
-    executors = served[0].shares()
+    executors = served[0].per_executor()
     assert [executor.isolation for executor in executors] == ["landlock"] * 4
     assert served[0].isolation_reason == "weaker than auto"
 

@@ -19,10 +19,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from sandbox import verify
-from sandbox.client import RETRYABLE_ERRORS, STREAM, TIMEOUT_S, AsyncClient, Client, backoff_s
+from sandbox.client import TIMEOUT_S, AsyncClient, Client
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.gateway.http import codec
-from sandbox.types import Call, Limits, Result, Status, invalid, unavailable
+from sandbox.transport import RETRYABLE_ERRORS, STREAM, retry_delay_s
+from sandbox.types import Call, Limits, Result, Status, invalid_result, unavailable_result
 from tests.fakes import FakeFleet, answer_of
 from tests.gateway.serving import serving, until
 
@@ -53,7 +54,9 @@ async def garbage(request: web.Request, calls: list[dict[str, Any]]) -> web.Stre
 
 
 async def all_invalid(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-    results = [{"index": index, **invalid("", "no such field").encode(binary=True)} for index in range(len(calls))]
+    results = [
+        {"index": index, **invalid_result("", "no such field").encode(binary=True)} for index in range(len(calls))
+    ]
     return web.Response(status=400, content_type=STREAM, body=b"".join(map(msgpack.packb, results)))
 
 
@@ -69,7 +72,7 @@ def failing(kind: str, which: str) -> Respond:
     """Calls whose code is `which` come back as `unavailable`, because of `kind`; the others go well."""
 
     async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-        lost = unavailable("", kind, "try again").encode(binary=True)
+        lost = unavailable_result("", kind, "try again").encode(binary=True)
         answers = [lost if call["code"] == which else answer_of(call) for call in calls]
         lines = [msgpack.packb({"index": index, **answer}) for index, answer in enumerate(answers)]
         return web.Response(body=b"".join(lines))
@@ -104,8 +107,8 @@ async def scripted(*script: Respond) -> AsyncIterator[Scripted]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.client.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("sandbox.client.LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 0.001)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 0.002)
 
 
 @pytest.mark.asyncio
@@ -429,7 +432,7 @@ async def test_it_is_sent_again_while_its_request_goes_on() -> None:
     async def lost_at_once(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        lost = unavailable("", "Stopped", "try again").encode(binary=True)
+        lost = unavailable_result("", "Stopped", "try again").encode(binary=True)
         await response.write(msgpack.packb({"index": 1, **lost}))
         await release.wait()
         await response.write(lines(calls, range(1)))
@@ -463,7 +466,7 @@ async def test_what_would_be_the_same_again_is_not_sent_again(kind: str) -> None
 @pytest.mark.asyncio
 async def test_checks_without_a_verdict_are_sent_again() -> None:
     async def stopped(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-        lost = unavailable("", "Stopped", "try again").encode(binary=True)
+        lost = unavailable_result("", "Stopped", "try again").encode(binary=True)
         return web.Response(body=b"".join(msgpack.packb({"index": n, **lost}) for n in range(len(calls))))
 
     async with scripted(stopped, checked) as server, AsyncClient(server.url) as client:
@@ -511,7 +514,7 @@ async def test_calls_that_are_sent_again_together_are_one_line_in_the_log(caplog
         await client.run_batch(["1"] * 50)
     logged = [record.getMessage() for record in caplog.records if record.name == "sandbox.client"]
     url = server.url.rstrip("/")
-    assert logged == [f"{url} answered 50 calls Stopped; retry 1 of 8, with 50 calls, in 0.0 s"]
+    assert logged == [f"{url} returned Stopped for 50 calls; retry 1 of 8, with 50 calls, in 0.0 s"]
 
 
 @pytest.mark.asyncio
@@ -545,8 +548,8 @@ async def test_checks_are_calls_and_tried_again_like_them() -> None:
         assert await client.verify([]) == []
     assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
     assert [len(calls) for calls in server.seen] == [3, 1]
-    like = verify.like({"limits": {"timeout_s": 2}, "tenant": "mine"})
-    assert Call.decode(server.seen[1][0]) == verify.call_of("3", "3", like)
+    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert Call.decode(server.seen[1][0]) == verify.check_call("3", "3", shared)
 
 
 @pytest.mark.asyncio
@@ -611,16 +614,18 @@ async def test_closing_ends_calls_that_are_about_to_be_sent_or_wait_to_be_sent_a
     async with serving() as served:
         client = await AsyncClient(served.url).open()
         asking = asyncio.create_task(client.execute("1"))
-        await until(lambda: bool(client._posts))  # the task of its request has been made, and has not begun
+        await until(
+            lambda: bool(client._transport._requests)
+        )  # the task of its request has been made, and has not begun
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await asking
-    monkeypatch.setattr("sandbox.client.FIRST_PAUSE_S", 3600)
-    monkeypatch.setattr("sandbox.client.LONGEST_PAUSE_S", 3600)
+    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 3600)
     async with scripted(failing("Stopped", "1")) as server:
         client = await AsyncClient(server.url).open()
         asking = asyncio.create_task(client.execute("1"))
-        await until(lambda: bool(client._pausing))
+        await until(lambda: bool(client._transport._pausing))
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await asking
@@ -672,9 +677,9 @@ def test_settings_that_mean_nothing_are_refused() -> None:
 
 def test_backoff_grows_and_heeds_the_service() -> None:
     rng = random.Random(0)
-    assert 30 <= backoff_s(1, 30.0, rng) <= 45
-    assert backoff_s(1, None, rng) <= backoff_s(2, None, rng) * 1.5
-    assert backoff_s(100, None, rng) <= 0.003
+    assert 30 <= retry_delay_s(1, 30.0, rng) <= 45
+    assert retry_delay_s(1, None, rng) <= retry_delay_s(2, None, rng) * 1.5
+    assert retry_delay_s(100, None, rng) <= 0.003
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.config import CEILINGS, SETTINGS, ExecutorConfig, ServeConfig, load
+from sandbox.config import DEFAULT_MAX_LIMITS, SETTINGS, ExecutorConfig, ServeConfig, load
 from sandbox.errors import ConfigError
 from sandbox.types import Limits
 
@@ -23,9 +23,9 @@ def test_defaults_hold_when_nothing_is_said() -> None:
 
 
 def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
-    file = _toml(tmp_path, "port = 1\nslots = 1\nzygotes = 1\n")
-    config = load(file, {"RSTAR_SANDBOX_SLOTS": "2", "RSTAR_SANDBOX_ZYGOTES": "2"}, {"zygotes": "3"})
-    assert (config.port, config.slots, config.zygotes) == (1, 2, 3)
+    file = _toml(tmp_path, "port = 1\nslots = 1\nzygote_pools = 1\n")
+    config = load(file, {"RSTAR_SANDBOX_SLOTS": "2", "RSTAR_SANDBOX_ZYGOTE_POOLS": "2"}, {"zygote_pools": "3"})
+    assert (config.port, config.slots, config.zygote_pools) == (1, 2, 3)
 
 
 def test_every_setting_can_be_said_in_every_way(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_cluster_s_service_links_are_no_settings() -> None:
 
 def test_the_executor_s_part_survives_the_wire() -> None:
     config = ServeConfig(python="/usr/bin/python3", slots=4, profiles=("bare",), attempts=2)
-    assert ExecutorConfig.from_settings(config.executor().settings()) == config.executor()
-    assert ExecutorConfig.from_settings(ServeConfig().executor().settings()) == ExecutorConfig()
+    assert ExecutorConfig.decode(config.executor_config().encode()) == config.executor_config()
+    assert ExecutorConfig.decode(ServeConfig().executor_config().encode()) == ExecutorConfig()
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_the_executor_s_part_survives_the_wire() -> None:
         (20, {}, [(7, 107, 4), (7, 107, 3), (6, 106, 3)]),
         (2, {"executors": 3}, [(1, 11, 1), (1, 11, 1), (1, 10, 1)]),
         (64, {"slots": 3}, [(22, 1, 11), (21, 1, 11), (21, 1, 10)]),
-        (64, {"cores": 4, "zygotes": 1, "executors": 2}, [(2, 32, 1), (2, 32, 1)]),
+        (64, {"cores": 4, "zygote_pools": 1, "executors": 2}, [(2, 32, 1), (2, 32, 1)]),
     ],
 )
 def test_executors_share_what_is_the_whole_servers(
     cores: int, given: dict[str, int], expected: list[tuple[int, ...]]
 ) -> None:
-    shares = ServeConfig(**given).resolved(cores).shares()  # type: ignore[arg-type]
-    assert [(share.cores, share.slots, share.zygotes) for share in shares] == expected
+    shares = ServeConfig(**given).resolved(cores).per_executor()  # type: ignore[arg-type]
+    assert [(share.cores, share.slots, share.zygote_pools) for share in shares] == expected
 
 
 @pytest.mark.parametrize("source", ["toml", "environment", "flag"])
@@ -171,9 +171,9 @@ def test_an_executor_without_a_slot_is_refused() -> None:
 
 def test_executor_settings_are_checked_like_any_others() -> None:
     with pytest.raises(ConfigError, match=r"slots: expected a whole number from 0 to 100000, got 'many'"):
-        ExecutorConfig.from_settings({"slots": "many"})
+        ExecutorConfig.decode({"slots": "many"})
     with pytest.raises(ConfigError, match=r"port: unknown setting"):
-        ExecutorConfig.from_settings({"port": 1})
+        ExecutorConfig.decode({"port": 1})
 
 
 def test_every_field_is_a_setting_and_every_default_is_allowed() -> None:
@@ -181,5 +181,9 @@ def test_every_field_is_a_setting_and_every_default_is_allowed() -> None:
     found = {"max_limits", "isolation_reason"}  # neither is one setting: the second is what the server finds out
     assert {f.name for f in fields(config)} - found == {n for n in SETTINGS if not n.startswith("max_")}
     for name, setting in SETTINGS.items():
-        value = getattr(CEILINGS, name.removeprefix("max_"), None) if name.startswith("max_") else getattr(config, name)
-        assert value is None or setting.rule.holds(value), name
+        value = (
+            getattr(DEFAULT_MAX_LIMITS, name.removeprefix("max_"), None)
+            if name.startswith("max_")
+            else getattr(config, name)
+        )
+        assert value is None or setting.rule.accepts(value), name

@@ -18,7 +18,7 @@ from sandbox.errors import IsolationError, ServiceError
 from sandbox.jail import choose_level
 from sandbox.local import local_service
 
-LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
+LEAN = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
 DEADLINE_S = 120
 
 CHILD = """
@@ -91,7 +91,7 @@ def test_the_last_words_of_a_long_log_are_its_last(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(local, "_CHILD", LONG_LOG + "raise SystemExit('this is why')")
     with pytest.raises(
-        ServiceError, match=r"(?s)ended \(1\); its last words:\n.*line 19999 of a long log\nthis is why$"
+        ServiceError, match=r"(?s)ended \(1\); the end of its log:\n.*line 19999 of a long log\nthis is why$"
     ):
         asyncio.run(main())
 

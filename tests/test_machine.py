@@ -35,20 +35,24 @@ def made(root: Path, *, mounts: str = "", groups: str = "", files: dict[str, str
 
 def test_without_groups_all_is_ours(tmp_path: Path) -> None:
     root = made(tmp_path)
-    assert (machine.cores(root), machine.memory_limit(root), machine.memory_available(root)) == (8, 16 * GIB, 12 * GIB)
+    assert (machine.granted_cores(root), machine.memory_limit(root), machine.memory_available(root)) == (
+        8,
+        16 * GIB,
+        12 * GIB,
+    )
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("max", 8), ("150000", 2), ("1000", 1), ("900000", 8), ("-", 8)])
 def test_the_quota_of_version_2_is_rounded_up(tmp_path: Path, quota: str, expected: int) -> None:
     root = made(tmp_path, mounts=V2, groups="0::/a\n", files={"a/cpu.max": f"{quota} 100000\n"})
-    assert machine.cores(root) == expected
+    assert machine.granted_cores(root) == expected
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("-1", 8), ("250000", 5)])
 def test_the_quota_of_version_1(tmp_path: Path, quota: str, expected: int) -> None:
     files = {"cpu/a/cpu.cfs_quota_us": quota, "cpu/a/cpu.cfs_period_us": "50000"}
     root = made(tmp_path, mounts=V1.format("cpu"), groups="1:cpu:/a\n", files=files)
-    assert machine.cores(root) == expected
+    assert machine.granted_cores(root) == expected
 
 
 def test_a_group_above_ours_counts(tmp_path: Path) -> None:
@@ -61,7 +65,11 @@ def test_a_group_above_ours_counts(tmp_path: Path) -> None:
         "a/b/memory.max": "max",
     }
     root = made(tmp_path, mounts=V2, groups="0::/a/b\n", files=files)
-    assert (machine.cores(root), machine.memory_limit(root), machine.memory_available(root)) == (3, 4 * GIB, 2 * GIB)
+    assert (machine.granted_cores(root), machine.memory_limit(root), machine.memory_available(root)) == (
+        3,
+        4 * GIB,
+        2 * GIB,
+    )
 
 
 def test_memory_of_version_1(tmp_path: Path) -> None:
@@ -78,11 +86,11 @@ def test_memory_of_version_1(tmp_path: Path) -> None:
 def test_a_mount_that_shows_another_part_of_the_hierarchy(tmp_path: Path) -> None:
     mounts = V2.replace(" / ", " /box ", 1)
     root = made(tmp_path, mounts=mounts, groups="0::/elsewhere\n", files={"cpu.max": "100000 100000"})
-    assert machine.cores(root) == 1
+    assert machine.granted_cores(root) == 1
 
 
 def test_this_machine_has_some_of_each() -> None:
-    assert 1 <= machine.cores() <= 8
+    assert 1 <= machine.granted_cores() <= 8
     assert 0 < machine.memory_available() <= machine.memory_limit()
 
 

@@ -15,7 +15,7 @@ import pytest
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError, IsolationError, NodeError, SandboxError
 from sandbox.executor import run_once
-from sandbox.executor.zygote_pool import Family
+from sandbox.executor.zygote_pool import ZygotePool
 from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Profile, Result, Status
 from tests.executor.calling import OWN_PYTHON, wait_gone
@@ -165,19 +165,19 @@ def test_what_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         run_once(Call("1"), ExecutorConfig(python=str(tmp_path / "python")))
     with pytest.raises(SandboxError):
         run_once(Call("1"), config(isolation="nsjail"))
-    monkeypatch.setattr(Family, "_start_jail", _start_nothing)
-    with pytest.raises(NodeError, match="does not start"):
+    monkeypatch.setattr(ZygotePool, "_start_jail", _start_nothing)
+    with pytest.raises(NodeError, match="failed to start 3 times"):
         run_once(Call("1"), config())
 
 
-def _start_nothing(_family: Family, _sock: object) -> subprocess.Popen[bytes]:
+def _start_nothing(_family: ZygotePool, _sock: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["true"])
 
 
 def test_a_call_runs_at_the_level_that_auto_takes_in_a_user_namespace() -> None:
     """Where `unshare -Ur` makes us root of one id, level namespaces is refused and level landlock holds."""
     command = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, "-c", "print(1)"]
-    run = jails.inside_a_user_namespace(*command)
+    run = jails.run_in_user_namespace(*command)
     if "isolation=landlock: this machine lacks" in run.stderr:
         pytest.skip(run.stderr.strip())
     assert (run.returncode, run.stdout) == (0, "1\n"), run.stderr

@@ -44,7 +44,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def _make(folder: Path, *, force: bool = False) -> Path:
-    return runtime.make(Path(sys.executable), folder, force=force)
+    return runtime.build(Path(sys.executable), folder, force=force)
 
 
 def test_a_second_run_makes_nothing(tmp_path: Path, builds: list[Path]) -> None:
@@ -62,10 +62,10 @@ def test_force_makes_it_anew_and_leaves_nothing_beside_it(tmp_path: Path, builds
 
 def test_changed_pins_make_another_one(tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _make(tmp_path / "runtime")
-    before = runtime.default_folder(HERE, {"HOME": "/h"})
+    before = runtime.default_dir(HERE, {"HOME": "/h"})
     monkeypatch.setattr(runtime, "REQUIREMENTS", ("sympy==1.13",))
-    assert not runtime.is_whole(tmp_path / "runtime")
-    assert runtime.default_folder(HERE, {"HOME": "/h"}) != before
+    assert not runtime.is_complete(tmp_path / "runtime")
+    assert runtime.default_dir(HERE, {"HOME": "/h"}) != before
     _make(tmp_path / "runtime")
     assert len(builds) == 2
 
@@ -73,10 +73,10 @@ def test_changed_pins_make_another_one(tmp_path: Path, builds: list[Path], monke
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(python: Path, new: Path, folder: Path) -> None:
         (new / "venv").mkdir()
-        raise runtime.RuntimeFailed("no network")
+        raise runtime.RuntimeBuildError("no network")
 
     monkeypatch.setattr(runtime, "_build", fail)
-    with pytest.raises(runtime.RuntimeFailed, match="no network"):
+    with pytest.raises(runtime.RuntimeBuildError, match="no network"):
         _make(tmp_path / "runtime")
     assert list(tmp_path.iterdir()) == []
 
@@ -128,7 +128,7 @@ def test_a_lock_whose_file_is_gone_counts_for_nothing(tmp_path: Path, builds: li
     waits_for_first = True
     with path.open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        other = threading.Thread(target=runtime.make, args=(Path(sys.executable), folder), kwargs={"log": log})
+        other = threading.Thread(target=runtime.build, args=(Path(sys.executable), folder), kwargs={"log": log})
         other.start()
         assert waits.acquire(timeout=60)
         waits_for_first = False
@@ -145,17 +145,17 @@ def test_a_lock_whose_file_is_gone_counts_for_nothing(tmp_path: Path, builds: li
 def test_a_runtime_without_its_base_interpreter_is_not_whole(tmp_path: Path, builds: list[Path]) -> None:
     python = tmp_path / "python-to-be-removed"
     python.symlink_to(sys.executable)
-    runtime.make(python, tmp_path / "runtime")
+    runtime.build(python, tmp_path / "runtime")
     python.unlink()
-    assert not runtime.is_whole(tmp_path / "runtime")
+    assert not runtime.is_complete(tmp_path / "runtime")
 
 
 def test_the_folder_follows_the_environment() -> None:
-    name = runtime.default_folder((3, 12), {"HOME": "/h"}).name
+    name = runtime.default_dir((3, 12), {"HOME": "/h"}).name
     assert name.startswith("runtime-3.12-")
-    assert runtime.default_folder((3, 12), {"HOME": "/h"}).parent == Path("/h/.local/share/rstar-sandbox")
-    assert runtime.default_folder((3, 12), {"HOME": "/h", "XDG_DATA_HOME": "/d"}) == Path("/d/rstar-sandbox", name)
-    assert runtime.default_folder((3, 12), {"RSTAR_RUNTIME": "/r", "XDG_DATA_HOME": "/d"}) == Path("/r")
+    assert runtime.default_dir((3, 12), {"HOME": "/h"}).parent == Path("/h/.local/share/rstar-sandbox")
+    assert runtime.default_dir((3, 12), {"HOME": "/h", "XDG_DATA_HOME": "/d"}) == Path("/d/rstar-sandbox", name)
+    assert runtime.default_dir((3, 12), {"RSTAR_RUNTIME": "/r", "XDG_DATA_HOME": "/d"}) == Path("/r")
 
 
 def test_the_runtime_of_the_newest_python_is_taken(tmp_path: Path, builds: list[Path]) -> None:
@@ -163,10 +163,10 @@ def test_the_runtime_of_the_newest_python_is_taken(tmp_path: Path, builds: list[
     with pytest.raises(ConfigError, match="run `rstar-sandbox runtime` first"):
         runtime.default_python(environ)
     for version in ((3, 9), HERE, (3, 99)):
-        folder = runtime.default_folder(version, environ)
+        folder = runtime.default_dir(version, environ)
         _make(folder)
         assert runtime.default_python(environ) == folder / "bin" / "python"
-    _make(runtime.default_folder((3, 98), environ))
+    _make(runtime.default_dir((3, 98), environ))
     assert runtime.default_python(environ) == folder / "bin" / "python"
 
 
@@ -174,19 +174,19 @@ def test_what_is_missing_is_made_once_where_all_commands_look(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     better = (3, 99)
-    monkeypatch.setattr(runtime, "best_base", lambda *_: (Path(sys.executable), better))
+    monkeypatch.setattr(runtime, "best_python", lambda *_: (Path(sys.executable), better))
     monkeypatch.delenv("RSTAR_RUNTIME", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with pytest.raises(ConfigError) as missing:
         runtime.default_python()
     lines: list[str] = []
     python = runtime.ensure_python(lines.append)
-    assert len(lines) == 1 and str(runtime.default_folder(better)) in lines[0]
-    assert str(runtime.default_folder(better)) in str(missing.value)
+    assert len(lines) == 1 and str(runtime.default_dir(better)) in lines[0]
+    assert str(runtime.default_dir(better)) in str(missing.value)
     assert runtime.ensure_python(lines.append) == runtime.default_python() == python
     assert cli.main(["runtime"]) == cli.main(["runtime", "--check"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(python)] * 2
-    assert builds == [runtime.default_folder(better)] and len(lines) == 1
+    assert builds == [runtime.default_dir(better)] and len(lines) == 1
 
 
 def test_a_better_python_that_comes_later_is_taken_when_asked_for(
@@ -194,8 +194,8 @@ def test_a_better_python_that_comes_later_is_taken_when_asked_for(
 ) -> None:
     monkeypatch.delenv("RSTAR_RUNTIME", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    old = _make(runtime.default_folder((3, 98)))
-    monkeypatch.setattr(runtime, "best_base", lambda *_: (Path(sys.executable), (3, 99)))
+    old = _make(runtime.default_dir((3, 98)))
+    monkeypatch.setattr(runtime, "best_python", lambda *_: (Path(sys.executable), (3, 99)))
     assert cli.main(["runtime"]) == 0
     assert capsys.readouterr().out.strip() == str(old) == str(runtime.ensure_python())
     assert cli.main(["runtime", "--force"]) == 0
@@ -227,7 +227,9 @@ def test_a_place_that_cannot_be_written_is_one_line(
 def test_a_full_disk_is_said_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = types.SimpleNamespace(free=(runtime.SIZE_MB << 20) - 1)
     monkeypatch.setattr(runtime.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(runtime.RuntimeFailed, match=r"needs 350 MB at \S+/runtime, where 349 MB are free; set RSTAR_R"):
+    with pytest.raises(
+        runtime.RuntimeBuildError, match=r"needs 350 MB at \S+/runtime, where 349 MB are free; set RSTAR_R"
+    ):
         _make(tmp_path / "runtime")
     assert list(tmp_path.iterdir()) == []
 
@@ -240,8 +242,8 @@ def test_what_may_not_be_read_is_not_there(tmp_path: Path) -> None:
     locked.chmod(0)
 
     def look() -> None:
-        assert runtime.best_base({"PATH": "", "PYENV_ROOT": str(locked)}) == (Path(sys.executable), HERE)
-        assert not runtime.is_whole(locked / "runtime")
+        assert runtime.best_python({"PATH": "", "PYENV_ROOT": str(locked)}) == (Path(sys.executable), HERE)
+        assert not runtime.is_complete(locked / "runtime")
         assert runtime.find({"RSTAR_RUNTIME": str(locked / "runtime")}) is None
         assert runtime.find({"XDG_DATA_HOME": str(locked)}) is None
 
@@ -274,7 +276,7 @@ def test_a_user_without_a_home_is_asked_for_a_place(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(ConfigError, match=r"has no home directory .* RSTAR_RUNTIME=DIR"):
         runtime.default_python({})
-    assert runtime.default_folder(HERE, {"RSTAR_RUNTIME": "/r"}) == Path("/r")
+    assert runtime.default_dir(HERE, {"RSTAR_RUNTIME": "/r"}) == Path("/r")
 
 
 MAIN = """
@@ -328,18 +330,18 @@ def test_a_runtime_is_made_with_the_newest_tried_python(tmp_path: Path) -> None:
     pyenv = _pretend(tmp_path / "pyenv/versions/3.13.1/bin/python3.13", "cpython 3 13")
     shim = _pretend(tmp_path / "shims/python3.13", "no such version is active")
     environ = {"PATH": str(shim.parent), "PYENV_ROOT": str(tmp_path / "pyenv")}
-    assert runtime.best_base(environ) == (pyenv, (3, 13))
+    assert runtime.best_python(environ) == (pyenv, (3, 13))
 
 
 def test_a_runtime_is_made_with_our_own_python_where_no_better_is_found(tmp_path: Path) -> None:
     freethreaded = _pretend(tmp_path / "python3.13", "cpython 3 13 t") if HERE < (3, 12) else tmp_path / "none"
     environ = {"PATH": str(freethreaded.parent), "PYENV_ROOT": str(tmp_path / "nowhere")}
-    assert runtime.best_base(environ) == (Path(sys.executable), HERE)
+    assert runtime.best_python(environ) == (Path(sys.executable), HERE)
 
 
 def test_a_failing_step_says_what_pip_said() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('ERROR: No matching distribution found for numpy')"]
-    with pytest.raises(runtime.RuntimeFailed, match=r"(?s)installing failed \(exit 1\); pip found no wheel.*numpy"):
+    with pytest.raises(runtime.RuntimeBuildError, match=r"(?s)installing failed \(exit 1\); pip found no wheel.*numpy"):
         runtime._step("installing", command)
 
 
@@ -353,14 +355,14 @@ def test_a_failing_step_says_what_pip_said() -> None:
     ],
 )
 def test_a_python_without_venv_is_told_from_other_failures(said: str, advises: bool) -> None:
-    with pytest.raises(runtime.RuntimeFailed) as raised:
+    with pytest.raises(runtime.RuntimeBuildError) as raised:
         runtime._step("making", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
     assert ("apt install python3-venv" in str(raised.value)) == advises
 
 
 def test_of_what_pip_said_its_errors_are_told_and_not_each_retry() -> None:
     said = "WARNING: Retrying after connection broken\nERROR: No matching distribution found for numpy"
-    with pytest.raises(runtime.RuntimeFailed) as raised:
+    with pytest.raises(runtime.RuntimeBuildError) as raised:
         runtime._step("installing", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
     assert str(raised.value).splitlines()[1:] == ["ERROR: No matching distribution found for numpy"]
 

@@ -15,7 +15,7 @@ from sandbox.client import Client
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
-from tests.jail.jails import descendants, is_passable, system_python
+from tests.jail.jails import all_users_can_reach, descendants, system_python
 
 DEADLINE_S = 60
 TOKEN = "token-b0b4c5d2a9e14f7f"
@@ -29,9 +29,9 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
     except IsolationError as why:
         pytest.skip(str(why))
     python: str | None = OWN_PYTHON
-    if level == "landlock" and os.geteuid() == 0 and not is_passable(OWN_PYTHON):
+    if level == "landlock" and os.geteuid() == 0 and not all_users_can_reach(OWN_PYTHON):
         python = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
-    flags = f"--port 0 --isolation {level} --python {python} --profiles bare --zygotes 1 --slots 2".split()
+    flags = f"--port 0 --isolation {level} --python {python} --profiles bare --zygote-pools 1 --slots 2".split()
     environ = dict(os.environ)
     if source == "variable":
         environ["RSTAR_SANDBOX_TOKEN"] = TOKEN

@@ -6,7 +6,7 @@ import pytest
 
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.tool import TOOL_NAMES, TOOL_SCHEMA, parse_arguments, render, tool_schema
-from sandbox.types import CallError, Result, Status, invalid, unavailable
+from sandbox.types import CallError, Result, Status, invalid_result, unavailable_result
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "main.py", line 1\nZeroDivisionError: division by zero\n'
 
@@ -59,9 +59,9 @@ def test_every_status_but_unavailable_renders() -> None:
 
 def test_our_failure_never_reads_as_tool_output() -> None:
     with pytest.raises(ServiceError, match="QueueTimeout: waited"):
-        render(unavailable("", "QueueTimeout", "waited"))
+        render(unavailable_result("", "QueueTimeout", "waited"))
     with pytest.raises(ServiceError, match=r"the caller sent a malformed call: InvalidCall: call\.code"):
-        render(invalid("", "call.code: expected text"))
+        render(invalid_result("", "call.code: expected text"))
 
 
 def test_long_output_keeps_both_ends_and_says_what_is_missing() -> None:

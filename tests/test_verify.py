@@ -16,11 +16,11 @@ import pytest
 
 from sandbox import verify
 from sandbox.errors import InvalidCall
-from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Status, Verdict, invalid
+from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Status, Verdict, invalid_result
 from tests.executor.calling import Caller, executor
 
 MATH_500 = Path(__file__).parents[2] / "shared" / "data" / "math500.jsonl"
-PLAIN = verify.like({})
+PLAIN = verify.shared_fields({})
 EQUIVALENT, NOT_EQUIVALENT, UNPARSABLE = Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE
 
 
@@ -59,17 +59,17 @@ def test_anything_else_is_ours(result: Result) -> None:
 
 
 def test_a_malformed_pair_is_the_callers() -> None:
-    verdict = verify.verdict_of(invalid("", "pairs[0]: expected an object"))
+    verdict = verify.verdict_of(invalid_result("", "pairs[0]: expected an object"))
     assert verdict == Verdict(Outcome.INVALID, Status.INVALID, "InvalidCall: pairs[0]: expected an object")
 
 
 def test_a_check_is_a_call_with_both_texts_as_input() -> None:
-    like = verify.like({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
-    call = verify.call_of("1'\n", "\ud800" * 10_000, like)
+    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
+    call = verify.check_call("1'\n", "\ud800" * 10_000, shared)
     assert (call.profile, call.limits, call.tenant, call.priority) == (Profile.VERIFY, Limits(timeout_s=2), "mine", 3)
-    assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_CHARS + 1)], "no more than is looked at"
+    assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_ANSWER_CHARS + 1)], "no more than is looked at"
     assert Call.decode(call.encode(binary=True)) == call
-    assert verify.call_of("7", "8", PLAIN).code == call.code
+    assert verify.check_call("7", "8", PLAIN).code == call.code
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_malformed_pair_is_told_what_was_expected(raw: Any, says: str) -> None
 
 def test_a_pair_may_not_say_what_runs() -> None:
     with pytest.raises(InvalidCall, match="unknown field 'code'; the fields are limits, priority, tenant"):
-        verify.like({"code": "1"})
+        verify.shared_fields({"code": "1"})
 
 
 # The checker itself, in the sandbox
@@ -102,8 +102,10 @@ def caller(guest_python: Path) -> Iterator[Caller]:
 
 
 def check(caller: Caller, pairs: Sequence[tuple[str, str]], **fields: Any) -> list[Verdict]:
-    like = verify.like(fields)
-    return [verify.verdict_of(result) for result in caller.run_all([verify.call_of(*pair, like) for pair in pairs])]
+    shared = verify.shared_fields(fields)
+    return [
+        verify.verdict_of(result) for result in caller.run_all([verify.check_call(*pair, shared) for pair in pairs])
+    ]
 
 
 def test_the_zygote_that_verifies_comes_when_it_is_asked_for(guest_python: Path) -> None:
@@ -153,7 +155,7 @@ def test_what_means_the_same_is_equivalent_and_nothing_else_is(caller: Caller) -
     assert all(verdict.usage.cpu_ms > 0 for verdict in verdicts)
 
 
-@pytest.mark.parametrize("text", ["", " \n", "7" * (verify.MAX_CHARS + 1), "7 " * 10_000])
+@pytest.mark.parametrize("text", ["", " \n", "7" * (verify.MAX_ANSWER_CHARS + 1), "7 " * 10_000])
 def test_what_is_no_answer_is_unparsable_on_either_side(text: str, caller: Caller) -> None:
     as_gold, as_answer = check(caller, [(text, "7"), ("7", text)])
     assert (as_gold.outcome, as_gold.status) == (as_answer.outcome, as_answer.status) == (UNPARSABLE, Status.OK)

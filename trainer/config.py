@@ -40,7 +40,7 @@ StringList = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["trackio", "wandb", "tensorboard"]
 """A tracker's name is also the name of the package that it needs."""
-PlacementPolicy = Literal["static", "round_robin", "least_inflight", "reserve_worst_case", "kv"]
+PlacementPolicy = Literal["reserve_worst_case", "kv"]
 
 
 class ConfigError(ValueError):
@@ -100,7 +100,7 @@ class EnginesConfig:
     gpu_memory_utilization: Fraction = 0.9  # share of a GPU's memory that an engine takes
     turn_timeout_s: PositiveFloat = 600.0  # seconds per turn; more if the engine's usual speed needs it
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
-    placement_policy: PlacementPolicy = "kv"  # rule that places turns on engines; the others serve comparisons
+    placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import fork_memory
 
 if __name__ == "__main__":  # as the real one begins
-    fork_memory.gather()
-    fork_memory.restart()
+    fork_memory.use_one_heap()
+    fork_memory.reexec_with_malloc()
 
 import os
 import resource
@@ -26,25 +26,26 @@ import confine
 import fork_batch
 import output_files
 import runner
+import system_calls
 import zygote
 
 STEPS = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
 LAYERS: dict[str, set[int]] = {
-    "namespaces": {confine._SYS_UNSHARE},
-    "tmpfs": {confine._SYS_MOUNT},
+    "namespaces": {system_calls.UNSHARE},
+    "tmpfs": {system_calls.MOUNT},
     "identity": {
-        *(confine._SYS_SETGROUPS, confine._SYS_SETRESGID, confine._SYS_SETRESUID, confine._SYS_CAPSET),
-        *(confine._SYS_CHDIR, confine._SYS_SETRLIMIT, confine._SYS_PRCTL, confine._SYS_SETPGID),
+        *(system_calls.SETGROUPS, system_calls.SETRESGID, system_calls.SETRESUID, system_calls.CAPSET),
+        *(system_calls.CHDIR, system_calls.SETRLIMIT, system_calls.PRCTL, system_calls.SETPGID),
     },
-    "seccomp": {confine._SYS_SECCOMP},
-    "groups": {confine._SYS_WRITE},
-    "runner": {confine._SYS_OPEN, confine._SYS_CLOSE},
+    "seccomp": {system_calls.SECCOMP},
+    "groups": {system_calls.WRITE},
+    "runner": {system_calls.OPEN, system_calls.CLOSE},
 }
 """Which system calls are a layer's, for all but the first and the fork."""
 
 
 class MeasuringZygote(zygote.Zygote):
-    """The loop and the fork are the zygote's own; `_do_measure` is the only addition."""
+    """The loop and the fork are the zygote's own; `_on_measure` is the only addition."""
 
     failed = 0
     is_mute = False
@@ -53,7 +54,7 @@ class MeasuringZygote(zygote.Zygote):
         if not self.is_mute:
             super().send(header, files)
 
-    def _do_measure(self, header: dict[str, Any], body: memoryview) -> None:
+    def _on_measure(self, header: dict[str, Any], body: memoryview) -> None:
         step = header["step"]
         self.failed, self.is_mute = 0, True
         source = bytes(body[: header["blobs"][0]])
@@ -86,22 +87,22 @@ class MeasuringZygote(zygote.Zygote):
         os.close(out)
 
     def _fork_plainly(self, step: str) -> int:
-        layers, flags = self.layers, self.layers._clone_flags
-        layers._clone_flags = flags & ~confine._CLONE_NEWPID
-        pid = os.fork() if step == "os.fork" else layers.fork()
-        layers._clone_flags = flags
-        return pid
+        if step == "os.fork":
+            return os.fork()
+        number, flags, *rest = self.confinement.fork_step(0)
+        return system_calls.invoke(number, flags & ~confine.CLONE_NEWPID, *rest)
 
     def _fork_confined(self, step: str, call: dict[str, Any], out: int) -> int:
         """By the zygote's own means, of whose steps those that belong to later layers are left out."""
-        steps, room = self.layers.steps(call["slot"], call, [(out, 1)], self.burst.rooms[0])
+        data_address = self.batch.data_addresses[0]
+        steps, data = self.confinement.syscall_steps(call["slot"], call, [(out, 1)], data_address)
         later = set().union(*(LAYERS[name] for name in STEPS[STEPS.index(step) + 1 :]))
-        size = fork_batch.STEP
+        size = fork_batch.STEP_WORDS
         kept = [word for at in range(0, len(steps), size) if steps[at] not in later for word in steps[at : at + size]]
-        self.burst.put(0, (0, 0, 0, 0), kept, room)
-        if self.burst.run(1) is None:
-            return self.burst.result(0)
-        self.burst.check()
+        self.batch.add(0, (0, 0, 0, 0), kept, data)
+        if self.batch.run(1) is None:
+            return self.batch.child_pid(0)
+        self.batch.raise_if_step_failed()
         return 0
 
     def _bare_child(self, source: bytes, out: int) -> NoReturn:
@@ -114,12 +115,12 @@ class MeasuringZygote(zygote.Zygote):
 
     def _whole(self, call: dict[str, Any], body: memoryview) -> None:
         """The zygote's own fork, runner and answer, all but the frame that would carry it."""
-        self._do_call(call, body)
-        self._launch()
+        self.on_call(call, body)
+        self.fork_pending()
         (running,) = self.running.values()
         pid, status, usage = os.wait4(running.pid, 0)
         del self.running[pid]
-        self._answer(running, status, usage)
+        self.send_ended(running, status, usage)
         self.deadlines.clear()
         if status:
             self.failed += 1
@@ -127,5 +128,6 @@ class MeasuringZygote(zygote.Zygote):
 
 if __name__ == "__main__":
     zygote.Zygote = MeasuringZygote
+    zygote.HANDLERS["measure"] = MeasuringZygote._on_measure
     sys.argv[0] = zygote.__file__
     zygote.main()

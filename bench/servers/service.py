@@ -22,7 +22,7 @@ from typing import BinaryIO
 from bench.harness.command import BenchFailed
 from bench.probes import processes
 from sandbox import runtime
-from sandbox.gateway.calls.executor_handle import EXECUTOR
+from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
 
 START_S = 120.0
 """Warming the interpreters takes seconds; on a loaded machine, more of them."""
@@ -42,7 +42,7 @@ class Service:
 
     def executors(self) -> list[int]:
         """The executors themselves, without what they start."""
-        return [pid for pid in self.processes() if EXECUTOR in processes.command(pid)]
+        return [pid for pid in self.processes() if EXECUTOR_MODULE in processes.command(pid)]
 
     def metrics(self) -> str:
         """What `/metrics` says."""

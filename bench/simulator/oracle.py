@@ -9,70 +9,72 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from bench.simulator.simulation import Plan
-from trainer.scheduling.length_model import Lengths
-from trainer.scheduling.scheduler import APPETITE, Placement, Scheduler
+from trainer.scheduling.length_model import LengthModel
+from trainer.scheduling.scheduler import POLICIES, Placement, Scheduler
+from trainer.scheduling.state import INITIAL_TARGET_UTILIZATION, ScheduledEngine
 
 
-class _Known(Lengths):
-    """Of each episode, a group of its own, what it will be."""
+class _KnownLengths(LengthModel):
+    """The length model of episodes whose scripts are known. Each episode is its own group."""
 
-    def __init__(self, most: int, plans: Sequence[Plan]) -> None:
-        super().__init__(most)
+    def __init__(self, max_length: int, plans: Sequence[Plan]) -> None:
+        super().__init__(max_length)
         self._plans = plans
 
-    def growths(self, group: Any, length: int, most: int) -> list[float]:
+    def growth_quantiles(self, group: Any, length: int, max_length: int) -> list[float]:
         return [float(self._plans[group].length - length)]
 
 
 class Oracle(Scheduler):
-    """Episodes are known by their place in `plans`."""
+    """A scheduler that knows the final length of every episode. An episode's key is its index in `plans`."""
 
-    def __init__(self, most_tokens: int, plans: Sequence[Plan]) -> None:
-        super().__init__(most_tokens)
-        self.lengths = _Known(most_tokens, plans)
+    def __init__(self, max_context_tokens: int, plans: Sequence[Plan]) -> None:
+        policy = replace(POLICIES["kv"], pick=lambda _scheduler, _episode, _now: self._next_engine)
+        super().__init__(max_context_tokens, policy, lengths=_KnownLengths(max_context_tokens, plans))
         self._plans = plans
-        self._choice: Any = None
-        self._pick = lambda _scheduler, _episode, _now: self._choice
+        self._next_engine: ScheduledEngine | None = None
         self._shortest_first: list[tuple[int, Any, int, int]] = []
+        """Episodes that have not started: final length, key, prompt tokens, maximum context."""
         self._full: dict[str, tuple[int, int]] = {}
-        """Engines for which nothing was short enough, and their books then."""
+        """Engines that no waiting episode fitted, with their episodes and tokens at that time."""
 
-    def up(
-        self, name: str, capacity: int, most_running: int = 1 << 30, *, block: int = 1, preemptions: int = 0
+    def add_engine(
+        self, name: str, kv_capacity: int, max_running: int = 1 << 30, *, block_size: int = 1, preemptions: int = 0
     ) -> None:
-        super().up(name, int(capacity / APPETITE), most_running, block=block, preemptions=preemptions)
+        capacity = int(kv_capacity / INITIAL_TARGET_UTILIZATION)  # the oracle needs no headroom
+        super().add_engine(name, capacity, max_running, block_size=block_size, preemptions=preemptions)
 
-    def submit(self, key: Any, group: Hashable, length: int, most: int) -> None:
-        insort(self._shortest_first, (self._plans[key].length, key, length, most))
+    def submit(self, key: Any, group: Hashable, length: int, max_context_tokens: int) -> None:
+        insort(self._shortest_first, (self._plans[key].length, key, length, max_context_tokens))
 
     def place(self, now: float) -> list[Placement]:
-        placed = super().place(now)
-        while (which := self._longest_that_fits(now)) is not None:
-            _, key, length, most = self._shortest_first.pop(which)
-            super().submit(key, key, length, most)
-            placed += super().place(now)
-        return placed
+        placements = super().place(now)
+        while (index := self._longest_that_fits(now)) is not None:
+            _, key, length, max_context_tokens = self._shortest_first.pop(index)
+            super().submit(key, key, length, max_context_tokens)
+            placements += super().place(now)
+        return placements
 
     def _longest_that_fits(self, now: float) -> int | None:
-        self.settle(now)
-        for engine in sorted(self.engines, key=lambda engine: -engine.free):
-            books = engine.ledger.episodes, engine.ledger.held
-            if engine.running >= engine.most_running or self._full.get(engine.name) == books:
+        self.refresh_free_tokens(now)
+        for engine in sorted(self.up_engines, key=lambda engine: -engine.free_tokens):
+            load = engine.forecast.num_episodes, engine.forecast.resident_tokens
+            if engine.num_running >= engine.max_running or self._full.get(engine.name) == load:
                 continue
-            fits = partial(self._fits, engine, now)
-            which = bisect_left(self._shortest_first, True, key=lambda episode: not fits(episode)) - 1
-            if which >= 0:
-                self._choice = engine
-                return which
-            self._full[engine.name] = books
+            fits = partial(self._is_within_target, engine, now)
+            index = bisect_left(self._shortest_first, True, key=lambda episode: not fits(episode)) - 1
+            if index >= 0:
+                self._next_engine = engine
+                return index
+            self._full[engine.name] = load
         return None
 
-    def _fits(self, engine: Any, now: float, episode: tuple[int, Any, int, int]) -> bool:
-        total, _, length, _ = episode
-        ledger = engine.ledger
-        peak = ledger.peak_with(length, engine.tick(now), [float(total - length)])
-        return bool(peak <= engine.capacity * engine.appetite or not ledger.episodes)
+    def _is_within_target(self, engine: ScheduledEngine, now: float, episode: tuple[int, Any, int, int]) -> bool:
+        final_length, _, length, _ = episode
+        peak = engine.forecast.peak_with(length, engine.decode_step(now), [float(final_length - length)])
+        return bool(peak <= engine.kv_capacity * engine.target_utilization or not engine.forecast.num_episodes)

@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.scheduling.scheduler import Gauge, Placement, Scheduler
+from bench.simulator.placement import POLICIES
+from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +286,8 @@ ORACLE = "oracle"
 def simulate(
     plans: Sequence[Plan], hardware: Hardware, engines: int, policy: str, most_new: int, before: Sequence[Plan] = ()
 ) -> Run:
-    """Run all `plans`, handed in at time 0, to their ends. `policy`: one of the scheduler's, or `ORACLE`. `most_new`:
-    the longest response that is allowed.
+    """Run all `plans`, handed in at time 0, to their ends. `policy`: one of `bench.simulator.placement`, or `ORACLE`.
+    `most_new`: the longest response that is allowed.
 
     `before`: the episodes of the training step before this one, of other prompts, whose lengths are known."""
     return _Simulation(plans, hardware, engines, policy, most_new, before).run()
@@ -295,9 +296,9 @@ def simulate(
 def tell(scheduler: Scheduler, before: Sequence[Plan]) -> None:
     """What the training step before this one was like."""
     for plan in before:
-        scheduler.lengths.began(plan.prompt)
-        scheduler.lengths.ended(plan.prompt, plan.length)
-    scheduler.new_step()
+        scheduler.lengths.on_start(plan.prompt)
+        scheduler.lengths.on_finish(plan.prompt, plan.length)
+    scheduler.start_training_step()
 
 
 class _Simulation:
@@ -318,10 +319,10 @@ class _Simulation:
 
             self.scheduler: Scheduler = Oracle(most_tokens, plans)
         else:
-            self.scheduler = Scheduler(most_tokens, policy)
+            self.scheduler = Scheduler(most_tokens, POLICIES[policy]())
         tell(self.scheduler, before)
         for name in self.engines:
-            self.scheduler.up(name, hardware.capacity, hardware.most_running, block=hardware.block)
+            self.scheduler.add_engine(name, hardware.capacity, hardware.most_running, block_size=hardware.block)
         self.most_new = most_new
         self.turn = [0] * len(plans)
         self.context = [plan.prompt for plan in plans]
@@ -371,7 +372,7 @@ class _Simulation:
         sampled, shown, tool_s = plan.turns[turn]
         placed, began = self.placed.pop(key)
         context = self.context[key]
-        self.turns.append(Turn(key, placed.engine, began, self.now, context, sampled, placed.has_moved))
+        self.turns.append(Turn(key, placed.engine, began, self.now, context, sampled, placed.is_migration))
         self.context[key] += sampled
         self.turn[key] += 1
         if self.turn[key] == len(plan.turns):
@@ -384,13 +385,13 @@ class _Simulation:
         self._at(self.now + tool_s, "tool", key)
 
     def _wake(self, key: int) -> None:
-        self.scheduler.wake(key, self.context[key], self.now)
+        self.scheduler.resume(key, self.context[key], self.now)
         self._place([])
 
     def _observe(self) -> None:
         for engine in self.engines.values():
-            gauge = Gauge(engine.preemptions, len(engine.waiting), engine.used / engine.hardware.capacity)
-            self.scheduler.observe(engine.name, gauge, self.now)
+            stats = EngineStats(engine.preemptions, len(engine.waiting), engine.used / engine.hardware.capacity)
+            self.scheduler.observe(engine.name, stats, self.now)
         self._at(self.now + OBSERVE_S, "observe", None)
         self._place([])
 
@@ -399,7 +400,7 @@ class _Simulation:
         for placement in self.scheduler.place(self.now):
             key, engine = placement.episode, self.engines[placement.engine]
             assert isinstance(key, int)
-            self.moves += placement.has_moved
+            self.moves += placement.is_migration
             self.began.setdefault(key, self.now)
             self.placed[key] = placement, self.now
             plan = self.plans[key]

@@ -24,10 +24,12 @@ from rich.progress import Progress
 
 from bench.harness.command import BenchFailed
 from bench.rollouts import Counts
+from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import Hardware, Plan, Turn, tell
 from trainer.engines.pool import Pool, Served
 from trainer.engines.vllm_client import Sampling, VllmEngine
 from trainer.engines.vllm_servers import Servers
+from trainer.scheduling.scheduler import Scheduler
 
 BLOCK = 32
 """Tokens of a block: the least that vLLM's attention on the CPU takes."""
@@ -164,7 +166,7 @@ async def played(
     numbers: dict[int, int] = {}
     served: list[Served] = []
     longest = max(plan.prompt for plan in plans) + most_new
-    async with Pool(engines, most_tokens=longest, policy=policy, log=served.append) as pool:
+    async with Pool(engines, scheduler=Scheduler(longest, POLICIES[policy]()), log=served.append) as pool:
         while not all(desk.is_up for desk in pool.desks.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         tell(pool.scheduler, before)

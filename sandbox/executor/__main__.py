@@ -1,4 +1,4 @@
-"""`python -m sandbox.executor --fd N`: started by a gateway, with one end of a socket pair as descriptor N."""
+"""The executor process. A gateway starts it and passes one end of a socket pair as descriptor N."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from sandbox.executor.connection import serve
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="sandbox.executor", description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="the socket to the gateway")
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the gateway")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle; it closes the socket
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the gateway stops gracefully, then closes the socket
     return trio.run(serve, socket.socket(fileno=args.fd))
 
 

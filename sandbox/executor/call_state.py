@@ -1,154 +1,210 @@
-"""One call on its way through the executor, and the orders to a zygote that it turns into."""
+"""The state of a call between queue and result. It has four parts, each with one owner.
+
+    part           contents                                              owner        lifetime
+    CallRequest    the decoded call; immutable                           -            until the result
+    CallState      the request, attempts, failed starts                  Executor     until the result
+    Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
+    CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the zygote's report of a
+                                                                                      still running call to its end
+
+`CallMonitor` is in `monitor`, the others are here.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import resource
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sandbox.executor import profile_choice, virtual_clock, zygote_frames
-from sandbox.executor.result import WireResult
+from sandbox.executor import profile_choice, zygote_frames
 from sandbox.jail import CgroupUsage
-from sandbox.types import LIMIT_FIELDS, Profile, unavailable
+from sandbox.types import LIMIT_FIELDS, EncodedResult, Profile, unavailable_result
 
-RETURN_BYTES = 16 << 20
-"""The most that one call's returned files may hold together: a result travels in one piece."""
-REPORT_BYTES = 16 << 10
-"""More than the report's fixed part and its error texts (`guest/runner.py`) and `RETURN_HEADERS` take."""
-RETURN_HEADERS = 4096
-"""Room for the lengths before returned files, beside their content: 12 bytes each."""
-MOST_S = 1e6
-"""Eleven days; a zygote's poll(2) cannot wait for much more."""
-OPEN_FILES = 256
-"""Descriptors a call may hold: more than any tool call needs, little enough that exhausting them is cheap."""
-MOST_PROCESSES = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-"""What this process may not raise, no call can be given."""
-GRACE_S = 10.0
-"""What a zygote gets beyond the hard cap to say that a call has ended, before it counts as wedged."""
+MAX_RETURNED_BYTES = 16 << 20
+"""Bytes that the returned files of one call may have together, since a result is sent in one frame."""
+REPORT_OVERHEAD_BYTES = 16 << 10
+"""Upper bound of the report's fixed part and error texts (`guest/runner.py`) plus `RETURNED_HEADER_BYTES`."""
+RETURNED_HEADER_BYTES = 4096
+"""Upper bound of the headers of all returned files: 12 bytes each."""
+MAX_TIMEOUT_S = 1e6
+"""Largest time limit in seconds. The zygote waits in poll(2), which takes milliseconds as a C int."""
+MAX_OPEN_FILES = 256
+"""RLIMIT_NOFILE of a call: more than a tool call needs, few enough that a call which uses them all is cheap."""
+MAX_TASKS = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+"""Hard limit of this process on processes and threads (-1: none). A call cannot have a higher one."""
+HANG_GRACE_S = 10.0
+"""Seconds beyond the wall cap after which a zygote that has not reported the call's end counts as hung."""
+WALL_CAP_FACTOR, MIN_WALL_CAP_S = 10, 60.0
+"""The wall cap of a call is its time limit times this factor, and at least this many seconds."""
+UNCROWDED_CALLS_PER_CORE = 2
+"""Calls per core up to which the wall cap counts in full seconds."""
 
 
-@dataclass(eq=False, slots=True)
-class Work:
-    """A call, where it runs, and how often it was tried. The executor owns it until it is answered."""
+def wall_cap_s(timeout_s: float) -> float:
+    """Return the wall time after which a call is killed whatever its virtual clock shows. A call that has not reached
+    its time limit by then ran on an overloaded machine."""
+    return max(WALL_CAP_FACTOR * timeout_s, MIN_WALL_CAP_S)
+
+
+def wall_cap_rate(calls_per_core: float) -> float:
+    """Return the seconds of the wall cap that one second uses up: 1, or less where calls wait for each other."""
+    return min(1.0, UNCROWDED_CALLS_PER_CORE / max(calls_per_core, 1e-9))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallRequest:
+    """A call as the gateway sent it. The gateway has validated it."""
 
     seq: int
-    call: dict[str, Any]
+    encoded: dict[str, Any]
     limits: dict[str, float]
-    modules: set[str]
+    modules: frozenset[str]
+    """Modules that the code appears to import."""
     profile: Profile
-    attempts: int = 1
-    refusals: int = 0
-    slot: int = -1
-    ordered_at: float = 0.0
-    give_up_at: float = 0.0
-    whereabouts: tuple[Any, int] | None = None
-    """The zygote that has it, and its number there."""
-    memory_bytes: int = 0
-    inherited_bytes: int = 0
-    """What its processes may hold together, and how much of that is its zygote's."""
-    zygote_pid: int = 0
-    inner_pid: int = 0
-    """The zygote's process, and the number that the zygote gives for the call's first process, which only it knows."""
-    watch: Any = None
-    """Of its own clock, if it lasts (`lasting.Watch`)."""
-    is_long: bool = False
-    """Takes only cores that nobody else wants."""
-    has_long_place: bool = False
-    has_share: bool = False
-    """Takes its share of the cores all the same."""
-    most_cpu_s: float = math.inf
-    """With more, it was out of time however it ended: its own time is no less than what it computes."""
-    out_of_time: bool = False
-    starved: bool = False
-    out_of_memory: bool = False
-    spent: CgroupUsage | None = None
-    cancelled: bool = False
 
     @classmethod
-    def decode(cls, seq: int, call: dict[str, Any]) -> Work:
-        """From the wire; the gateway has validated it."""
-        given = call.get("limits", {})
+    def decode(cls, seq: int, encoded: dict[str, Any]) -> CallRequest:
+        """Decode `Call.encode(binary=True)`."""
+        given = encoded.get("limits", {})
         limits = {name: given.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
-        modules = profile_choice.imported(call["code"])
-        asked = Profile(call.get("profile", Profile.AUTO))
-        return cls(seq, call, limits, modules, profile_choice.choose(modules) if asked is Profile.AUTO else asked)
+        modules = profile_choice.imported_modules(encoded["code"])
+        profile = Profile(encoded.get("profile", Profile.AUTO))
+        if profile is Profile.AUTO:
+            profile = profile_choice.smallest_profile(modules)
+        return cls(seq, encoded, limits, modules, profile)
+
+    @property
+    def id(self) -> str:
+        call_id: str = self.encoded.get("id", "")
+        return call_id
+
+    @property
+    def return_files(self) -> list[str]:
+        paths: list[str] = self.encoded.get("return_files", [])
+        return paths
 
     @property
     def timeout_s(self) -> float:
-        return min(self.limits["timeout_s"], MOST_S)
+        return min(self.limits["timeout_s"], MAX_TIMEOUT_S)
 
     @property
-    def most_bytes(self) -> int:
-        """No outcome is longer: stdout, stderr, a report of value and traceback, and returned files."""
-        return 4 * (int(self.limits["output_kb"]) << 10) + REPORT_BYTES + RETURN_BYTES
+    def output_bytes(self) -> int:
+        return int(self.limits["output_kb"]) << 10
 
-    def most_memory(self, inherited: int) -> int:
-        """Bytes that its processes may hold together before the kernel ends them, in a zygote with so many of its own.
+    @property
+    def disk_bytes(self) -> int:
+        return int(self.limits["disk_mb"]) << 20
 
-        What is in its files and its output is memory, too, and so is a copied page of the zygote's. All have room of
-        their own, so that a call within each of its limits is never ended for their sum.
+    @property
+    def max_result_bytes(self) -> int:
+        """Upper bound of what a zygote may send as the end of the call: stdout, stderr, report (value and traceback),
+        returned files."""
+        return 4 * self.output_bytes + REPORT_OVERHEAD_BYTES + MAX_RETURNED_BYTES
+
+    def cgroup_memory_bytes(self, zygote_bytes: int) -> int:
+        """Return the memory limit of the call's cgroup, in a zygote with `zygote_bytes` of private memory.
+
+        The kernel also counts files, output and copied pages of the zygote there. Each is added in full, so that a
+        call within each of its own limits is never killed for their sum.
         """
-        disk = int(self.limits["disk_mb"]) << 20
-        return inherited + (int(self.limits["memory_mb"]) << 20) + disk + self.most_bytes
+        return zygote_bytes + (int(self.limits["memory_mb"]) << 20) + self.disk_bytes + self.max_result_bytes
 
     @property
-    def most_file_bytes(self) -> int:
-        """RLIMIT_FSIZE: `disk_mb`, unless a memory file for output, report or returned files is larger. Those have
-        limits of their own, below which this one must not refuse a write."""
-        limits = self.limits
-        disk = int(limits["disk_mb"]) << 20
-        returned = disk + RETURN_HEADERS if self.call.get("return_files") else 0
-        return max(disk, returned, 2 * (int(limits["output_kb"]) << 10) + REPORT_BYTES)
+    def max_file_bytes(self) -> int:
+        """RLIMIT_FSIZE: `disk_mb`, or more if a memory file needs it. The memory files for output, report and returned
+        files have seals as limits of their own, which this limit must not undercut."""
+        returned_bytes = self.disk_bytes + RETURNED_HEADER_BYTES if self.return_files else 0
+        return max(self.disk_bytes, returned_bytes, 2 * self.output_bytes + REPORT_OVERHEAD_BYTES)
 
     @property
-    def most_processes(self) -> int:
-        asked = int(self.limits["processes"])
-        return asked if MOST_PROCESSES < 0 else min(asked, MOST_PROCESSES)
+    def max_tasks(self) -> int:
+        requested = int(self.limits["processes"])
+        return requested if MAX_TASKS < 0 else min(requested, MAX_TASKS)
 
-    def drop(self) -> None:
-        """Nobody waits for it any more: it stays where it is, but small."""
-        self.cancelled = True
-        self.call = {}
-        self.modules = set()
-
-    def order(self, ticket: int, slot: int, now: float) -> bytes:
-        """The frame that has a zygote run this."""
-        call, limits = self.call, self.limits
-        self.slot = slot
-        self.ordered_at = now
-        self.give_up_at = now + virtual_clock.hard_cap_s(self.timeout_s) + GRACE_S
-        files, returned = call.get("files", {}), call.get("return_files", [])
-        names = json.dumps([list(files), returned]).encode() if files or returned else b""
+    def encode_start(self, run_id: int, slot: int) -> bytes:
+        """Encode the frame that makes a zygote run the call."""
+        encoded, return_files = self.encoded, self.return_files
+        files = encoded.get("files", {})
+        names = json.dumps([list(files), return_files]).encode() if files or return_files else b""
         header = {
             "op": "call",
-            "run_id": ticket,
+            "run_id": run_id,
             "slot": slot,
             "timeout_s": self.timeout_s,
-            "memory_bytes": int(limits["memory_mb"]) << 20,
-            "output_bytes": int(limits["output_kb"]) << 10,
-            "processes": self.most_processes,
-            "disk_bytes": int(limits["disk_mb"]) << 20,
-            "file_bytes": self.most_file_bytes,
-            "open_files": OPEN_FILES,
-            "return_bytes": min(int(limits["disk_mb"]) << 20, RETURN_BYTES) + RETURN_HEADERS,
-            "echo": call.get("echo", True),
-            "return_count": len(returned),
+            "memory_bytes": int(self.limits["memory_mb"]) << 20,
+            "output_bytes": self.output_bytes,
+            "processes": self.max_tasks,
+            "disk_bytes": self.disk_bytes,
+            "file_bytes": self.max_file_bytes,
+            "open_files": MAX_OPEN_FILES,
+            "return_bytes": min(self.disk_bytes, MAX_RETURNED_BYTES) + RETURNED_HEADER_BYTES,
+            "echo": encoded.get("echo", True),
+            "return_count": len(return_files),
         }
-        return zygote_frames.pack(header, [_code(call["code"]), _input(call.get("stdin", "")), names, *files.values()])
-
-    def no_verdict(self, kind: str, message: str) -> WireResult:
-        """The result that says it is us."""
-        return unavailable(self.call.get("id", ""), kind, message, self.attempts).encode(binary=True)
+        code = encoded["code"].encode("utf-8", "surrogatepass")
+        return zygote_frames.pack(header, [code, _encode_stdin(encoded.get("stdin", "")), names, *files.values()])
 
 
-def _code(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One try to run a call on one zygote. `CallState.attempt` refers to it until the zygote has reported its end."""
+
+    call: CallState
+    run_id: int
+    slot: int
+    sent_at: float
+    """Monotonic time at which the zygote was told to start the call."""
+    kill: Callable[[], None]
+    """Makes the zygote kill the call's first process, and so the call."""
+    hang_deadline: float
+    """Monotonic time after which the zygote counts as hung, unless it has reported the end of the call."""
+    memory_bytes: int
+    """Memory that all processes of the call may have together."""
+    zygote_bytes: int
+    """The part of `memory_bytes` that stands for the zygote's private memory."""
+    is_monitored: bool = False
+    usage: CgroupUsage | None = None
+    """What the call's cgroup has counted; set when the call has ended."""
 
 
-def _input(text: str) -> bytes:
-    """Lone surrogates stand for the bytes that were no UTF-8 (PEP 383), as far as they can."""
+@dataclass(eq=False, slots=True)
+class CallState:
+    """An unanswered call. It is in the executor's queue, or waits for a retry, or has an `attempt`."""
+
+    request: CallRequest
+    attempts: int = 1
+    start_failures: int = 0
+    attempt: Attempt | None = None
+    is_cancelled: bool = False
+
+    def mark_cancelled(self) -> None:
+        """Note that nobody waits for the result, and free the code and the input. The limits stay in use until the
+        attempt has ended."""
+        self.is_cancelled = True
+        self.request = replace(self.request, encoded={}, modules=frozenset())
+
+    def unavailable_result(self, error_type: str, message: str) -> EncodedResult:
+        """Build the result for the case that the service could not run the call."""
+        return unavailable_result(self.request.id, error_type, message, self.attempts).encode(binary=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StillRunning:
+    """A zygote's report that a call has run for `report_after_s`."""
+
+    wall_s: float
+    pidfd: int
+    """Refers to the call's first process. The receiver has to close it."""
+    zygote_pid: int
+    pid_in_jail: int
+    """The first process' number in the PID namespace of the zygote."""
+
+
+def _encode_stdin(text: str) -> bytes:
+    """Encode standard input. Lone surrogates stand for bytes that are not UTF-8 (PEP 383); those outside that range
+    are encoded as they are."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

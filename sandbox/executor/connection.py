@@ -1,11 +1,10 @@
-"""The executor as a process: frames from the gateway on one descriptor, results back on it (`sandbox.wire`).
+"""The executor's end of the connection to its gateway: frames in, results out (`sandbox.wire`).
 
-End of file means that the gateway has gone, and then so do we: nothing here outlives the connection.
+At the end of the stream the gateway has gone; the executor then stops and kills all its calls.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,162 +14,155 @@ import trio
 
 from sandbox import wire
 from sandbox.config import ExecutorConfig
-from sandbox.errors import ConfigError, ProtocolError, SandboxError
+from sandbox.errors import ConfigError, ProtocolError, SandboxError, first_error
 from sandbox.executor.executor import Executor
-from sandbox.executor.result import WireResult
-from sandbox.executor.unix_stream import Link
+from sandbox.executor.unix_stream import UnixStream
 from sandbox.jail import AUTO
-from sandbox.types import unavailable
+from sandbox.types import EncodedResult, unavailable_result
 
-STATS_S = 1.0
-FLUSH_S = 5.0
-"""At the end, for what is still to be sent."""
+STATS_INTERVAL_S = 1.0
+FLUSH_TIMEOUT_S = 5.0
+"""Seconds at the end in which unsent frames may still be sent."""
 
 Frames = AsyncGenerator[list[Any], None]
 
 
 async def serve(sock: socket.socket) -> int:
-    """Until the gateway closes its end, or after "drain" when all is answered. Returns an exit code."""
-    link = Link(sock)
+    """Serve a gateway until it closes its end, or until all calls are answered after "drain". Return an exit code."""
+    stream = UnixStream(sock)
     failure = ""
-    async with trio.open_nursery() as nursery, aclosing(_frames(link, wire.Unpacker())) as frames:
-        nursery.start_soon(link.flush_forever)
+    async with trio.open_nursery() as nursery, aclosing(_read_frames(stream, wire.Unpacker())) as frames:
+        nursery.start_soon(stream.flush_forever)
         try:
             first = await anext(frames, None)
             if first is None or first[0] != "configure":
-                raise ProtocolError("expected a configure frame first")
-            config, hurry = ExecutorConfig.from_settings(first[1]), first[2:] == [True]
+                raise ProtocolError(f"expected a configure frame first, got {first and first[0]!r}")
+            config, is_replacement = ExecutorConfig.decode(first[1]), first[2:] == [True]
             if config.isolation == AUTO:
                 raise ConfigError(
-                    f"isolation={AUTO}: expected a level; the server chooses one, for all its executors, once"
+                    f"isolation={AUTO}: expected a level; the server chooses one, once, for all its executors"
                 )
-            await _Service(link, config, hurry=hurry).run(frames)
+            await GatewayConnection(stream, config, is_replacement=is_replacement).run(frames)
         except* SandboxError as errors:
-            failure = _first_line(errors)
-            link.write(wire.pack(["failed", failure]))
-        with trio.move_on_after(FLUSH_S):
-            await link.flushed()
+            failure = str(first_error(errors))
+            stream.write(wire.pack(["failed", failure]))
+        with trio.move_on_after(FLUSH_TIMEOUT_S):
+            await stream.flushed()
         nursery.cancel_scope.cancel()
-    link.close()
+    stream.close()
     return 1 if failure else 0
 
 
-class _Service:
-    """Ties one executor to one gateway."""
+class GatewayConnection:
+    """Connects one executor with one gateway."""
 
-    def __init__(self, link: Link, config: ExecutorConfig, *, hurry: bool) -> None:
-        self._link = link
-        self._results: list[tuple[int, WireResult]] = []
-        self._have_results = trio.Event()
-        self._draining = False
-        self._executor = Executor(config, self._answer, hurry=hurry)
-        self._executor.on_window = self._tell_window
+    def __init__(self, stream: UnixStream, config: ExecutorConfig, *, is_replacement: bool) -> None:
+        self._stream = stream
+        self._results: list[tuple[int, EncodedResult]] = []
+        self._has_results = trio.Event()
+        self._is_draining = False
+        self._executor = Executor(config, self._add_result, is_replacement=is_replacement)
+        self._executor.on_window_changed = self._send_window
 
     async def run(self, frames: Frames) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._executor.run)
-            nursery.start_soon(self._announce)
+            nursery.start_soon(self._send_ready)
             nursery.start_soon(self._send_results, nursery.cancel_scope)
             nursery.start_soon(self._send_stats)
             async for frame in frames:
-                self._obey(frame)
+                self._handle_frame(frame)
                 if self._is_drained:
                     break
             nursery.cancel_scope.cancel()
-        self._pass_on()
+        self._send_pending_results()
 
     @property
     def _is_drained(self) -> bool:
-        return self._draining and self._executor.is_idle
+        return self._is_draining and self._executor.is_idle
 
-    def _obey(self, frame: list[Any]) -> None:
+    def _handle_frame(self, frame: list[Any]) -> None:
         match frame:
             case ["calls", list(calls)]:
                 for seq, call in calls:
                     self._executor.submit(seq, call)
-                self._executor.pump()
+                self._executor.start_queued_calls()
             case ["cancel", list(seqs)]:
                 for seq in seqs:
                     self._executor.cancel(seq)
             case ["drain"]:
-                self._draining = True
+                self._is_draining = True
             case _:
                 raise ProtocolError(f"unexpected frame {frame[0]!r} from the gateway")
 
-    async def _announce(self) -> None:
+    async def _send_ready(self) -> None:
         await self._executor.wait_ready()
-        executor = self._executor
-        zygotes = [zygote for family in executor.families for zygote in family.zygotes.values()]
+        executor, zygotes = self._executor, self._executor.all_zygotes()
         ready = {
             "slots": executor.slots,
             "long_slots": executor.long_slots,
-            "wanted_files": executor.wanted_files,
-            "lacks": sorted({module for zygote in zygotes for module in zygote.lacks}),
-            "window": executor.window,
+            "wanted_fds": executor.wanted_fds,
+            "missing_modules": sorted({module for zygote in zygotes for module in zygote.missing_modules}),
             "isolation": executor.level.value,
-            "profiles": sorted({zygote.profile.value for zygote in zygotes}),
             "python": next((zygote.python for zygote in zygotes), ""),
-            "pid": os.getpid(),
         }
-        self._link.write(wire.pack(["ready", ready]))
+        self._stream.write(wire.pack(["ready", ready]))
 
-    def _tell_window(self, window: int) -> None:
-        self._link.write(wire.pack(["window", window]))
+    def _send_window(self, window: int) -> None:
+        self._stream.write(wire.pack(["window", window]))
 
-    def _answer(self, seq: int, result: WireResult) -> None:
+    def _add_result(self, seq: int, result: EncodedResult) -> None:
         self._results.append((seq, result))
-        self._have_results.set()
+        self._has_results.set()
 
-    async def _send_results(self, whole: trio.CancelScope) -> None:
+    async def _send_results(self, connection_scope: trio.CancelScope) -> None:
+        """Send the results that have gathered since the last pass, together; stop the connection once drained."""
         while True:
-            await self._have_results.wait()
-            self._have_results = trio.Event()
-            self._pass_on()
+            await self._has_results.wait()
+            self._has_results = trio.Event()
+            self._send_pending_results()
             if self._is_drained:
-                whole.cancel()
+                connection_scope.cancel()
 
-    def _pass_on(self) -> None:
+    def _send_pending_results(self) -> None:
         results, self._results = self._results, []
-        for batch in _batches(results):
-            self._link.write(_packed(batch))
+        for frame_results in _split_into_frames(results):
+            self._stream.write(_encode_results(frame_results))
 
     async def _send_stats(self) -> None:
         while True:
-            await trio.sleep(STATS_S)
-            self._link.write(wire.pack(["stats", self._executor.stats()]))
+            await trio.sleep(STATS_INTERVAL_S)
+            self._stream.write(wire.pack(["stats", self._executor.stats()]))
 
 
-def _packed(batch: list[tuple[int, WireResult]]) -> bytes:
+def _encode_results(results: list[tuple[int, EncodedResult]]) -> bytes:
+    """Encode one frame. Results that exceed the largest frame, which high limits allow, become `unavailable`."""
     try:
-        return wire.pack(["results", batch])
-    except ProtocolError as why:  # an operator's ceilings may grant more than a frame takes
-        none = [(seq, unavailable(r["id"], "ResultTooLarge", str(why), r["attempts"])) for seq, r in batch]
-        return wire.pack(["results", [(seq, result.encode(binary=True)) for seq, result in none]])
+        return wire.pack(["results", results])
+    except ProtocolError as error:
+        message = str(error)
+        replaced = [(seq, unavailable_result(r["id"], "ResultTooLarge", message, r["attempts"])) for seq, r in results]
+        return wire.pack(["results", [(seq, result.encode(binary=True)) for seq, result in replaced]])
 
 
-def _batches(results: list[tuple[int, WireResult]]) -> list[list[tuple[int, WireResult]]]:
-    """In frames of at most 64 results, and of about 8 MiB where they are large."""
-    batches: list[list[tuple[int, WireResult]]] = []
-    size = 0
+def _split_into_frames(results: list[tuple[int, EncodedResult]]) -> list[list[tuple[int, EncodedResult]]]:
+    """Split results into lists of at most `MAX_FRAME_CALLS`, and of about `TARGET_FRAME_BYTES` if they are large."""
+    frames: list[list[tuple[int, EncodedResult]]] = []
+    frame_bytes = 0
     for seq, result in results:
-        weight = sum(map(len, (result["stdout"], result["stderr"], result["value"] or "", *result["files"].values())))
-        if not batches or len(batches[-1]) == wire.MAX_FRAME_CALLS or size + weight > wire.TARGET_FRAME_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append((seq, result))
-        size += weight
-    return batches
+        texts = result["stdout"], result["stderr"], result["value"] or ""
+        result_bytes = sum(map(len, texts)) + sum(map(len, result["files"].values()))
+        is_full = not frames or len(frames[-1]) == wire.MAX_FRAME_CALLS
+        if is_full or frame_bytes + result_bytes > wire.TARGET_FRAME_BYTES:
+            frames.append([])
+            frame_bytes = 0
+        frames[-1].append((seq, result))
+        frame_bytes += result_bytes
+    return frames
 
 
-async def _frames(link: Link, unpacker: wire.Unpacker) -> Frames:
-    while data := await link.read():
+async def _read_frames(stream: UnixStream, unpacker: wire.Unpacker) -> Frames:
+    while data := await stream.read():
         unpacker.feed(data)
         for frame in unpacker:
             yield frame
-
-
-def _first_line(errors: BaseExceptionGroup[SandboxError]) -> str:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return str(error)

@@ -1,11 +1,15 @@
-"""The executor: calls in, results out, each answered exactly once unless cancelled.
+"""The executor: calls in, results out; each call gets exactly one result unless it is cancelled.
+
+    submit -> queue -> zygote (pool.start_call) -> on_call_ended -> on_result(seq, result)
+                ^          |  failed to start, or zygote lost
+                +-- delay -+
 
 Invariants:
-- A call is in the queue, or with one zygote, or waiting for one or to be retried, or answered.
-- There is no task per call. One task looks at all that last (`lasting`).
-- Calls start in the order they came, on the family with most free short places, from the leanest zygote that has what
-  they import.
-- Nothing that is done for a call takes longer the more calls wait or run.
+- An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or for a retry.
+- There is no task per call. One task steps all monitored calls (`monitor`).
+- Calls start in the order of their arrival, on the pool with most free short slots, in the smallest zygote that has the
+  modules which they import.
+- The work for one call does not grow with the number of calls.
 """
 
 from __future__ import annotations
@@ -19,29 +23,29 @@ import signal
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import trio
 
 from sandbox import jail, machine, runtime
-from sandbox.config import ExecutorConfig, in_numbers
+from sandbox.backoff import backoff_s
+from sandbox.config import ExecutorConfig, resolve_capacity
 from sandbox.errors import IsolationError, ProtocolError
-from sandbox.executor import monitor, virtual_clock, zygote_frames
-from sandbox.executor import result as verdict
-from sandbox.executor.call_state import GRACE_S, Work
-from sandbox.executor.process_tree import Eagerness
-from sandbox.executor.result import WireResult
+from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
+from sandbox.executor.monitor import CallMonitor, KillReason, Monitor
+from sandbox.executor.process_tree import CpuPriority
+from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
-from sandbox.executor.zygote_pool import MAX_SLOTS, Family, Zygote
-from sandbox.types import Profile
+from sandbox.executor.zygote_frames import Header, get_number
+from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
+from sandbox.types import EncodedResult, Profile
 
 log = logging.getLogger(__name__)
 
-GUEST = Path(__file__).resolve().parent.parent / "guest"
 GUEST_ENV = {
     "PATH": "/python/bin",
     "HOME": "/tmp",
@@ -50,179 +54,200 @@ GUEST_ENV = {
     "LOGNAME": "sandbox",
     "MPLBACKEND": "Agg",
     "LD_BIND_NOW": "1",  # see guest/zygote.py
-    "PYTHONHASHSEED": "0",  # the same code gets the same answer in every zygote
-    "MALLOC_ARENA_MAX": "1",  # each arena reserves 64 MiB of the address space that memory_mb bounds
-    # One thread each: calls share the cores, and a zygote that has threads cannot fork.
+    "PYTHONHASHSEED": "0",  # so that the same code has the same output in every zygote
+    "MALLOC_ARENA_MAX": "1",  # each arena reserves 64 MiB of the address space that memory_mb limits
+    # One thread each: calls share the cores, and a zygote with threads cannot fork.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-MEMORY_KEPT = 1 / 8
-"""Of the machine's memory: with less than that available, no call more is taken beside those in short places."""
-MEMORY_LOOK_S = 0.25
+"""Environment variables of every call."""
+MIN_AVAILABLE_MEMORY_SHARE = 1 / 8
+"""Share of the machine's memory below which no call moves to a long slot. That would let a further call start."""
+MEMORY_SAMPLE_INTERVAL_S = 0.25
 STALL_S = 0.08
 """Seconds without the end of a call, while calls wait for a short slot, after which calls are demoted earlier. It is
 below the default of `demote_after_ms`, so that calls which hold all short slots are demoted when first sampled."""
-RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
-FREE_REFUSALS = 8
-"""So often a call may fail to start, over a quarter of a minute, before that counts as one of its attempts."""
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
+MAX_FREE_START_FAILURES = 8
+"""Failed starts of a call (no process, no descriptor) that do not count as an attempt; with back-off they cover about
+20 s."""
+MAX_MISSED_IMPORTS = 1000
+"""Distinct module names that `missed_imports` counts."""
 
-Answer = Callable[[int, WireResult], None]
+OnResult = Callable[[int, EncodedResult], None]
 
 
 class Executor:
-    """`submit` and `cancel` from one task; results come through `answer(seq, result)`."""
+    """Runs calls on its zygote pools. `submit`, `cancel` and `start_queued_calls` have to be called from one task.
 
-    def __init__(self, config: ExecutorConfig, answer: Answer, *, hurry: bool = False) -> None:
-        self.all_cores = machine.cores()
-        shared = in_numbers(config, self.all_cores)
+    `on_result(seq, result)` is called once for each call. `is_replacement`: the executor replaces one that has died, so
+    it is ready with its first zygote. Raises `IsolationError` if the machine lacks the isolation level.
+    """
+
+    def __init__(self, config: ExecutorConfig, on_result: OnResult, *, is_replacement: bool = False) -> None:
+        self.granted_cores = machine.granted_cores()
+        capacity = resolve_capacity(config, self.granted_cores)
         self.level = jail.choose_level(config.isolation).level
-        self.wanted_files = jail.fds_for_slots(shared["slots"] + shared["long_slots"])
-        """With fewer descriptors there are fewer slots than asked for."""
-        self.slots = max(1, min(shared["slots"], jail.max_slots_for_fds()))
-        self.long_slots = max(0, min(shared["long_slots"], jail.max_slots_for_fds() - self.slots))
-        self._demote_after_s = config.demote_after_ms / 1e3
-        self._progress_at = -math.inf
-        """When a call last ended, or the first of those that wait for a short slot came."""
-        self.eagerness = Eagerness()
-        self.on_window: Callable[[int], None] = lambda _window: None
-        """Told whenever `window` has changed."""
-        self._cores = shared["cores"]
-        self._memory_kept = int(MEMORY_KEPT * machine.memory_limit())
-        self._memory_looked_at = -math.inf
-        self._has_memory = True
+        self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
+        """Descriptors that the configured slots need. With a lower limit there are fewer slots."""
+        self.slots = max(1, min(capacity["slots"], jail.max_slots_for_fds()))
+        self.long_slots = max(0, min(capacity["long_slots"], jail.max_slots_for_fds() - self.slots))
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
-        self._attempts = config.attempts
-        self._answer = answer
-        self._hurry = hurry
-        self._queue: deque[Work] = deque()
-        self._waiting: list[Work] = []
-        """Calls for which no zygote can stand in until theirs has come (`Family.must_wait`)."""
-        self._works: dict[int, Work] = {}
-        self._tickets = itertools.count(1)
-        self._watches = monitor.Watches(self)
-        self._nursery: trio.Nursery | None = None
-        self._ready = trio.Event()
+        self.cpu_priority = CpuPriority()
+        self.on_window_changed: Callable[[int], None] = lambda _window: None
+        """Called with `window` whenever that has changed."""
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        families = max(min(shared["zygotes"], self.slots), -(-(self.slots + self.long_slots) // MAX_SLOTS))
+        """How often calls import modules that their zygote has not loaded, by module."""
+        self._planned_cores = capacity["cores"]
+        self._max_attempts = config.attempts
+        self._on_result = on_result
+        self._is_replacement = is_replacement
+        self._demote_after_s = config.demote_after_ms / 1e3
+        self._progress_at = -math.inf
+        """Monotonic time at which a call last ended, or the first of the queued calls came."""
+        self._min_available_bytes = int(MIN_AVAILABLE_MEMORY_SHARE * machine.memory_limit())
+        self._memory_sampled_at = -math.inf
+        self._has_memory = True
+        self._calls: dict[int, CallState] = {}
+        """All calls without a result, by seq."""
+        self._queue: deque[CallState] = deque()
+        self._waiting_for_verifier: list[CallState] = []
+        self._run_ids = itertools.count(1)
+        self._monitor = Monitor(self)
+        self._monitored: dict[int, CallMonitor] = {}
+        """By run id."""
+        self._nursery: trio.Nursery | None = None
+        self._ready = trio.Event()
+        self._scratch_parent_dir = self._find_scratch_parent_dir()
         profiles = tuple(Profile(name) for name in config.profiles)
-        self._scratch_parent = ""
-        if self.level is jail.Level.LANDLOCK:
-            has_uids = jail.host_uids(0, 1, self.level)[0] is not None
-            parent = self._scratch_parent = jail.scratch_parent_dir(has_uids=has_uids)
-            room = shutil.disk_usage(parent).total >> 20
-            usual = tempfile.gettempdir()
-            instead = f" (not to {usual}, where only some users may enter)" if parent != usual else ""
-            log.info("calls write to %s%s, %d MiB that all share: disk_mb bounds each file", parent, instead, room)
-        shares = -(-self.slots // families), -(-self.long_slots // families)
-        self.families = [self._family(n, Slots(*shares), profiles) for n in range(families)]
-        self._window = self.window
+        min_pools = -(-(self.slots + self.long_slots) // MAX_SLOTS_PER_POOL)
+        pools = max(min(capacity["zygote_pools"], self.slots), min_pools)
+        short, long = -(-self.slots // pools), -(-self.long_slots // pools)
+        self.pools = [self._new_pool(number, Slots(short, long), profiles) for number in range(pools)]
+        self._announced_window = self.window
 
-    def _family(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> Family:
+    def _find_scratch_parent_dir(self) -> str:
+        """Return the host directory for scratch directories. Only level `landlock` uses one; other levels mount tmpfs
+        in the jail."""
+        if self.level is not jail.Level.LANDLOCK:
+            return ""
+        has_uids = jail.host_uids(0, 1, self.level)[0] is not None
+        parent = jail.scratch_parent_dir(has_uids=has_uids)
+        usual = tempfile.gettempdir()
+        reason = "" if parent == usual else f" (the uids of calls cannot enter {usual})"
+        total_mib = shutil.disk_usage(parent).total >> 20
+        log.info(
+            "scratch directories are on %s%s, %d MiB shared by all calls; disk_mb limits each file only",
+            *(parent, reason, total_mib),
+        )
+        return parent
+
+    def _new_pool(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> ZygotePool:
         base, count = jail.host_uids(number, slots.count, self.level, self.python)
         shares_uid = base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
-        scratch = f"{self._scratch_parent}/rstar-sandbox-{secrets.token_hex(8)}"
+        scratch_root = f"{self._scratch_parent_dir}/rstar-sandbox-{secrets.token_hex(8)}"
         spec = jail.JailSpec(
             self.level,
             self.python,
-            str(GUEST),
+            str(jail.GUEST_SOURCE_DIR),
             env=GUEST_ENV,
             uid_base=base,
             uid_count=count,
-            user_namespace_per_call=shares_uid and self._may_count_processes,
-            scratch=scratch if self.level is jail.Level.LANDLOCK else None,
+            user_namespace_per_call=shares_uid and self._can_limit_processes,
+            scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
         )
-        return Family(spec, profiles, slots, self, lasting_s=self._demote_after_s, hurry=self._hurry)
+        return ZygotePool(
+            spec, profiles, slots, self, report_after_s=self._demote_after_s, is_replacement=self._is_replacement
+        )
 
     @cached_property
-    def _may_count_processes(self) -> bool:
-        """Whether each call can have a limit of processes though all share one uid."""
-        counts = jail.probe_process_limits()
-        if not counts.ok:
-            log.warning("no limit of processes for each call but by control groups: %s", counts.found)
-        return counts.ok
+    def _can_limit_processes(self) -> bool:
+        """Whether the kernel can limit the processes of each call although all calls share one uid."""
+        probed = jail.probe_process_limits()
+        if not probed.ok:
+            log.warning("the number of processes per call is limited only by cgroups: %s", probed.found)
+        return probed.ok
 
     async def run(self) -> None:
-        """Until cancelled. Raises `NodeError` if the zygotes cannot be started at all."""
+        """Run calls until cancelled. Raises `NodeError` if the zygotes fail to start and have never been ready."""
         with ExitStack() as stack:
-            self._plant(stack)
-            await self._run()
+            self._create_cgroups(stack)
+            async with trio.open_nursery() as self._nursery:
+                for pool in self.pools:
+                    self._nursery.start_soon(pool.run)
+                self._nursery.start_soon(self._kill_hung_jails)
+                self._nursery.start_soon(self._monitor.run)
 
-    async def _run(self) -> None:
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            for family in self.families:
-                nursery.start_soon(family.run)
-            nursery.start_soon(self._end_wedged)
-            nursery.start_soon(self._watches.run)
-
-    def _plant(self, stack: ExitStack) -> None:
-        """Control groups for all slots, if the machine grants any, and their end put on the stack."""
+    def _create_cgroups(self, stack: ExitStack) -> None:
+        """Create cgroups for all slots, if the machine grants any, and have `stack` remove them."""
         if self.level is jail.Level.NONE:
             return
         try:
-            jail.raise_fd_limit_for(sum(family.slots.count for family in self.families))
-            trees = [stack.enter_context(closing(jail.CgroupTree())) for _ in self.families]
-        except IsolationError as why:
+            jail.raise_fd_limit_for(sum(pool.slots.count for pool in self.pools))
+            trees = [stack.enter_context(closing(jail.CgroupTree())) for _ in self.pools]
+        except IsolationError as error:
             stack.close()
-            log.warning("no control groups, so the memory of a call's processes is summed by looking at them: %s", why)
+            log.warning("no cgroups, the memory of a call is summed over its processes by sampling: %s", error)
             return
-        log.info("control groups: %s", "; ".join(map(str, trees)))
-        for family, tree in zip(self.families, trees, strict=True):
-            family.equip(tree)
+        log.info("cgroups: %s", "; ".join(map(str, trees)))
+        for pool, tree in zip(self.pools, trees, strict=True):
+            pool.slots.cgroups = tree
 
     async def wait_ready(self) -> None:
-        """Until every family has been complete once; in a hurry, until the first zygote is warm."""
+        """Wait until every pool has had all its zygotes ready; in a replacement, until one zygote is ready."""
         await self._ready.wait()
 
-    def submit(self, seq: int, call: dict[str, Any]) -> None:
-        """Take over a validated call (`Call.encode(binary=True)`)."""
-        work = Work.decode(seq, call)
-        self._works[seq] = work
+    def submit(self, seq: int, encoded: dict[str, Any]) -> None:
+        """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
+        call = CallState(CallRequest.decode(seq, encoded))
+        self._calls[seq] = call
         if not self._queue:
             self._progress_at = time.monotonic()
-        self._queue.append(work)
+        self._queue.append(call)
 
     def cancel(self, seq: int) -> None:
-        """Nobody waits for this call any more. Unknown numbers are fine: it may just have been answered."""
-        work = self._works.pop(seq, None)
-        if work is None:
+        """Kill a call and send no result. An unknown number is ignored, since the call may have ended just before."""
+        call = self._calls.pop(seq, None)
+        if call is None:
             return
-        work.drop()
-        if work.whereabouts is not None:
-            zygote, ticket = work.whereabouts
-            work.give_up_at = min(work.give_up_at, time.monotonic() + GRACE_S)
-            zygote.send({"op": "kill", "run_id": ticket})
+        call.mark_cancelled()
+        if (attempt := call.attempt) is not None:
+            attempt.hang_deadline = min(attempt.hang_deadline, time.monotonic() + HANG_GRACE_S)
+            attempt.kill()
 
-    def pump(self) -> None:
-        """Start what can be started. Call after `submit`."""
+    def start_queued_calls(self) -> None:
+        """Start calls while there are free slots and zygotes for the first in the queue."""
         while self._queue:
-            if self._queue[0].cancelled:
+            call = self._queue[0]
+            if call.is_cancelled:
                 self._queue.popleft()
                 continue
-            if all([family.must_wait(self._queue[0].profile) for family in self.families]):
-                self._waiting.append(self._queue.popleft())
-                continue
-            place = self._place(self._queue[0].profile)
-            if place is None:
+            if call.request.profile is Profile.VERIFY:
+                for pool in self.pools:
+                    pool.request_verifier()
+                if all(pool.is_waiting_for_verifier for pool in self.pools):
+                    self._waiting_for_verifier.append(self._queue.popleft())
+                    continue
+            picked = self._pick_zygote(call.request.profile)
+            if picked is None:
                 break
-            self._start(self._queue.popleft(), *place)
-        if self.window != self._window:
-            self._window = self.window
-            self.on_window(self._window)
+            self._start(self._queue.popleft(), *picked)
+        if self.window != self._announced_window:
+            self._announced_window = self.window
+            self.on_window_changed(self._announced_window)
 
     def stats(self) -> dict[str, Any]:
-        """What an operator wants to see, as plain data."""
+        """Return gauges and counters for `/v1/stats` and `/metrics`, as plain data."""
         return {
-            "queued": len(self._queue) + len(self._waiting),
+            "queued": len(self._queue) + len(self._waiting_for_verifier),
             "running": self.running,
-            "running_short": self.running - self.running_long,
             "running_long": self.running_long,
             "slots": self.slots,
             "long_slots": self.long_slots,
-            "zygotes": Counter(zygote.profile.value for zygote in self._zygotes()),
-            "zygote_restarts_total": sum(family.deaths for family in self.families),
+            "zygotes": Counter(zygote.profile.value for zygote in self.all_zygotes()),
+            "zygote_restarts_total": sum(pool.restarts for pool in self.pools),
             "retried_total": self.counts["retried"],
             "demoted_total": self.counts["demoted"],
             "promoted_total": self.counts["promoted"],
@@ -231,187 +256,198 @@ class Executor:
 
     @property
     def is_idle(self) -> bool:
-        return not self._works
+        return not self._calls
 
     @property
     def running(self) -> int:
-        """Calls in places, short and long, those that have just ended included."""
-        return sum(family.slots.taken for family in self.families)
+        """Used slots, short and long; those parked after a call are included."""
+        return sum(pool.slots.used for pool in self.pools)
 
     @property
     def running_long(self) -> int:
-        return sum(len(family.slots.long) for family in self.families)
+        return sum(len(pool.slots.long) for pool in self.pools)
 
     @property
     def window(self) -> int:
-        """How many calls this executor wants to have at once: those in long places, and two for each short one."""
+        """Number of calls that this executor accepts at once: those in long slots, and two per short slot."""
         return 2 * self.slots + self.running_long
 
     @property
     def demote_after_s(self) -> float:
         """Virtual time after which a running call becomes a long call: `demote_after_ms`, divided by the calls in short
-        slots per core, since each of them has that part of a core and a new short call competes with all of them.
+        slots per core, since a call gets that part of a core and a new short call competes with all of them.
 
-        It is not divided while calls wait and others end: calls that become long then would let more calls start, which
-        takes memory, and no call that waits would end sooner. When all short slots are held by calls that do not end,
+        It is not divided while calls are queued and others end: calls that become long then would let more calls start,
+        which takes memory, and no queued call would end sooner. When all short slots are used by calls that do not end,
         nothing ends for `STALL_S`, and it is divided.
         """
         if self._queue and time.monotonic() - self._progress_at < STALL_S:
             return self._demote_after_s
-        return self._demote_after_s / max(1.0, (self.running - self.running_long) / self._cores)
+        return self._demote_after_s / max(1.0, (self.running - self.running_long) / self._planned_cores)
 
     @property
     def calls_per_core(self) -> float:
-        return self.running / self._cores
+        return self.running / self._planned_cores
 
-    def _zygotes(self) -> list[Zygote]:
-        return [zygote for family in self.families for zygote in family.zygotes.values()]
+    def all_zygotes(self) -> list[Zygote]:
+        return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
-    def _place(self, profile: Profile) -> tuple[Family, Zygote] | None:
-        for family in sorted(self.families, key=lambda family: family.slots.room, reverse=True):
-            if not family.slots.room or not family.slots.free:
+    def _pick_zygote(self, profile: Profile) -> tuple[ZygotePool, Zygote] | None:
+        """Return a zygote for a call and its pool, which has a free slot; None if there is no such pool."""
+        for pool in sorted(self.pools, key=lambda pool: pool.slots.free_short, reverse=True):
+            if not pool.slots.free_short or not pool.slots.free:
                 return None
-            if (zygote := family.best_for(profile)) is not None:
-                return family, zygote
+            if (zygote := pool.best_zygote(profile)) is not None:
+                return pool, zygote
         return None
 
-    def _start(self, work: Work, family: Family, zygote: Zygote) -> None:
-        slot = family.slots.free.pop()
+    def _start(self, call: CallState, pool: ZygotePool, zygote: Zygote) -> None:
         try:
-            family.take(slot, work, zygote)
-        except OSError as why:
-            family.park(slot)
-            self._refused(work, f"its control group cannot be used: {why}")
+            pool.start_call(call, zygote, next(self._run_ids), time.monotonic())
+        except OSError as error:
+            self._retry(call, f"the cgroup of its slot cannot be used: {error}", has_started=False)
             return
-        zygote.start(work, next(self._tickets), slot, time.monotonic())
-        if not work.modules <= zygote.modules:
-            self._count_missed(work.modules - zygote.modules)
+        if not call.request.modules <= zygote.modules:
+            self._count_missed_imports(call.request.modules - zygote.modules)
 
-    def _count_missed(self, names: set[str]) -> None:
-        for name in names:
-            if name in self.missed_imports or len(self.missed_imports) < 1000:
-                self.missed_imports[name[:60]] += 1
+    def _count_missed_imports(self, modules: Set[str]) -> None:
+        for module in modules:
+            if module in self.missed_imports or len(self.missed_imports) < MAX_MISSED_IMPORTS:
+                self.missed_imports[module[:60]] += 1
 
-    def on_ready(self) -> None:
-        served = (family.has_served for family in self.families)
-        if any(served) if self._hurry else all(served):
+    def on_zygote_ready(self) -> None:
+        pools_ready = (pool.has_been_ready for pool in self.pools)
+        if any(pools_ready) if self._is_replacement else all(pools_ready):
             self._ready.set()
-        self._look_again()
+        self._requeue_waiting()
 
-    def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None:
-        self._stop_watch(work)
+    def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None:
+        call, request, usage = attempt.call, attempt.call.request, attempt.usage
+        call_monitor = self._stop_monitoring(attempt)
         self._progress_at = time.monotonic()
-        was_killed = header.get("signal") == signal.SIGKILL
-        if was_killed and work.spent is not None and work.spent.hit_outer_limit and not work.out_of_time:
-            self.on_lost([work], "the machine, or whoever runs the server, ran out of memory")
+        was_killed = ended.get("signal") == signal.SIGKILL
+        kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
+        if was_killed and usage is not None and usage.hit_outer_limit and kill_reason is not KillReason.TIMED_OUT:
+            self._retry(call, "killed because the machine or a parent cgroup ran out of memory", has_started=True)
+            self.start_queued_calls()
             return
+        if kill_reason is KillReason.OUT_OF_MEMORY:
+            usage = jail.CgroupUsage(None, None, hit_own_limit=True)
         try:
-            has_lasted = (
-                zygote_frames.number(header, "wall_ms") >= 1e3 * work.timeout_s
-            )  # its own time is no more than that
-            is_spent = has_lasted and verdict.cpu_ms(header, work.spent) >= 1e3 * work.most_cpu_s
-            result = verdict.judge(
-                header,
+            max_cpu_s = call_monitor.max_cpu_s if call_monitor is not None else math.inf
+            result = build_result(
+                ended,
                 blobs,
-                call_id=work.call.get("id", ""),
-                attempts=work.attempts,
-                asked_files=work.call.get("return_files", []),
-                timeout_s=work.timeout_s,
-                late=is_spent or (work.out_of_time and was_killed),
-                spent=jail.CgroupUsage(None, None, hit_own_limit=True) if work.out_of_memory else work.spent,
+                call_id=request.id,
+                attempts=call.attempts,
+                return_files=request.return_files,
+                timeout_s=request.timeout_s,
+                timed_out=kill_reason is KillReason.TIMED_OUT
+                or _is_cpu_exceeded(ended, attempt.usage, request.timeout_s, max_cpu_s),
+                usage=usage,
             )
-        except ProtocolError as why:
-            self._retry(work, str(why))
+        except ProtocolError as error:
+            self._retry(call, str(error), has_started=True)
             raise
-        if work.starved and was_killed:
-            cap_s = virtual_clock.hard_cap_s(work.timeout_s)
-            result = work.no_verdict("Starved", f"not {work.timeout_s:g} s of a core in {cap_s:g} s")
-        self._settle(work, result)
-        self.pump()
+        if kill_reason is KillReason.STARVED:
+            cap_s = wall_cap_s(request.timeout_s)
+            message = f"the overloaded machine gave it less than {request.timeout_s:g} s of virtual time in {cap_s:g} s"
+            result = call.unavailable_result("Starved", message)
+        self._deliver(call, result)
+        self.start_queued_calls()
 
-    def on_failed(self, work: Work, why: str) -> None:
-        log.warning("a call did not start: %s", why)
-        self._stop_watch(work)
-        self._refused(work, why)
-        self.pump()
+    def on_start_failed(self, call: CallState, reason: str) -> None:
+        log.warning("call could not be started: %s", reason)
+        self._retry(call, reason, has_started=False)
+        self.start_queued_calls()
 
-    def _refused(self, work: Work, why: str) -> None:
-        """Nothing ran, so trying again costs nothing; what lacks now (processes, descriptors) may be there soon."""
-        work.refusals += 1
-        assert self._nursery is not None
-        self._nursery.start_soon(self._retry_later, work, why, work.refusals <= FREE_REFUSALS)
+    def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None:
+        for attempt in attempts:
+            self._stop_monitoring(attempt)
+            self._retry(attempt.call, reason, has_started=True)
+        self._requeue_waiting()
 
-    def on_lost(self, works: list[Work], why: str) -> None:
-        """Others of that jail may be dead too and not yet known to be, so the next attempt waits a moment."""
-        assert self._nursery is not None
-        for work in works:
-            self._stop_watch(work)
-            self._nursery.start_soon(self._retry_later, work, why)
-        self._look_again()
+    def _requeue_waiting(self) -> None:
+        """Put the calls that wait for the `verify` zygote at the front of the queue, and start queued calls."""
+        self._queue.extendleft(reversed(self._waiting_for_verifier))
+        self._waiting_for_verifier.clear()
+        self.start_queued_calls()
 
-    def _look_again(self) -> None:
-        """A zygote has come or gone."""
-        self._queue.extendleft(reversed(self._waiting))
-        self._waiting.clear()
-        self.pump()
+    def on_still_running(self, pool: ZygotePool, attempt: Attempt, running: StillRunning) -> None:
+        wall_s = max(0.0, min(running.wall_s, time.monotonic() - attempt.sent_at))  # the zygote is untrusted
+        self._monitored[attempt.run_id] = self._monitor.add(attempt, pool.slots, replace(running, wall_s=wall_s))
 
-    def on_lasting(self, family: Family, work: Work, wall_s: float, pidfd: int) -> None:
-        wall_s = max(0.0, min(wall_s, time.monotonic() - work.ordered_at))
-        work.watch = self._watches.begin(work, family.slots, pidfd, wall_s)
-
-    def lengthen(self, slots: Slots, work: Work) -> bool:
+    def take_long_slot(self, slots: Slots, slot: int) -> bool:
         now = time.monotonic()
-        if not 0 <= now - self._memory_looked_at < MEMORY_LOOK_S:
-            self._memory_looked_at = now
-            self._has_memory = machine.memory_available() >= self._memory_kept
-        if not self._has_memory or not slots.lengthen(work.slot):
+        if not 0 <= now - self._memory_sampled_at < MEMORY_SAMPLE_INTERVAL_S:
+            self._memory_sampled_at = now
+            self._has_memory = machine.memory_available() >= self._min_available_bytes
+        if not self._has_memory or not slots.try_mark_long(slot):
             return False
         self.count("demoted")
-        self.pump()
+        self.start_queued_calls()
         return True
 
-    def allow(self, work: Work, wall_s: float) -> None:
-        if not work.cancelled:
-            work.give_up_at = time.monotonic() + wall_s + GRACE_S
+    def extend_hang_deadline(self, attempt: Attempt, wall_s: float) -> None:
+        if not attempt.call.is_cancelled:
+            attempt.hang_deadline = time.monotonic() + wall_s + HANG_GRACE_S
 
-    def count(self, what: str) -> None:
-        self.counts[what] += 1
+    def count(self, event: str) -> None:
+        self.counts[event] += 1
 
-    async def _retry_later(self, work: Work, why: str, is_free: bool = False) -> None:
-        await trio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (work.attempts + work.refusals)))
-        self._retry(work, why, is_free)
-        self.pump()
+    def _retry(self, call: CallState, reason: str, *, has_started: bool) -> None:
+        """Requeue a call after a delay, or answer `unavailable` after the last attempt.
 
-    def _retry(self, work: Work, why: str, is_free: bool = False) -> None:
-        if work.cancelled:
+            cause                                                      counts as an attempt
+            its zygote exited, or sent an invalid end of the call      yes
+            the kernel killed it because of an outer memory limit      yes
+            it could not be started: no process, descriptor, cgroup    after `MAX_FREE_START_FAILURES`
+
+        In the meantime the missing resource may return, and other zygotes of a dying jail are noticed.
+        """
+        call.start_failures += not has_started
+        is_counted = has_started or call.start_failures > MAX_FREE_START_FAILURES
+        assert self._nursery is not None
+        self._nursery.start_soon(self._requeue_later, call, reason, is_counted)
+
+    async def _requeue_later(self, call: CallState, reason: str, is_counted: bool) -> None:
+        await trio.sleep(backoff_s(call.attempts + call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
+        if call.is_cancelled:
             return
-        if work.attempts >= self._attempts and not is_free:
-            self._settle(work, work.no_verdict("NodeError", f"tried {work.attempts} times; last: {why}"))
-            return
-        self.counts["retried"] += 1
-        work.attempts += not is_free
-        work.out_of_time = work.out_of_memory = work.starved = False
-        work.is_long = work.has_long_place = work.has_share = False
-        work.most_cpu_s = math.inf
-        self._queue.appendleft(work)
+        if is_counted and call.attempts >= self._max_attempts:
+            message = f"failed {call.attempts} times, last: {reason}"
+            self._deliver(call, call.unavailable_result("NodeError", message))
+        else:
+            self.count("retried")
+            call.attempts += is_counted
+            self._queue.appendleft(call)
+        self.start_queued_calls()
 
-    def _settle(self, work: Work, result: WireResult) -> None:
-        if not work.cancelled:
-            del self._works[work.seq]
-            self._answer(work.seq, result)
+    def _deliver(self, call: CallState, result: EncodedResult) -> None:
+        if not call.is_cancelled:
+            seq = call.request.seq
+            del self._calls[seq]
+            self._on_result(seq, result)
 
-    @staticmethod
-    def _stop_watch(work: Work) -> None:
-        if work.watch is not None:
-            work.watch.end()
-            work.watch = None
+    def _stop_monitoring(self, attempt: Attempt) -> CallMonitor | None:
+        call_monitor = self._monitored.pop(attempt.run_id, None)
+        if call_monitor is not None:
+            call_monitor.stop()
+        return call_monitor
 
-    async def _end_wedged(self) -> None:
-        """The last resort: a zygote that does not even report its dead loses its jail."""
+    async def _kill_hung_jails(self) -> None:
+        """Kill the jail of every zygote that has not reported the end of a call in time."""
         while True:
             await trio.sleep(1)
             now = time.monotonic()
-            for family in self.families:
-                if any(w.give_up_at < now for z in family.zygotes.values() for w in z.calls.values()):
-                    log.error("a zygote has not answered in time; its jail is ended")
-                    family.kill()
+            for pool in self.pools:
+                attempts = (attempt for zygote in pool.zygotes.values() for attempt in zygote.running.values())
+                if any(attempt.hang_deadline < now for attempt in attempts):
+                    log.error("zygote did not answer in time; killing its jail")
+                    pool.kill_jail()
+
+
+def _is_cpu_exceeded(ended: Header, usage: jail.CgroupUsage | None, timeout_s: float, max_cpu_s: float) -> bool:
+    """Return whether a call that ended by itself had used up its time: virtual time is at most wall time, and at least
+    the CPU time per core. Raises `ProtocolError`."""
+    return get_number(ended, "wall_ms") >= 1e3 * timeout_s and total_cpu_ms(ended, usage) >= 1e3 * max_cpu_s

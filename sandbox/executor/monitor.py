@@ -1,11 +1,17 @@
-"""A call that lasts: what its own clock says, when it makes room for short ones, and when it ends.
+"""Monitors calls that run longer than `demote_after_ms`: advances their virtual clock, moves them to long slots,
+changes their CPU priority, and kills them at their time limit.
+
+    virtual time   reaches `demote_after_s`        the call is long: demoted, and in a long slot once one is free
+                   lags behind 1/4 of the share    the call is promoted until it has caught up
+                   reaches `timeout_s`             killed: timed out
+    wall cap       used up                         killed: timed out if it has several threads, else starved
+    memory         over the limit, no cgroup       killed: out of memory
 
 Invariants:
-- A call is looked at only once it has run for a while; most never are.
-- Long, a call takes the cores that nobody else wants, and no short place as soon as there is a long one. But it has a
-  quarter of its fair share at the least: where it falls behind that, it takes cores like any other until it has caught
-  up. So no storm keeps it from its verdict, to which that brings it before the hard cap.
-- What a call is told to be, its processes are at the latest after the next look, those that it starts included.
+- A call is monitored only once its zygote has reported it as still running; most calls end before that.
+- A long call has at least a quarter of its fair share of the cores, so it reaches its time limit before the wall cap,
+  whatever the load.
+- After a sample, all processes of the call that existed then have the CPU priority of the call.
 """
 
 from __future__ import annotations
@@ -19,249 +25,297 @@ import random
 import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
 from typing import Protocol
 
 import trio
 
-from sandbox.executor import virtual_clock
-from sandbox.executor.call_state import Work
-from sandbox.executor.process_tree import CallTree, Eagerness, hold_more, host_pid
+from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_rate, wall_cap_s
+from sandbox.executor.process_tree import CpuPriority, ProcessTree, exceeds_memory, pid_of_pidfd
 from sandbox.executor.slots import Slots
+from sandbox.executor.virtual_clock import VirtualClock
 
 log = logging.getLogger(__name__)
 
-LOOK_S, LOOK_AT_MANY_S = (0.05, 0.25), (0.02, 0.1)
-"""How often, if the call has one thread, and if it has more: at moments that the code cannot foresee, to have its
-children gone."""
-CROWDED = 48
-"""Calls on each core, from which on looks are rarer in proportion: so is what any of them can do between two, and all
-that looking costs stays what it is. Were it sooner, children could come and go between two looks, and what those did is
-a guess."""
-LEAST_PAUSE_S = 0.002
-TURN_S = 0.002
-"""Of looking, after which it is others' turn."""
-CHEAP_S, COSTLY_SHARE = 0.0005, 0.2
-"""What a look may take; those that take longer have no more than this share of a core for what is beyond that, all
-together: who has many threads has them looked at more rarely, in proportion."""
-RETRY_S = 0.1
-"""After a look that failed for want of something that the machine will have again."""
-GUESS_S = 0.01
-"""Between two looks at least, where only a guess says that the call may be out of time."""
-BRISKER = 4
-"""A call among so many is taken to get on so many times faster, until the next look, than it did until this one."""
-SLOWEST = 4
-"""A long call has this part of its fair share of the cores whatever others want. Against the hard cap: `clock.pace`."""
-SLACK_S = 0.05
-"""Of its own time, by which it may fall behind, and in proportion more in a crowd: to move a thread between groups
-takes a lock for which all that fork or end on the machine wait."""
-_weigher = ThreadPoolExecutor(1, "memory")
-"""Asks the kernel what processes hold, one call at a time: on one core, and beside the event loop."""
+SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_THREADED_S = (0.05, 0.25), (0.02, 0.1)
+"""Range of the seconds between two samples of a call with one thread, and with more. Each interval is random, so that
+the code cannot hide its children from the samples."""
+CROWDED_CALLS_PER_CORE = 48
+"""Calls per core above which sample intervals grow in proportion, so that the total cost of sampling stays constant.
+Not lower: the virtual time of child processes that start and end between two samples is only estimated."""
+MIN_SAMPLE_INTERVAL_S = 0.002
+POLL_BUDGET_S = 0.002
+"""CPU seconds of sampling after which the monitor yields to the event loop."""
+FREE_SAMPLE_CPU_S, MAX_COSTLY_SAMPLE_SHARE = 0.0005, 0.2
+"""CPU seconds that a sample may take for free; what all samples together take beyond that is limited to this share of a
+core. So calls with many threads are sampled less often."""
+SAMPLE_RETRY_S = 0.1
+"""Seconds until the next sample after one failed because the machine lacked a resource."""
+MIN_GUESS_INTERVAL_S = 0.01
+"""Minimum seconds between two samples if the call is over its limit only when the uncertain part of its virtual time is
+counted."""
+MAX_SPEEDUP = 4
+"""Until the next sample, a demoted call is assumed to run at most this many times faster than since the last one. This
+bounds how late a time-out can be noticed."""
+MIN_SHARE_DIVISOR = 4
+"""A long call is promoted while it has had less than 1/4 of its fair share of the cores."""
+MAX_LAG_S = 0.05
+"""Seconds of virtual time that a long call may lag before it is promoted (times the crowding factor). Moving a thread
+between cgroups takes a lock that every fork and exit on the machine waits for."""
+_memory_reader = ThreadPoolExecutor(1, "memory")
+"""Runs `exceeds_memory`, which blocks for milliseconds, for one call at a time, beside the event loop."""
 
 
-class Host(Protocol):
-    """What a lasting call needs of the executor."""
+class KillReason(Enum):
+    """Why the monitor has killed a call."""
 
-    all_cores: int
-    eagerness: Eagerness
+    TIMED_OUT = auto()
+    STARVED = auto()
+    OUT_OF_MEMORY = auto()
+
+
+class MonitorOwner(Protocol):
+    """The executor, as far as the monitor uses it."""
+
+    granted_cores: int
+    cpu_priority: CpuPriority
 
     @property
     def demote_after_s(self) -> float:
-        """Virtual time after which a call becomes a long call."""
+        """Virtual time after which a call is long."""
         ...
 
     @property
     def calls_per_core(self) -> float: ...
 
-    def lengthen(self, slots: Slots, work: Work) -> bool:
-        """Give it a long place, if there is one."""
+    def take_long_slot(self, slots: Slots, slot: int) -> bool:
+        """Count the slot against the long quota, if that is possible."""
         ...
 
-    def allow(self, work: Work, wall_s: float) -> None:
-        """So much longer it may take before its zygote counts as wedged."""
+    def extend_hang_deadline(self, attempt: Attempt, wall_s: float) -> None:
+        """Expect the end of the attempt within `wall_s` seconds from now."""
         ...
 
-    def count(self, what: str) -> None: ...
+    def count(self, event: str) -> None: ...
 
 
-def behind_s(own_s: float, wall_s: float, calls_per_core: float) -> float:
-    """By how much of its own time a call has fallen behind, of which it had `own_s` in the `wall_s` since it became a
-    long one. Over its slack, it needs its share of the cores until it has caught up."""
-    return wall_s / (SLOWEST * max(1.0, calls_per_core)) - own_s
+def lag_s(virtual_s: float, wall_s: float, calls_per_core: float) -> float:
+    """Return by how many seconds of virtual time a long call lags behind its minimum share. `virtual_s` and `wall_s`
+    count from the moment at which it became long."""
+    return wall_s / (MIN_SHARE_DIVISOR * max(1.0, calls_per_core)) - virtual_s
 
 
-def pause_s(
-    left_s: float, guess_s: float, slowness: float, calls_per_core: float, *, has_share: bool, was_alone: bool
+def next_sample_in_s(
+    left_s: float,
+    uncertain_s: float,
+    slowness: float,
+    calls_per_core: float,
+    *,
+    is_promoted: bool,
+    is_single_threaded: bool,
 ) -> float:
-    """Until the next look at a call that has `left_s` of its own time, or up to `guess_s` less. A second of it took
-    `slowness` lately, which is 1 if it slept."""
-    stretch = stretched(calls_per_core)
-    pause = stretch * random.uniform(*(LOOK_S if was_alone else LOOK_AT_MANY_S))
-    left_s = min(left_s, max(left_s - guess_s, stretch * GUESS_S))
-    if has_share:  # and is to have no more than that
-        pause = min(pause, stretch * SLACK_S)
-    elif was_alone:
-        left_s = max(LEAST_PAUSE_S, left_s) * min(stretch, max(1.0, slowness / BRISKER))
-    return max(LEAST_PAUSE_S, min(pause, left_s))
+    """Return the seconds until the next sample.
+
+    `left_s`: virtual seconds until the limit, of which up to `uncertain_s` may be gone already. `slowness`: wall
+    seconds per virtual second since the last sample; 1 if the call slept.
+    """
+    factor = crowding_factor(calls_per_core)
+    interval_s = factor * random.uniform(*(SAMPLE_INTERVAL_S if is_single_threaded else SAMPLE_INTERVAL_THREADED_S))
+    left_s = min(left_s, max(left_s - uncertain_s, factor * MIN_GUESS_INTERVAL_S))
+    if is_promoted:  # it must not get much more than its minimum share
+        interval_s = min(interval_s, factor * MAX_LAG_S)
+    elif is_single_threaded:
+        left_s = max(MIN_SAMPLE_INTERVAL_S, left_s) * min(factor, max(1.0, slowness / MAX_SPEEDUP))
+    return max(MIN_SAMPLE_INTERVAL_S, min(interval_s, left_s))
 
 
-def stretched(calls_per_core: float) -> float:
-    """How much rarer all is that is done for one of so many."""
-    return max(1.0, calls_per_core / CROWDED)
+def crowding_factor(calls_per_core: float) -> float:
+    """Return the factor by which intervals are longer than for a few calls."""
+    return max(1.0, calls_per_core / CROWDED_CALLS_PER_CORE)
 
 
-class Watch:
-    """A call that lasts, since `started`, and the pidfd of its first process, which belongs to this."""
+class CallMonitor:
+    """The monitoring of one attempt. Owns the pidfd of its first process."""
 
-    def __init__(self, work: Work, slots: Slots, pidfd: int, started: float, host: Host) -> None:
-        self.is_over = False
-        self._work, self._slots, self._pidfd, self._started, self._host = work, slots, pidfd, started, host
-        self._tree: CallTree | None = None
-        self._weighing: Future[bool] | None = None
-        self._own = virtual_clock.OwnClock(host.all_cores)
-        self._cap_left_s = virtual_clock.hard_cap_s(work.timeout_s)
-        self._before = self._long_since = 0.0, 0.0
-        """Wall time and own time of the last look, and of when it became a long one."""
+    def __init__(
+        self, attempt: Attempt, slots: Slots, running: StillRunning, started: float, owner: MonitorOwner
+    ) -> None:
+        self.is_stopped = False
+        self.kill_reason: KillReason | None = None
+        self.max_cpu_s = math.inf
+        """CPU seconds beyond which the call has timed out even if it ended by itself before the next sample: virtual
+        time is never less than CPU time per core."""
+        self._attempt, self._slots, self._running, self._started = attempt, slots, running, started
+        self._owner = owner
+        self._pidfd = running.pidfd
+        self._timeout_s = attempt.call.request.timeout_s
+        self._is_long = self._has_long_slot = self._is_promoted = False
+        self._tree: ProcessTree | None = None
+        self._memory_check: Future[bool] | None = None
+        self._clock = VirtualClock(owner.granted_cores)
+        self._wall_cap_left_s = wall_cap_s(self._timeout_s)
+        self._last = self._long_since = 0.0, 0.0
+        """Wall time and virtual time of the last sample, and of the sample at which the call became long."""
 
-    def look(self) -> float | None:
-        """Seconds until the next look; None if there is to be none: it is out of time, or gone."""
+    def step(self) -> float | None:
+        """Sample the call and act on the sample. Return the seconds until the next step, or None after the last."""
         try:
-            pause = self._look()
-        except OSError as why:
-            pause = RETRY_S if self._is_there() else None
-            log.debug("a lasting call could not be looked at: %s", why)
-        if pause is None:
-            self.end()
-        return pause
+            interval_s = self._step()
+        except OSError as error:
+            interval_s = SAMPLE_RETRY_S if self._is_alive() else None
+            log.debug("sampling a monitored call failed: %s", error)
+        if interval_s is None:
+            self.stop()
+        return interval_s
 
-    def end(self) -> None:
-        """Idempotent."""
-        if not self.is_over:
-            self.is_over = True
+    def stop(self) -> None:
+        """Close the pidfd. Idempotent."""
+        if not self.is_stopped:
+            self.is_stopped = True
             os.close(self._pidfd)
 
-    def _is_there(self) -> bool:
-        """Or it is no pidfd, and then `_end_wedged` has the last word."""
+    def _is_alive(self) -> bool:
+        """Return whether the call's first process still exists. False also if the zygote sent a descriptor that is no
+        pidfd; `Executor._kill_hung_jails` handles that case."""
         try:
             signal.pidfd_send_signal(self._pidfd, 0)
         except OSError:
             return False
         return True
 
-    def _look(self) -> float | None:
-        work, host, own = self._work, self._host, self._own
-        tree = self._tree = self._tree or self._find()
+    def _step(self) -> float | None:
+        clock, owner = self._clock, self._owner
+        tree = self._tree = self._tree or self._open_process_tree()
         if tree is None:
             return None
-        wall_s, crowd = trio.current_time() - self._started, host.calls_per_core
-        self._count(tree, wall_s)
-        pace, span, gained_s = virtual_clock.pace(crowd), wall_s - self._before[0], own.own_s - self._before[1]
-        self._before = wall_s, own.own_s
-        self._cap_left_s -= span * pace
-        left_s = work.timeout_s - own.own_s
-        # A fork bomb waits for itself: were that our fault, it would be free of charge.
-        work.out_of_time = left_s <= 0 or (self._cap_left_s <= 0 and not own.was_alone)
-        work.starved = self._cap_left_s <= 0 and not work.out_of_time
-        work.out_of_memory = self._slots.group(work.slot) is None and self._holds_too_much(tree)
-        if work.out_of_time or work.starved or work.out_of_memory:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            if work.is_long:  # to end takes a core, too, and locks that others wait for; but not to move, first
-                host.eagerness.set(tree, self._slots.idle, is_idle=False)
+        wall_s, calls_per_core = trio.current_time() - self._started, owner.calls_per_core
+        self._advance_clock(tree, wall_s)
+        rate = wall_cap_rate(calls_per_core)
+        span_s, gained_s = wall_s - self._last[0], clock.elapsed_s - self._last[1]
+        self._last = wall_s, clock.elapsed_s
+        self._wall_cap_left_s -= span_s * rate
+        self.kill_reason = self._find_kill_reason(tree)
+        if self.kill_reason is not None:
+            self._kill(tree)
             return None
-        host.allow(work, self._cap_left_s / pace)
-        demote_after_s = host.demote_after_s
-        if not work.is_long and own.own_s >= demote_after_s:
-            work.is_long = True
-            self._long_since = self._before
-            self._slots.outlive(work.slot, tree.root)
-        if work.is_long:
-            work.has_long_place = work.has_long_place or host.lengthen(self._slots, work)
-            self._give_way(tree, wall_s, crowd)
+        owner.extend_hang_deadline(self._attempt, self._wall_cap_left_s / rate)
+        left_s, demote_after_s = self._timeout_s - clock.elapsed_s, owner.demote_after_s
+        if not self._is_long and clock.elapsed_s >= demote_after_s:
+            self._is_long, self._long_since = True, self._last
+            self._slots.hold_mount_namespace(self._attempt.slot, tree.root)
+        if self._is_long:
+            self._has_long_slot = self._has_long_slot or owner.take_long_slot(self._slots, self._attempt.slot)
+            self._update_priority(tree, wall_s, calls_per_core)
         else:
-            left_s = min(left_s, demote_after_s - own.own_s)
-        slowness = span / max(gained_s, 1e-9) if own.is_sure else 1.0
-        return pause_s(left_s, own.guess_s, slowness, crowd, has_share=work.has_share, was_alone=own.was_alone)
+            left_s = min(left_s, demote_after_s - clock.elapsed_s)
+        return next_sample_in_s(
+            left_s,
+            clock.uncertain_s,
+            span_s / max(gained_s, 1e-9) if clock.is_exact else 1.0,
+            calls_per_core,
+            is_promoted=self._is_promoted,
+            is_single_threaded=clock.is_single_threaded,
+        )
 
-    def _find(self) -> CallTree | None:
-        pid = host_pid(self._pidfd, self._work.zygote_pid, self._work.inner_pid)
-        return None if pid is None else CallTree(pid, self._slots.group(self._work.slot))
+    def _open_process_tree(self) -> ProcessTree | None:
+        pid = pid_of_pidfd(self._pidfd, self._running.zygote_pid, self._running.pid_in_jail)
+        return None if pid is None else ProcessTree(pid, self._slots.cgroup(self._attempt.slot))
 
-    def _count(self, tree: CallTree, wall_s: float) -> None:
-        """What the call has had by now."""
-        work, own, group = self._work, self._own, self._slots.group(self._work.slot)
-        processes = tree.look()
-        signal.pidfd_send_signal(self._pidfd, 0)  # it is there yet, so its number was no other's
+    def _advance_clock(self, tree: ProcessTree, wall_s: float) -> None:
+        clock, cgroup = self._clock, self._slots.cgroup(self._attempt.slot)
+        processes = tree.sample()
+        signal.pidfd_send_signal(self._pidfd, 0)  # raises if the first process is gone: its pid may then be another's
         if processes is None or processes:
-            ran_s = tree.ran_s if group is None or (all_s := group.cpu_s()) is None else all_s
-            own.look(wall_s, processes, ran_s)
-            cores = 1 if own.was_alone else self._host.all_cores
-            work.most_cpu_s = ran_s + (work.timeout_s - own.own_s) * cores
+            cgroup_cpu_s = cgroup.cpu_s() if cgroup is not None else None
+            cpu_s = tree.cpu_s if cgroup_cpu_s is None else cgroup_cpu_s
+            clock.advance(wall_s, processes, cpu_s)
+            cores = 1 if clock.is_single_threaded else self._owner.granted_cores
+            self.max_cpu_s = cpu_s + (self._timeout_s - clock.elapsed_s) * cores
 
-    def _holds_too_much(self, tree: CallTree) -> bool:
-        """Whether its processes together hold more memory than the call may, where no control group counts it. The
-        kernel takes milliseconds to say, so its answer is read by a later look."""
-        work, asked = self._work, self._weighing
-        if asked is None:
-            resident = tree.resident()
-            if sum(resident.values()) > work.memory_bytes:
-                self._weighing = _weigher.submit(hold_more, resident, work.memory_bytes, work.inherited_bytes)
+    def _find_kill_reason(self, tree: ProcessTree) -> KillReason | None:
+        if self._clock.elapsed_s >= self._timeout_s:
+            return KillReason.TIMED_OUT
+        if self._wall_cap_left_s <= 0:
+            # The processes of a fork bomb wait for each other. That must not count as the server's fault.
+            return KillReason.STARVED if self._clock.is_single_threaded else KillReason.TIMED_OUT
+        if self._slots.cgroup(self._attempt.slot) is None and self._is_over_memory(tree):
+            return KillReason.OUT_OF_MEMORY
+        return None
+
+    def _is_over_memory(self, tree: ProcessTree) -> bool:
+        """Return whether an earlier sample was over the memory limit, and start the next check if the current one may
+        be. Used where no cgroup counts the memory of a call."""
+        attempt, check = self._attempt, self._memory_check
+        if check is None:
+            resident = tree.resident_bytes()
+            if sum(resident.values()) > attempt.memory_bytes:
+                self._memory_check = _memory_reader.submit(
+                    exceeds_memory, resident, attempt.memory_bytes, attempt.zygote_bytes
+                )
             return False
-        if not asked.done():
+        if not check.done():
             return False
-        self._weighing = None
-        return asked.result()
+        self._memory_check = None
+        return check.result()
 
-    def _give_way(self, tree: CallTree, wall_s: float, crowd: float) -> None:
-        """To short calls; or have its share, where it has fallen behind that."""
-        work, host = self._work, self._host
-        behind = behind_s(self._own.own_s - self._long_since[1], wall_s - self._long_since[0], crowd)
-        slack_s = 0.0 if work.has_share else SLACK_S * stretched(crowd)
-        had_share, work.has_share = work.has_share, behind > slack_s
-        if work.has_share and not had_share:
-            host.count("promoted")
-        host.eagerness.set(tree, self._slots.idle, is_idle=not work.has_share)
+    def _kill(self, tree: ProcessTree) -> None:
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._is_long:  # an exiting process takes kernel locks, so it must not run at SCHED_IDLE
+            self._owner.cpu_priority.apply(tree, self._slots.idle_cgroup, is_demoted=False)
+
+    def _update_priority(self, tree: ProcessTree, wall_s: float, calls_per_core: float) -> None:
+        owner = self._owner
+        lag = lag_s(self._clock.elapsed_s - self._long_since[1], wall_s - self._long_since[0], calls_per_core)
+        max_lag_s = 0.0 if self._is_promoted else MAX_LAG_S * crowding_factor(calls_per_core)
+        was_promoted, self._is_promoted = self._is_promoted, lag > max_lag_s
+        if self._is_promoted and not was_promoted:
+            owner.count("promoted")
+        owner.cpu_priority.apply(tree, self._slots.idle_cgroup, is_demoted=not self._is_promoted)
 
 
-class Watches:
-    """All calls that last, in one task: to have one for each woken takes as long as to look."""
+class Monitor:
+    """Steps all monitored calls in one task. A task for each call would cost as much in wake-ups as the samples do."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._due: list[tuple[float, int, Watch]] = []
+    def __init__(self, owner: MonitorOwner) -> None:
+        self._owner = owner
+        self._due: list[tuple[float, int, CallMonitor]] = []
+        """Heap of (time of the next step, number, monitor)."""
         self._numbers = itertools.count()
-        self._is_more = trio.Event()
+        self._added = trio.Event()
 
-    def begin(self, work: Work, slots: Slots, pidfd: int, wall_s: float) -> Watch:
-        """From now on, `wall_s` after its start."""
+    def add(self, attempt: Attempt, slots: Slots, running: StillRunning) -> CallMonitor:
+        """Monitor an attempt until it ends or the returned monitor is stopped."""
         now = trio.current_time()
-        watch = Watch(work, slots, pidfd, now - wall_s, self._host)
-        self._add(now, watch)
-        self._is_more.set()
-        return watch
+        call_monitor = CallMonitor(attempt, slots, running, now - running.wall_s, self._owner)
+        self._schedule(now, call_monitor)
+        self._added.set()
+        return call_monitor
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Step the calls as they become due, until cancelled; then stop them all."""
         try:
             while True:
                 with trio.move_on_at(self._due[0][0] if self._due else math.inf):
-                    await self._is_more.wait()
-                self._is_more = trio.Event()
-                self._take_turn()
+                    await self._added.wait()
+                self._added = trio.Event()
+                self._poll_due()
         finally:
-            for *_, watch in self._due:
-                watch.end()
+            for *_, call_monitor in self._due:
+                call_monitor.stop()
 
-    def _take_turn(self) -> None:
-        """Look at those that are due."""
-        last = began = time.thread_time()
-        while self._due and self._due[0][0] <= trio.current_time() and last - began < TURN_S:
-            watch = heapq.heappop(self._due)[-1]
-            if watch.is_over:
+    def _poll_due(self) -> None:
+        """Step the calls that are due, for at most about `POLL_BUDGET_S`."""
+        started = now = time.thread_time()
+        while self._due and self._due[0][0] <= trio.current_time() and now - started < POLL_BUDGET_S:
+            call_monitor = heapq.heappop(self._due)[-1]
+            if call_monitor.is_stopped:
                 continue
-            pause = watch.look()
-            before, last = last, time.thread_time()
-            if pause is not None:
-                costly_s = max(0.0, last - before - CHEAP_S) * (len(self._due) + 1)
-                self._add(trio.current_time() + max(pause, costly_s / COSTLY_SHARE), watch)
+            interval_s = call_monitor.step()
+            before, now = now, time.thread_time()
+            if interval_s is not None:
+                costly_s = max(0.0, now - before - FREE_SAMPLE_CPU_S) * (len(self._due) + 1)
+                interval_s = max(interval_s, costly_s / MAX_COSTLY_SAMPLE_SHARE)
+                self._schedule(trio.current_time() + interval_s, call_monitor)
 
-    def _add(self, at: float, watch: Watch) -> None:
-        heapq.heappush(self._due, (at, next(self._numbers), watch))
+    def _schedule(self, at: float, call_monitor: CallMonitor) -> None:
+        heapq.heappush(self._due, (at, next(self._numbers), call_monitor))

@@ -1,7 +1,12 @@
-"""The processes of one call, read from /proc: what the kernel counts of each thread, and how eager it is for a core.
+"""Samples the processes of one call from /proc, outside the jail, and sets their CPU priority.
 
-Outside the jail, where there is a /proc. Which processes there are, a call's control group says, if it has one; else
-those are meant that descend from its first, which one that has left its parents does not.
+    which processes      from the call's cgroup if it has one; else the descendants of its first process. A process
+                         whose parent has exited is then missed (`setsid` and double fork).
+    run delay            schedstat; else an estimate (`_RunDelayEstimator`)
+    CPU time             the process's CPU clock; else clock ticks from stat
+    pid of a pidfd       fdinfo; else the child of the zygote with the right number in the zygote's PID namespace
+
+The alternatives are for kernels without these files, such as gVisor's, which imitates /proc.
 """
 
 from __future__ import annotations
@@ -17,143 +22,162 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from sandbox.executor.virtual_clock import Look, Process, Thread
+from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.jail import IdleCgroup, can_restore_priority
 
 log = logging.getLogger(__name__)
 
-CROWD = 128
-"""More threads are a crowd: nobody looks at them any more, as each costs about 30 us, and of those to be moved no more
-are at a time."""
-UNKNOWN = 0
-"""The number of a process that cannot be had."""
-_NO_POLICY = -1
+MAX_SAMPLED_THREADS = 128
+"""Threads of a call above which it is no longer sampled, because sampling takes about 30 us for each. Also the number
+of threads that are moved between cgroups at once."""
+UNKNOWN_PID = 0
+"""Stands for a process whose number in this /proc cannot be found."""
+_UNKNOWN_POLICY = -1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STATE, _PARENT, _FLAGS, _TIME, _CHILDREN_TIME = 0, 1, 6, slice(11, 13), slice(13, 15)
-_THREADS, _STARTED, _POLICY = 17, 19, 38
-"""Places in /proc/PID/stat (proc_pid_stat(5)), counted from what follows the name."""
-_EXITING = 0x4
-"""Of the flags (PF_EXITING): it runs no code of its own any more. To end it waits for a core and for locks that others
-hold, on a swamped machine for seconds, as when all that leave a mount namespace queue for the same one."""
-_SLEEPS = b"\nvoluntary_ctxt_switches:"
-_RESIDENT = b"RssAnon:", b"RssShmem:", b"VmSwap:"
-_PROPORTIONAL, _OF_FILES = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
-"""Lines of /proc/PID/status and /proc/PID/smaps_rollup, in KiB."""
-_NORMAL = os.sched_param(0)
-_GONE = OSError, IndexError, ValueError
-"""What reading raises of what has just ended."""
+_STAT_STATE, _STAT_PPID, _STAT_FLAGS, _STAT_CPU, _STAT_CHILDREN_CPU = 0, 1, 6, slice(11, 13), slice(13, 15)
+_STAT_THREADS, _STAT_START, _STAT_POLICY = 17, 19, 38
+"""Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
+_PF_EXITING = 0x4
+"""Flag of a process that runs no user code any more. On an overloaded machine its exit waits seconds for a core and for
+kernel locks; that time is not charged to the call."""
+_VOLUNTARY_KEY = b"\nvoluntary_ctxt_switches:"
+_RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
+"""Lines of /proc/PID/status, in KiB."""
+_PROPORTIONAL_KEYS, _FILE_KEYS = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
+"""Lines of /proc/PID/smaps_rollup, in KiB. Proportional: a page shared by n processes counts 1/n for each."""
+_SCHED_PARAM = os.sched_param(0)
+_GONE_ERRORS = OSError, IndexError, ValueError
+"""Errors from reading the files of a process that has just ended."""
 
 
-def host_pid(pidfd: int, zygote: int = 0, inner: int = 0) -> int | None:
-    """The process a pidfd refers to, as this /proc numbers it; None if it is gone. Where the kernel does not give a
-    pidfd's number, it is that child of `zygote` which has the number `inner` in the zygote's PID namespace; `UNKNOWN`
-    if there is none."""
+def pid_of_pidfd(pidfd: int, zygote_pid: int = 0, pid_in_jail: int = 0) -> int | None:
+    """Return the number in this /proc of the process that a pidfd refers to, or None if it has ended.
+
+    Where fdinfo does not contain it, return the child of `zygote_pid` that has the number `pid_in_jail` in the zygote's
+    PID namespace, or `UNKNOWN_PID`.
+    """
     for line in _read(f"/proc/self/fdinfo/{pidfd}").splitlines():
         if line.startswith(b"Pid:"):
             pid = int(line.split()[1])
             return pid if pid > 0 else None
     with suppress(FileNotFoundError, ProcessLookupError):
-        depth = len(_inner_pids(zygote))
-        for pid in map(int, _read(f"/proc/{zygote}/task/{zygote}/children").split()):
+        depth = len(_pids_by_namespace(zygote_pid))
+        for pid in map(int, _read(f"/proc/{zygote_pid}/task/{zygote_pid}/children").split()):
             with suppress(FileNotFoundError, ProcessLookupError):
-                if _inner_pids(pid)[depth - 1 : depth] == [inner]:
+                if _pids_by_namespace(pid)[depth - 1 : depth] == [pid_in_jail]:
                     return pid
-    return UNKNOWN
+    return UNKNOWN_PID
 
 
-def _inner_pids(pid: int) -> list[int]:
-    """The numbers of a process in each PID namespace that it is in, from that of this /proc inwards."""
+def _pids_by_namespace(pid: int) -> list[int]:
+    """Return the numbers of a process in its PID namespaces, from that of this /proc inwards."""
     status = _read(f"/proc/{pid}/status")
     return [*map(int, status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split())] or [pid]
 
 
-def counts_waits() -> bool:
-    """Whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO there is no such file;
-    where it is off, or a sandbox only imitates the file, it holds zeros."""
+def counts_run_delay() -> bool:
+    """Return whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO the file is missing;
+    where the statistics are off or /proc is imitated, it contains zeros."""
     try:
         return any(map(int, _read("/proc/self/schedstat").split()))
-    except _GONE:
+    except _GONE_ERRORS:
         return False
 
 
-class Members(Protocol):
-    """Who is in a call's control group, by the numbers of this /proc."""
+class CgroupMembers(Protocol):
+    """The part of a call's cgroup that lists its members, as this /proc numbers them; 0 for invisible ones."""
 
     def other_pids(self, first: int) -> list[int]:
-        """The processes besides `first`; 0 for those that are not to be seen here."""
+        """Return the processes besides `first`."""
         ...
 
     def thread_ids(self) -> list[int]: ...
 
 
-class CallTree:
-    """The processes of the call whose first one is `root`, or `UNKNOWN`, and whose group has the `members`."""
+class ProcessTree:
+    """The processes of the call whose first process is `root` (or `UNKNOWN_PID`)."""
 
-    def __init__(self, root: int, members: Members | None = None) -> None:
+    def __init__(self, root: int, members: CgroupMembers | None = None) -> None:
         self.root = root
         self._members = members
-        self._waits = None if counts_waits() else _Waits()
-        self._is_crowd = root == UNKNOWN
-        """And stays one. A call whose first process is not known is treated as one: only its wall time is known."""
-        self._pids: list[int] = []  # of the last look
-        self._policies: dict[int, int] = {}  # by thread
-        self._is_inside: bool | None = None  # they are to be in the group of those that give way; None: none ever was
-        self._moved: set[int] = set()  # threads that are where they are to be
-        # By thread: its turns, and how often it had slept by then; in the last look, and in the one before.
-        self._sleeps: dict[int, tuple[int, int]] = {}
-        self._sleeps_before: dict[int, tuple[int, int]] = {}
-        self.ran_s = math.inf if self._is_crowd else 0.0
-        """CPU seconds of all in the last look, and of those they have waited for: all that is known without a group."""
+        self._run_delays = None if counts_run_delay() else _RunDelayEstimator()
+        self._is_too_large = root == UNKNOWN_PID
+        """The call once had more than `MAX_SAMPLED_THREADS` threads, or its first process is unknown. Never reset: its
+        virtual clock follows wall time from then on."""
+        self._pids: list[int] = []
+        self._policy_by_thread: dict[int, int] = {}
+        """Scheduling policy of each thread in the last sample."""
+        self._should_be_idle: bool | None = None
+        """Whether the threads belong into the idle cgroup; None if they never did."""
+        self._moved: set[int] = set()
+        """Threads that are in the right cgroup."""
+        self._switches: dict[int, tuple[int, int]] = {}
+        self._switches_before: dict[int, tuple[int, int]] = {}
+        """By thread, of the last sample and of the one before: timeslices, and voluntary switches at that count."""
+        self.cpu_s = math.inf if self._is_too_large else 0.0
+        """CPU seconds of all processes in the last sample and of the children that they have waited for. Infinite if
+        the tree is too large to sample."""
 
-    def look(self) -> Look | None:
-        """All of them, the first one first. Empty when that has ended; None if they are a crowd, or were one: of
-        those only the numbers are read, so that they, too, can be made to give way."""
-        if self._is_crowd:
-            self._skim()
+    def sample(self) -> TreeSample | None:
+        """Sample all processes, the first one first. Returns an empty sample if the first process has ended, and None
+        if there are or were too many threads; then only the threads' numbers are read, for `CpuPriority`."""
+        if self._is_too_large:
+            self._list_threads()
             return None
-        look: dict[int, Process] = {}
-        self._policies = {}
-        self._sleeps_before, self._sleeps = self._sleeps, {}
-        if self._waits is not None:
-            self._waits.begin()
-        self.ran_s = 0.0
-        self._pids = self._numbers()
+        sample: dict[int, ProcessSample] = {}
+        self._policy_by_thread = {}
+        self._switches_before, self._switches = self._switches, {}
+        if self._run_delays is not None:
+            self._run_delays.start_sample()
+        self.cpu_s = 0.0
+        self._pids = self._list_pids()
         for pid in self._pids:
-            with suppress(*_GONE):
-                process = self._read(pid)
+            with suppress(*_GONE_ERRORS):
+                process = self._sample_process(pid)
                 if process is not None:
-                    look[pid] = process
-            if len(self._policies) > CROWD:
-                self._is_crowd, self.ran_s = True, math.inf
+                    sample[pid] = process
+            if len(self._policy_by_thread) > MAX_SAMPLED_THREADS:
+                self._is_too_large, self.cpu_s = True, math.inf
                 return None
-        return look if self.root in look else {}
+        return sample if self.root in sample else {}
 
     def set_policy(self, policy: int) -> None:
-        """Have all threads of the last look scheduled so. What they start later inherits it; what they have started
-        since comes with the next look. Raises `PermissionError`."""
-        for tid, now in self._policies.items():
-            if now != policy:
+        """Set the scheduling policy of all threads of the last sample. Threads that they start later inherit it; those
+        started since the sample are handled after the next one. Raises `PermissionError`."""
+        for tid, current in self._policy_by_thread.items():
+            if current != policy:
                 with suppress(ProcessLookupError):
-                    os.sched_setscheduler(tid, policy, _NORMAL)
-                    self._policies[tid] = policy
+                    os.sched_setscheduler(tid, policy, _SCHED_PARAM)
+                    self._policy_by_thread[tid] = policy
 
-    def move(self, group: IdleCgroup, *, inside: bool) -> None:
-        """The same by control group, and of a crowd some at a time. Raises `OSError`."""
-        if self._is_inside is None and not inside:
+    def move_to_idle_cgroup(self, idle_cgroup: IdleCgroup, *, inside: bool) -> None:
+        """Move the threads of the last sample into the idle cgroup or back, at most `MAX_SAMPLED_THREADS` at once.
+        Raises `OSError`."""
+        if self._should_be_idle is None and not inside:
             return
-        if inside is not self._is_inside:  # those that have been started since the last look are not there, either
-            self._is_inside, self._moved = inside, set()
-        for tid in list(islice(self._policies.keys() - self._moved, CROWD)):
+        if inside is not self._should_be_idle:
+            self._should_be_idle, self._moved = inside, set()
+        for tid in list(islice(self._policy_by_thread.keys() - self._moved, MAX_SAMPLED_THREADS)):
             try:
-                group.move(tid, inside=inside)
-            except OSError as why:  # it has ended; or, before Linux 6.1, is so new that it has had no core yet
-                if why.errno not in (errno.ESRCH, errno.EINVAL):
+                idle_cgroup.move(tid, inside=inside)
+            except OSError as error:
+                # ESRCH: the thread has ended. EINVAL: before Linux 6.1, the thread has not run yet; it is moved later.
+                if error.errno not in (errno.ESRCH, errno.EINVAL):
                     raise
             else:
                 self._moved.add(tid)
-        self._moved &= self._policies.keys()
+        self._moved &= self._policy_by_thread.keys()
 
-    def _numbers(self) -> list[int]:
+    def resident_bytes(self) -> dict[int, int]:
+        """Return the bytes in memory, without file pages, of each process of the last sample. Empty for a single
+        process, which its own limit bounds. Shared pages count for each process, so the sum is an upper bound."""
+        resident = {}
+        for pid in self._pids if len(self._pids) > 1 else ():
+            with suppress(*_GONE_ERRORS):
+                resident[pid] = _sum_kib(f"/proc/{pid}/status", _RESIDENT_KEYS) << 10
+        return resident
+
+    def _list_pids(self) -> list[int]:
         if self._members is None:
             return list(self._descendants())
         try:
@@ -162,202 +186,203 @@ class CallTree:
             return [self.root]
 
     def _descendants(self) -> Iterator[int]:
-        """As far as `CROWD` threads have them."""
-        found, threads = [self.root], 0
-        for pid in found:
+        """Yield the first process and its descendants, up to `MAX_SAMPLED_THREADS` threads."""
+        pids, threads = [self.root], 0
+        for pid in pids:
             yield pid
-            for tid in _threads(pid):
+            for tid in _thread_ids(pid):
                 threads += 1
-                if threads > CROWD:
+                if threads > MAX_SAMPLED_THREADS:
                     break
                 with suppress(OSError):
-                    found += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
+                    pids += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
 
-    def resident(self) -> dict[int, int]:
-        """Bytes that each process of the last look has in memory, those of files aside, if there are several: one alone
-        is bounded by its own limit. What they share counts for each, so together they have no more than the sum."""
-        found = {}
-        for pid in self._pids if len(self._pids) > 1 else ():
-            with suppress(*_GONE):
-                found[pid] = _kilobytes(f"/proc/{pid}/status", _RESIDENT) << 10
-        return found
-
-    def _skim(self) -> None:
-        before, tids = self._policies, []
+    def _list_threads(self) -> None:
+        before, tids = self._policy_by_thread, []
         with suppress(OSError):
             if self._members is None:
                 self._pids = [*self._descendants()]
-                tids = [tid for pid in self._pids for tid in _threads(pid)]
+                tids = [tid for pid in self._pids for tid in _thread_ids(pid)]
             else:
                 tids = self._members.thread_ids()
-        self._policies = {tid: before.get(tid, _NO_POLICY) for tid in tids if tid}
+        self._policy_by_thread = {tid: before.get(tid, _UNKNOWN_POLICY) for tid in tids if tid}
 
-    def _read(self, pid: int) -> Process | None:
-        fields = _stat(f"/proc/{pid}/stat")
-        if fields[_STATE] in (b"Z", b"X") and int(fields[_THREADS]) <= 1:  # else its first thread alone has ended
+    def _sample_process(self, pid: int) -> ProcessSample | None:
+        stat = _read_stat(f"/proc/{pid}/stat")
+        # A zombie with further threads is a process whose main thread alone has ended.
+        if stat[_STAT_STATE] in (b"Z", b"X") and int(stat[_STAT_THREADS]) <= 1:
             return None
-        ran_s = _ran_s(pid, fields)
+        cpu_s = _process_cpu_s(pid, stat)
         threads = {}
-        if fields[_THREADS] == b"1":
-            threads[pid] = self._thread(pid, f"/proc/{pid}", fields, ran_s)
+        if stat[_STAT_THREADS] == b"1":
+            threads[pid] = self._sample_thread(pid, f"/proc/{pid}", stat, cpu_s)
         else:
-            for tid in _threads(pid)[: CROWD + 1]:
+            for tid in _thread_ids(pid)[: MAX_SAMPLED_THREADS + 1]:
                 path = f"/proc/{pid}/task/{tid}"
-                with suppress(*_GONE):  # or whoever starts and ends threads without pause were never seen
-                    threads[tid] = self._thread(tid, path, _stat(f"{path}/stat"))
-        self.ran_s += ran_s + _seconds(fields[_CHILDREN_TIME])
-        return Process(int(fields[_PARENT]), _age_s(fields), ran_s, threads)
+                with suppress(*_GONE_ERRORS):  # one ended thread must not hide the other threads of the process
+                    threads[tid] = self._sample_thread(tid, path, _read_stat(f"{path}/stat"))
+        self.cpu_s += cpu_s + _seconds(stat[_STAT_CHILDREN_CPU])
+        return ProcessSample(int(stat[_STAT_PPID]), _age_s(stat), cpu_s, threads)
 
-    def _thread(self, tid: int, path: str, fields: list[bytes], ran_s: float | None = None) -> Thread:
-        self._policies[tid] = int(fields[_POLICY])
-        is_ending = fields[_STATE] in (b"S", b"D") and int(fields[_FLAGS]) & _EXITING != 0
-        is_ready = fields[_STATE] == b"R" or is_ending
-        if self._waits is not None:
-            return self._waits.thread(tid, fields, ran_s, _slept(path), is_ready)
-        ran, waited, turns = map(int, _read(f"{path}/schedstat").split())
-        return Thread(ran / 1e9, waited / 1e9, turns, self._slept(tid, path, turns) if is_ready else 0, is_ready)
+    def _sample_thread(self, tid: int, path: str, stat: list[bytes], cpu_s: float | None = None) -> ThreadSample:
+        self._policy_by_thread[tid] = int(stat[_STAT_POLICY])
+        is_exiting = stat[_STAT_STATE] in (b"S", b"D") and int(stat[_STAT_FLAGS]) & _PF_EXITING != 0
+        is_runnable = stat[_STAT_STATE] == b"R" or is_exiting
+        if self._run_delays is not None:
+            return self._run_delays.estimate(tid, stat, cpu_s, _read_voluntary_switches(path), is_runnable)
+        run_ns, delay_ns, timeslices = map(int, _read(f"{path}/schedstat").split())
+        switches = self._voluntary_switches(tid, path, timeslices) if is_runnable else 0
+        return ThreadSample(run_ns / 1e9, delay_ns / 1e9, timeslices, switches, is_runnable)
 
-    def _slept(self, tid: int, path: str, turns: int) -> int:
-        """How often, by its last turn: to read that takes as long as all else."""
-        known = self._sleeps_before.get(tid)
-        if known is None or known[0] != turns:
-            known = turns, _slept(path)
-        self._sleeps[tid] = known
+    def _voluntary_switches(self, tid: int, path: str, timeslices: int) -> int:
+        """Return the count of voluntary switches, which cannot have changed without a new timeslice. Reading it takes
+        as long as the rest of a thread's sample."""
+        known = self._switches_before.get(tid)
+        if known is None or known[0] != timeslices:
+            known = timeslices, _read_voluntary_switches(path)
+        self._switches[tid] = known
         return known[1]
 
 
-def hold_more(resident: Mapping[int, int], limit: int, inherited: int) -> bool:
-    """Whether processes, with what each has `resident`, hold more than `limit` bytes together, where what several share
-    counts once. The kernel takes milliseconds for each 100 MiB to say, so the largest are asked about first, and no
-    more than decide it.
+def exceeds_memory(resident_bytes: Mapping[int, int], limit_bytes: int, zygote_bytes: int) -> bool:
+    """Return whether processes hold more than `limit_bytes` together, where shared pages count once.
 
-    Where the server may not ask (at level `landlock` as root without CAP_SYS_PTRACE), what is shared counts for each,
-    but for the `inherited` bytes of a zygote's.
+    The kernel needs milliseconds per 100 MiB to count shared pages, so the largest processes are read first, and no
+    more of them than decide the answer. Where this process has no right to read that (level `landlock` as root without
+    CAP_SYS_PTRACE), shared pages count for each process, except for `zygote_bytes`.
     """
-    held, rest = 0, sum(resident.values())
-    for pid, most in sorted(resident.items(), key=lambda item: -item[1]):
-        if held > limit or held + rest <= limit:
+    sum_bytes, rest_bytes = 0, sum(resident_bytes.values())
+    for pid, process_bytes in sorted(resident_bytes.items(), key=lambda item: -item[1]):
+        if sum_bytes > limit_bytes or sum_bytes + rest_bytes <= limit_bytes:
             break
-        rest -= most
+        rest_bytes -= process_bytes
         path = f"/proc/{pid}/smaps_rollup"
         try:
-            held += max(0, _kilobytes(path, _PROPORTIONAL) - _kilobytes(path, _OF_FILES)) << 10
+            sum_bytes += max(0, _sum_kib(path, _PROPORTIONAL_KEYS) - _sum_kib(path, _FILE_KEYS)) << 10
         except PermissionError:
-            held += max(0, most - inherited)
-        except _GONE:
+            sum_bytes += max(0, process_bytes - zygote_bytes)
+        except _GONE_ERRORS:
             continue
-    return held > limit
+    return sum_bytes > limit_bytes
 
 
-def _kilobytes(path: str, names: tuple[bytes, ...]) -> int:
-    return sum(int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(names))
+def _sum_kib(path: str, keys: tuple[bytes, ...]) -> int:
+    return sum(int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(keys))
 
 
 @dataclass(slots=True)
-class _Estimate:
-    """What is known of a thread where the kernel does not count its waits."""
+class _ThreadEstimate:
+    """A thread's estimated run delay up to the last sample. The `mixed_` fields add up the intervals in which the
+    thread may both have slept and waited."""
 
     age_s: float = 0.0
-    ran_s: float = 0.0
-    sleeps: int = 0
-    was_ready: bool = True
-    waited_s: float = 0.0
+    cpu_s: float = 0.0
+    voluntary_switches: int = 0
+    was_runnable: bool = True
+    run_delay_s: float = 0.0
     mixed_s: float = 0.0
-    """Age and CPU time that it gained between looks between which it may both have slept and waited."""
-    mixed_ran_s: float = 0.0
-    mixed_waited_s: float = 0.0
-    looks: int = 0
-    looks_ready: int = 0
+    mixed_cpu_s: float = 0.0
+    mixed_delay_s: float = 0.0
+    samples: int = 0
+    samples_runnable: int = 0
 
 
-class _Waits:
-    """How long threads have waited for a core, estimated where the kernel does not count it (`counts_waits`).
+class _RunDelayEstimator:
+    """Estimates run delay where the kernel does not count it (`counts_run_delay`).
 
-    Of the time between two looks that is not CPU time, a thread that was ready in both and has not slept in between has
-    waited all, and one that slept through has waited none. Otherwise it was ready for that part of the time in which
-    looks, which come at random moments, found it ready.
+        between two samples the thread               estimated run delay
+        was runnable in both, no voluntary switch    the interval minus CPU time
+        slept in both, no voluntary switch           0
+        otherwise                                    such intervals times the share of samples in which it was
+                                                     runnable, minus their CPU time
+
+    Samples come at random moments, so a share of the samples is a share of the time.
     """
 
     def __init__(self) -> None:
-        self._threads: dict[int, _Estimate] = {}
-        self._before: dict[int, _Estimate] = {}
+        self._threads: dict[int, _ThreadEstimate] = {}
+        self._before: dict[int, _ThreadEstimate] = {}
 
-    def begin(self) -> None:
-        """Before each look: threads that were not in the last one are forgotten."""
+    def start_sample(self) -> None:
+        """Forget the threads that were not in the last sample."""
         self._before, self._threads = self._threads, {}
 
-    def thread(self, tid: int, fields: list[bytes], ran_s: float | None, sleeps: int, is_ready: bool) -> Thread:
-        """`ran_s` is its CPU time, if that is known better than in ticks."""
-        ran_s = _seconds(fields[_TIME]) if ran_s is None else ran_s
-        one = self._threads[tid] = self._before.get(tid) or _Estimate()
-        age_s = _age_s(fields)
-        span_s, span_ran_s = age_s - one.age_s, ran_s - one.ran_s
-        one.looks += 1
-        one.looks_ready += is_ready
-        if is_ready is not one.was_ready or sleeps != one.sleeps:
-            one.mixed_s += span_s
-            one.mixed_ran_s += span_ran_s
-            likely_s = one.mixed_s * one.looks_ready / one.looks - one.mixed_ran_s
-            waited_s = min(max(likely_s - one.mixed_waited_s, 0.0), max(span_s - span_ran_s, 0.0))
-            one.mixed_waited_s += waited_s
-            one.waited_s += waited_s
-        elif is_ready:
-            one.waited_s += max(span_s - span_ran_s, 0.0)
-        one.age_s, one.ran_s, one.sleeps, one.was_ready = age_s, ran_s, sleeps, is_ready
-        return Thread(ran_s, one.waited_s, 0, sleeps, is_ready, is_estimate=True)
+    def estimate(
+        self, tid: int, stat: list[bytes], cpu_s: float | None, voluntary_switches: int, is_runnable: bool
+    ) -> ThreadSample:
+        """Return the sample of a thread. `cpu_s` is its CPU time if known more exactly than in clock ticks."""
+        cpu_s = _seconds(stat[_STAT_CPU]) if cpu_s is None else cpu_s
+        thread = self._threads[tid] = self._before.get(tid) or _ThreadEstimate()
+        age_s = _age_s(stat)
+        span_s, span_cpu_s = age_s - thread.age_s, cpu_s - thread.cpu_s
+        thread.samples += 1
+        thread.samples_runnable += is_runnable
+        if is_runnable is not thread.was_runnable or voluntary_switches != thread.voluntary_switches:
+            thread.mixed_s += span_s
+            thread.mixed_cpu_s += span_cpu_s
+            likely_s = thread.mixed_s * thread.samples_runnable / thread.samples - thread.mixed_cpu_s
+            delay_s = min(max(likely_s - thread.mixed_delay_s, 0.0), max(span_s - span_cpu_s, 0.0))
+            thread.mixed_delay_s += delay_s
+            thread.run_delay_s += delay_s
+        elif is_runnable:
+            thread.run_delay_s += max(span_s - span_cpu_s, 0.0)
+        thread.age_s, thread.cpu_s = age_s, cpu_s
+        thread.voluntary_switches, thread.was_runnable = voluntary_switches, is_runnable
+        return ThreadSample(cpu_s, thread.run_delay_s, 0, voluntary_switches, is_runnable, is_estimate=True)
 
 
-class Eagerness:
-    """Whether threads of calls can be made less eager for a core, and eager again. Either both or none."""
+class CpuPriority:
+    """Demotes and promotes the threads of calls, if this process may do both; otherwise it does neither."""
 
     def __init__(self) -> None:
         self.can_change = can_restore_priority()
         if not self.can_change:
-            log.info("no right to set priorities (CAP_SYS_NICE): long calls take cores as short ones do")
+            log.info("no CAP_SYS_NICE in the initial user namespace: long calls keep normal priority")
 
-    def set(self, tree: CallTree, group: IdleCgroup | None = None, *, is_idle: bool) -> None:
-        """All that the last look at it found. Idempotent."""
+    def apply(self, tree: ProcessTree, idle_cgroup: IdleCgroup | None = None, *, is_demoted: bool) -> None:
+        """Set the priority of all threads in the last sample of `tree`. Idempotent."""
         if not self.can_change:
             return
         try:
-            tree.set_policy(os.SCHED_IDLE if is_idle else os.SCHED_OTHER)
-            if group is not None:
-                tree.move(group, inside=is_idle)
-        except OSError as why:
+            tree.set_policy(os.SCHED_IDLE if is_demoted else os.SCHED_OTHER)
+            if idle_cgroup is not None:
+                tree.move_to_idle_cgroup(idle_cgroup, inside=is_demoted)
+        except OSError as error:
             self.can_change = False
-            log.warning("long calls take cores as short ones do: %s", why)
+            log.warning("cannot change scheduling policy, long calls keep normal priority: %s", error)
 
 
-def _threads(pid: int) -> list[int]:
+def _thread_ids(pid: int) -> list[int]:
     try:
         return [*map(int, os.listdir(f"/proc/{pid}/task"))]
     except OSError:
         return []
 
 
-def _slept(path: str) -> int:
-    """How often a thread has let go of a core by itself; 0 where the kernel does not count it."""
-    return int((_read(f"{path}/status").partition(_SLEEPS)[2].split(None, 1) or (0,))[0])
+def _read_voluntary_switches(path: str) -> int:
+    """Return how often a thread has given up its core by itself; 0 where the kernel does not count it."""
+    return int((_read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1) or (0,))[0])
 
 
-def _ran_s(pid: int, fields: list[bytes]) -> float:
-    """CPU time of a process, of its ended threads too, to the nanosecond where the kernel has a clock for it
-    (clock_getcpuclockid(3)), else in ticks."""
+def _process_cpu_s(pid: int, stat: list[bytes]) -> float:
+    """Return the CPU time of a process, ended threads included: in nanoseconds if the kernel has a clock for it
+    (clock_getcpuclockid(3)), else in clock ticks."""
     try:
         return time.clock_gettime(~pid << 3 | 2)
     except OSError:
-        return _seconds(fields[_TIME])
+        return _seconds(stat[_STAT_CPU])
 
 
-def _age_s(fields: list[bytes]) -> float:
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_STARTED]) / _TICKS_PER_S)
+def _age_s(stat: list[bytes]) -> float:
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[_STAT_START]) / _TICKS_PER_S)
 
 
 def _seconds(ticks: list[bytes]) -> float:
     return sum(map(int, ticks)) / _TICKS_PER_S
 
 
-def _stat(path: str) -> list[bytes]:
+def _read_stat(path: str) -> list[bytes]:
+    """Return the fields after the name, which may itself contain spaces and parentheses."""
     return _read(path).rpartition(b")")[2].split()
 
 

@@ -1,16 +1,22 @@
-"""Which zygote a call is forked from, read off the text of its imports.
+"""Chooses the zygote profile for a call from the import statements in its code.
 
-A glance, not a parser: a wrong guess costs an import in the call, never a wrong answer.
+The code is scanned with a regular expression, not parsed. A wrong guess costs an import inside the call and never
+changes its result.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 
 from sandbox.types import Profile
 
+PROFILE_CHAIN = (Profile.BARE, Profile.NUMERIC, Profile.SYMBOLIC, Profile.SCIENTIFIC)
+"""Profiles from the smallest to the largest. Each contains the modules of those before it."""
+MAX_SCANNED_CHARS = 1 << 16
+"""Characters of the code that are scanned. Scanning millions would delay all other calls."""
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([^\n#;]+))", re.MULTILINE)
-_NEEDS = {
+_PROFILE_OF_MODULE = {
     "numpy": Profile.NUMERIC,
     "sympy": Profile.SYMBOLIC,
     "mpmath": Profile.SYMBOLIC,
@@ -18,28 +24,23 @@ _NEEDS = {
     "networkx": Profile.SCIENTIFIC,
     "pandas": Profile.SCIENTIFIC,
 }
-ORDER = (Profile.BARE, Profile.NUMERIC, Profile.SYMBOLIC, Profile.SCIENTIFIC)
-"""From the leanest to the richest; each holds what those before it hold."""
 
 
-GLANCE = 1 << 16
-"""Characters that are looked at. Code of millions would hold up all other calls."""
-
-
-def imported(code: str) -> set[str]:
-    """The top-level names of the modules that the code seems to import."""
-    if "import" not in code[:GLANCE]:
-        return set()
+def imported_modules(code: str) -> frozenset[str]:
+    """Return the top-level names of the modules that the code appears to import."""
+    start = code[:MAX_SCANNED_CHARS]
+    if "import" not in start:
+        return frozenset()
     names: set[str] = set()
-    for origin, listed in _IMPORT.findall(code[:GLANCE]):
-        if origin:
-            names.add(origin.partition(".")[0])
+    for package, module_list in _IMPORT.findall(start):
+        if package:
+            names.add(package.partition(".")[0])
         else:
-            names.update(part.split()[0].partition(".")[0] for part in listed.split(",") if part.strip())
-    return names
+            names.update(part.split()[0].partition(".")[0] for part in module_list.split(",") if part.strip())
+    return frozenset(names)
 
 
-def choose(names: set[str]) -> Profile:
-    """The leanest profile that has everything it could have."""
-    needed = [_NEEDS[name] for name in names if name in _NEEDS]
-    return max(needed, key=ORDER.index, default=Profile.BARE)
+def smallest_profile(modules: Set[str]) -> Profile:
+    """Return the smallest profile that contains all of `modules` that any profile contains."""
+    needed = [_PROFILE_OF_MODULE[name] for name in modules if name in _PROFILE_OF_MODULE]
+    return max(needed, key=PROFILE_CHAIN.index, default=Profile.BARE)

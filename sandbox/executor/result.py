@@ -1,7 +1,13 @@
-"""From how a call's process ended to its `Result`, as the mapping that goes over the wire.
+"""Builds the result of a call from the end of its process.
 
-The verdict rests on what the kernel says (exit status, signal, length of the output) and on what we did (time-out). The
-report, written by the call's own process, adds words: the value and the error. It is hostile and parsed as such.
+    source                                         trusted   decides
+    exit status, signal, length of the output      yes       status
+    usage that the call's cgroup has counted       yes       status (memory), usage
+    time-out noticed by the executor               yes       status
+    report, written by the call's own process      no        value, error text, `MemoryError`
+    returned files, written by the same process    no        files
+
+The report may contain anything, so it is parsed like any untrusted input.
 """
 
 from __future__ import annotations
@@ -9,33 +15,32 @@ from __future__ import annotations
 import signal
 import struct
 from dataclasses import dataclass
-from typing import Any
 
-from sandbox.executor.zygote_frames import number
+from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.jail import CgroupUsage
 from sandbox.types import EncodedError, EncodedResult, Status
 
 _REPORT = struct.Struct("<6i")
+"""Lengths of value, error type, message and traceback (-1: absent), line number, flags. The texts follow."""
 _FILE = struct.Struct("<IQ")
-_VALUE_CUT, _TRACEBACK_CUT, _FILES_CUT, _OUT_OF_MEMORY = 1, 2, 4, 8
-
-WireResult = EncodedResult
+"""Index into `return_files` and length of a returned file. Its content follows."""
+_VALUE_TRUNCATED, _TRACEBACK_TRUNCATED, _FILES_TRUNCATED, _OUT_OF_MEMORY = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the runner says of the run; all empty when it did not get to say anything."""
+    """The report of the runner (`guest/runner.py`); empty if the process ended before it wrote one."""
 
     value: str | None = None
-    error: tuple[str, str, str, int | None] | None = None
-    bits: int = 0
+    error: EncodedError | None = None
+    flags: int = 0
 
     @classmethod
     def parse(cls, data: bytes) -> Report:
-        """Never raises: bytes that are no report are no report."""
+        """Return the report, or an empty one if `data` is not a valid report. Never raises."""
         if len(data) < _REPORT.size:
             return cls()
-        *sizes, line, bits = _REPORT.unpack_from(data)
+        *sizes, line, flags = _REPORT.unpack_from(data)
         texts, start = [], _REPORT.size
         for size in sizes:
             end = start + max(size, 0)
@@ -43,112 +48,117 @@ class Report:
             start = end
         if start != len(data):
             return cls()
-        value, kind, message, trace = texts
-        error = (kind, message, trace, line if line > 0 else None) if sizes[1] >= 0 else None
-        return cls(value if sizes[0] >= 0 else None, error, bits)
+        value, error_type, message, traceback = texts
+        error = _error_fields(error_type, message, traceback, line if line > 0 else None) if sizes[1] >= 0 else None
+        return cls(value if sizes[0] >= 0 else None, error, flags)
 
 
-def judge(
-    done: dict[str, Any],
+def build_result(
+    ended: Header,
     blobs: list[bytes],
     *,
     call_id: str,
     attempts: int,
-    asked_files: list[str],
+    return_files: list[str],
     timeout_s: float,
-    late: bool,
-    spent: CgroupUsage | None = None,
-) -> WireResult:
-    """The result of a call whose process has ended; `late` if it used up its time, `spent` what the kernel counted of
-    all its processes, if it did. Raises `ProtocolError`."""
-    stdout, stderr, report_bytes, files = (*blobs, b"", b"", b"", b"")[:4]
+    timed_out: bool,
+    usage: CgroupUsage | None = None,
+) -> EncodedResult:
+    """Build the result of a call from the `ended` frame of its zygote and the frame's blobs (stdout, stderr, report,
+    returned files).
+
+    `timed_out`: the call has used up its time, whether the executor killed it or it ended just before. `usage`: what
+    the call's cgroup has counted; None without a cgroup. Raises `ProtocolError`.
+    """
+    stdout, stderr, report_bytes, file_bytes = (*blobs, b"", b"", b"", b"")[:4]
     report = Report.parse(report_bytes)
-    code = None if done.get("exit_code") is None else int(number(done, "exit_code"))
-    ended_by = None if done.get("signal") is None else int(number(done, "signal"))
-    if late:  # also one that ended just before we came to end it
-        code, ended_by = None, int(signal.SIGKILL)
-    out_cut, err_cut = done.get("stdout_truncated") is True, done.get("stderr_truncated") is True
-    was_oom = ended_by == signal.SIGKILL and spent is not None and spent.hit_own_limit
-    status = _status(code, late, out_cut or err_cut, was_oom, report)
-    cuts = {
-        "stdout": out_cut,
-        "stderr": err_cut,
-        "value": report.bits & _VALUE_CUT,
-        "traceback": report.bits & _TRACEBACK_CUT,
-        "files": report.bits & _FILES_CUT,
+    exit_code = None if ended.get("exit_code") is None else int(get_number(ended, "exit_code"))
+    term_signal = None if ended.get("signal") is None else int(get_number(ended, "signal"))
+    if timed_out:
+        exit_code, term_signal = None, int(signal.SIGKILL)
+    stdout_truncated, stderr_truncated = ended.get("stdout_truncated") is True, ended.get("stderr_truncated") is True
+    output_exceeded = stdout_truncated or stderr_truncated
+    was_oom_killed = term_signal == signal.SIGKILL and usage is not None and usage.hit_own_limit
+    status = _status(exit_code, report, timed_out=timed_out, output_exceeded=output_exceeded, oom_killed=was_oom_killed)
+    truncated = {
+        "stdout": stdout_truncated,
+        "stderr": stderr_truncated,
+        "value": report.flags & _VALUE_TRUNCATED,
+        "traceback": report.flags & _TRACEBACK_TRUNCATED,
+        "files": report.flags & _FILES_TRUNCATED,
     }
-    returned = _files(files, asked_files) if files else {}
+    files = _parse_files(file_bytes, return_files) if file_bytes else {}
     return {
         "id": call_id,
         "status": status.value,
         "stdout": stdout.decode("utf-8", "replace"),
         "stderr": stderr.decode("utf-8", "replace"),
         "value": report.value if status is Status.OK else None,
-        "error": _error(status, code, ended_by, report, timeout_s),
-        "exit_code": code,
-        "signal": ended_by,
-        "truncated": [name for name, cut in cuts.items() if cut],
-        "files": returned,
+        "error": _error(status, exit_code, term_signal, report, timeout_s),
+        "exit_code": exit_code,
+        "signal": term_signal,
+        "truncated": [name for name, is_truncated in truncated.items() if is_truncated],
+        "files": files,
         "usage": {
             "queue_ms": 0.0,
-            "run_ms": number(done, "wall_ms"),
-            "cpu_ms": cpu_ms(done, spent),
-            "peak_memory_mb": round(_peak_bytes(done, spent) / (1 << 20), 1),
+            "run_ms": get_number(ended, "wall_ms"),
+            "cpu_ms": total_cpu_ms(ended, usage),
+            "peak_memory_mb": round(_peak_bytes(ended, usage) / (1 << 20), 1),
         },
         "attempts": attempts,
         "clamped": {},
-        "missing_files": [path for path in dict.fromkeys(asked_files) if path not in returned],
+        "missing_files": [path for path in dict.fromkeys(return_files) if path not in files],
     }
 
 
-def cpu_ms(done: dict[str, Any], spent: CgroupUsage | None) -> float:
-    """Of all its processes, or where nobody counted those, of the first and what it waited for. Raises
-    `ProtocolError`."""
-    first = number(done, "cpu_ms")
-    return first if spent is None or spent.cpu_ms is None else round(spent.cpu_ms, 3)
+def total_cpu_ms(ended: Header, usage: CgroupUsage | None) -> float:
+    """Return the CPU milliseconds of all processes of a call; without a cgroup, of its first process and the children
+    that this has waited for. Raises `ProtocolError`."""
+    reported_ms = get_number(ended, "cpu_ms")
+    return reported_ms if usage is None or usage.cpu_ms is None else round(usage.cpu_ms, 3)
 
 
-def _peak_bytes(done: dict[str, Any], spent: CgroupUsage | None) -> float:
-    """What it added to the memory that it inherits from the zygote: all its processes and files together; without a
-    control group the largest of its processes, where neither files nor copies of inherited pages count."""
-    largest = number(done, "peak_kb") * 1024
-    return largest if spent is None or spent.peak_bytes is None else max(0, spent.peak_bytes)
+def _peak_bytes(ended: Header, usage: CgroupUsage | None) -> float:
+    """Return the memory that the call has added to what it inherited: by all its processes and files; without a
+    cgroup, by its largest process, not counting files and copies of inherited pages."""
+    reported_bytes = get_number(ended, "peak_kb") * 1024
+    return reported_bytes if usage is None or usage.peak_bytes is None else max(0, usage.peak_bytes)
 
 
-def _status(code: int | None, late: bool, flooded: bool, was_oom: bool, report: Report) -> Status:
-    if flooded:  # before the time-out: how far a flood got in its time depends on the load, that it flooded does not
+def _status(
+    exit_code: int | None, report: Report, *, timed_out: bool, output_exceeded: bool, oom_killed: bool
+) -> Status:
+    if output_exceeded:  # before the time-out: whether a call that prints for ever is killed first depends on the load
         return Status.OUTPUT_LIMIT
-    if late:
+    if timed_out:
         return Status.TIMEOUT
-    if code is None:
-        return Status.MEMORY_LIMIT if was_oom else Status.KILLED
-    if code == 0:
+    if exit_code is None:
+        return Status.MEMORY_LIMIT if oom_killed else Status.KILLED
+    if exit_code == 0:
         return Status.OK
-    return Status.MEMORY_LIMIT if report.bits & _OUT_OF_MEMORY else Status.ERROR
+    return Status.MEMORY_LIMIT if report.flags & _OUT_OF_MEMORY else Status.ERROR
 
 
 def _error(
-    status: Status, code: int | None, ended_by: int | None, report: Report, timeout_s: float
+    status: Status, exit_code: int | None, term_signal: int | None, report: Report, timeout_s: float
 ) -> EncodedError | None:
-    if status is Status.OK:
-        return None
-    if status is Status.TIMEOUT:
-        return _words("Timeout", f"used up its {timeout_s:g} s")
-    if status is Status.OUTPUT_LIMIT:
-        return _words("OutputLimit", "wrote more than it may; what fitted is here")
-    if status is Status.KILLED:
-        name = _signal_name(ended_by)
-        return _words(name, f"killed by signal {ended_by} ({name})")
-    if status is Status.MEMORY_LIMIT and code is None:
-        return _words("MemoryLimit", "its processes together used up memory_mb")
-    if report.error is None:
-        return _words("SystemExit", str(code))
-    kind, message, trace, line = report.error
-    return {"type": kind, "message": message, "traceback": trace, "line": line}
+    match status:
+        case Status.OK:
+            return None
+        case Status.TIMEOUT:
+            return _error_fields("Timeout", f"used up its {timeout_s:g} s")
+        case Status.OUTPUT_LIMIT:
+            return _error_fields("OutputLimit", "wrote more than output_kb; the result contains the beginning")
+        case Status.KILLED:
+            name = _signal_name(term_signal)
+            return _error_fields(name, f"killed by signal {term_signal} ({name})")
+    if status is Status.MEMORY_LIMIT and exit_code is None:
+        return _error_fields("MemoryLimit", "its processes together used up memory_mb")
+    return report.error or _error_fields("SystemExit", str(exit_code))
 
 
-def _words(kind: str, message: str) -> EncodedError:
-    return {"type": kind, "message": message, "traceback": "", "line": None}
+def _error_fields(error_type: str, message: str, traceback: str = "", line: int | None = None) -> EncodedError:
+    return {"type": error_type, "message": message, "traceback": traceback, "line": line}
 
 
 def _signal_name(number: int | None) -> str:
@@ -158,14 +168,14 @@ def _signal_name(number: int | None) -> str:
         return f"SIG{number}"
 
 
-def _files(data: bytes, asked: list[str]) -> dict[str, bytes]:
-    """The returned files that were asked for; a stream that makes no sense ends where it stops making any."""
+def _parse_files(data: bytes, return_files: list[str]) -> dict[str, bytes]:
+    """Return the files in `data` by path, up to the first entry that is invalid."""
     files, start = {}, 0
     while len(data) - start >= _FILE.size:
         index, size = _FILE.unpack_from(data, start)
         start += _FILE.size
-        if index >= len(asked) or size > len(data) - start:
+        if index >= len(return_files) or size > len(data) - start:
             break
-        files[asked[index]] = data[start : start + size]
+        files[return_files[index]] = data[start : start + size]
         start += size
     return files

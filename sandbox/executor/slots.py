@@ -1,13 +1,19 @@
-"""The slots of one family: which are free, and what the kernel says of the calls in them.
+"""The slots of one zygote pool: which are free, which are long, and the cgroup of each.
+
+    free --acquire--> short --try_mark_long--> long
+      ^                 |                        |
+      |                 +------- release --------+
+      |                             |
+      +---- cgroup is empty --------+---- otherwise: parked, until `release_when_empty` has waited for it
 
 Invariants:
-- A slot (a number, a uid inside, and where the machine grants it a control group) belongs to one call at a time.
-- There are as many as there are places, short and long ones. A call begins in a short place; the slot of one that moves
-  to a long place stays the same, so moving it is counting.
-- It is free only when the kernel counts no process in its group any more. Until then it is parked, and looked at again
-  ever less often; a process that is still there after a while is killed.
-- The mount namespace of a long call outlives it, and is ended here. Who ends one holds a lock that all the machine
-  shares (synchronize_rcu_expedited). Did those who give way to all others, whoever ends would wait for them.
+- A slot (a number, a uid in the jail and, where available, a cgroup) is used by at most one call at a time.
+- There are as many slots as the two quotas allow together, so moving a call to the long quota changes a count, not
+  its slot.
+- A slot is free only once the kernel counts no process in its cgroup. Processes that stay in it are killed.
+- The executor keeps a descriptor of a long call's mount namespace and closes it after the call. Freeing a mount
+  namespace waits in synchronize_rcu_expedited, which the kernel runs for one caller at a time; done by a process at
+  SCHED_IDLE it would block every other call that exits.
 """
 
 from __future__ import annotations
@@ -21,101 +27,105 @@ from sandbox.jail import CgroupTree, CgroupUsage, IdleCgroup, SlotCgroup
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.001, 1.0
+MIN_POLL_INTERVAL_S, MAX_POLL_INTERVAL_S = 0.001, 1.0
+"""Seconds between two checks whether a parked slot's cgroup is empty. The interval doubles with each check."""
 KILL_AFTER_S = 0.25
+"""Seconds that a slot is parked before the processes left in it are killed."""
 
 
 class Slots:
-    """`free` are those that may be taken from its end, while there is `room`; each comes back by `give_back`."""
+    """A call may `acquire` a slot while `free_short` and `free` allow it; `release` gives the slot back."""
 
     def __init__(self, short: int, long: int = 0) -> None:
         self.count = short + long
         self.free = list(range(self.count - 1, -1, -1))
         self.long: set[int] = set()
-        """Those of calls in long places."""
-        self._most_long = long
-        self._tree: CgroupTree | None = None
-        self._namespaces: dict[int, int] = {}  # of mounts, by slot
-
-    def equip(self, tree: CgroupTree) -> None:
-        """With a group for each."""
-        self._tree = tree
+        """Slots that count against the long quota."""
+        self._max_long = long
+        self.cgroups: CgroupTree | None = None
+        """One cgroup per slot, if the machine grants any."""
+        self._mount_namespace_fds: dict[int, int] = {}
 
     @property
-    def idle(self) -> IdleCgroup | None:
-        """The group for what shall give way."""
-        return self._tree.idle if self._tree else None
+    def idle_cgroup(self) -> IdleCgroup | None:
+        """The cgroup for demoted threads."""
+        return self.cgroups.idle if self.cgroups else None
 
     @property
-    def room(self) -> int:
-        """Short places that nobody has."""
-        return len(self.free) - (self._most_long - len(self.long))
+    def free_short(self) -> int:
+        """Unused slots of the short quota."""
+        return len(self.free) - (self._max_long - len(self.long))
 
     @property
-    def taken(self) -> int:
+    def used(self) -> int:
+        """Slots in use, parked ones included."""
         return self.count - len(self.free)
 
-    def lengthen(self, number: int) -> bool:
-        """Move a call to a long place, if there is one."""
-        if len(self.long) >= self._most_long:
+    def acquire(self) -> int:
+        """Take a free slot; it counts against the short quota."""
+        return self.free.pop()
+
+    def try_mark_long(self, slot: int) -> bool:
+        """Count a slot against the long quota; return False if that is used up."""
+        if len(self.long) >= self._max_long:
             return False
-        self.long.add(number)
+        self.long.add(slot)
         return True
 
-    def outlive(self, number: int, pid: int) -> None:
-        """Have the mount namespace of a call end with its slot, not with its last process, if it has one of its own."""
+    def hold_mount_namespace(self, slot: int, pid: int) -> None:
+        """Keep the mount namespace of a process until its slot is released, unless it is the executor's own."""
         try:
-            ours = os.stat("/proc/self/ns/mnt")
+            own = os.stat("/proc/self/ns/mnt")
             fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
-        except OSError as why:  # it is gone, or we have no right to
-            log.debug("slot %d: its namespace ends with its call: %s", number, why)
+        except OSError as error:  # the process has ended, or this process has no right to open it
+            log.debug("slot %d: cannot hold the mount namespace: %s", slot, error)
             return
-        if number in self._namespaces or os.path.samestat(os.fstat(fd), ours):
+        if slot in self._mount_namespace_fds or os.path.samestat(os.fstat(fd), own):
             os.close(fd)
         else:
-            self._namespaces[number] = fd
+            self._mount_namespace_fds[slot] = fd
 
-    def group(self, number: int) -> SlotCgroup | None:
-        """What counts the call in a slot, if anything does."""
-        return self._tree.cgroup(number) if self._tree else None
+    def cgroup(self, slot: int) -> SlotCgroup | None:
+        """Return the slot's cgroup; None if the machine grants none. Raises `OSError` if it cannot be created."""
+        return self.cgroups.cgroup(slot) if self.cgroups else None
 
-    def begin(self, number: int, memory: int, processes: int) -> None:
-        """Bound the next call in a slot. Raises `OSError`; then the slot is not to be used now."""
-        if self._tree:
-            self._tree.cgroup(number).set_limits(memory, processes)
+    def set_limits(self, slot: int, memory_bytes: int, tasks: int) -> None:
+        """Limit the next call in the slot. Raises `OSError`; then the slot has to be parked."""
+        if self.cgroups:
+            self.cgroups.cgroup(slot).set_limits(memory_bytes, tasks)
 
-    def end(self, number: int) -> CgroupUsage | None:
-        """What the call used, if its slot has a group. Before `give_back`."""
-        return self._tree.cgroup(number).read_usage() if self._tree else None
+    def read_usage(self, slot: int) -> CgroupUsage | None:
+        """Return what the call in the slot has used, before `release`. None without a cgroup."""
+        return self.cgroups.cgroup(slot).read_usage() if self.cgroups else None
 
-    def give_back(self, number: int) -> bool:
-        """Whether the slot is free now; if not, `settle` it."""
-        if number in self._namespaces or (self._tree and not self._tree.cgroup(number).is_empty):
+    def release(self, slot: int) -> bool:
+        """Free a slot; return False if it has to wait for that (`release_when_empty`)."""
+        if slot in self._mount_namespace_fds or (self.cgroups and not self.cgroups.cgroup(slot).is_empty):
             return False
-        self._free(number)
+        self._mark_free(slot)
         return True
 
-    async def settle(self, number: int) -> None:
-        """Wait until the group is empty, and the slot free."""
-        pause, waited = FIRST_LOOK_S, 0.0
-        while self._tree:
-            await trio.sleep(pause)
-            waited += pause
-            pause = min(2 * pause, LONGEST_LOOK_S)
+    async def release_when_empty(self, slot: int) -> None:
+        """Wait until the slot's cgroup is empty, close the mount namespace, and free the slot."""
+        interval_s, waited_s = MIN_POLL_INTERVAL_S, 0.0
+        while self.cgroups:
+            await trio.sleep(interval_s)
+            waited_s += interval_s
+            interval_s = min(2 * interval_s, MAX_POLL_INTERVAL_S)
             try:
-                group = self._tree.cgroup(number)
-            except OSError as why:
-                log.warning("slot %d has no group yet: %s", number, why)
+                cgroup = self.cgroups.cgroup(slot)
+            except OSError as error:
+                log.warning("slot %d: cgroup not available yet: %s", slot, error)
                 continue
-            if group.is_empty:
+            if cgroup.is_empty:
                 break
-            if waited > KILL_AFTER_S:
-                log.warning("slot %d still has processes %.1f s after its call; they are killed", number, waited)
-                group.kill()
-        if (namespace := self._namespaces.pop(number, None)) is not None:
-            await trio.to_thread.run_sync(os.close, namespace)
-        self._free(number)
+            if waited_s > KILL_AFTER_S:
+                log.warning("slot %d: processes left %.1f s after the call; killing them", slot, waited_s)
+                cgroup.kill()
+        if (fd := self._mount_namespace_fds.pop(slot, None)) is not None:
+            await trio.to_thread.run_sync(os.close, fd)
+        self._mark_free(slot)
 
-    def _free(self, number: int) -> None:
-        self.long.discard(number)
-        self.free.append(number)
+    def _mark_free(self, slot: int) -> None:
+        self.long.discard(slot)
+        self.free.append(slot)

@@ -1,7 +1,7 @@
-"""A non-blocking Unix stream socket under Trio: reads with their ancillary data, writes that never wait.
+"""A non-blocking Unix stream socket under Trio that also carries file descriptors.
 
-`write` sends at once what the socket takes and keeps the rest, in order, for `flush_forever`; so whoever writes needs
-no task and cannot be cancelled half-way through a frame.
+`write` never waits: it sends what the socket accepts at once and keeps the rest, in order, for the task that runs
+`flush_forever`. So a frame is never cut in half by a cancelled writer.
 """
 
 from __future__ import annotations
@@ -15,37 +15,42 @@ import trio
 
 from sandbox.errors import ProtocolError
 
-_CHUNK = 1 << 18
 MAX_FDS = 16
-"""Descriptors that came and were not yet taken from `fds`; a peer that sends more is none of ours."""
-_FDS_ROOM = socket.CMSG_SPACE(MAX_FDS * 4) + socket.CMSG_SPACE(12)
+"""Largest number of received descriptors that may wait in `received_fds`. More is a protocol error."""
+_CHUNK_BYTES = 1 << 18
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4) + socket.CMSG_SPACE(12)
 
 
-class Link:
-    """One end of a socket pair. `close` is idempotent; reading or writing a closed or broken link ends it."""
+class UnixStream:
+    """One end of a socket pair. Any socket error closes it; `read` then returns b"" and `write` does nothing."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self.fds: list[int] = []
+        self.received_fds: list[int] = []
+        """Descriptors in the order of arrival. The code that removes one closes it; `close` closes the rest."""
         self.peer_pid = self.peer_uid = 0
         self.is_open = True
-        self._backlog: deque[tuple[memoryview, int | None]] = deque()  # with what is attached to the first byte
-        self._more = trio.Event()
+        self._backlog: deque[tuple[memoryview, int | None]] = deque()
+        """Unsent bytes, each with the descriptor to attach to its first byte."""
+        self._has_backlog = trio.Event()
         self._flushed = trio.Event()
 
-    def want_credentials(self) -> None:
-        """Have the kernel say who writes: `peer_pid` and `peer_uid` of what was last read, as seen from here."""
+    def enable_credentials(self) -> None:
+        """Have the kernel attach the sender's pid and uid, as this process sees them, to all that is read from now
+        on. They are kept in `peer_pid` and `peer_uid`."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     async def read(self) -> bytes:
-        """Wait for bytes; b"" when the peer is gone. Descriptors that came along are appended to `fds`.
+        """Wait for bytes and return them; return b"" when the stream has ended.
 
-        Raises `ProtocolError` when there are too many of those.
+        Raises `ProtocolError` if more than `MAX_FDS` descriptors wait in `received_fds`.
         """
         while self.is_open:
             try:
-                data, ancillary, _flags, _address = self.sock.recvmsg(_CHUNK, _FDS_ROOM, socket.MSG_CMSG_CLOEXEC)
+                data, ancillary, _flags, _address = self.sock.recvmsg(
+                    _CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 try:
                     await trio.lowlevel.wait_readable(self.sock)
@@ -55,38 +60,38 @@ class Link:
             except OSError:
                 break
             if ancillary:
-                self._take(ancillary)
+                self._read_ancillary(ancillary)
             return data
         return b""
 
-    def _take(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def _read_ancillary(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self.fds += fds
+                self.received_fds += fds
             elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 self.peer_pid, self.peer_uid = array.array("i", data[:8])
-        if len(self.fds) > MAX_FDS:
-            raise ProtocolError(f"{len(self.fds)} descriptors came, expected one for each lasting call")
+        if len(self.received_fds) > MAX_FDS:
+            raise ProtocolError(f"a peer sent {len(self.received_fds)} unexpected descriptors")
 
     def write(self, data: bytes, fd: int | None = None) -> None:
-        """Send now or keep for later, with a copy of `fd` attached. A link that breaks is closed; its reader sees."""
+        """Send `data` now or keep it for `flush_forever`, with a copy of the descriptor `fd` attached."""
         if not self.is_open:
             return
-        left = memoryview(data)
+        rest = memoryview(data)
         if not self._backlog:
-            left = self._send(left, fd)
-            if not left:
+            rest = self._send(rest, fd)
+            if not rest:
                 return
-            if len(left) < len(data):
-                fd = None  # it went with the first byte
+            if len(rest) < len(data):
+                fd = None  # the descriptor went with the first byte
             self._flushed = trio.Event()
-        self._backlog.append((left, None if fd is None else os.dup(fd)))
-        self._more.set()
+        self._backlog.append((rest, None if fd is None else os.dup(fd)))
+        self._has_backlog.set()
 
     def _send(self, data: memoryview, fd: int | None) -> memoryview:
-        """What the socket does not take of it now; nothing is left of what goes to a broken link."""
+        """Send as much as the socket accepts and return the rest. On an error, close the stream and return nothing."""
         try:
             return data[self.sock.send(data) if fd is None else socket.send_fds(self.sock, [data], [fd]) :]
         except BlockingIOError:
@@ -96,16 +101,16 @@ class Link:
             return data[:0]
 
     async def flush_forever(self) -> None:
-        """Send what `write` kept, until cancelled or closed."""
+        """Send what `write` has kept, until cancelled or closed."""
         while self.is_open:
-            await self._more.wait()
-            self._more = trio.Event()
+            await self._has_backlog.wait()
+            self._has_backlog = trio.Event()
             while self._backlog:
                 data, fd = self._backlog[0]
-                left = self._send(data, fd)
+                rest = self._send(data, fd)
                 if not self.is_open:
                     return
-                if len(left) == len(data):
+                if len(rest) == len(data):
                     try:
                         await trio.lowlevel.wait_writable(self.sock)
                     except trio.ClosedResourceError:
@@ -113,24 +118,25 @@ class Link:
                     continue
                 if fd is not None:
                     os.close(fd)
-                self._backlog[0] = (left, None)
-                if not left:
+                self._backlog[0] = (rest, None)
+                if not rest:
                     self._backlog.popleft()
             self._flushed.set()
 
     async def flushed(self) -> None:
-        """Wait until all that was written is sent, or the link is closed."""
+        """Wait until everything written is sent, or the stream is closed."""
         if self._backlog:
             await self._flushed.wait()
 
     def close(self) -> None:
+        """Close the socket and all descriptors that it still holds. Idempotent."""
         if self.is_open:
             self.is_open = False
-            self._more.set()
+            self._has_backlog.set()
             self._flushed.set()
             trio.lowlevel.notify_closing(self.sock)
             self.sock.close()
-            for fd in (*self.fds, *(fd for _, fd in self._backlog if fd is not None)):
+            for fd in (*self.received_fds, *(fd for _, fd in self._backlog if fd is not None)):
                 os.close(fd)
-            self.fds.clear()
+            self.received_fds.clear()
             self._backlog.clear()

@@ -1,19 +1,21 @@
-"""A call's own clock: the time its processes would have taken, by now, on a machine that had nothing else to do.
+"""The virtual clock of a call: the time that its processes would have taken on an idle machine.
 
-Pure: `OwnClock` is told at random moments what the kernel counts of each thread (`tree`), and says what that comes to.
-Asleep or running, the time of a call is its own; while it waits for a core that others have, it is not.
+Virtual time is wall time minus run delay (waiting for a core); sleep counts. Pure: the caller samples the processes at
+random moments (`process_tree`) and passes the samples to `VirtualClock.advance`.
 
-- One thread at a time is active (a plain call, a child that is waited for, processes that answer each other): own time
-  is wall time less what threads waited for cores, exactly.
-- Several are: own time is that of the process which has got furthest, counted from the start of the call through the
-  starts and ends of processes on the way to it (its critical path), and never less than all CPU time over the cores.
-  Threads of one process take turns, since Python's do; where they do not, own time runs up to so many times too fast,
-  though never faster than the wall.
-- What a process did after the last look at it is known in sum only, if at all: CPU time. Whether the tree waited or
-  slept meanwhile is estimated from how often a look found it asleep.
+    what runs                   virtual time                                     error
+    one thread at a time        wall time minus run delay                        none
+    several processes           CPU time on the critical path plus sleep; at     some per cent
+                                least the CPU time of all divided by the cores
+    threads of one process      as if one ran at a time (Python's lock)          too fast without a lock, by up to
+                                                                                 the number of threads
+    processes never sampled     CPU time is counted by the cgroup; idle time is  estimate, in favour of the call
+                                split into sleep and waiting (`UnobservedTime`)
+    more threads than sampled   wall time                                        counts all run delay
 
-So a call that only ever has one thread active at a time is judged alike on every machine, and others within some per
-cent; where it cannot be known, time is not counted. That is bounded: all CPU time counts, and wall time has a cap.
+The critical path runs from the start of the call to the process that has computed most, through the starts and ends of
+the processes in between. What cannot be known is not counted as virtual time. That is bounded: all CPU time counts, and
+wall time has a cap (`call_state.wall_cap_s`).
 """
 
 from __future__ import annotations
@@ -21,217 +23,237 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HARD_CAP, HARD_CAP_S = 10, 60.0
-"""Wall time may be so many times the limit, and always so many seconds, whatever the own clock says; then the node is
-hopeless, not the call."""
-CALLS_PER_CORE = 2
-"""While more calls than that share a core, the cap is further away in proportion: the wait is for each other."""
-UNSEEN_S = 0.001
-"""CPU time that no process seen can account for, from which on somebody has run unseen."""
-SURE_S = 0.01
-"""So little may be a guess of what is sure. What has once slept is never quite."""
-MOST_WAIT = 3.0
-"""What ran unseen has not waited more than so many times as long, for each second of CPU, as what was seen."""
-
-
-def hard_cap_s(timeout_s: float) -> float:
-    """The wall time after which a call ends, where no more than `CALLS_PER_CORE` run."""
-    return max(HARD_CAP * timeout_s, HARD_CAP_S)
-
-
-def pace(calls_per_core: float) -> float:
-    """How fast the hard cap comes nearer."""
-    return min(1.0, CALLS_PER_CORE / max(calls_per_core, 1e-9))
+MIN_UNOBSERVED_CPU_S = 0.001
+"""CPU seconds in the cgroup beyond those of all sampled processes, above which a process must have started and ended
+between two samples."""
+EXACT_WITHIN_S = 0.01
+"""Uncertain seconds up to which a clock counts as exact. A thread that has slept is always uncertain by a little."""
+MAX_WAIT_PER_CPU_S = 3.0
+"""Unobserved processes are assumed to have waited for a core at most this many times as long per CPU second as the
+observed ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Thread:
-    """What the kernel counts of a thread."""
+class ThreadSample:
+    """What the kernel counts for a thread."""
 
-    ran_s: float
-    waited_s: float
-    """Less the wait that it may be in."""
-    turns: int
-    """How often it was given a core."""
-    sleeps: int
-    """How often it has let go of one by itself; need not be known of a thread that is not ready."""
-    is_ready: bool
-    """It runs, or waits for a core, or for others to let it end."""
+    cpu_s: float
+    run_delay_s: float
+    """Finished waits for a core. The wait that the thread may be in is not included."""
+    timeslices: int
+    """Number of times that the thread was given a core."""
+    voluntary_switches: int
+    """Number of times that the thread gave up its core by itself. May be 0 if the thread is not runnable."""
+    is_runnable: bool
+    """The thread runs or waits for a core, or it is exiting."""
     is_estimate: bool = False
-    """`waited_s` is estimated, since the kernel does not count it, and contains the wait that the thread may be in."""
+    """`run_delay_s` is an estimate that includes the current wait, because the kernel does not count run delay."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """A process of a call that has not ended. `age_s` may be off by a hundredth."""
+class ProcessSample:
+    """A process of a call that has not ended."""
 
     parent: int
     age_s: float
-    ran_s: float
-    """By all its threads, ended ones included."""
-    threads: Mapping[int, Thread]
+    """Seconds since its start; accurate to one clock tick."""
+    cpu_s: float
+    """CPU time of all its threads, ended ones included."""
+    threads: Mapping[int, ThreadSample]
 
     @property
-    def is_ready(self) -> bool:
-        return any(thread.is_ready for thread in self.threads.values())
+    def is_runnable(self) -> bool:
+        return any(thread.is_runnable for thread in self.threads.values())
 
 
-Look = Mapping[int, Process]
-"""All processes of a call at one moment, by number; the first is the one that was forked for it."""
+TreeSample = Mapping[int, ProcessSample]
+"""All processes of a call at one moment, by pid. The call's first process comes first."""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A thread, from its start or the first look at it to the last."""
+class _ThreadHistory:
+    """A thread's time up to the last sample. Age = CPU time + run delay + sleep."""
 
     age_s: float
     slept_s: float = 0.0
-    held_s: float = 0.0
-    guess_s: float = 0.0
-    turns: int = 0
-    sleeps: int = 0
-    is_ready: bool = True
+    run_delay_s: float = 0.0
+    uncertain_s: float = 0.0
+    """The part of `run_delay_s` that may have been sleep."""
+    timeslices: int = 0
+    voluntary_switches: int = 0
+    is_runnable: bool = True
 
 
-class OwnClock:
-    """`look` at the call now and then, at moments that it cannot foresee; `own_s` is the outcome so far."""
+class VirtualClock:
+    """Call `advance` with a sample now and then, at moments that the call cannot predict, and read `elapsed_s`."""
 
     def __init__(self, cores: int) -> None:
-        self.own_s = 0.0
-        self.was_alone = True
-        """Whether the call has never been seen with a second thread or process."""
+        self.elapsed_s = 0.0
+        self.is_single_threaded = True
+        """No sample has contained a second thread or process."""
         self._cores = cores
+        self._follows_wall_time = False
         self._wall_s = 0.0
-        self._ready = 1
-        self._threads: dict[tuple[int, int], _Seen] = {}
-        self._processes: Look = {}
-        self._paths: dict[int, float] = {}
-        """By process: the CPU time on the longest way to where it is now."""
-        self._furthest_s = 0.0
-        self._ran_s = self._ended_s = self._unseen_s = self._held_s = self._guessed_s = 0.0
-        self._fork = 0.0, 0.0
-        """When there was but one process for the last time: the longest way, and the CPU time of all."""
-        self._blur = _Blur()
+        self._runnable = 1
+        self._threads: dict[tuple[int, int], _ThreadHistory] = {}
+        self._processes: TreeSample = {}
+        self._path_cpu_s: dict[int, float] = {}
+        """By process: the CPU time on the longest path from the start of the call to where the process is now."""
+        self._critical_path_cpu_s = 0.0
+        self._cpu_s = self._ended_cpu_s = self._unobserved_cpu_s = self._run_delay_s = self._uncertain_s = 0.0
+        self._last_single_process = 0.0, 0.0
+        """Critical path and CPU time of all, when the call last consisted of a single process."""
+        self._unobserved = UnobservedTime()
 
     @property
-    def is_sure(self) -> bool:
-        """Whether time so far is known for what it is, nearly, and the call was ready in the last look."""
-        return self._ready > 0 and self.guess_s < SURE_S
+    def is_exact(self) -> bool:
+        """Whether `elapsed_s` is accurate and the call was runnable in the last sample."""
+        return self._runnable > 0 and self.uncertain_s < EXACT_WITHIN_S
 
     @property
-    def guess_s(self) -> float:
-        """Of a call that was always alone: how much further it may be than `own_s`."""
-        return self._guessed_s if self.was_alone else 0.0
+    def uncertain_s(self) -> float:
+        """Seconds by which a single-threaded call may be further than `elapsed_s`."""
+        return self._uncertain_s if self.is_single_threaded else 0.0
 
-    def look(self, wall_s: float, processes: Look | None, ran_s: float | None = None) -> None:
-        """What there is `wall_s` after the start; `ran_s` is the CPU time of all that ever ran, if it is known. None
-        for a crowd, which is too many to look at: it waits for itself, so from then on its time is wall time."""
-        span, self._wall_s = wall_s - self._wall_s, wall_s
-        if processes is None or self._cores == 0:
-            self._cores, self.was_alone = 0, False
-            self.own_s += span
+    def advance(self, wall_s: float, processes: TreeSample | None, cpu_s: float | None = None) -> None:
+        """Advance the clock to `wall_s` seconds after the call's start.
+
+        `processes` is the sample; None means too many threads to sample, and from then on virtual time follows wall
+        time. `cpu_s` is the CPU time of all processes, ended ones included, or None if no cgroup counts it.
+        """
+        span_s, self._wall_s = wall_s - self._wall_s, wall_s
+        if processes is None or self._follows_wall_time:
+            self._follows_wall_time, self.is_single_threaded = True, False
+            self.elapsed_s += span_s
             return
-        self.was_alone = self.was_alone and sum(len(process.threads) for process in processes.values()) == 1
-        guessed = self._guessed_s
-        held, has_ended = self._take_threads(span, processes)
-        ran, unseen = self._take_cpu(processes, ran_s)
-        ready = sum(process.is_ready for process in processes.values())
-        parallel = min(max((self._ready + ready) / 2, 1.0), float(self._cores))
-        furthest = self._take_paths(span, processes, unseen / parallel)
-        gained = furthest - self._furthest_s
-        slept = max(0.0, span - ran - held)
-        least = span - held
-        if has_ended or unseen > UNSEEN_S or (guessed > 0 and not self.was_alone):
-            per_cpu_s = self._held_s / max(self._ran_s - self._unseen_s, UNSEEN_S)
-            slept = self._blur.slept_s(span, slept, MOST_WAIT * per_cpu_s * unseen + guessed, ready > 0)
-            least = slept
-        self.own_s = min(wall_s, self.own_s + max(gained + slept, least))
-        self._furthest_s, self._ready, self._processes = furthest, ready, processes
+        threads = sum(len(process.threads) for process in processes.values())
+        self.is_single_threaded = self.is_single_threaded and threads == 1
+        was_uncertain_s = self._uncertain_s
+        delay_s, has_thread_ended = self._account_run_delay(span_s, processes)
+        new_cpu_s, unobserved_s = self._account_cpu(processes, cpu_s)
+        runnable = sum(process.is_runnable for process in processes.values())
+        parallel = min(max((self._runnable + runnable) / 2, 1.0), float(self._cores))
+        path_s = self._critical_path_s(span_s, processes, unobserved_s / parallel)
+        path_gain_s = path_s - self._critical_path_cpu_s
+        slept_s = max(0.0, span_s - new_cpu_s - delay_s)
+        min_gain_s = span_s - delay_s
+        is_delay_unknown = has_thread_ended or unobserved_s > MIN_UNOBSERVED_CPU_S
+        if is_delay_unknown or (was_uncertain_s > 0 and not self.is_single_threaded):
+            delay_per_cpu_s = self._run_delay_s / max(self._cpu_s - self._unobserved_cpu_s, MIN_UNOBSERVED_CPU_S)
+            max_delay_s = MAX_WAIT_PER_CPU_S * delay_per_cpu_s * unobserved_s + was_uncertain_s
+            slept_s = self._unobserved.slept_s(span_s, slept_s, max_delay_s, is_asleep=runnable == 0)
+            min_gain_s = slept_s
+        self.elapsed_s = min(wall_s, self.elapsed_s + max(path_gain_s + slept_s, min_gain_s))
+        self._critical_path_cpu_s, self._runnable, self._processes = path_s, runnable, processes
 
-    def _take_threads(self, span: float, processes: Look) -> tuple[float, bool]:
-        """How long threads were held up since the last look, and whether any has ended."""
+    def _account_run_delay(self, span_s: float, processes: TreeSample) -> tuple[float, bool]:
+        """Return the run delay of all threads since the last sample, and whether a thread has ended since then."""
         before, self._threads = self._threads, {}
-        root = next(iter(processes))
-        total = self._guessed_s = 0.0
+        first_pid = next(iter(processes))
+        total_s = self._uncertain_s = 0.0
         for pid, process in processes.items():
             for tid, thread in process.threads.items():
-                seen = before.pop((pid, tid), None)
-                if seen is None:
-                    seen = _Seen(span if pid == root and not self._processes else min(process.age_s, span))
+                history = before.pop((pid, tid), None)
+                if history is None:
+                    is_start_of_call = pid == first_pid and not self._processes
+                    history = _ThreadHistory(span_s if is_start_of_call else min(process.age_s, span_s))
                 else:
-                    seen.age_s += span
-                unknown = seen.age_s - thread.ran_s - thread.waited_s - seen.slept_s
-                wait, seen.guess_s = _present_wait_s(thread, seen, max(unknown, 0.0), span)
-                self._guessed_s += seen.guess_s
-                held = thread.waited_s + wait
-                seen.slept_s += unknown - wait
-                total += held - seen.held_s
-                seen.held_s, seen.turns, seen.sleeps, seen.is_ready = held, thread.turns, thread.sleeps, thread.is_ready
-                self._threads[pid, tid] = seen
-        self._held_s += total
-        return total, bool(before)
+                    history.age_s += span_s
+                unknown_s = history.age_s - thread.cpu_s - thread.run_delay_s - history.slept_s
+                wait_s, history.uncertain_s = _current_wait_s(thread, history, max(unknown_s, 0.0), span_s)
+                self._uncertain_s += history.uncertain_s
+                delay_s = thread.run_delay_s + wait_s
+                history.slept_s += unknown_s - wait_s
+                total_s += delay_s - history.run_delay_s
+                history.run_delay_s, history.is_runnable = delay_s, thread.is_runnable
+                history.timeslices, history.voluntary_switches = thread.timeslices, thread.voluntary_switches
+                self._threads[pid, tid] = history
+        self._run_delay_s += total_s
+        return total_s, bool(before)
 
-    def _take_cpu(self, processes: Look, ran_s: float | None) -> tuple[float, float]:
-        """CPU seconds of all since the last look, and how much of that nobody seen accounts for."""
-        self._ended_s += sum(was.ran_s for pid, was in self._processes.items() if pid not in processes)
-        seen_s = self._ended_s + sum(process.ran_s for process in processes.values())
-        unseen = max(0.0, (ran_s or 0.0) - seen_s - self._unseen_s)
-        self._unseen_s += unseen
-        ran, self._ran_s = seen_s + self._unseen_s - self._ran_s, seen_s + self._unseen_s
-        return ran, unseen
+    def _account_cpu(self, processes: TreeSample, cpu_s: float | None) -> tuple[float, float]:
+        """Return the CPU seconds of all processes since the last sample, and how much of that no sampled process has
+        used."""
+        self._ended_cpu_s += sum(process.cpu_s for pid, process in self._processes.items() if pid not in processes)
+        observed_s = self._ended_cpu_s + sum(process.cpu_s for process in processes.values())
+        unobserved_s = max(0.0, (cpu_s or 0.0) - observed_s - self._unobserved_cpu_s)
+        self._unobserved_cpu_s += unobserved_s
+        total_s = observed_s + self._unobserved_cpu_s
+        new_s, self._cpu_s = total_s - self._cpu_s, total_s
+        return new_s, unobserved_s
 
-    def _take_paths(self, span: float, processes: Look, unseen: float) -> float:
-        """The CPU time of the process that has got furthest; what ran unseen, somebody is taken to have waited for."""
-        root = next(iter(processes))
-        before, self._paths = self._paths, {}
-        for pid in before.keys() - processes.keys():  # whoever waited for it goes on from there
-            heir = self._processes[pid].parent
-            heir = heir if heir in before and heir in processes else root
-            before[heir] = max(before[heir], before.pop(pid))
-        for pid, process in sorted(processes.items(), key=lambda item: (item[0] != root, -item[1].age_s)):
+    def _critical_path_s(self, span_s: float, processes: TreeSample, unobserved_s: float) -> float:
+        """Return the CPU time on the critical path. Every process is assumed to have waited for the `unobserved_s` that
+        processes between two samples have computed."""
+        first_pid = next(iter(processes))
+        before, self._path_cpu_s = self._path_cpu_s, {}
+        for pid in before.keys() - processes.keys():  # the parent of an ended process has waited for it
+            waiting_parent = self._processes[pid].parent
+            if waiting_parent not in before or waiting_parent not in processes:
+                waiting_parent = first_pid
+            before[waiting_parent] = max(before[waiting_parent], before.pop(pid))
+        for pid, process in sorted(processes.items(), key=lambda item: (item[0] != first_pid, -item[1].age_s)):
             if pid in before:
-                start, ran = before[pid], process.ran_s - self._processes[pid].ran_s
-            else:
-                start, ran = self._paths.get(process.parent, self._paths.get(root, 0.0)), process.ran_s
-            self._paths[pid] = start + min(ran, span)
-        self._paths = {pid: path + unseen for pid, path in self._paths.items()}
-        at_fork, ran_at_fork = self._fork
-        furthest = max(*self._paths.values(), at_fork + (self._ran_s - ran_at_fork) / self._cores, self._furthest_s)
+                start_s, gain_s = before[pid], process.cpu_s - self._processes[pid].cpu_s
+            else:  # a new process continues the path of its parent
+                start_s = self._path_cpu_s.get(process.parent, self._path_cpu_s.get(first_pid, 0.0))
+                gain_s = process.cpu_s
+            self._path_cpu_s[pid] = start_s + min(gain_s, span_s)
+        self._path_cpu_s = {pid: path_s + unobserved_s for pid, path_s in self._path_cpu_s.items()}
+        single_path_s, single_cpu_s = self._last_single_process
+        min_path_s = single_path_s + (self._cpu_s - single_cpu_s) / self._cores
+        path_s = max(*self._path_cpu_s.values(), min_path_s, self._critical_path_cpu_s)
         if len(processes) == 1:
-            self._paths[root] = furthest
-            self._fork = furthest, self._ran_s
-        return furthest
+            self._path_cpu_s[first_pid] = path_s
+            self._last_single_process = path_s, self._cpu_s
+        return path_s
 
 
-def _present_wait_s(thread: Thread, seen: _Seen, unknown: float, span: float) -> tuple[float, float]:
-    """How long a thread has been waiting, out of the time that is not accounted for, and how much of it is a guess: the
-    kernel counts a wait when it is over. Since it was last seen ready, without a turn, it has waited; with a turn since
-    the last look, at most since then, and if it has not slept since, all that time. What was sleep of a guess comes out
-    at the next look."""
-    if not thread.is_ready or thread.is_estimate:
+def _current_wait_s(
+    thread: ThreadSample, history: _ThreadHistory, unknown_s: float, span_s: float
+) -> tuple[float, float]:
+    """Return how long a runnable thread has waited for a core so far, and how much of that is uncertain.
+
+    The kernel adds a wait to run_delay only when it ends. `unknown_s` is time that is neither CPU time, finished run
+    delay nor known sleep. The next sample corrects an overestimate.
+
+        the thread                                             wait                 uncertain
+        had no timeslice since it was last seen runnable       `unknown_s`          as before
+        was runnable and made no voluntary switch since then   at most the span     as before
+        otherwise                                              at most the span     all of it
+    """
+    if not thread.is_runnable or thread.is_estimate:
         return 0.0, 0.0
-    if not thread.turns or (seen.is_ready and seen.turns == thread.turns):
-        return unknown, seen.guess_s
-    wait = min(unknown, span)
-    return wait, min(wait, seen.guess_s) if seen.is_ready and seen.sleeps == thread.sleeps else wait
+    if not thread.timeslices or (history.is_runnable and history.timeslices == thread.timeslices):
+        return unknown_s, history.uncertain_s
+    wait_s = min(unknown_s, span_s)
+    has_not_slept = history.is_runnable and history.voluntary_switches == thread.voluntary_switches
+    return wait_s, min(wait_s, history.uncertain_s) if has_not_slept else wait_s
 
 
-class _Blur:
-    """The time in which processes ended, or ran unseen: what they waited then is not known, only that nobody ran."""
+class UnobservedTime:
+    """The intervals in which a process ended or was never sampled.
+
+    Its run delay there is unknown, so the idle time of the intervals is split into sleep and waiting: the call has
+    slept for the share of their samples that found no runnable process.
+    """
 
     def __init__(self) -> None:
-        self._span_s = self._rest_s = self._most_held_s = self._slept_s = 0.0
-        self._looks = self._looks_asleep = 0
+        self._wall_s = self._idle_s = self._max_run_delay_s = self._slept_s = 0.0
+        self._samples = self._samples_asleep = 0
 
-    def slept_s(self, span: float, rest: float, most_held: float, is_ready: bool) -> float:
-        """How much more of it the call has slept: in all, the part of the looks that found it asleep. `rest` is when it
-        may have slept, and `most_held` how much of that it may have waited. Less than 0 corrects an earlier answer."""
-        self._span_s += span
-        self._rest_s += rest
-        self._most_held_s += most_held
-        self._looks += 1
-        self._looks_asleep += not is_ready
-        likely = min(self._rest_s, self._span_s * self._looks_asleep / self._looks)
-        slept = max(likely, self._rest_s - self._most_held_s)
-        more, self._slept_s = slept - self._slept_s, slept
-        return more
+    def slept_s(self, span_s: float, idle_s: float, max_run_delay_s: float, *, is_asleep: bool) -> float:
+        """Add an interval and return the seconds of sleep that it adds. A negative value corrects earlier ones.
+
+        `idle_s`: time in the interval without CPU time or known run delay, of which at most `max_run_delay_s` was
+        waiting. `is_asleep`: the sample at its end found no runnable process.
+        """
+        self._wall_s += span_s
+        self._idle_s += idle_s
+        self._max_run_delay_s += max_run_delay_s
+        self._samples += 1
+        self._samples_asleep += is_asleep
+        likely_s = min(self._idle_s, self._wall_s * self._samples_asleep / self._samples)
+        slept_s = max(likely_s, self._idle_s - self._max_run_delay_s)
+        added_s, self._slept_s = slept_s - self._slept_s, slept_s
+        return added_s

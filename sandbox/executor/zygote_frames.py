@@ -1,9 +1,15 @@
-"""Frames between executor and zygote, this side: two little-endian u32 lengths, a header, then raw bytes.
+"""Frames between executor and zygote, as the executor encodes and decodes them.
 
-`guest/frames.py` is the same for the other side. What leaves here has a header by `marshal`, the fastest that every
-Python has; version 2 is the same in all. What arrives here comes from hostile ground, so it is JSON, or `_DONE`, which
-each call is answered by. Lengths are bounded before anything is kept, a header must be an object with the fields its
-kind needs, and whatever else is a `ProtocolError`, which costs the zygote its life and nothing more.
+    frame = header length (u32) | body length (u32) | header | body        little-endian
+
+    direction            header
+    executor -> zygote   marshal, version 2: the fastest format that every supported Python shares
+    zygote -> executor   JSON, except for `ended`, sent once per call, which is packed binary (`_ENDED`)
+
+The header's "blobs" lists the lengths of the byte strings that make up the body. `guest/frames.py` is the other end.
+
+A zygote is untrusted: lengths are checked before anything is buffered, a header must be an object with the fields that
+its kind needs, and anything else raises `ProtocolError`, upon which the executor kills the zygote's jail.
 """
 
 from __future__ import annotations
@@ -17,38 +23,44 @@ from typing import Any
 from sandbox.errors import ProtocolError
 
 MAX_HEADER_BYTES = 1 << 20
+Header = dict[str, Any]
 _LENGTHS = struct.Struct("<II")
-_DONE = struct.Struct("<BQiiQQQB")
-"""1, id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, bits; then a u64 for each blob."""
-_DONE_KIND, _OUT_CUT, _ERR_CUT = b"\1", 1, 2
-_MOST_DONE_BLOBS = 4
+_ENDED = struct.Struct("<BQiiQQQB")
+"""Kind (1), run id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, flags. One u64 per blob,
+its length, follows."""
+_ENDED_KIND, _STDOUT_TRUNCATED, _STDERR_TRUNCATED = b"\1", 1, 2
+_MAX_ENDED_BLOBS = 4
 
 
-def pack(header: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
-    """One frame."""
+def pack(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
+    """Encode one frame. Adds "blobs" to `header`."""
     header["blobs"] = [len(blob) for blob in blobs]
     head = marshal.dumps(header, 2)
     return b"".join([_LENGTHS.pack(len(head), sum(header["blobs"])), head, *blobs])
 
 
 class Unpacker:
-    """Frames out of a hostile byte stream: `feed` bytes, then iterate over (header, blobs) that are whole."""
+    """Splits an untrusted byte stream into frames: `feed` bytes, then iterate over the complete (header, blobs)."""
 
     def __init__(self) -> None:
         self.max_body_bytes = 0
-        """No body may be longer; whoever expects one says so before."""
+        """Largest accepted body. Raise it before the zygote may send a larger one."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    def __iter__(self) -> Iterator[tuple[Header, list[bytes]]]:
+        """Raises `ProtocolError` if a frame is too long or invalid."""
         buffer, start = self._buffer, 0
         try:
             while len(buffer) - start >= 8:
                 head_size, body_size = _LENGTHS.unpack_from(buffer, start)
                 if head_size > MAX_HEADER_BYTES or body_size > self.max_body_bytes:
-                    raise ProtocolError(f"frame of {head_size} + {body_size} bytes from a zygote is over its bounds")
+                    raise ProtocolError(
+                        f"a zygote announced a frame of {head_size} + {body_size} bytes, "
+                        f"expected at most {MAX_HEADER_BYTES} + {self.max_body_bytes}"
+                    )
                 body = start + 8 + head_size
                 if len(buffer) < body + body_size:
                     break
@@ -59,18 +71,18 @@ class Unpacker:
             del buffer[:start]
 
 
-def _decode(head: bytes, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+def _decode(head: bytes, body: bytes) -> tuple[Header, list[bytes]]:
     try:
-        header = _done(head) if head[:1] == _DONE_KIND else json.loads(head)
+        header = _decode_ended(head) if head[:1] == _ENDED_KIND else json.loads(head)
         sizes = header["blobs"]
         if type(sizes) is not list or any(type(size) is not int or size < 0 for size in sizes):
-            raise ValueError("blobs are no lengths")
+            raise ValueError("blobs is not a list of lengths")
         if sum(sizes) != len(body):
-            raise ValueError("blobs do not add up")
+            raise ValueError(f"blobs add up to {sum(sizes)} bytes, the body has {len(body)}")
         if not isinstance(header["op"], str):
-            raise ValueError("no op")
-    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as why:
-        raise ProtocolError(f"a zygote sent no valid frame: {type(why).__name__}: {why}") from None
+            raise ValueError("op is not text")
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
+        raise ProtocolError(f"a zygote sent an invalid frame: {type(error).__name__}: {str(error)[:200]}") from None
     blobs, start = [], 0
     for size in sizes:
         blobs.append(body[start : start + size])
@@ -78,49 +90,49 @@ def _decode(head: bytes, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
     return header, blobs
 
 
-def _done(head: bytes) -> dict[str, Any]:
-    """The header of an answered call. Raises `ValueError` or `struct.error`."""
-    _kind, ticket, code, ended_by, wall_us, cpu_us, peak_kb, bits = _DONE.unpack_from(head)
-    count = (len(head) - _DONE.size) // 8
-    if count > _MOST_DONE_BLOBS:
-        raise ValueError(f"{count} blobs")
+def _decode_ended(head: bytes) -> Header:
+    """Decode the header of an `ended` frame. Raises `ValueError` or `struct.error`."""
+    _kind, run_id, exit_code, term_signal, wall_us, cpu_us, peak_kb, flags = _ENDED.unpack_from(head)
+    blob_count = (len(head) - _ENDED.size) // 8
+    if blob_count > _MAX_ENDED_BLOBS:
+        raise ValueError(f"{blob_count} blobs, expected at most {_MAX_ENDED_BLOBS}")
     return {
         "op": "ended",
-        "run_id": ticket,
-        "exit_code": code if code >= 0 else None,
-        "signal": ended_by if ended_by >= 0 else None,
+        "run_id": run_id,
+        "exit_code": exit_code if exit_code >= 0 else None,
+        "signal": term_signal if term_signal >= 0 else None,
         "wall_ms": wall_us / 1e3,
         "cpu_ms": cpu_us / 1e3,
         "peak_kb": peak_kb,
-        "stdout_truncated": bool(bits & _OUT_CUT),
-        "stderr_truncated": bool(bits & _ERR_CUT),
-        "blobs": list(struct.unpack(f"<{count}Q", head[_DONE.size :])),
+        "stdout_truncated": bool(flags & _STDOUT_TRUNCATED),
+        "stderr_truncated": bool(flags & _STDERR_TRUNCATED),
+        "blobs": list(struct.unpack(f"<{blob_count}Q", head[_ENDED.size :])),
     }
 
 
-def number(header: dict[str, Any], name: str) -> float:
-    """A finite number out of a header, or `ProtocolError`."""
-    value: Any = header.get(name)
-    if type(value) not in (int, float) or not -1e15 < value < 1e15:
-        raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected a number")
+def get_number(header: Header, name: str) -> float:
+    """Return a finite number of the header. Raises `ProtocolError`."""
+    value: object = header.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -1e15 < value < 1e15:
+        raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected a finite number")
     return float(value)
 
 
-def text(header: dict[str, Any], name: str) -> str:
-    """The beginning of a text out of a header, fit for a log, or `ProtocolError`."""
-    return _shown(header.get(name), name)
+def get_text(header: Header, name: str) -> str:
+    """Return the first 300 characters of a text of the header, printable. Raises `ProtocolError`."""
+    return _printable(header.get(name), name)
 
 
-def texts(header: dict[str, Any], name: str) -> list[str]:
-    """The same for a list of texts."""
-    values: Any = header.get(name)
-    if type(values) is not list:
+def get_texts(header: Header, name: str) -> list[str]:
+    """Return a list of texts, each as `get_text` returns it. Raises `ProtocolError`."""
+    values: object = header.get(name)
+    if not isinstance(values, list):
         raise ProtocolError(f"a zygote sent {type(values).__name__} as {name}, expected a list")
-    return [_shown(value, name) for value in values]
+    return [_printable(value, name) for value in values]
 
 
-def _shown(value: Any, name: str) -> str:
-    if type(value) is not str:
+def _printable(value: object, name: str) -> str:
+    if not isinstance(value, str):
         raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected text")
     start = value[:300]
     return start if start.isprintable() else ascii(start)

@@ -1,13 +1,16 @@
-"""A jail and the zygotes in it: one for each profile, each forked from the next leaner one, and the one that verifies,
-which is forked from `symbolic` or what is leaner when it is first asked for.
+"""A zygote pool: one jail and its zygotes. There is one zygote per profile, forked from the zygote of the previous
+profile in the chain. The `verify` zygote is forked from `symbolic` on the first request for it.
+
+    task per profile:  _supervise -> _run_zygote -> _spawn, _serve_zygote (_handshake, then _handle_frame per frame)
+                           ^                                   |
+                           +------- back-off <----- _reap -----+    its calls are retried, its slots released
 
 Invariants:
-- Each profile has one keeper task, which brings its zygote to life, serves it, and when it dies hands its calls back
-  and starts anew. A zygote that dies takes no other along, but for the leanest: it holds the jail, so all go. They also
-  all go where there are no control groups: then only the end of the jail's init says that the processes of the dead
-  zygote's calls are gone.
-- A zygote that sends anything but a valid frame is hostile ground, and so is all that it could reach: the jail goes.
-- A slot (which is also a uid inside) belongs to at most one call at a time.
+- The exit of a zygote ends its own calls only, with two exceptions that end the whole jail: the exit of the first
+  zygote of the chain, which the launcher waits for; and any exit if there are no cgroups, since then only the exit of
+  the jail's init shows that the processes of the calls are gone.
+- A zygote that sends an invalid frame is compromised, and so is all that it can reach: its jail is killed.
+- A slot (which is also a uid in the jail) is used by at most one call at a time.
 """
 
 from __future__ import annotations
@@ -16,391 +19,423 @@ import logging
 import os
 import socket
 import subprocess
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import trio
 
 from sandbox import jail
+from sandbox.backoff import backoff_s
 from sandbox.errors import NodeError, ProtocolError
 from sandbox.executor import zygote_frames
-from sandbox.executor.call_state import Work
-from sandbox.executor.profile_choice import ORDER
+from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallState, StillRunning, wall_cap_s
+from sandbox.executor.profile_choice import PROFILE_CHAIN
 from sandbox.executor.slots import Slots
-from sandbox.executor.unix_stream import Link
+from sandbox.executor.unix_stream import UnixStream
+from sandbox.executor.zygote_frames import Header
 from sandbox.types import Profile
 
 log = logging.getLogger(__name__)
 
-START_S = 60.0
-"""A zygote that has not warmed up by then will not. The richest takes two seconds on an idle core."""
+START_TIMEOUT_S = 60.0
+"""Seconds in which a zygote has to become ready. The largest profile needs two on an idle core."""
 START_TRIES = 3
-MAX_SLOTS = 4096
-"""Of one family: a zygote has so many places to mark what it has started (`guest/zygote.py`)."""
-BACK_OFF_S = (0.0, 0.05, 0.2, 1.0, 5.0)
+"""Failed starts in a row after which the executor gives up, if its zygotes have never been ready."""
+MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
+MAX_SLOTS_PER_POOL = 4096
+"""Size of the zygote's array of confinement marks (`guest/zygote.py`)."""
 
 
-class Owner(Protocol):
-    """What a family asks of the executor."""
+class PoolOwner(Protocol):
+    """The executor, as far as a pool uses it."""
 
-    def on_ready(self) -> None: ...
-    def on_done(self, zygote: Zygote, work: Work, header: dict[str, Any], blobs: list[bytes]) -> None: ...
-    def on_failed(self, work: Work, why: str) -> None: ...
-    def on_lasting(self, family: Family, work: Work, wall_s: float, pidfd: int) -> None: ...
-    def on_lost(self, works: list[Work], why: str) -> None: ...
-    def pump(self) -> None: ...
+    def on_zygote_ready(self) -> None: ...
+    def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None: ...
+    def on_start_failed(self, call: CallState, reason: str) -> None: ...
+    def on_still_running(self, pool: ZygotePool, attempt: Attempt, running: StillRunning) -> None: ...
+    def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None: ...
+    def start_queued_calls(self) -> None: ...
 
 
 class Zygote:
-    """One warm interpreter, from outside: its socket, its process, and the calls it is running by ticket."""
+    """The executor's end of one zygote: its socket, its jail, and its running calls."""
 
-    def __init__(self, profile: Profile, link: Link, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, profile: Profile, stream: UnixStream, jail_process: subprocess.Popen[bytes] | None) -> None:
         self.profile = profile
-        self.link = link
-        self.jail = process
-        self.calls: dict[int, Work] = {}
+        self.stream = stream
+        self.jail_process = jail_process
+        self.running: dict[int, Attempt] = {}
+        """By run id."""
         self.modules: frozenset[str] = frozenset()
         self.python = ""
-        self.lacks: list[str] = []
-        """Modules of its profile that its Python does not have."""
-        self.was_warm = False
-        self.jail_end: trio.Event | None = None
-        """Set when no process is left in its jail; None where control groups count them, and at level `none`."""
-        self._may_enter: set[int] = set()
-        """Slots to whose groups it has the ways."""
+        self.missing_modules: list[str] = []
+        """Modules of its profile that its Python lacks."""
+        self.was_ready = False
+        self.jail_exited: trio.Event | None = None
+        """Set when the last process in the jail has exited. None if cgroups show that, and at level `none`."""
+        self._slots_with_cgroup_fds: set[int] = set()
         self._unpacker = zygote_frames.Unpacker()
 
-    def start(self, work: Work, ticket: int, slot: int, now: float) -> None:
-        self.calls[ticket] = work
-        work.whereabouts = self, ticket
-        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, work.most_bytes)
-        self.link.write(work.order(ticket, slot, now))
+    def start_call(self, attempt: Attempt) -> None:
+        self.running[attempt.run_id] = attempt
+        request = attempt.call.request
+        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, request.max_result_bytes)
+        self.stream.write(request.encode_start(attempt.run_id, attempt.slot))
 
-    def let_in(self, slot: int, tree: jail.CgroupTree) -> None:
-        """Hand it the ways into the groups of a slot, once. Not of all slots: a call closes each way that there is."""
-        if slot not in self._may_enter:
-            for op, fds in (("cgroup_procs", tree.open_procs_files(slot)), ("cgroup_dir", tree.open_directories(slot))):
+    def kill_call(self, run_id: int) -> None:
+        self.send({"op": "kill", "run_id": run_id})
+
+    def send_cgroup_fds(self, slot: int, cgroups: jail.CgroupTree) -> None:
+        """Send the zygote the cgroup descriptors of a slot, on the slot's first use. Not all in advance: every call
+        closes all descriptors it inherits, which costs time for each."""
+        if slot not in self._slots_with_cgroup_fds:
+            for op, fds in (
+                ("cgroup_procs", cgroups.open_procs_files(slot)),
+                ("cgroup_dir", cgroups.open_directories(slot)),
+            ):
                 for fd in fds:
-                    self.link.write(zygote_frames.pack({"op": op, "slot": slot}), fd)
+                    self.stream.write(zygote_frames.pack({"op": op, "slot": slot}), fd)
                     os.close(fd)
-            self._may_enter.add(slot)
+            self._slots_with_cgroup_fds.add(slot)
 
-    def send(self, header: dict[str, Any]) -> None:
-        self.link.write(zygote_frames.pack(header))
+    def send(self, header: Header) -> None:
+        self.stream.write(zygote_frames.pack(header))
 
-    async def receive(self) -> list[tuple[dict[str, Any], list[bytes]]]:
-        """Frames that are whole by now; an empty list at the end. Raises `ProtocolError`."""
-        while data := await self.link.read():
+    async def receive(self) -> list[tuple[Header, list[bytes]]]:
+        """Wait for complete frames and return them; return an empty list at the end of the stream. Raises
+        `ProtocolError`."""
+        while data := await self.stream.read():
             self._unpacker.feed(data)
-            if whole := list(self._unpacker):
-                return whole
+            if frames := list(self._unpacker):
+                return frames
         return []
 
 
-class Family:
-    """One jail's worth of zygotes and slots."""
+class ZygotePool:
+    """One jail, its zygotes, and the slots that they share."""
 
     def __init__(
         self,
         spec: jail.JailSpec,
         profiles: tuple[Profile, ...],
         slots: Slots,
-        owner: Owner,
+        owner: PoolOwner,
         *,
-        lasting_s: float,
-        hurry: bool = False,
+        report_after_s: float,
+        is_replacement: bool = False,
     ) -> None:
         self.slots = slots
-        self._lasting_s = lasting_s
-        self._tree: jail.CgroupTree | None = None
-        self.inherited = 0
-        """Bytes of its own that the largest zygote has had: what a call may come to copy by writing to it."""
         self.zygotes: dict[Profile, Zygote] = {}
-        self.deaths = 0
-        self.has_served = False
-        """Whether all its zygotes have been warm at once; in a hurry, whether any has."""
+        """The zygotes that are ready."""
+        self.restarts = 0
+        self.has_been_ready = False
+        """All zygotes have been ready at once; in an executor that replaces another, any zygote has been."""
+        self.max_zygote_bytes = 0
+        """Private memory in bytes of the largest zygote so far. A call may copy up to that much by writing to it, so it
+        is added to the call's memory limit."""
         self._spec = spec
         self._plan = jail.confinement_plan(spec)
-        self._profiles = tuple(p for p in ORDER if p in profiles or p is Profile.BARE)
+        self._profiles = tuple(p for p in PROFILE_CHAIN if p in profiles or p is Profile.BARE)
         self._owner = owner
-        self._changed = trio.Event()
-        self._wants_verifier = trio.Event()
-        self._has_no_verifier = False
-        """It was wanted, and did not come to life."""
-        self._hurry = hurry
-        self._process: subprocess.Popen[bytes] | None = None
+        self._report_after_s = report_after_s
+        self._is_replacement = is_replacement
+        self._jail_process: subprocess.Popen[bytes] | None = None
+        self._zygotes_changed = trio.Event()
+        self._verifier_requested = trio.Event()
+        self._verifier_failed = False
+        """The `verify` zygote was requested and has failed to start `START_TRIES` times."""
         self._nursery: trio.Nursery | None = None
 
-    def equip(self, tree: jail.CgroupTree) -> None:
-        """With a control group for each slot."""
-        self._tree = tree
-        self.slots.equip(tree)
-
     @property
-    def is_complete(self) -> bool:
-        return all(profile in self.zygotes for profile in self._profiles)
+    def is_waiting_for_verifier(self) -> bool:
+        """The `verify` zygote is not ready but may become so."""
+        return Profile.VERIFY not in self.zygotes and not self._verifier_failed
 
-    def best_for(self, profile: Profile) -> Zygote | None:
-        """The zygote of this profile; while it is down the next richer, else the next leaner. None can stand in for the
-        one that verifies, while that may still come."""
+    def request_verifier(self) -> None:
+        """Start the `verify` zygote unless that has been done."""
+        self._verifier_requested.set()
+
+    def best_zygote(self, profile: Profile) -> Zygote | None:
+        """Return the zygote of a profile; while that is down, the next larger one, else the next smaller one. No other
+        zygote replaces that of `verify` unless it has failed to start."""
         if profile in self.zygotes:
             return self.zygotes[profile]
-        if self.must_wait(profile):
+        if profile is Profile.VERIFY and not self._verifier_failed:
             return None
-        place = ORDER.index(Profile.SYMBOLIC if profile is Profile.VERIFY else profile)
-        for other in (*ORDER[place:], *reversed(ORDER[:place])):
+        index = PROFILE_CHAIN.index(Profile.SYMBOLIC if profile is Profile.VERIFY else profile)
+        for other in (*PROFILE_CHAIN[index:], *reversed(PROFILE_CHAIN[:index])):
             if other in self.zygotes:
                 return self.zygotes[other]
         return None
 
-    def must_wait(self, profile: Profile) -> bool:
-        """Whether a call had better wait: for the zygote that verifies, which is started when it is first asked for."""
-        if profile is not Profile.VERIFY or profile in self.zygotes or self._has_no_verifier:
-            return False
-        self._wants_verifier.set()
-        return True
-
     async def run(self) -> None:
-        """Keep every zygote alive until cancelled; then kill the jail."""
+        """Supervise all zygotes until cancelled, then kill the jail. Raises `NodeError` if the zygotes fail to start
+        and have never been ready."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 for profile in self._profiles:
-                    nursery.start_soon(self._keep, profile)
-                await self._wants_verifier.wait()
-                await self._keep(Profile.VERIFY)
+                    nursery.start_soon(self._supervise, profile)
+                await self._verifier_requested.wait()
+                await self._supervise(Profile.VERIFY)
         finally:
-            self._end_jail(self._process)
+            self._kill_jail(self._jail_process)
 
-    def kill(self) -> None:
-        """End the jail at once; the keepers start another."""
-        if self._process is not None:
-            self._process.kill()
+    def kill_jail(self) -> None:
+        """Kill the jail at once. The supervising tasks start another."""
+        if self._jail_process is not None:
+            self._jail_process.kill()
 
-    async def _keep(self, profile: Profile) -> None:
+    def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float) -> None:
+        """Start a call in a free slot. Raises `OSError` if the slot's cgroup cannot be used; then the call has not
+        started and the slot is parked."""
+        request, slot = call.request, self.slots.acquire()
+        zygote_bytes = self.max_zygote_bytes
+        memory_bytes = request.cgroup_memory_bytes(zygote_bytes)
+        try:
+            self.slots.set_limits(slot, memory_bytes, request.max_tasks)
+            if self.slots.cgroups is not None:
+                zygote.send_cgroup_fds(slot, self.slots.cgroups)
+        except OSError:
+            self._park_slot(slot)
+            raise
+        kill = partial(zygote.kill_call, run_id)
+        hang_deadline = now + wall_cap_s(request.timeout_s) + HANG_GRACE_S
+        call.attempt = Attempt(call, run_id, slot, now, kill, hang_deadline, memory_bytes, zygote_bytes)
+        zygote.start_call(call.attempt)
+
+    async def _supervise(self, profile: Profile) -> None:
+        """Run one zygote after the other."""
         failures = 0
         while True:
-            await trio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
-            zygote, why = await self._life(profile)
-            failures = 0 if zygote is not None and zygote.was_warm else failures + 1
+            await trio.sleep(backoff_s(failures, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S))
+            zygote, reason = await self._run_zygote(profile)
+            failures = 0 if zygote is not None and zygote.was_ready else failures + 1
             if profile is Profile.VERIFY:
-                self._has_no_verifier = failures >= START_TRIES
+                self._verifier_failed = failures >= START_TRIES
             if zygote is not None:
-                self._bury(zygote, why)
+                self._reap(zygote, reason)
             else:
-                log.warning("zygote %s: %s; it is tried again", profile, why)
-                self._owner.on_lost([], why)
-            if failures >= START_TRIES and not self.has_served:
-                raise NodeError(f"the {profile} zygote does not start: {why}")
+                log.warning("%s zygote failed to start: %s; retrying", profile, reason)
+                self._owner.on_calls_lost([], reason)
+            if failures >= START_TRIES and not self.has_been_ready:
+                raise NodeError(f"the {profile} zygote failed to start {failures} times, last: {reason}")
 
-    async def _life(self, profile: Profile) -> tuple[Zygote | None, str]:
-        """One zygote, and what has ended it; None if the machine lacked what it takes to begin with one."""
+    async def _run_zygote(self, profile: Profile) -> tuple[Zygote | None, str]:
+        """Spawn a zygote and serve it. Return the zygote and the reason of its end; None if it was not spawned."""
         try:
             ours, theirs = socket.socketpair()
-        except OSError as why:
-            return None, f"no sockets: {why}"
-        link = Link(ours)
+        except OSError as error:
+            return None, f"no socket pair: {error}"
+        stream = UnixStream(ours)
         try:
             with theirs:
-                zygote = await self._birth(profile, link, theirs)
-            return zygote, await self._live(zygote)
-        except NodeError as why:
-            return None, str(why)
+                zygote = await self._spawn(profile, stream, theirs)
+            return zygote, await self._serve_zygote(zygote)
+        except NodeError as error:
+            return None, str(error)
         finally:
-            link.close()
+            stream.close()
 
-    async def _live(self, zygote: Zygote) -> str:
-        """Warm it, serve it, and say what ended it."""
+    async def _spawn(self, profile: Profile, stream: UnixStream, zygote_sock: socket.socket) -> Zygote:
+        """Start the jail for the first profile, or have the previous zygote in the chain fork this one."""
+        stream.enable_credentials()
+        smaller = self._profiles[: self._chain_index(profile)]
+        if smaller:
+            parent = await self._wait_for_zygote(smaller[-1])
+            parent.stream.write(zygote_frames.pack({"op": "spawn", "profile": profile.value}), zygote_sock.fileno())
+            zygote = Zygote(profile, stream, parent.jail_process)
+            zygote.jail_exited = parent.jail_exited
+            return zygote
+        self._jail_process = self._start_jail(zygote_sock)
+        stream.write(zygote_frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
+        return Zygote(profile, stream, self._jail_process)
+
+    async def _serve_zygote(self, zygote: Zygote) -> str:
+        """Exchange frames with a zygote until it ends; return the reason. A `ProtocolError` kills its jail."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(zygote.link.flush_forever)
+            nursery.start_soon(zygote.stream.flush_forever)
             try:
-                with trio.fail_after(START_S):
-                    await self._warm(zygote)
+                with trio.fail_after(START_TIMEOUT_S):
+                    await self._handshake(zygote)
                 self.zygotes[zygote.profile] = zygote
-                zygote.was_warm = True
-                self.has_served = self.has_served or self._hurry or self.is_complete
-                self._notify()
-                self._owner.on_ready()
-                while whole := await zygote.receive():
-                    for header, blobs in whole:
-                        self._handle(zygote, header, blobs)
-                return "it ended"
+                zygote.was_ready = True
+                if self._is_replacement or all(profile in self.zygotes for profile in self._profiles):
+                    self.has_been_ready = True
+                self._notify_change()
+                self._owner.on_zygote_ready()
+                while frames := await zygote.receive():
+                    for header, blobs in frames:
+                        self._handle_frame(zygote, header, blobs)
+                return "it closed its socket"
             except trio.TooSlowError:
-                return f"not warm after {START_S:g} s"
-            except NodeError as why:
-                return str(why)
-            except ProtocolError as why:
-                self._end_jail(zygote.jail)
-                return str(why)
+                return f"not ready within {START_TIMEOUT_S:g} s"
+            except NodeError as error:
+                return str(error)
+            except ProtocolError as error:
+                self._kill_jail(zygote.jail_process)
+                return str(error)
             finally:
                 nursery.cancel_scope.cancel()
 
-    async def _warm(self, zygote: Zygote) -> None:
-        whole = await zygote.receive()
-        if not whole:
-            raise NodeError("it ended before it was warm")
-        header = whole[0][0]
-        if header["op"] != "ready" or len(whole) > 1:
-            raise ProtocolError(f"expected ready, got {zygote_frames.text(header, 'op')!r} and {len(whole) - 1} more")
-        zygote.modules = frozenset(zygote_frames.texts(header, "modules"))
-        zygote.python = zygote_frames.text(header, "python")
-        zygote.lacks = zygote_frames.texts(header, "missing")
-        if zygote.lacks and zygote.profile is Profile.VERIFY:  # it starts later, when all else has been said
-            lacks = ", ".join(zygote.lacks)
-            log.warning("the Python that runs the calls lacks %s, so answers get no verdict; install them there", lacks)
-        for line in zygote_frames.texts(header, "problems")[:20]:
-            log.info("zygote %s: %s", zygote.profile, line)
-        mapped, private = _memory_of(zygote.link.peer_pid)
-        self.inherited = max(self.inherited, private)
+    async def _handshake(self, zygote: Zygote) -> None:
+        """Wait for `ready`, read what the kernel knows of the zygote, and answer `start`."""
+        frames = await zygote.receive()
+        if not frames:
+            raise NodeError("it closed its socket before it was ready")
+        header = frames[0][0]
+        if header["op"] != "ready" or len(frames) > 1:
+            op = zygote_frames.get_text(header, "op")
+            raise ProtocolError(f"expected one frame, ready; got {op!r} and {len(frames) - 1} more")
+        zygote.modules = frozenset(zygote_frames.get_texts(header, "modules"))
+        zygote.python = zygote_frames.get_text(header, "python")
+        zygote.missing_modules = zygote_frames.get_texts(header, "missing")
+        if zygote.missing_modules and zygote.profile is Profile.VERIFY:  # it starts after the server's list of these
+            missing = ", ".join(zygote.missing_modules)
+            log.warning("the Python that runs the calls lacks %s, so answers cannot be checked; install them", missing)
+        for problem in zygote_frames.get_texts(header, "problems")[:20]:
+            log.info("%s zygote: %s", zygote.profile, problem)
+        pid = zygote.stream.peer_pid
+        mapped_bytes, private_bytes = _mapped_and_private_bytes(pid)
+        self.max_zygote_bytes = max(self.max_zygote_bytes, private_bytes)
         if zygote.profile is Profile.BARE:
-            if self._tree is not None:
-                self._tree.allow_clone_into(zygote.link.peer_pid, zygote.link.peer_uid)
+            if self.slots.cgroups is not None:
+                self.slots.cgroups.allow_clone_into(pid, zygote.stream.peer_uid)
             elif self._spec.level is not jail.Level.NONE:
-                zygote.jail_end = self._watch_init(zygote.link.peer_pid)
-        zygote.send({"op": "start", "address_space_bytes": mapped, "report_after_s": self._lasting_s})
+                zygote.jail_exited = self._watch_jail_init(pid)
+        zygote.send({"op": "start", "address_space_bytes": mapped_bytes, "report_after_s": self._report_after_s})
 
-    def _handle(self, zygote: Zygote, header: dict[str, Any], blobs: list[bytes]) -> None:
-        ticket: Any = header.get("run_id")
-        work = zygote.calls.get(ticket) if type(ticket) is int else None
-        if work is None:
-            raise ProtocolError(f"{zygote_frames.text(header, 'op')!r} about a call that it does not have")
-        if sum(map(len, blobs)) > work.most_bytes:
-            raise ProtocolError("more came than the call may have written")
-        match header["op"]:
+    def _handle_frame(self, zygote: Zygote, header: Header, blobs: list[bytes]) -> None:
+        run_id: object = header.get("run_id")
+        attempt = zygote.running.get(run_id) if type(run_id) is int else None
+        op = zygote_frames.get_text(header, "op")
+        if attempt is None:
+            raise ProtocolError(f"{op!r} for a call that the zygote is not running")
+        if sum(map(len, blobs)) > attempt.call.request.max_result_bytes:
+            raise ProtocolError(f"{op!r} is larger than the call's limits allow")
+        match op:
             case "ended":
-                self._release(zygote, ticket, work)
-                self._owner.on_done(zygote, work, header, blobs)
+                self._finish_attempt(zygote, attempt)
+                self._owner.on_call_ended(attempt, header, blobs)
             case "start_failed":
-                why = zygote_frames.text(header, "reason")
-                self._release(zygote, ticket, work)
-                self._owner.on_failed(work, why)
+                reason = zygote_frames.get_text(header, "reason")
+                self._finish_attempt(zygote, attempt)
+                self._owner.on_start_failed(attempt.call, reason)
             case "still_running":
-                wall_s = zygote_frames.number(header, "wall_ms") / 1e3
-                work.zygote_pid, work.inner_pid = zygote.link.peer_pid, int(zygote_frames.number(header, "pid"))
-                if not zygote.link.fds or work.watch is not None:
+                wall_s = zygote_frames.get_number(header, "wall_ms") / 1e3
+                pid_in_jail = int(zygote_frames.get_number(header, "pid"))
+                if not zygote.stream.received_fds or attempt.is_monitored:
                     raise ProtocolError("still_running without a pidfd, or for the second time")
-                self._owner.on_lasting(self, work, wall_s, zygote.link.fds.pop(0))
+                attempt.is_monitored = True
+                pidfd = zygote.stream.received_fds.pop(0)
+                running = StillRunning(wall_s, pidfd, zygote.stream.peer_pid, pid_in_jail)
+                self._owner.on_still_running(self, attempt, running)
             case _:
-                raise ProtocolError(f"unexpected {zygote_frames.text(header, 'op')!r}")
+                raise ProtocolError(f"unexpected {op!r}")
 
-    def _release(self, zygote: Zygote, ticket: int, work: Work) -> None:
-        del zygote.calls[ticket]
-        work.whereabouts = None
-        work.spent = self.slots.end(work.slot)
-        self.give_back(work.slot)
+    def _finish_attempt(self, zygote: Zygote, attempt: Attempt) -> None:
+        del zygote.running[attempt.run_id]
+        attempt.call.attempt = None
+        attempt.usage = self.slots.read_usage(attempt.slot)
+        self._release_slot(attempt.slot)
 
-    def _watch_init(self, zygote_pid: int) -> trio.Event:
-        """The event of the end of a zygote's parent, the jail's init, which ends after all others in the jail."""
+    def _release_slot(self, slot: int) -> None:
+        """Free a slot, or park it if its cgroup is not empty yet."""
+        if not self.slots.release(slot):
+            self._park_slot(slot)
+
+    def _park_slot(self, slot: int, jail_exited: trio.Event | None = None) -> None:
+        """Free a slot once its cgroup is empty and, if given, once the jail has exited."""
         assert self._nursery is not None
-        try:
-            pidfd = os.pidfd_open(_parent_of(zygote_pid))
-        except OSError as why:
-            raise ProtocolError(f"the parent of its process {zygote_pid} cannot be watched: {why}") from None
-        ended = trio.Event()
-        self._nursery.start_soon(_await_end, pidfd, ended)
-        return ended
+        self._nursery.start_soon(self._release_parked, slot, jail_exited)
 
-    def take(self, slot: int, work: Work, zygote: Zygote) -> None:
-        """Make a slot ready for a call. Raises `OSError`; then it is not to be used now."""
-        work.inherited_bytes, work.memory_bytes = self.inherited, work.most_memory(self.inherited)
-        self.slots.begin(slot, work.memory_bytes, work.most_processes)
-        if self._tree is not None:
-            zygote.let_in(slot, self._tree)
+    async def _release_parked(self, slot: int, jail_exited: trio.Event | None) -> None:
+        if jail_exited is not None:
+            await jail_exited.wait()
+        await self.slots.release_when_empty(slot)
+        self._owner.start_queued_calls()
 
-    def give_back(self, slot: int) -> None:
-        """A call has left its slot; it is free at once, or as soon as the kernel agrees."""
-        if not self.slots.give_back(slot):
-            self.park(slot)
-
-    def park(self, slot: int, jail_end: trio.Event | None = None) -> None:
-        """Not to be used just now; nor before a jail has ended, if one is given."""
-        assert self._nursery is not None
-        self._nursery.start_soon(self._settle, slot, jail_end)
-
-    async def _settle(self, slot: int, jail_end: trio.Event | None) -> None:
-        if jail_end is not None:
-            await jail_end.wait()
-        await self.slots.settle(slot)
-        self._owner.pump()
-
-    def _bury(self, zygote: Zygote, why: str) -> None:
-        self.deaths += 1
-        log.warning("zygote %s: %s; %d calls go back, and it is started anew", zygote.profile, why, len(zygote.calls))
+    def _reap(self, zygote: Zygote, reason: str) -> None:
+        """Release the slots of a zygote that has ended and return its calls to the owner."""
+        self.restarts += 1
+        lost = list(zygote.running.values())
+        log.warning("%s zygote exited: %s; requeueing %d calls and restarting it", zygote.profile, reason, len(lost))
         if self.zygotes.get(zygote.profile) is zygote:
             del self.zygotes[zygote.profile]
-        lost = list(zygote.calls.values())
-        zygote.calls.clear()
-        for work in lost:
-            work.whereabouts = None
-            self.slots.end(work.slot)
-            if zygote.jail_end is None:
-                self.give_back(work.slot)
+        zygote.running.clear()
+        for attempt in lost:
+            attempt.call.attempt = None
+            self.slots.read_usage(attempt.slot)  # so that the next call in the slot does not count it
+            if zygote.jail_exited is None:
+                self._release_slot(attempt.slot)
             else:
-                self.park(work.slot, zygote.jail_end)
-        if zygote.profile is Profile.BARE or zygote.jail_end is not None:
-            self._end_jail(zygote.jail)
-        self._notify()
-        self._owner.on_lost(lost, why)
+                self._park_slot(attempt.slot, zygote.jail_exited)
+        if zygote.profile is Profile.BARE or zygote.jail_exited is not None:
+            self._kill_jail(zygote.jail_process)
+        self._notify_change()
+        self._owner.on_calls_lost(lost, reason)
 
-    async def _birth(self, profile: Profile, link: Link, theirs: socket.socket) -> Zygote:
-        link.want_credentials()
-        leaner = self._profiles[: self._place_of(profile)]
-        if leaner:
-            parent = await self._living(leaner[-1])
-            parent.link.write(zygote_frames.pack({"op": "spawn", "profile": profile.value}), theirs.fileno())
-            zygote = Zygote(profile, link, parent.jail)
-            zygote.jail_end = parent.jail_end
-            return zygote
-        self._process = self._start_jail(theirs)
-        link.write(zygote_frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
-        return Zygote(profile, link, self._process)
+    def _chain_index(self, profile: Profile) -> int:
+        """Return how many of this pool's profiles come before `profile` in the chain. `verify` follows `symbolic`."""
+        end = PROFILE_CHAIN.index(Profile.SYMBOLIC) + 1 if profile is Profile.VERIFY else PROFILE_CHAIN.index(profile)
+        return sum(PROFILE_CHAIN.index(other) < end for other in self._profiles)
 
-    def _place_of(self, profile: Profile) -> int:
-        """Where it stands among the profiles that are kept, or would stand."""
-        after = ORDER.index(Profile.SYMBOLIC) + 1 if profile is Profile.VERIFY else ORDER.index(profile)
-        return sum(ORDER.index(kept) < after for kept in self._profiles)
-
-    async def _living(self, profile: Profile) -> Zygote:
+    async def _wait_for_zygote(self, profile: Profile) -> Zygote:
         while profile not in self.zygotes:
-            await self._changed.wait()
+            await self._zygotes_changed.wait()
         return self.zygotes[profile]
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+    def _notify_change(self) -> None:
+        self._zygotes_changed.set()
+        self._zygotes_changed = trio.Event()
 
     def _start_jail(self, sock: socket.socket) -> subprocess.Popen[bytes]:
         argv = jail.launch_argv(self._spec, sock.fileno())
         try:
             return subprocess.Popen(argv, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        except OSError as why:
-            raise NodeError(f"cannot start the jail: {why}") from None
+        except OSError as error:
+            raise NodeError(f"cannot start the jail: {error}") from None
 
-    def _end_jail(self, process: subprocess.Popen[bytes] | None) -> None:
-        """Idempotent. All in the jail dies with the launcher, which is killed, so the wait is one of milliseconds."""
-        if process is not None:
-            process.kill()
-            process.wait()
-            self.zygotes = {name: zygote for name, zygote in self.zygotes.items() if zygote.jail is not process}
+    def _kill_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
+        """Kill a jail and forget its zygotes. Idempotent. The launcher dies of SIGKILL and all processes in the jail
+        die with it, so waiting for it takes milliseconds."""
+        if jail_process is not None:
+            jail_process.kill()
+            jail_process.wait()
+            self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
+
+    def _watch_jail_init(self, zygote_pid: int) -> trio.Event:
+        """Return an event that is set when the parent of a zygote exits. That is the jail's init, which exits after all
+        other processes in the jail. Raises `ProtocolError`."""
+        assert self._nursery is not None
+        try:
+            pidfd = os.pidfd_open(_parent_pid(zygote_pid))
+        except OSError as error:
+            raise ProtocolError(f"the parent of zygote process {zygote_pid} cannot be watched: {error}") from None
+        exited = trio.Event()
+        self._nursery.start_soon(_wait_for_exit, pidfd, exited)
+        return exited
 
 
-async def _await_end(pidfd: int, ended: trio.Event) -> None:
+async def _wait_for_exit(pidfd: int, exited: trio.Event) -> None:
     try:
         await trio.lowlevel.wait_readable(pidfd)
-        ended.set()
+        exited.set()
     finally:
         os.close(pidfd)
 
 
-def _parent_of(pid: int) -> int:
+def _parent_pid(pid: int) -> int:
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
         return int(stat.read().rpartition(")")[2].split()[1])
 
 
-def _memory_of(pid: int) -> tuple[int, int]:
-    """Bytes that a process maps, and those in memory that are no file's (/proc/PID/statm counts pages)."""
+def _mapped_and_private_bytes(pid: int) -> tuple[int, int]:
+    """Return the address space of a process and its memory that belongs to no file, in bytes (/proc/PID/statm counts
+    pages). Raises `ProtocolError`."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
             mapped, resident, shared = map(int, statm.read().split()[:3])
             return mapped * 4096, (resident - shared) * 4096
-    except OSError as why:
-        raise ProtocolError(f"its process {pid} cannot be read: {why}") from None
+    except OSError as error:
+        raise ProtocolError(f"zygote process {pid} cannot be read: {error}") from None

@@ -1,9 +1,7 @@
-"""HTTP in, calls out: routes, admission, dispatch, metrics.
+"""The gateway: one asyncio process (on uvloop) that serves HTTP and owns every unfinished call.
 
-    routes -> codec, intake -> dispatch -> admission -> queue
-                                  |-> node -> (wire) -> executor
-
-asyncio on uvloop throughout. Only `dispatch` and `node` have a clock or a socket; `admission` and `queue` are pure.
+server -> http -> calls -> (sandbox.wire) -> executors
+          http -> stats -> history -> metrics
 """
 
 from sandbox.gateway.http.routes import build_app

@@ -1,92 +1,111 @@
-"""What the gateway counts, how Prometheus reads it, and what percentiles it knows.
+"""The gateway's counters and histograms, and the Prometheus text of all metrics.
 
-`METRICS` is the one list of names. Gauges are read from their owners when somebody scrapes; only counters and
-histograms live here.
+`METRICS` is the only list of metric names. Gauges are read from their owners at scrape time. Counters are plain
+numbers, since they change several times per call; `prometheus-client` sees them only during a scrape.
 """
 
 from __future__ import annotations
 
 import math
 import platform
-import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 VERSION = version("rstar-sandbox")
 
 METRICS: dict[str, tuple[str, str]] = {
     "build_info": ("gauge", "version of the gateway and of its Python"),
-    "calls_total": ("counter", "calls answered, by status"),
-    "calls_waiting": ("gauge", "calls admitted that wait for a slot"),
-    "calls_running": ("gauge", "calls handed to executors"),
-    "calls_bytes": ("gauge", "bytes of code, stdin and files of admitted calls"),
+    "calls_total": ("counter", "finished calls, by status"),
+    "calls_waiting": ("gauge", "admitted calls that wait for a slot"),
+    "calls_dispatched": ("gauge", "calls sent to executors and not finished"),
+    "calls_bytes": ("gauge", "bytes of code, stdin and files of unfinished calls"),
     "results_bytes": ("gauge", "bytes of results that clients have not read"),
-    "clients_stalled_total": ("counter", "connections cut because their client did not read"),
-    "calls_retried_total": ("counter", "calls put back because their executor was lost"),
-    "calls_cancelled_total": ("counter", "calls dropped because their client went away"),
+    "clients_stalled_total": ("counter", "connections closed because the client did not read"),
+    "calls_retried_total": ("counter", "calls requeued because their executor died"),
+    "calls_cancelled_total": ("counter", "calls cancelled because the client disconnected"),
     "requests_refused_total": ("counter", "requests answered with an error, by HTTP status"),
-    "queue_seconds": ("histogram", "seconds a call waited for a slot"),
-    "run_seconds": ("histogram", "seconds a call ran"),
-    "answer_seconds": ("histogram", "seconds from a call's admission to its answer"),
-    "body_bytes_total": ("counter", "bytes of bodies, by direction"),
-    "executors_ready": ("gauge", "executors that take calls"),
-    "executor_restarts_total": ("counter", "executors started again"),
+    "queue_seconds": ("histogram", "seconds that a call waited for a slot"),
+    "run_seconds": ("histogram", "seconds that a call ran"),
+    "answer_seconds": ("histogram", "seconds from the admission of a call to its result"),
+    "body_bytes_total": ("counter", "bytes of HTTP bodies, by direction"),
+    "executors_ready": ("gauge", "executors that accept calls"),
+    "executor_restarts_total": ("counter", "restarts of executors"),
+    "executor_queued": ("gauge", "calls that wait in the executor for a slot"),
+    "executor_running": ("gauge", "calls in slots of the executor"),
+    "executor_running_long": ("gauge", "long calls in slots of the executor"),
+    "executor_slots": ("gauge", "slots of the executor for short calls"),
+    "executor_long_slots": ("gauge", "slots of the executor for long calls"),
+    "executor_zygotes": ("gauge", "live zygotes, by profile"),
+    "executor_zygote_restarts_total": ("counter", "restarts of zygotes"),
+    "executor_retried_total": ("counter", "calls retried because their zygote died"),
+    "executor_demoted_total": ("counter", "demotions of long calls to idle priority"),
+    "executor_promoted_total": ("counter", "promotions of long calls to normal priority"),
+    "executor_missed_imports_total": ("counter", "imports of calls that no zygote had preloaded, by module"),
 }
+"""Type and description of every metric, by its name without prefix."""
 PREFIX = "rstar_sandbox_"
 _PREFERRED = (1, 1.12, 1.25, 1.4, 1.6, 1.8, 2, 2.24, 2.5, 2.8, 3.15, 3.55, 4, 4.5, 5, 5.6, 6.3, 7.1, 8, 9)
-"""Twenty steps a decade (Renard's R20): two neighbours differ by at most 15 %."""
+"""Twenty steps per decade (Renard's R20 series): neighbours differ by at most 15 %."""
 _DECADES = range(-4, 3)
 BOUNDS_S = tuple(float(f"{number}e{decade}") for decade in _DECADES for number in _PREFERRED)
-"""Upper ends of the buckets that a histogram counts in: 0.1 ms to 15 minutes."""
-SCRAPED = tuple(BOUNDS_S.index(float(f"{number}e{decade}")) for decade in _DECADES[1:] for number in (1, 2.5, 5))
-"""Which of them Prometheus sees."""
+"""Upper bounds of a histogram's buckets in seconds: 0.1 ms to 15 minutes."""
+SCRAPED_BUCKETS = tuple(
+    BOUNDS_S.index(float(f"{number}e{decade}")) for decade in _DECADES[1:] for number in (1, 2.5, 5)
+)
+"""Indexes in `BOUNDS_S` of the buckets in the Prometheus text."""
 
-Sample = tuple[str, Mapping[str, str], float]
+MetricSample = tuple[str, Mapping[str, str], float]
 """Name without prefix, labels, value."""
 
 
 class Histogram:
-    """Counts of seconds per bucket of `BOUNDS_S`, and their sum."""
+    """Counts of durations per bucket of `BOUNDS_S`, and their sum in seconds."""
 
-    __slots__ = ("counts", "total")
+    __slots__ = ("counts", "total_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.total = 0.0
+        self.total_s = 0.0
 
     def observe(self, seconds: float) -> None:
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.total += seconds
+        self.total_s += seconds
 
-    def samples(self, name: str) -> Iterator[Sample]:
-        below = list(accumulate(self.counts))
-        for place in SCRAPED:
-            yield f"{name}_bucket", {"le": str(BOUNDS_S[place])}, below[place]
-        yield f"{name}_bucket", {"le": "+Inf"}, below[-1]
-        yield f"{name}_sum", {}, self.total
-        yield f"{name}_count", {}, below[-1]
+    def samples(self, name: str) -> Iterator[MetricSample]:
+        cumulative = list(accumulate(self.counts))
+        for index in SCRAPED_BUCKETS:
+            yield f"{name}_bucket", {"le": str(BOUNDS_S[index])}, cumulative[index]
+        yield f"{name}_bucket", {"le": "+Inf"}, cumulative[-1]
+        yield f"{name}_sum", {}, self.total_s
+        yield f"{name}_count", {}, cumulative[-1]
 
 
-def quantiles_s(counts: Sequence[int], of: Sequence[float]) -> list[float]:
-    """Seconds below which each share of `of` lies, going by the counts of a histogram that is not empty.
+def quantiles_s(counts: Sequence[int], shares: Sequence[float]) -> list[float]:
+    """Return the quantiles in seconds, one per share (0 to 1), of a histogram that is not empty.
 
-    The geometric middle of the right bucket, so at most 7 % from the truth within `BOUNDS_S`; beyond, the nearer end.
+    Each is the geometric mean of its bucket's bounds, at most 7 % from the true value; outside of `BOUNDS_S` it is the
+    nearer end.
     """
-    below = list(accumulate(counts))
-    found = []
-    for share in of:
-        place = bisect_left(below, max(1, math.ceil(share * below[-1])))
-        inside = 0 < place < len(BOUNDS_S)
-        found.append(math.sqrt(BOUNDS_S[place - 1] * BOUNDS_S[place]) if inside else BOUNDS_S[-1 if place else 0])
-    return found
+    cumulative = list(accumulate(counts))
+    quantiles = []
+    for share in shares:
+        index = bisect_left(cumulative, max(1, math.ceil(share * cumulative[-1])))
+        if 0 < index < len(BOUNDS_S):
+            quantiles.append(math.sqrt(BOUNDS_S[index - 1] * BOUNDS_S[index]))
+        else:
+            quantiles.append(BOUNDS_S[-1 if index else 0])
+    return quantiles
 
 
 class Counters:
-    """Everything that only grows."""
+    """The gateway's own counters and histograms."""
 
     def __init__(self) -> None:
         self.by_status: Counter[str] = Counter()
@@ -100,7 +119,7 @@ class Counters:
         self.run_s = Histogram()
         self.answer_s = Histogram()
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[MetricSample]:
         yield "build_info", {"version": VERSION, "python": platform.python_version()}, 1
         for status, count in sorted(self.by_status.items()):
             yield "calls_total", {"status": status}, count
@@ -116,43 +135,29 @@ class Counters:
         yield from self.answer_s.samples("answer_seconds")
 
 
-def executor_samples(number: int, stats: Mapping[str, Any]) -> Iterator[Sample]:
-    """An executor's own numbers, under its own names: plain ones, and one level of named ones."""
-    for key, value in stats.items():
-        name = f"executor_{re.sub('[^a-zA-Z0-9_]', '_', str(key))}"
-        named = value.items() if isinstance(value, Mapping) else [("", value)]
-        for label, number_of in named:
-            if isinstance(number_of, (int, float)):
-                yield name, {"executor": str(number)} | ({"name": str(label)} if label else {}), number_of
+class PrometheusText:
+    """Renders samples in the Prometheus text format. Has its own registry, so that nothing global is exposed."""
+
+    def __init__(self, samples: Callable[[], Iterable[MetricSample]]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_SampleCollector(samples))
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
 
 
-def render(samples: Iterator[Sample]) -> str:
-    """The Prometheus text format, samples of one metric together."""
-    families: dict[str, list[str]] = {name: [] for name in METRICS}
-    for name, labels, value in samples:
-        families.setdefault(_family(name), []).append(f"{PREFIX}{name}{_labels(labels)} {value:.15g}")
-    lines: list[str] = []
-    for name, values in families.items():
-        if values:
-            kind, doc = METRICS.get(name) or (_kind(name), "as the executor counts it")
-            lines += [f"# HELP {PREFIX}{name} {doc}", f"# TYPE {PREFIX}{name} {kind}", *values]
-    return "\n".join(lines) + "\n"
+class _SampleCollector(Collector):
+    """Groups the samples by metric, in the order of `METRICS`."""
 
+    def __init__(self, samples: Callable[[], Iterable[MetricSample]]) -> None:
+        self._samples = samples
 
-def _family(name: str) -> str:
-    base = re.sub("_(bucket|sum|count)$", "", name)
-    return base if METRICS.get(base, ("",))[0] == "histogram" else name
-
-
-def _kind(name: str) -> str:
-    return "counter" if name.endswith("_total") else "gauge"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    def collect(self) -> Iterator[Metric]:
+        metrics = {
+            name: Metric(PREFIX + name.removesuffix("_total"), description, kind)
+            for name, (kind, description) in METRICS.items()
+        }
+        for name, labels, value in self._samples():
+            metric = metrics.get(name) or metrics[name.rpartition("_")[0]]  # NAME_bucket, NAME_sum, NAME_count
+            metric.add_sample(PREFIX + name, dict(labels), value)
+        return (metric for metric in metrics.values() if metric.samples)

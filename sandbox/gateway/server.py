@@ -28,7 +28,7 @@ from sandbox.errors import ConfigError
 from sandbox.gateway import heap
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch
-from sandbox.gateway.http.listener import SPARE_FILES, Doors, grant_files
+from sandbox.gateway.http.listener import RESERVED_FDS, Listener, raise_connection_limit
 from sandbox.gateway.http.routes import build_app
 from sandbox.gateway.metrics import VERSION
 
@@ -44,7 +44,7 @@ CLOSE_TIMEOUT_S = 5.0
 def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code."""
     try:
-        config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         heap.use_one_arena()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -65,13 +65,13 @@ async def _serve(config: ServeConfig, launch: Launch) -> None:
         runner = web.AppRunner(build_app(config, dispatcher), shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         try:
-            doors, address = await _listen(runner, dispatcher)
+            listener, address = await _listen(runner, dispatcher)
             if await _wait_started_or_stopped(stop, dispatcher):
-                _warn_of_less(dispatcher, doors.most)
                 _announce(dispatcher, address)
+                _warn_of_less(dispatcher, listener.max_connections)
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
-            doors.close()
+            listener.close()
         except asyncio.CancelledError:
             dispatcher.kill()
             raise
@@ -97,12 +97,13 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Doors, str]:
+async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Listener, str]:
     """Open the listening socket, and return it with its URL."""
     config = dispatcher.config
     assert runner.server is not None
-    doors = Doors(runner.server, grant_files(config.connections), config.stall_s, dispatcher.turned_away)
-    return doors, await doors.open(config.host, config.port)
+    max_connections = raise_connection_limit(config.connections)
+    listener = Listener(runner.server, max_connections, config.stall_s, dispatcher.connection_rejected)
+    return listener, await listener.open(config.host, config.port)
 
 
 async def _wait_started_or_stopped(stop: asyncio.Event, dispatcher: Dispatcher) -> bool:
@@ -131,18 +132,21 @@ async def _start_failure(dispatcher: Dispatcher) -> ConfigError | None:
 
 def _warn_of_less(dispatcher: Dispatcher, connections: int) -> None:
     """Log which settings had to be lowered, and which modules calls cannot import."""
-    config, abouts = dispatcher.config, [node.about for node in dispatcher.nodes]
+    config = dispatcher.config
+    reports = [executor.ready_report for executor in dispatcher.executors if executor.ready_report]
     lowered = []
     if connections < config.connections:
         lowered.append(f"connection limit lowered from {config.connections} to {connections}")
-    for name, wanted in (("slots", config.slots), ("long_slots", config.long_slots)):
-        granted = sum(about.get(name, wanted) for about in abouts)
+    for name, wanted, granted in (
+        ("slots", config.slots, sum(report.slots for report in reports)),
+        ("long_slots", config.long_slots, sum(report.long_slots for report in reports)),
+    ):
         if granted < wanted:
             lowered.append(f"{name} lowered from {wanted} to {granted}")
     if lowered:
-        enough = max(config.connections + SPARE_FILES, *(about.get("wanted_files", 0) for about in abouts))
+        enough = max(config.connections + RESERVED_FDS, *(report.wanted_fds for report in reports))
         log.warning("%s: not enough file descriptors (`ulimit -Hn %d` is enough)", ", ".join(lowered), enough)
-    missing = sorted({str(name)[:40] for about in abouts for name in about.get("lacks", ())})
+    missing = sorted({name for report in reports for name in report.missing_modules})
     if missing:
         log.warning(
             "calls cannot import %s: not installed for %s; install them there, or omit --python to use the runtime "
@@ -154,10 +158,11 @@ def _warn_of_less(dispatcher: Dispatcher, connections: int) -> None:
 
 def _announce(dispatcher: Dispatcher, address: str) -> None:
     """Print on stderr that the server is ready."""
-    about, reason = dispatcher.nodes[0].about, dispatcher.config.isolation_reason
+    reports = [executor.ready_report for executor in dispatcher.executors if executor.ready_report]
+    reason = dispatcher.config.isolation_reason
     print(
-        f"rstar-sandbox {VERSION} on {address}  isolation={about.get('isolation', '?')!s:.40}  "
-        f"slots={sum(node.about['slots'] for node in dispatcher.nodes)}  python={about.get('python', '?')!s:.40}"
+        f"rstar-sandbox {VERSION} on {address}  isolation={reports[0].isolation or '?'}  "
+        f"slots={sum(report.slots for report in reports)}  python={reports[0].python or '?'}"
         + (f"  isolation_reason={reason!r}" if reason else ""),
         file=sys.stderr,
         flush=True,

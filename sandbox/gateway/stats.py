@@ -1,7 +1,7 @@
-"""What the dashboard shows: the service now, and the last ten minutes of it, as `GET /v1/stats` answers.
+"""The body of `GET /v1/stats`: the server's state now, and its history of ten minutes.
 
-`Stats` has the clock and the one task; the steps themselves are `history`'s. Executors' own numbers come with their
-stats frames, about a second old; numbers only are taken from them, and names of a bounded length.
+`Stats` has the clock and a task that adds a step to the history each second. The executors' numbers are about a second
+old, since they come with their "stats" frames.
 """
 
 from __future__ import annotations
@@ -10,39 +10,36 @@ import asyncio
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sandbox import machine
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.calls.executor_handle import Node
+from sandbox.gateway.calls.executor_handle import ExecutorHandle
+from sandbox.gateway.calls.executor_report import EXECUTOR_GAUGES
 from sandbox.gateway.history import History, Snapshot
 from sandbox.gateway.metrics import VERSION
 
-TICK_S = 1.0
-NAME_CHARS = 60
-NAMES = 20
-
-EXECUTOR_GAUGES = ("queued", "running", "running_short", "running_long", "long_slots")
-"""Of the executors' numbers, those that rise and fall; one that no executor tells is not there."""
+TICK_INTERVAL_S = 1.0
+MAX_NAMES = 20
+"""Number of modules in `missed_imports`."""
 
 
 class Stats:
-    """Use `start` and `stop` around the life of the application; `build` returns the body of `GET /v1/stats`."""
+    """Call `start` and `stop` with the application; `build` returns the body of `GET /v1/stats`."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:
         self._dispatcher = dispatcher
         self._clock = clock
-        self._began = clock()
+        self._started_at_clock = clock()
         self._started_at = time.time()
-        self._lasting = _LastingCounts()
-        self._machine = _Machine()
+        self._executor_counters = _RestartSafeCounters()
+        self._machine = _MachineUsage()
         self._history = History(self._snapshot())
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Take a snapshot every `TICK_S` from now on."""
+        """Start to add a step every `TICK_INTERVAL_S`."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -51,18 +48,18 @@ class Stats:
             await asyncio.wait([self._task])
 
     def tick(self) -> None:
-        """End a step of the history."""
-        self._machine.look()
+        """Add a step to the history."""
+        self._machine.sample()
         self._history.add(self._snapshot())
 
-    def build(self, after: int) -> dict[str, Any]:
-        """The body of `GET /v1/stats`, with the history's steps after number `after`."""
+    def build(self, after: int) -> dict[str, object]:
+        """Return the body, with the history's steps after number `after`."""
         now = self._snapshot()
         return {
             "service": self._service(),
-            "now": self._history.recent(now),
+            "now": self._history.last_interval(now),
             "totals": {"statuses": dict(now.statuses), "events": dict(now.events)},
-            "executors": [_executor(node) for node in self._dispatcher.nodes],
+            "executors": [_executor_row(executor) for executor in self._dispatcher.executors],
             "missed_imports": self._missed_imports(),
             "steps": self._history.after(after),
         }
@@ -71,42 +68,35 @@ class Stats:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            due = max(due + TICK_S, loop.time())
+            due = max(due + TICK_INTERVAL_S, loop.time())
             await asyncio.sleep(due - loop.time())
             self.tick()
 
-    def _service(self) -> dict[str, Any]:
-        about = next((node.about for node in self._dispatcher.nodes if node.about), {})
-        bounds = self._dispatcher.ledger.bounds
+    def _service(self) -> dict[str, object]:
+        reports = [executor.ready_report for executor in self._dispatcher.executors if executor.ready_report]
+        limits = self._dispatcher.call_table.limits
         return {
             "state": _state(self._dispatcher),
             "version": VERSION,
             **self._dispatcher.isolation,
-            "python": _name(about.get("python", "")),
+            "python": reports[0].python if reports else "",
             "started_at": round(self._started_at, 3),
-            "queue_calls": bounds.calls,
-            "queue_bytes": bounds.bytes,
+            "queue_calls": limits.max_calls,
+            "queue_bytes": limits.max_bytes,
             "cores": self._machine.cores,
             "memory_bytes": self._machine.memory_bytes,
         }
 
     def _snapshot(self) -> Snapshot:
         dispatcher, counters = self._dispatcher, self._dispatcher.counters
-        ready = [node for node in dispatcher.nodes if node.is_ready]
-        gauges = {
-            "waiting": dispatcher.ledger.waiting,
-            "in_hand": sum(dispatcher.ledger.running(node.number) for node in dispatcher.nodes),
-            "bytes": dispatcher.ledger.bytes,
-            "executors": len(dispatcher.nodes),
-            "executors_ready": len(ready),
-            "slots": sum(_count(node.about.get("slots")) for node in ready),
-            "zygotes": sum(_counts(node.stats.get("zygotes")).total() for node in ready),
+        ready = [executor for executor in dispatcher.executors if executor.is_ready]
+        gauges: dict[str, float] = {
+            name: sum(executor.stats.gauges.get(name, 0) for executor in ready)
+            for name in EXECUTOR_GAUGES
+            if any(name in executor.stats.gauges for executor in ready)
         }
-        for name in EXECUTOR_GAUGES:
-            if any(name in node.stats for node in ready):
-                gauges[name] = sum(_count(node.stats.get(name)) for node in ready)
         return Snapshot(
-            at_s=self._clock() - self._began,
+            at_s=self._clock() - self._started_at_clock,
             statuses=dict(counters.by_status),
             events=dict(self._events()),
             latencies={
@@ -114,63 +104,73 @@ class Stats:
                 "run_ms": tuple(counters.run_s.counts),
                 "answer_ms": tuple(counters.answer_s.counts),
             },
-            gauges={**gauges, **self._machine.gauges},
+            gauges={
+                **gauges,
+                "waiting": dispatcher.call_table.waiting,
+                "dispatched": dispatcher.dispatched,
+                "bytes": dispatcher.call_table.outstanding.bytes,
+                "executors": len(dispatcher.executors),
+                "executors_ready": len(ready),
+                "slots": sum(executor.ready_report.slots for executor in ready if executor.ready_report),
+                "zygotes": sum(executor.stats.zygotes.total() for executor in ready),
+                **self._machine.gauges,
+            },
         )
 
     def _events(self) -> Counter[str]:
-        counters, nodes = self._dispatcher.counters, self._dispatcher.nodes
+        counters, executors = self._dispatcher.counters, self._dispatcher.executors
         events = Counter({f"refused_{code}": count for code, count in counters.refused.items()})
         events["retried"] = counters.retried
         events["cancelled"] = counters.cancelled
-        events["executor_restarts"] = sum(node.restarts for node in nodes)
-        for node in nodes:
-            self._lasting.see(node.number, node.stats)
-        return events + self._lasting.counts
+        events["executor_restarts"] = sum(executor.restarts for executor in executors)
+        for executor in executors:
+            self._executor_counters.update(executor)
+        return events + self._executor_counters.counts
 
     def _missed_imports(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for node in self._dispatcher.nodes:
-            found += _counts(node.stats.get("missed_imports"))
-        return dict(found.most_common(NAMES))
+        missed: Counter[str] = Counter()
+        for executor in self._dispatcher.executors:
+            missed += executor.stats.missed_imports
+        return dict(missed.most_common(MAX_NAMES))
 
 
-class _LastingCounts:
-    """Sums of the executors' counters, which outlive the executors: one that starts again counts from 0."""
+class _RestartSafeCounters:
+    """Sums of the executors' counters. An executor that restarts counts from 0 again; these sums never fall."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._last: dict[tuple[int, str], int] = {}
+        """The last value, by executor and name."""
 
-    def see(self, number: int, stats: Mapping[str, Any]) -> None:
-        for key, value in stats.items():
-            if isinstance(key, str) and key.endswith("_total") and isinstance(value, int):
-                last = self._last.get((number, key), 0)
-                self.counts[_name(key.removesuffix("_total"))] += value - last if value >= last else value
-                self._last[number, key] = value
+    def update(self, executor: ExecutorHandle) -> None:
+        for name, value in executor.stats.totals.items():
+            last = self._last.get((executor.number, name), 0)
+            self.counts[name] += value - last if value >= last else value
+            self._last[executor.number, name] = value
 
 
-class _Machine:
-    """What is cheap to know of the machine, and of the gateway's own process."""
+class _MachineUsage:
+    """CPU and memory of the machine and of the gateway process."""
 
     def __init__(self) -> None:
-        self.cores = machine.cores()
+        self.cores = machine.granted_cores()
         self.memory_bytes = machine.memory_limit()
         self.gauges: dict[str, float] = {}
-        self._busy, self._all = _ticks()
-        self._cpu_s, self._at_s = time.process_time(), time.monotonic()
-        self.look()
+        self._busy_ticks, self._all_ticks = _cpu_ticks()
+        self._cpu_s, self._sampled_at = time.process_time(), time.monotonic()
+        self.sample()
 
-    def look(self) -> None:
-        """Read it all again: shares of CPU are since the last look."""
-        cpu_s, at_s = time.process_time(), time.monotonic()
-        busy, whole = _ticks()
+    def sample(self) -> None:
+        """Update `gauges`. The shares of CPU are since the last sample."""
+        cpu_s, now = time.process_time(), time.monotonic()
+        busy_ticks, all_ticks = _cpu_ticks()
         self.gauges = {
-            "machine_busy": round((busy - self._busy) / max(1, whole - self._all), 3),
+            "machine_busy": round((busy_ticks - self._busy_ticks) / max(1, all_ticks - self._all_ticks), 3),
             "memory_used_bytes": self.memory_bytes - machine.memory_available(),
-            "gateway_cpu": round((cpu_s - self._cpu_s) / max(1e-3, at_s - self._at_s), 3),
+            "gateway_cpu": round((cpu_s - self._cpu_s) / max(1e-3, now - self._sampled_at), 3),
             "gateway_rss_bytes": _rss_bytes(),
         }
-        self._busy, self._all, self._cpu_s, self._at_s = busy, whole, cpu_s, at_s
+        self._busy_ticks, self._all_ticks, self._cpu_s, self._sampled_at = busy_ticks, all_ticks, cpu_s, now
 
 
 def _state(dispatcher: Dispatcher) -> str:
@@ -178,37 +178,22 @@ def _state(dispatcher: Dispatcher) -> str:
         return "draining"
     if dispatcher.is_ready:
         return "ready"
-    return "no executor" if any(node.started.done() for node in dispatcher.nodes) else "starting"
+    return "no executor" if any(executor.started.done() for executor in dispatcher.executors) else "starting"
 
 
-def _executor(node: Node) -> dict[str, Any]:
-    """One row of the table."""
+def _executor_row(executor: ExecutorHandle) -> dict[str, object]:
     return {
-        "number": node.number,
-        "ready": node.is_ready,
-        "restarts": node.restarts,
-        "slots": _count(node.about.get("slots")),
-        "zygotes": dict(_counts(node.stats.get("zygotes"))),
-        **{name: _count(node.stats[name]) for name in EXECUTOR_GAUGES if name in node.stats},
+        "number": executor.number,
+        "ready": executor.is_ready,
+        "restarts": executor.restarts,
+        "zygotes": dict(executor.stats.zygotes),
+        **executor.stats.gauges,
+        "slots": executor.ready_report.slots if executor.ready_report else 0,
     }
 
 
-def _counts(value: Any) -> Counter[str]:
-    """The numbers of a mapping that an executor sent, by name."""
-    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
-    return Counter({_name(name): number for name, number in items if isinstance(number, int)})
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _name(value: Any) -> str:
-    return f"{value:.{NAME_CHARS}}" if isinstance(value, str) else ""
-
-
-def _ticks() -> tuple[int, int]:
-    """Ticks in which the machine's cores worked, and all of them, since it booted (proc_stat(5))."""
+def _cpu_ticks() -> tuple[int, int]:
+    """Return the busy ticks and all ticks of the machine's cores since boot (proc_stat(5))."""
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, idle, iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
     busy = user + nice + system + irq + softirq + steal

@@ -1,4 +1,5 @@
-"""What runs inside the jail. Hostile ground: nothing here is imported by the rest, which meets it only as bytes.
+"""The code inside a jail: zygotes, and what a call runs in. Standard library only, run by path as flat files.
 
-The files are run by path, by whichever Python (3.9 or later) is the guest, and import only the standard library.
+`fork_batch`, `fork_memory`, `fork_refcounts` and `fork_warmup` are optimisations of the fork: without them calls are
+slower, and nothing else changes. `wiped_memory` is not an optimisation: it keeps one call's data out of the next call.
 """

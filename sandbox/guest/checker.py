@@ -1,11 +1,12 @@
-"""Compares two answers by the math-verify library, in a call of its own. To the `verify` profile it is `rstar_checker`.
+"""Compares two answers with the math-verify library, inside a call. Code imports this module as `rstar_checker`.
 
 Invariants:
-- Both answers are hostile text, and no text runs, so none can say what this says. There is one place where sympy makes
-  an expression of text, and it does so by `eval`: `parse_expr`, which even numbers pass. There nothing gets through but
-  numbers and arithmetic of numbers.
-- The same pair gets the same outcome: sympy's random numbers, with which it tells expressions apart, start from a seed.
-- Time and memory are the call's own. math-verify's alarms are off, since they would measure the load of the machine.
+- Both answers are hostile text, and none of it is executed. sympy turns text into an expression in one place only, by
+  `eval` in `parse_expr`, through which even numbers go. `refuse_code` limits it to numbers and their arithmetic.
+- The same pair always has the same outcome, because sympy's random number generator, which it uses to compare
+  expressions, is seeded.
+- Only the limits of the call end a comparison. The alarms of math-verify are off, because they measure wall time, which
+  depends on the load of the machine.
 """
 
 from __future__ import annotations
@@ -17,58 +18,63 @@ import re
 import sys
 from typing import Any
 
-MAX_CHARS = 4096
-"""The longest answer that is looked at (`sandbox.verify` has the same number)."""
+MAX_ANSWER_CHARS = 4096
+"""Maximum characters of an answer; `sandbox.verify` has the same number."""
 
 _NUMBERS = re.compile(r"(?:Integer|Float|Symbol|'[\w.+-]*'|[\d\s.()+*/-])*\Z", re.ASCII)
-"""What sympy makes of numbers before it evaluates them: `Integer (1 )/Float ('2.5' )`. Symbols are its units' own."""
+"""Matches the code that sympy generates for numbers, such as `Integer (1 )/Float ('2.5' )`. Its units are symbols."""
 
 
 def outcome() -> str:
-    """Of the pair on standard input, a JSON list of the right answer and the given one."""
+    """Return the outcome for the pair on standard input, a JSON list of the correct answer and the given one.
+
+    `failed` if the comparison raised an exception.
+    """
     gold, answer = json.loads(sys.stdin.read())
-    _libraries()  # what is missing is ours
+    _libraries()  # outside of `try`, because a missing library is not caused by the pair
     refuse_code()
     try:
         return compare(gold, answer)
-    except BaseException:  # all that happens in here is the pair's doing
+    except BaseException:  # caused by the pair, for example by its size
         return "failed"
 
 
 def compare(gold: str, answer: str) -> str:
-    """`equivalent`, `not_equivalent`, or which of the two says nothing: `no gold`, `no answer`."""
+    """Return `equivalent` or `not_equivalent`, or `no gold` or `no answer` if that text contains no answer."""
     math_verify, sympy_random = _libraries()
     random.seed(0)
     sympy_random.seed(0)
     parsed = []
     for name, text in (("gold", gold), ("answer", answer)):
-        found = math_verify.parse(boxed(text), parsing_timeout=None) if 0 < len(text.strip()) <= MAX_CHARS else []
-        if not found:
+        expressions = []
+        if 0 < len(text.strip()) <= MAX_ANSWER_CHARS:
+            expressions = math_verify.parse(boxed(text), parsing_timeout=None)
+        if not expressions:
             return "no " + name
-        parsed.append(found)
+        parsed.append(expressions)
     return "equivalent" if math_verify.verify(*parsed, timeout_seconds=None) else "not_equivalent"
 
 
 def boxed(text: str) -> str:
-    """As math-verify looks for answers: what is in a box is one, all of it."""
+    """Return the text in a box, unless it has one. math-verify takes all that a box contains as the answer."""
     return text if "\\boxed{" in text else "\\boxed{" + text + "}"
 
 
 def refuse_code() -> None:
-    """From here on sympy evaluates no text but numbers."""
+    """Make sympy raise ValueError instead of evaluating text that is more than numbers and their arithmetic."""
     parser: Any = importlib.import_module("sympy.parsing.sympy_parser")
     stringify = parser.stringify_expr
 
     def stringify_numbers(*args: Any) -> str:
         code: str = stringify(*args)
         if not _NUMBERS.match(code):
-            raise ValueError("an answer is no code")
+            raise ValueError("expected numbers and arithmetic only, got other code")
         return code
 
     parser.stringify_expr = stringify_numbers
 
 
 def _libraries() -> tuple[Any, Any]:
-    logging = importlib.import_module("logging")  # as math_verify does; zygotes that verify nothing do without it
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that its alarms are off
+    logging = importlib.import_module("logging")  # imported here, since other zygotes must not import it
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
     return importlib.import_module("math_verify"), importlib.import_module("sympy.core.random")

@@ -1,10 +1,26 @@
-"""The layers around one call, applied between the fork and the first line of its code.
+"""Confinement: the steps between the fork and the first line of a call's code.
 
-The zygote holds privileges inside its own user namespace only, and just long enough: each layer is a few system calls,
-in an order that matters. With namespaces they are a list, which `burst` goes through (`steps`); else Python makes them
-(`fork`, `join`, `enter`). The plan (which layers, which numbers) is data made by the executor's side.
+`Confinement` turns the plan, which the executor's side has made, into one ordered list of system calls per call. The
+zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At level
+`landlock` and `none`, `finish` takes the last steps, which are more than a system call.
 
-A layer that fails raises, and the call does not run: closed, never open.
+    step                                          levels                      why here
+    1  dup2 of output, report, input              all                         later failures are written to the report
+    2  write to cgroup.procs                      all, without clone3         pages copied from here on are charged
+    3  landlock_restrict_self                     landlock                    needs the slot's ruleset descriptor
+    4  open /dev/null as input                    all, without input          open file flags are shared across forks
+    5  sigprocmask, setpgid                       all; setpgid not landlock   no signals to the zygote's group
+    6  unshare, mount of the scratch directory    namespaces, nsjail          need privilege
+    7  setgroups, setresgid, setresuid or capset  all but none                drops the privilege
+    8  chdir                                      namespaces, nsjail          only the owner may enter the directory
+    9  setrlimit                                  all                         RLIMIT_NPROC counts the new user
+    10 prctl(PR_SET_PDEATHSIG)                    all                         setresuid clears it
+    11 setsid                                     landlock                    no signals to the zygote's session
+    12 prctl(PR_SET_NO_NEW_PRIVS)                 all but none                required by the filter
+    13 seccomp                                    namespaces, nsjail          forbids most of the steps above
+    14 finish: chdir, parent check, seccomp       landlock, none (chdir)      its filter contains the process id
+
+Invariant: if a step fails, the call's code does not run.
 """
 
 from __future__ import annotations
@@ -18,249 +34,241 @@ import struct
 
 import fork_batch
 import landlock_slots
+import system_calls
+from system_calls import check
 
-# Without the interpreter lock let go and without ctypes' own copy of errno, each of which would write to more pages
-# that a call must first copy: the zygote and a call have one thread.
-_libc = ctypes.PyDLL(None)
-_libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
-# Looked up here: looking a symbol up in the call would have it read the C library's tables anew.
-_prctl, _capset, _syscall, _fork = _libc.prctl, _libc.capset, _libc.syscall, _libc.fork
-
-_SYS_WRITE, _SYS_OPEN, _SYS_CLOSE, _SYS_SIGPROCMASK, _SYS_DUP2, _SYS_CLONE = 1, 2, 3, 14, 33, 56
-_SYS_CHDIR, _SYS_SETPGID, _SYS_SETGROUPS, _SYS_SETRESUID, _SYS_SETRESGID, _SYS_CAPSET = 80, 109, 116, 117, 119, 126
-_SYS_PRCTL, _SYS_SETRLIMIT, _SYS_MOUNT, _SYS_CLOCK_GETTIME, _SYS_UNSHARE, _SYS_CLONE3 = 157, 160, 165, 228, 272, 435
-_CLONE_CHILD_SETTID, _CLONE_NEWUSER, _CLONE_NEWPID = 0x01000000, 0x10000000, 0x20000000
+_CLONE_CHILD_SETTID, _CLONE_NEWUSER, CLONE_NEWPID = 0x01000000, 0x10000000, 0x20000000
 _CLONE_INTO_CGROUP = 0x200000000
-_CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 2, 4, 10
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_GET_TID_ADDRESS = 1, 24, 38, 40
-_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER = 317, 1
-_CLOCK_MONOTONIC, _SIG_SETMASK, _SIGSET_BYTES = 1, 2, 8
+_CLONE_ARGS_BYTES, _CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 88, 2, 4, 10
+_MOUNT_FLAGS = 0x2 | 0x4 | 0x8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
+_CLOCK_MONOTONIC, _SIG_SETMASK = 1, 2
 _SIGKILL, _SIGCHLD = 9, 17
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-_NO_CAPS = bytes(24)
-_BOUNDED = {
-    "memory_bytes": resource.RLIMIT_AS,
+_TIME_WORD, _RLIMIT_WORD, _CLONE_WORD, _OPTIONS_WORD = 0, 2, 10, 21
+"""Offsets in a job's data, in words: clock reading, four rlimits, struct clone_args, options of the mount."""
+RLIMITS = {
     "file_bytes": resource.RLIMIT_FSIZE,
-    "processes": resource.RLIMIT_NPROC,
     "open_files": resource.RLIMIT_NOFILE,
+    "memory_bytes": resource.RLIMIT_AS,
+    "processes": resource.RLIMIT_NPROC,
 }
-# Where things lie in a job's room, in words: the time, limits, arguments of clone3, options of the mount.
-_TIME, _LIMITS, _CLONE_ARGS, _OPTIONS = 0, 2, 10, 21
+"""Limits of a call by their key in its frame; `processes` is set only where the plan bounds it."""
 
 
 class Confinement:
-    """The layers of a plan, made ready once in the zygote so that each call pays for system calls alone."""
+    """The plan, prepared so that a call pays for system calls alone. Child zygotes inherit it."""
 
     def __init__(self, plan: dict) -> None:
-        self._unshare: int = plan["unshare"]
-        self._unshare_user: bool = plan["unshare_user"]
-        self._bounds_processes: bool = plan["bounds_processes"]
-        self.tmpfs: str | None = plan["tmpfs"]
-        self._inodes: int = plan["inodes"]
+        self.scratch_mount: str | None = plan["scratch_mount"]
+        """Where each call gets a file system of its own as working directory."""
+        self.landlock = landlock_slots.LandlockSlots(plan["landlock"]) if plan["landlock"] else None
+        self.address_space_bytes = 0
+        """Address space of the zygote, to which a call's own limit is added. The executor sends it."""
+        self.cgroup_procs_fds: dict[int, list[int]] = {}
+        """`cgroup.procs` descriptors by slot; a process enters a cgroup by writing to one."""
+        self.cgroup_dir_fds: dict[int, int] = {}
+        """Directory of the version 2 cgroup by slot, into which clone3(2) forks (Linux 5.7)."""
+        self.has_namespaces: bool = plan["pid_namespace"]
+        self._inodes: int = plan["max_files"]
         self._uid_base: int | None = plan["uid_base"]
-        self._drop_caps: bool = plan["drop_caps"]
-        self._no_new_privs: bool = plan["no_new_privs"]
-        self._filter = _Filter(base64.b64decode(plan["seccomp"]), plan["own_pid_at"]) if plan["seccomp"] else None
-        self.ground = landlock_slots.Ground(plan["landlock"]) if plan["landlock"] else None
-        self.address_space = 0  # bytes the zygote itself maps; the executor says so, since there is no /proc here
-        if plan["drop_bounding"]:
+        self._limits = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
+        self._buffers: list = []  # what the steps point at
+        if plan["clear_bounding_set"]:
             _drop_bounding_set()
-        self.doors: dict[int, list[int]] = {}  # by slot: where to write to enter its control groups
-        self.floors: dict[int, int] = {}  # and its group, to be forked into
-        self._clone_flags, self._tid = 0, ctypes.c_void_p()
-        if plan["unshare_pid"]:
-            self._clone_flags = _CLONE_NEWPID
-            # Where the C library has its thread's id, if the kernel can say (CONFIG_CHECKPOINT_RESTORE).
-            if _prctl(_PR_GET_TID_ADDRESS, ctypes.byref(self._tid), 0, 0, 0) == 0:
-                self._clone_flags |= _CLONE_CHILD_SETTID
-        self._clone3 = (ctypes.c_uint64 * 11)()  # struct clone_args: the flags, and by their places
-        self._clone3[0] = self._clone_flags | _CLONE_INTO_CGROUP
-        self._clone3[_CLONE_ARG_CHILD_TID] = self._tid.value or 0
-        self._clone3[_CLONE_ARG_EXIT_SIGNAL] = _SIGCHLD
-        self.has_steps: bool = plan["unshare_pid"]
-        """Whether `steps` says it all."""
-        self._texts = {
-            name: ctypes.create_string_buffer(text)
-            for name, text in {
-                "null": b"/dev/null",
-                "no signals": bytes(_SIGSET_BYTES),
-                "one": b"0",
-                "scratch": b"scratch",
-                "tmpfs": b"tmpfs",
-                "home": (self.tmpfs or "").encode(),
-                "cap header": _CAP_HEADER,
-                "no caps": _NO_CAPS,
-            }.items()
-        }
-        self.settle()
+        self._clone_flags, self._tid = 0, 0
+        if self.has_namespaces:
+            self._clone_flags, self._tid = _clone_flags()
+        clone3 = (ctypes.c_uint64 * (_CLONE_ARGS_BYTES // 8))()  # struct clone_args
+        clone3[0] = self._clone_flags | _CLONE_INTO_CGROUP
+        clone3[_CLONE_ARG_CHILD_TID], clone3[_CLONE_ARG_EXIT_SIGNAL] = self._tid, _SIGCHLD
+        self._clone3 = list(clone3)
+        self._filter = (
+            _Filter(base64.b64decode(plan["call_filter"]), plan["own_pid_offsets"]) if plan["call_filter"] else None
+        )
+        self._prepare_steps(plan)
+        self.prepare()
 
-    def settle(self) -> None:
-        """Once in each zygote that uses the plan."""
-        if self.ground:
-            self.ground.settle()
+    def prepare(self) -> None:
+        """Prepare this process, once in each zygote that uses the plan."""
+        if self.landlock is not None:
+            self.landlock.become_subreaper()
 
-    def fork(self, slot: int = -1) -> int:
-        """fork(2) into a PID namespace of its own, as PID 1, and into the slot's version 2 control group if there is a
-        descriptor of it (clone3(2), CLONE_INTO_CGROUP, Linux 5.7). Raises `OSError`. Clone3 only where it is needed:
-        the usual container refuses it. Where it is refused all the same, calls enter by the doors.
-
-        With the interpreter lock held and without Python's own after-fork work (os.fork), nor the C library's: both
-        repair what other threads may have left half done, and write to 170 pages to do it. A zygote has one thread
-        (asserted), so nothing is half done; of the registered hooks only reseeding matters, and the runner does that.
-        """
-        if slot in self.floors:
-            self._clone3[_CLONE_ARG_CGROUP] = self.floors[slot]
-            pid = _syscall(_SYS_CLONE3, self._clone3, ctypes.sizeof(self._clone3))
-            if pid >= 0 or _libc.__errno_location()[0] in (errno.EAGAIN, errno.ENOMEM):
-                return int(_check(pid, "clone3"))
-            self.floors.clear()
-        if self._clone_flags:
-            pid = _syscall(_SYS_CLONE, self._clone_flags | _SIGCHLD, None, None, self._tid, None)
-        else:
-            pid = _fork()
-        return int(_check(pid, "fork"))
-
-    def join(self, slot: int) -> None:
-        """Be counted and bounded with the control groups of the slot, to which we were given descriptors."""
-        if slot not in self.floors:
-            for door in self.doors.get(slot, ()):
-                os.write(door, b"0")
-
-    def leave_groups(self) -> None:
-        """Let go of the ways into all groups."""
-        for fd in (*self.floors.values(), *(door for doors in self.doors.values() for door in doors)):
+    def close_cgroup_fds(self) -> None:
+        """Close the descriptors of all cgroups."""
+        procs = [fd for fds in self.cgroup_procs_fds.values() for fd in fds]
+        for fd in (*self.cgroup_dir_fds.values(), *procs):
             os.close(fd)
-        self.floors.clear()
-        self.doors.clear()
+        self.cgroup_dir_fds.clear()
+        self.cgroup_procs_fds.clear()
 
-    def steps(self, slot: int, call: dict, fds: list[tuple[int, int]], room: int) -> tuple[list[int], list[int]]:
-        """What a job of `burst` does, and what its room, at that address, holds: the time, the fork, and then in the
-        child, which is confined for good, and has `fds` under the names that come with them. These come first, so that
-        it can say what failed; then its group, so that every page that it copies counts as its own; then mounts, which
-        need privilege; then the identity that had the privilege goes, then what it may use, and the filter last, since
-        it forbids most of what came before."""
-        at = {name: ctypes.addressof(text) for name, text in self._texts.items()}
+    def fork_step(self, data: int, slot: int = -1) -> tuple[int, ...]:
+        """Return the step that forks, into a PID namespace if the plan has namespaces.
+
+        A slot with a cgroup directory is forked into its cgroup by clone3(2). Slots without one use clone(2), because
+        the seccomp profile of common container runtimes refuses clone3. Neither runs Python's after-fork handlers:
+        they repair state for other threads, of which a zygote has none, and write to 170 pages.
+        """
+        if slot in self.cgroup_dir_fds:
+            return _step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
+        return _step(system_calls.CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid)
+
+    def syscall_steps(
+        self, slot: int, call: dict, fds: list[tuple[int, int]], data: int
+    ) -> tuple[list[int], list[int]]:
+        """Return a job's steps and its data, both in words; the data will lie at the address `data`.
+
+        The first step reads the clock and the second forks. All others confine the child, in the order that the module
+        states. `fds` are pairs of a descriptor and the number that the call has it by.
+        """
         uid = self._uid_base + slot if self._uid_base is not None else None
-        limits = self._limits(call)
-        options = _scratch_options(call["disk_bytes"], self._inodes, uid)
-        clone3 = [*self._clone3]
-        steps = [_SYS_CLOCK_GETTIME, _CLOCK_MONOTONIC, room + 8 * _TIME, 0, 0, 0, 0]
-        if slot in self.floors:
-            clone3[_CLONE_ARG_CGROUP] = self.floors[slot]
-            steps += _step(_SYS_CLONE3, room + 8 * _CLONE_ARGS, ctypes.sizeof(self._clone3))
-        else:
-            steps += _step(_SYS_CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid.value or 0)
-        for fd, name in fds:
-            steps += _step(_SYS_DUP2, fd, name)
-        if slot not in self.floors:
-            for door in self.doors.get(slot, ()):
-                steps += _step(_SYS_WRITE, door, at["one"], 1)
-        if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
-            steps += _step(_SYS_CLOSE, 0)
-            steps += _step(_SYS_OPEN, at["null"], os.O_RDONLY)
-        steps += _step(_SYS_SIGPROCMASK, _SIG_SETMASK, at["no signals"], 0, _SIGSET_BYTES)
-        steps += _step(_SYS_SETPGID, 0, 0)  # else it could signal the zygote's group
-        steps += _step(_SYS_UNSHARE, self._unshare)
-        flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-        steps += _step(_SYS_MOUNT, at["scratch"], at["home"], at["tmpfs"], flags, room + 8 * _OPTIONS)
+        steps = [
+            *_step(system_calls.CLOCK_GETTIME, _CLOCK_MONOTONIC, data + 8 * _TIME_WORD),
+            *self.fork_step(data, slot),
+        ]
+        for fd, number in fds:
+            steps += _step(system_calls.DUP2, fd, number)
+        if slot not in self.cgroup_dir_fds:
+            for fd in self.cgroup_procs_fds.get(slot, ()):
+                steps += _step(system_calls.WRITE, fd, self._zero, 1)
+        if self.landlock is not None:
+            steps += _step(system_calls.LANDLOCK_RESTRICT_SELF, *self.landlock.ruleset(slot))
+        if not call["blobs"][1]:
+            steps += self._empty_input
+        steps += self._signals
+        if self.scratch_mount is not None:
+            steps += self._unshare
+            steps += _step(system_calls.MOUNT, *self._mount, data + 8 * _OPTIONS_WORD)
         if uid is not None:
-            steps += _step(_SYS_SETGROUPS, 0, 0)
-            steps += _step(_SYS_SETRESGID, uid, uid, uid)
-            steps += _step(_SYS_SETRESUID, uid, uid, uid)  # away from 0: no capability is left (capabilities(7))
+            steps += _step(system_calls.SETGROUPS, 0, 0)
+            steps += _step(system_calls.SETRESGID, uid, uid, uid)
+            steps += _step(system_calls.SETRESUID, uid, uid, uid)  # not 0: clears all capabilities (capabilities(7))
         else:
-            if self._unshare_user:  # before limits: the one of processes would be that of all namespaces below, too
-                steps += _step(_SYS_UNSHARE, _CLONE_NEWUSER)
-            steps += _step(_SYS_CAPSET, at["cap header"], at["no caps"])
-        steps += _step(_SYS_CHDIR, at["home"])  # as the owner: whoever mounted it may not even look inside
-        for number, (what, _most) in enumerate(limits):
-            steps += _step(_SYS_SETRLIMIT, what, room + 8 * (_LIMITS + 2 * number))
-        # After setresuid, which clears it. A zygote that dies takes its calls along.
-        steps += _step(_SYS_PRCTL, _PR_SET_PDEATHSIG, _SIGKILL)
-        steps += _step(_SYS_PRCTL, _PR_SET_NO_NEW_PRIVS, 1)
-        if self._filter:
-            steps += _step(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._filter.address)
-        words = [most for _, most in limits for _ in range(2)]
-        words += [0] * (_CLONE_ARGS - _LIMITS - len(words))  # not every plan has every limit
-        return steps, [0, 0, *words, *clone3, *options]
+            steps += self._drop_capabilities
+        steps += self._enter_scratch
+        for number, name in enumerate(self._limits):
+            steps += _step(system_calls.SETRLIMIT, RLIMITS[name], data + 8 * (_RLIMIT_WORD + 2 * number))
+        steps += self._last_steps
+        return steps, self._data(slot, call, uid)
 
-    def enter(self, slot: int, limits: dict) -> None:
-        """Without namespaces: confine this process for good, the identity first."""
-        uid = self._uid_base + slot if self._uid_base is not None else None
-        if uid is not None:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)  # away from 0: the kernel clears every capability set (capabilities(7))
-        elif self._drop_caps:
-            _check(_capset(_CAP_HEADER, _NO_CAPS), "capset(none)")
-        if self.ground:
-            self.ground.enter(slot)
-        for what, most in self._limits(limits):
-            resource.setrlimit(what, (most, most))
-        # After setresuid, which clears it. A zygote that dies takes its calls along.
-        _check(_prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
-        if self.ground:
-            self.ground.leave()
-        if self._no_new_privs:
-            _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
-        if self._filter:
-            self._filter.load()
+    def finish(self, slot: int, directory: str | None) -> None:
+        """Take the last steps in the child, where they are more than a system call. Raises `OSError`.
 
-    def _limits(self, call: dict) -> list[tuple[int, int]]:
-        limits = [(_BOUNDED[name], call[name]) for name in ("file_bytes", "open_files")]
-        limits.append((_BOUNDED["memory_bytes"], call["memory_bytes"] + self.address_space))
-        if self._bounds_processes:
-            limits.append((_BOUNDED["processes"], call["processes"]))
-        return limits
+        `directory` is the call's working directory at level `none`.
+        """
+        if self.landlock is not None:
+            self.landlock.exit_if_orphaned()
+            directory = os.environ["HOME"] = os.environ["TMPDIR"] = self.landlock.home(slot)
+        if directory is not None:
+            os.chdir(directory)
+        if self._filter is not None and self._filter.needs_pid:
+            self._filter.load_with_pid()
+
+    def _prepare_steps(self, plan: dict) -> None:
+        """Build the steps that are the same for each call."""
+        step, calls = _step, system_calls
+        home = self._address((plan["scratch_mount"] or "").encode())
+        self._zero = self._address(b"0")
+        self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
+        signals = self._address(bytes(128))  # the C library's sigset_t is larger than the kernel's
+        self._signals = step(calls.SIGPROCMASK, _SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
+        if self.landlock is None:
+            self._signals += step(calls.SETPGID, 0, 0)
+        self._unshare = step(calls.UNSHARE, plan["namespaces"]) if plan["namespaces"] else ()
+        self._mount = self._address(b"scratch"), home, self._address(b"tmpfs"), _MOUNT_FLAGS
+        self._drop_capabilities: tuple[int, ...] = ()
+        if plan["user_namespace"]:  # before RLIMIT_NPROC, which would otherwise count nested namespaces together
+            self._drop_capabilities += step(calls.UNSHARE, _CLONE_NEWUSER)
+        if plan["drop_capabilities"]:
+            self._drop_capabilities += step(calls.CAPSET, self._address(_CAP_HEADER), self._address(bytes(24)))
+        self._enter_scratch = step(calls.CHDIR, home) if plan["scratch_mount"] else ()
+        self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, _SIGKILL)
+        if self.landlock is not None:
+            self._last_steps += step(calls.SETSID)
+        if plan["no_new_privs"]:
+            self._last_steps += step(calls.PRCTL, calls.PR_SET_NO_NEW_PRIVS, 1)
+        if self._filter is not None and not self._filter.needs_pid:
+            self._last_steps += step(calls.SECCOMP, calls.SECCOMP_SET_MODE_FILTER, 0, self._filter.address)
+
+    def _data(self, slot: int, call: dict, uid: int | None) -> list[int]:
+        """Return what the steps of a job point at; see `_TIME_WORD` for the layout."""
+        data = [0] * _OPTIONS_WORD
+        at = _RLIMIT_WORD
+        for name in self._limits:
+            data[at] = data[at + 1] = call[name] + (self.address_space_bytes if name == "memory_bytes" else 0)
+            at += 2
+        if slot in self.cgroup_dir_fds:
+            data[_CLONE_WORD:_OPTIONS_WORD] = self._clone3
+            data[_CLONE_WORD + _CLONE_ARG_CGROUP] = self.cgroup_dir_fds[slot]
+        if self.scratch_mount is not None:
+            data += _mount_options(call["disk_bytes"], self._inodes, uid)
+        return data
+
+    def _address(self, content: bytes) -> int:
+        """Return the address of a copy of `content` that lives as long as this object."""
+        self._buffers.append(ctypes.create_string_buffer(content))
+        return ctypes.addressof(self._buffers[-1])
 
 
-def lower_for_good(plan: dict) -> None:
-    """What is the same for every call, set once in the zygote and inherited: limits, and most of the filter."""
-    for what in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK):
-        resource.setrlimit(what, (0, 0))
-    if plan["zygote_seccomp"]:
-        _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
-        _Filter(base64.b64decode(plan["zygote_seccomp"]), []).load()
+def restrict_zygote(plan: dict) -> None:
+    """Set the limits that are the same for each call, and the zygote's part of the filter. Calls inherit both."""
+    for number in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK):
+        resource.setrlimit(number, (0, 0))
+    if plan["zygote_filter"]:
+        check(system_calls.prctl(system_calls.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
+        _Filter(base64.b64decode(plan["zygote_filter"]), []).load()
+
+
+def _clone_flags() -> tuple[int, int]:
+    """Return the flags of a fork into a PID namespace, and the address where the C library keeps the thread's id.
+
+    The kernel returns that address if it has CONFIG_CHECKPOINT_RESTORE, and then writes the child's id there.
+    """
+    tid = ctypes.c_void_p()
+    if system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0:
+        return CLONE_NEWPID | _CLONE_CHILD_SETTID, tid.value or 0
+    return CLONE_NEWPID, 0
 
 
 def _step(number: int, *arguments: int) -> tuple[int, ...]:
-    return (number, *arguments, *(0,) * (fork_batch.STEP - 1 - len(arguments)))
+    return (number, *arguments, *(0,) * (fork_batch.STEP_WORDS - 1 - len(arguments)))
 
 
-def _scratch_options(size: int, inodes: int, uid: int | None) -> memoryview:
-    """Of the mount of a scratch folder, in words."""
+def _mount_options(size_bytes: int, inodes: int, uid: int | None) -> memoryview:
+    """Return the options of a scratch directory's mount as a C string, in words."""
     owner = f",uid={uid},gid={uid}" if uid is not None else ""
-    text = f"size={size},nr_inodes={inodes},mode=0700{owner}".encode()
+    text = f"size={size_bytes},nr_inodes={inodes},mode=0700{owner}".encode()
     return memoryview(text + bytes(8 - len(text) % 8)).cast("q")
 
 
 def _drop_bounding_set() -> None:
-    """No program that a call executes can gain a capability, whoever owns its file."""
-    cap = 0
-    while _prctl(_PR_CAPBSET_DROP, cap, 0, 0, 0) == 0:
-        cap += 1
-    if _libc.__errno_location()[0] != errno.EINVAL:  # which is: past the last capability this kernel knows
-        _check(-1, f"prctl(CAPBSET_DROP, {cap})")
+    """Prevent every program that a call executes from gaining a capability, whoever owns its file."""
+    capability = 0
+    while system_calls.prctl(system_calls.PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
+        capability += 1
+    if system_calls.errno_location()[0] != errno.EINVAL:  # EINVAL: beyond the last capability of this kernel
+        check(-1, f"prctl(CAPBSET_DROP, {capability})")
 
 
 class _Filter:
-    """A seccomp program (struct sock_fprog) in memory, ready to load."""
+    """A seccomp program in memory, ready to load."""
 
     def __init__(self, program: bytes, own_pid_at: list) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))
         self._own_pid_at = own_pid_at
-        address = ctypes.addressof(self._program)
-        self._header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, address))
+        program_address = ctypes.addressof(self._program)
+        self._header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, program_address))
         self.address = ctypes.addressof(self._header)
+        """Address of the struct sock_fprog."""
+        self.needs_pid = bool(own_pid_at)
+        """Whether the program compares arguments with the id of the process that loads it."""
+
+    def load_with_pid(self) -> None:
+        """Write the id of this process into the program and load it."""
+        for offset in self._own_pid_at:
+            struct.pack_into("=I", self._program, offset, os.getpid())
+        self.load()
 
     def load(self) -> None:
-        for place in self._own_pid_at:
-            struct.pack_into("=I", self._program, place, os.getpid())
-        _check(_syscall(_SYS_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, self._header), "seccomp(SET_MODE_FILTER)")
-
-
-def _check(result: int, what: str) -> int:
-    if result < 0:
-        number = _libc.__errno_location()[0]
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result
+        """Load the program. Raises `OSError`."""
+        flags = system_calls.SECCOMP_SET_MODE_FILTER, 0
+        check(system_calls.syscall(system_calls.SECCOMP, *flags, self._header), "seccomp(SET_MODE_FILTER)")

@@ -1,12 +1,15 @@
-"""Settles a zygote's memory, so that forking it copies as little as possible.
+"""Arranges a zygote's memory so that a fork copies as little as possible.
 
-A fork copies each mapping of its parent (1 µs, and its end as much), and the page tables of all that the parent has
-written to: an entry and its bookkeeping for each 4 KiB, which for a heap of 50 MB costs more than everything else a
-small call does. So while a zygote loads (`gather`), and even before (`restart`), all memory comes from one heap, which
-is then collapsed into huge pages (`settle`; madvise(2), MADV_COLLAPSE, Linux 6.1). A kernel that cannot stays slower.
+This is an optimisation: where the kernel or the C library lacks a feature, forks are slower.
 
-Code is another matter: it is mapped from files, whose pages a fork does not copy, so each call would fault them in
-again, 16 at a time. What of the interpreter fills whole huge pages is copied into such: no fault at all in a call.
+A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
+each 4 KiB page that the parent has written. For a heap of 50 MB these entries cost more than all else of a small call.
+
+    use_one_heap, reexec_with_malloc   all memory comes from malloc's heap          at the start of a zygote
+    colocate_bytecode                  hot bytecode lies side by side               after the first warm-up
+    remap_code                         code in huge pages, two mappings a library   after a profile is loaded
+    compact_heap                       the heap is collapsed into huge pages        after that; MADV_COLLAPSE, Linux 6.1
+    trim_heap                          the free end of the heap is returned         last
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from collections.abc import Iterator
 
 import fork_refcounts
 
-_HUGE = 2 << 20
-_EMPTY = sys.getsizeof(b"")
+_HUGE_BYTES = 2 << 20
+_BYTES_OVERHEAD = sys.getsizeof(b"")
 _MADV_COLLAPSE = 25
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 _MAP_PRIVATE_ANONYMOUS, _MAP_FIXED_NOREPLACE = 0x22, 0x100000
@@ -42,24 +45,24 @@ _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
-# Only the GNU C library has these; another one keeps its own ways.
+# Only the GNU C library has these; the replacements have no effect.
 _mallopt, _malloc_trim = getattr(_libc, "mallopt", max), getattr(_libc, "malloc_trim", int)
 
 
 class _Allocator(ctypes.Structure):
-    """PyMemAllocatorEx, the functions for one kind of memory."""
+    """PyMemAllocatorEx: the functions of one memory domain."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("context", "malloc", "calloc", "realloc", "free"))
 
 
-class _Arenas(ctypes.Structure):
-    """PyObjectArenaAllocator: where the memory for small objects comes from, 1 MiB at a time."""
+class _ArenaAllocator(ctypes.Structure):
+    """PyObjectArenaAllocator: allocates the arenas of small objects, 1 MiB each (256 KiB before Python 3.10)."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("context", "allocate", "free"))
 
 
 class _Segment(ctypes.Structure):
-    """Elf64_Phdr."""
+    """Elf64_Phdr: one segment of a library."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("type", "flags")),
@@ -67,8 +70,8 @@ class _Segment(ctypes.Structure):
     )
 
 
-class _Loaded(ctypes.Structure):
-    """The beginning of struct dl_phdr_info."""
+class _Library(ctypes.Structure):
+    """The first fields of struct dl_phdr_info: one loaded library."""
 
     _fields_ = (
         ("base", ctypes.c_uint64),
@@ -78,116 +81,117 @@ class _Loaded(ctypes.Structure):
     )
 
 
-_Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
-_usual = _Arenas()
-ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_usual))
+_Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Library), ctypes.c_size_t, ctypes.c_void_p)
+_default_arenas = _ArenaAllocator()
+ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_default_arenas))
 
 _RAW, _MEM, _OBJECTS = range(3)  # PyMemAllocatorDomain
-_RESTARTED = "RSTAR_SMALL_OBJECTS"
+_OFFSETS_VARIABLE = "RSTAR_SMALL_OBJECTS"
+_HEAP_THRESHOLD_BYTES = 32 << 20
+"""Maximum of M_MMAP_THRESHOLD: malloc takes smaller blocks from its heap, and maps larger ones."""
+_CALL_THRESHOLD_BYTES = 4 << 20
+"""The same threshold for calls. malloc would start at 128 KiB and adapt, for which calls are too short."""
+_CHUNK_BYTES = 1 << 16
+_kept_alive: list = []
+_fillers: list = []
+_remapped: set = set()
 
 
-def restart() -> None:
-    """First thing in a zygote, after `gather`: start anew, with what that itself takes in malloc's heap, too.
+def reexec_with_malloc() -> None:
+    """Execute this program again, so that malloc's heap also holds what the interpreter allocates while it starts.
 
-    Its own allocator (Objects/obmalloc.c) would have put that into mappings of 1 MiB here and there, which nothing can
-    make huge: 1,000 pages to copy in each fork. PYTHONMALLOC=malloc does without that allocator for good. So its
-    functions, which have no public name, are noted before, as distances from one that has, and put back here. Where
-    that is not how it works, nothing happens, and forks cost more.
+    Call this first in a zygote, after `use_one_heap`. The interpreter's own allocator (Objects/obmalloc.c) would put
+    those objects into separate mappings of 1 MiB, which cannot become huge pages: 1,000 pages to copy in each fork.
+    PYTHONMALLOC=malloc prevents that, but disables the allocator for the life of the process. So its functions, which
+    have no public name, are passed on as offsets from a public function, and are restored after the start. Nothing
+    happens where the interpreter does not work that way.
     """
     anchor = ctypes.cast(ctypes.pythonapi.PyMem_GetAllocator, ctypes.c_void_p).value or 0
-    noted = os.environ.pop(_RESTARTED, None)
-    usual, raw = _allocator(_OBJECTS), _allocator(_RAW)
-    if noted is None:
-        if usual.context is None and usual.malloc != raw.malloc and _heeds_environment():
-            own_ways = [getattr(usual, field[0]) for field in _Allocator._fields_[1:]]
-            distances = ",".join(str(function - anchor) for function in own_ways)
-            os.environ.update({"PYTHONMALLOC": "malloc", _RESTARTED: distances})
+    offsets = os.environ.pop(_OFFSETS_VARIABLE, None)
+    objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
+    if offsets is None:
+        if objects.context is None and objects.malloc != raw.malloc and _obeys_pythonmalloc():
+            functions = [getattr(objects, field[0]) for field in _Allocator._fields_[1:]]
+            offsets = ",".join(str(function - anchor) for function in functions)
+            os.environ.update({"PYTHONMALLOC": "malloc", _OFFSETS_VARIABLE: offsets})
             os.execv(sys.executable, sys.orig_argv)
         return
-    del os.environ["PYTHONMALLOC"]  # calls may start interpreters
-    if usual.malloc == raw.malloc:
-        small = _Allocator(None, *(anchor + int(distance) for distance in noted.split(",")))
+    del os.environ["PYTHONMALLOC"]  # interpreters that calls start must not inherit it
+    if objects.malloc == raw.malloc:
+        original = _Allocator(None, *(anchor + int(offset) for offset in offsets.split(",")))
         for domain in (_MEM, _OBJECTS):
-            ctypes.pythonapi.PyMem_SetAllocator(domain, ctypes.byref(small))
+            ctypes.pythonapi.PyMem_SetAllocator(domain, ctypes.byref(original))
 
 
-def _heeds_environment() -> bool:
-    """Whether PYTHONMALLOC would do; without the interpreter lock there is one allocator only."""
+def _obeys_pythonmalloc() -> bool:
+    """Return whether PYTHONMALLOC selects the allocator; a free-threaded Python has only one."""
     return hasattr(sys, "orig_argv") and "t" not in sys.abiflags and not sys.flags.ignore_environment
 
 
 def _allocator(domain: int) -> _Allocator:
-    found = _Allocator()
-    ctypes.pythonapi.PyMem_GetAllocator(domain, ctypes.byref(found))
-    return found
+    allocator = _Allocator()
+    ctypes.pythonapi.PyMem_GetAllocator(domain, ctypes.byref(allocator))
+    return allocator
 
 
-_kept: list = []
+def use_one_heap() -> None:
+    """Allocate memory of every kind from malloc's heap, until `compact_heap`.
 
-_ONE_HEAP = 32 << 20
-"""The most that malloc takes as the size from which on a block gets a mapping of its own."""
-_LARGER = 16 << 20
-"""No hole in it is that large."""
-_OWN_MAPPING = 4 << 20
-"""That size for calls. The library would begin with 128 KiB and learn; a call has no time to."""
-
-
-def gather() -> None:
-    """Until `settle`, take memory of every kind from malloc's heap, where it fills huge pages.
-
-    Else arenas and larger blocks get mappings of their own, here and there between libraries. The arenas that are there
-    must not be freed as if malloc had made them, so something in each is kept.
+    Otherwise arenas and large blocks would get mappings of their own between those of libraries. Existing arenas must
+    not be freed by malloc, so every object of theirs is kept alive.
     """
-    _kept.append(gc.get_objects())
-    raw = _allocator(_RAW)  # malloc, which takes a context, too
-    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_Arenas(raw.context, raw.malloc, raw.free)))
-    _map_own(_ONE_HEAP)
+    _kept_alive.append(gc.get_objects())
+    raw = _allocator(_RAW)  # malloc with a context argument
+    arenas = _ArenaAllocator(raw.context, raw.malloc, raw.free)
+    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(arenas))
+    _map_blocks_from(_HEAP_THRESHOLD_BYTES)
 
 
-def _scatter() -> None:
-    """From now on, what is taken can be given back."""
-    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_usual))
-    _map_own(_OWN_MAPPING)
+def _restore_allocators() -> None:
+    """Use separate mappings again, because they can be returned to the kernel."""
+    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_default_arenas))
+    _map_blocks_from(_CALL_THRESHOLD_BYTES)
 
 
-def _map_own(size: int) -> None:
+def _map_blocks_from(size: int) -> None:
+    """Make malloc give each block of at least `size` bytes a mapping of its own."""
     _mallopt(_M_MMAP_THRESHOLD, size)
     _mallopt(_M_TRIM_THRESHOLD, 2 * size)
 
 
-def gather_code(folder: str) -> int:
-    """Put the bytecode of the functions of `folder` that have run often side by side. Returns how many they are.
+def colocate_bytecode(directory: str) -> int:
+    """Copy the bytecode of frequently run functions of `directory` side by side. Return their number.
 
-    From Python 3.12 on the interpreter notes in the bytecode which way each jump went. So a call copies every page with
-    a function that it runs, and so does a zygote after each fork.
+    Since Python 3.12 the interpreter records in the bytecode which way each jump went. So a call copies each page that
+    contains a function which it runs, and so does the zygote after each fork.
     """
-    functions = [thing for thing in gc.get_objects() if type(thing) is types.FunctionType]
-    ours = [function for function in functions if function.__code__.co_filename.startswith(folder)]
-    warm = [function for function in ours if _is_warm(function.__code__)]
-    sizes = sorted({sys.getsizeof(function.__code__) for function in warm}, reverse=True)
-    fillers = [block for size in sizes for block in _holes(size)]
-    usual, raw = _allocator(_OBJECTS), _allocator(_RAW)
-    # New objects by malloc, whatever their size; the usual functions know how to let go of both kinds.
-    mixed = _Allocator(raw.context, raw.malloc, raw.calloc, usual.realloc, usual.free)
+    functions = [subject for subject in gc.get_objects() if type(subject) is types.FunctionType]
+    guest_functions = [function for function in functions if function.__code__.co_filename.startswith(directory)]
+    hot = [function for function in guest_functions if _is_specialised(function.__code__)]
+    sizes = sorted({sys.getsizeof(function.__code__) for function in hot}, reverse=True)
+    fillers = [block for size in sizes for block in _fill_holes(size)]
+    objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
+    # New objects come from malloc, whatever their size. The interpreter's own functions can free both kinds.
+    mixed = _Allocator(raw.context, raw.malloc, raw.calloc, objects.realloc, objects.free)
     ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(mixed))
-    replaced = [function.__code__ for function in warm]  # still there, so that nothing takes their places
-    for function in warm:
+    replaced = [function.__code__ for function in hot]  # kept alive, so that no new code takes their memory
+    for function in hot:
         function.__code__ = function.__code__.replace()
-    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(usual))
+    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(objects))
     for filler in fillers:
         _libc.free(filler)
     return len(replaced)
 
 
-def _is_warm(code: types.CodeType) -> bool:
-    """Whether some of its instructions have been specialised (PEP 659)."""
+def _is_specialised(code: types.CodeType) -> bool:
+    """Return whether the interpreter has specialised one of the instructions (PEP 659)."""
     plain, adapted = code.co_code[::2], getattr(code, "_co_code_adaptive", code.co_code)[::2]
-    return any(now != then for then, now in zip(plain, adapted) if then)  # 0 is a cache
+    return any(before != after for before, after in zip(plain, adapted) if before)  # 0 is a cache entry
 
 
-def _holes(size: int) -> Iterator[int]:
-    """Take every block that could hold so much, as far as malloc's heap has been used."""
-    end = _libc.malloc(_LARGER)
+def _fill_holes(size: int) -> Iterator[int]:
+    """Allocate every free block of at least `size` bytes below the end of malloc's heap."""
+    end = _libc.malloc(_HUGE_BYTES * 8)  # larger than every hole
     _libc.free(end)
     block = 0
     while block < end <= _libc.sbrk(0):
@@ -195,119 +199,123 @@ def _holes(size: int) -> Iterator[int]:
         yield block
 
 
-def settle() -> int:
-    """Give back what is free, freeze what is left, collapse it. Returns the number of huge pages."""
+def compact_heap() -> int:
+    """Free what is unused, exclude the rest from collection, and collapse it. Return the number of huge pages."""
     gc.collect()
     fork_refcounts.immortalize()
-    blocks = {id(thing) // _HUGE for thing in gc.get_objects()}
+    blocks = {id(subject) // _HUGE_BYTES for subject in gc.get_objects()}
     gc.freeze()
     gc.disable()
-    gc.collect()  # nothing but what the interpreter keeps of freed objects, to use it again wherever it lies
+    gc.collect()  # empties the interpreter's free lists, whose objects are scattered
     _fill_pools()
-    _fill_heap()
+    _fill_last_block()
     _malloc_trim(0)
-    _scatter()
-    top = _libc.sbrk(0) // _HUGE  # a heap that fills it could not grow any more
-    return sum(_collapse(block) or _complete(block) for block in blocks | _resident_below(top) if block != top)
+    _restore_allocators()
+    top = _libc.sbrk(0) // _HUGE_BYTES  # not collapsed: the heap could not grow any more
+    blocks |= _resident_blocks_below(top)
+    return sum(_collapse(block) or _map_rest_and_collapse(block) for block in blocks if block != top)
 
 
-def trim() -> None:
-    """Give back the free end of the heap, which each fork would copy. (malloc_trim would go for the holes as well.)"""
+def trim_heap() -> None:
+    """Return the free end of the heap, which each fork would copy. malloc_trim would also return all holes."""
     _mallopt(_M_TRIM_THRESHOLD, 0)
-    _libc.free(_libc.malloc(_CHUNK))
-    _map_own(_OWN_MAPPING)
+    _libc.free(_libc.malloc(_CHUNK_BYTES))
+    _map_blocks_from(_CALL_THRESHOLD_BYTES)
 
 
-def _fill_heap() -> None:
-    """Take what is left of the huge page that malloc's heap ends in: what calls take begins behind it."""
+def _fill_last_block() -> None:
+    """Allocate the rest of the last huge page of the heap, so that calls allocate memory behind it."""
     last = 0
-    while (following := _libc.malloc(_CHUNK)) // _HUGE == last // _HUGE or following < last:
-        last = following
+    while (block := _libc.malloc(_CHUNK_BYTES)) // _HUGE_BYTES == last // _HUGE_BYTES or block < last:
+        last = block
 
 
-_CHUNK = 1 << 16
-_FEW = 32
+_MIN_RESIDENT_PAGES = 33
 
 
-def _resident_below(top: int) -> set:
-    """The blocks of malloc's heap, from its top down, of which more than a few pages are in memory."""
-    resident = ctypes.create_string_buffer(_HUGE // mmap.PAGESIZE)
-    found: set = set()
+def _resident_blocks_below(top: int) -> set:
+    """Return the blocks of 2 MiB of malloc's heap that have at least `_MIN_RESIDENT_PAGES` pages in memory."""
+    resident = ctypes.create_string_buffer(_HUGE_BYTES // mmap.PAGESIZE)
+    blocks: set = set()
     for block in range(top - 1, 0, -1):
-        if _libc.mincore(block * _HUGE, _HUGE, resident):
-            return found | {block}  # the heap begins in it
-        if resident.raw.count(1) > _FEW:
-            found.add(block)
-    return found
+        if _libc.mincore(block * _HUGE_BYTES, _HUGE_BYTES, resident):
+            return blocks | {block}  # the heap starts in this block
+        if resident.raw.count(1) >= _MIN_RESIDENT_PAGES:
+            blocks.add(block)
+    return blocks
 
 
 def _collapse(block: int) -> bool:
-    return bool(_libc.madvise(block * _HUGE, _HUGE, _MADV_COLLAPSE) == 0)
+    """Collapse a block of 2 MiB into a huge page. Return whether the kernel did."""
+    return bool(_libc.madvise(block * _HUGE_BYTES, _HUGE_BYTES, _MADV_COLLAPSE) == 0)
 
 
-def _complete(block: int) -> bool:
-    """Collapse a block of which a part is not mapped, by mapping that as well."""
+def _map_rest_and_collapse(block: int) -> bool:
+    """Collapse a block that is partly unmapped, by mapping the rest of it."""
     flags = _MAP_PRIVATE_ANONYMOUS | _MAP_FIXED_NOREPLACE
-    pages = range(block * _HUGE, (block + 1) * _HUGE, mmap.PAGESIZE)
-    added = [p for p in pages if _libc.mmap(p, mmap.PAGESIZE, _PROT_READ | _PROT_WRITE, flags, -1, 0) == p]
-    is_whole = _collapse(block)
-    for page in added if not is_whole else ():
+    pages = range(block * _HUGE_BYTES, (block + 1) * _HUGE_BYTES, mmap.PAGESIZE)
+    mapped = [p for p in pages if _libc.mmap(p, mmap.PAGESIZE, _PROT_READ | _PROT_WRITE, flags, -1, 0) == p]
+    is_collapsed = _collapse(block)
+    for page in mapped if not is_collapsed else ():
         _libc.munmap(page, mmap.PAGESIZE)
-    return is_whole
+    return is_collapsed
 
 
-_filling: list = []
-_POOL, _POOL_HEADER, _LARGEST, _STEP = 1 << 14, 48, 512, 16
-_BATCH, _MOST_BATCHES, _NEAR = 16, 4096, 8
+# Pools of the interpreter's allocator (CPython, Objects/obmalloc.c), in bytes.
+_POOL_BYTES, _POOL_HEADER_BYTES, _MAX_BLOCK_BYTES, _ALIGNMENT_BYTES = 1 << 14, 48, 512, 16
+_BATCH_BLOCKS, _MAX_BATCHES, _MAX_GAP_BLOCKS = 16, 4096, 8
 
 
 def _fill_pools() -> None:
-    """Leave no free block in a pool that has others: what a call allocates then lies together, in pages of its own,
-    and not in holes all over the heap, each of which would be a page to copy (CPython, Objects/obmalloc.c)."""
-    for size in range(_STEP, _LARGEST + 1, _STEP):
-        kind = {_STEP: object, 2 * _STEP: complex}.get(size, bytes)  # of exactly that size
-        arguments = (size - _EMPTY,) if kind is bytes else ()
-        places: list = []
-        for _ in range(_MOST_BATCHES):
-            batch: list = [None] * _BATCH
-            for place in range(_BATCH):  # and nothing else is taken meanwhile
-                batch[place] = kind(*arguments)
-            _filling.append(batch)
-            places = places[-2:] + [id(thing) for thing in batch]
-            if _begins_a_pool(places, size):
+    """Allocate every free block of a pool that has other objects, so that calls allocate from pools of their own.
+
+    Otherwise a call's objects would go to free blocks all over the heap, each in a page to copy.
+    """
+    for size in range(_ALIGNMENT_BYTES, _MAX_BLOCK_BYTES + 1, _ALIGNMENT_BYTES):
+        kind = {16: object, 32: complex}.get(size, bytes)  # a type whose objects have exactly this size
+        arguments = (size - _BYTES_OVERHEAD,) if kind is bytes else ()
+        addresses: list = []
+        for _ in range(_MAX_BATCHES):
+            batch: list = [None] * _BATCH_BLOCKS
+            for index in range(_BATCH_BLOCKS):  # the loop allocates nothing else
+                batch[index] = kind(*arguments)
+            _fillers.append(batch)
+            addresses = addresses[-2:] + [id(filler) for filler in batch]
+            if _starts_new_pool(addresses, size):
                 break
 
 
-def _begins_a_pool(places: list, size: int) -> bool:
-    """Blocks come one after another from the start of a pool, so no other pool of that size had room. Some may be
-    missing, which whoever fills has taken itself."""
-    start, near = _POOL_HEADER + 3 * size, _NEAR * size
+def _starts_new_pool(addresses: list, size: int) -> bool:
+    """Return whether three of the addresses follow each other from the start of a pool, so no other pool had room.
+
+    Some blocks between them may be missing, because this module itself has allocated them.
+    """
+    start, max_distance = _POOL_HEADER_BYTES + 3 * size, _MAX_GAP_BLOCKS * size
     return any(
-        first % _POOL < start and first < second < third < first + near
-        for first, second, third in zip(places, places[1:], places[2:])
+        first % _POOL_BYTES < start and first < second < third < first + max_distance
+        for first, second, third in zip(addresses, addresses[1:], addresses[2:])
     )
 
 
-_settled: set = set()
-_MOST_CODE = 16 << 20
+_MAX_HUGE_CODE_BYTES = 16 << 20
 
 
-def settle_code() -> int:
-    """Have each loaded library take two mappings rather than five, since a fork copies those, too, and copy what of the
-    programs' code and constants fills huge pages into such. Returns how many.
+def remap_code() -> int:
+    """Reduce each library to two mappings instead of five, and copy its code into huge pages. Return their number.
 
-    Not what is done already, which a zygote shares with its parent, nor whole libraries of kernels for every processor,
-    such as OpenBLAS: hardly anything of them runs.
+    A fork copies mappings, but not the pages of files, so each call would fault those in again, 16 at a time. Huge
+    pages need no fault in a call. What a parent zygote has done already is shared with it. Libraries over 16 MiB are
+    left alone: they contain kernels for every processor, as OpenBLAS does, of which little is executed.
     """
     spans: list = []
 
     @_Visit
-    def visit(loaded, _size, _data):  # type: ignore[no-untyped-def]
-        about = loaded.contents
-        for segment in about.segments[: about.count]:
+    def visit(library_pointer, _size, _data):  # type: ignore[no-untyped-def]
+        library = library_pointer.contents
+        for segment in library.segments[: library.count]:
             if segment.type == _PT_LOAD:
-                start = (about.base + segment.address) // mmap.PAGESIZE * mmap.PAGESIZE
-                end = -(-(about.base + segment.address + segment.size) // mmap.PAGESIZE) * mmap.PAGESIZE
+                start = (library.base + segment.address) // mmap.PAGESIZE * mmap.PAGESIZE
+                end = -(-(library.base + segment.address + segment.size) // mmap.PAGESIZE) * mmap.PAGESIZE
                 rights = _PROT_READ | (_PROT_WRITE if segment.flags & _PF_W else _PROT_EXEC)
                 if spans and spans[-1][1:] == (start, rights):
                     start = spans.pop()[0]
@@ -316,27 +324,28 @@ def settle_code() -> int:
 
     _libc.dl_iterate_phdr(visit, None)
     replaced = 0
-    for start, end, rights in set(spans) - _settled:
+    for start, end, rights in set(spans) - _remapped:
         _libc.mprotect(start, end - start, rights)
-        if rights & _PROT_EXEC and end - start <= _MOST_CODE:
-            blocks = range(-(-start // _HUGE), end // _HUGE)
-            replaced += sum(_replace(block * _HUGE) for block in blocks)
-    _settled.update(spans)
+        if rights & _PROT_EXEC and end - start <= _MAX_HUGE_CODE_BYTES:
+            blocks = range(-(-start // _HUGE_BYTES), end // _HUGE_BYTES)
+            replaced += sum(_replace_by_huge_page(block * _HUGE_BYTES) for block in blocks)
+    _remapped.update(spans)
     return replaced
 
 
-def _replace(block: int) -> bool:
-    """Put a huge page of the same content in the place of a block, in one step: what runs there just goes on."""
-    spare = _libc.mmap(None, 2 * _HUGE, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
+def _replace_by_huge_page(address: int) -> bool:
+    """Replace 2 MiB of code by a huge page with the same content, atomically, since the code may be running."""
+    spare = _libc.mmap(None, 2 * _HUGE_BYTES, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
     if spare == _FAILED:
         return False
-    copy = -(-spare // _HUGE) * _HUGE
-    ctypes.memmove(copy, block, _HUGE)
+    copy = -(-spare // _HUGE_BYTES) * _HUGE_BYTES
+    ctypes.memmove(copy, address, _HUGE_BYTES)
     done = (
-        _collapse(copy // _HUGE)
-        and _libc.mprotect(copy, _HUGE, _PROT_READ | _PROT_EXEC) == 0
-        and _libc.mremap(copy, _HUGE, _HUGE, _MREMAP_MAYMOVE_FIXED, block) == block
+        _collapse(copy // _HUGE_BYTES)
+        and _libc.mprotect(copy, _HUGE_BYTES, _PROT_READ | _PROT_EXEC) == 0
+        and _libc.mremap(copy, _HUGE_BYTES, _HUGE_BYTES, _MREMAP_MAYMOVE_FIXED, address) == address
     )
+    moved = _HUGE_BYTES if done else 0
     _libc.munmap(spare, copy - spare)
-    _libc.munmap(copy + _HUGE if done else copy, spare + 2 * _HUGE - copy - (_HUGE if done else 0))
+    _libc.munmap(copy + moved, spare + 2 * _HUGE_BYTES - copy - moved)
     return bool(done)

@@ -1,9 +1,9 @@
-"""Makes what a zygote holds immortal, so that using it in a call writes nothing.
+"""Makes the objects of a zygote immortal, so that a call which uses them does not write to them.
 
-Every use of a Python object counts it up and down, and a count is a write: in a fork, the first use of an object copies
-its page. From Python 3.12 on, an object may be immortal (PEP 683), which was made for just this: its count stays as it
-is. There is no public way to say so of an existing object, so the count is set here: its lower 32 bits, all ones, are
-immortal in 3.12 to 3.14. Whatever is made later, in a call for instance, lives and dies as ever.
+This is an optimisation. Each use of a Python object changes its reference count, so in a fork the first use of an
+object copies its page. Since Python 3.12 an object can be immortal, and its count then never changes (PEP 683). No
+public function makes an existing object immortal, so this module writes the count: lower 32 bits of all ones mean
+immortal in Python 3.12 to 3.14. Objects that are created later, in calls for example, are not affected.
 
 On other Pythons this does nothing, and calls copy more pages.
 """
@@ -15,7 +15,7 @@ import gc
 import sys
 import types
 
-_IMMORTAL, _LEAST_IMMORTAL = 0xFFFFFFFF, 0x80000000
+_IMMORTAL, _MIN_IMMORTAL = 0xFFFFFFFF, 0x80000000
 _CODE_PARTS = (
     "co_consts",
     "co_names",
@@ -28,51 +28,51 @@ _CODE_PARTS = (
 )
 
 
-def is_possible() -> bool:
-    """Whether this is an interpreter whose counts are known to work that way."""
+def is_supported() -> bool:
+    """Return whether this interpreter is known to treat such counts as immortal."""
     return (
         sys.implementation.name == "cpython"
         and (3, 12) <= sys.version_info[:2] <= (3, 14)
         and sys.byteorder == "little"
         and getattr(sys, "_is_gil_enabled", lambda: True)()
         and ctypes.sizeof(ctypes.c_ssize_t) == 8
-        and _holds()
+        and _works_here()
     )
 
 
 def immortalize() -> int:
-    """Every object that can be reached from the collector's, for good. Returns how many became so.
+    """Make every object immortal that the garbage collector's objects lead to. Return how many changed.
 
-    Those that are so already are left alone: most lie in memory that is shared with a parent.
+    Immortal objects are not written again, because most of them lie in memory that is shared with a parent.
     """
-    if not is_possible():
+    if not is_supported():
         return 0
     changed = 0
     for address in _addresses():
         count = ctypes.c_uint32.from_address(address)
-        if count.value < _LEAST_IMMORTAL:
+        if count.value < _MIN_IMMORTAL:
             count.value = _IMMORTAL
             changed += 1
     return changed
 
 
 def _addresses() -> list:
-    found = gc.get_objects()
-    seen = set(map(id, found))
-    for thing in found:  # grows as it goes
-        parts = (
-            [getattr(thing, name) for name in _CODE_PARTS] if type(thing) is types.CodeType else gc.get_referents(thing)
-        )
-        for part in parts:
-            if id(part) not in seen:
-                seen.add(id(part))
-                found.append(part)
-    mine = {id(found), id(seen), id(sys._getframe())}
-    return [id(thing) for thing in found if id(thing) not in mine]
+    """Return the addresses of all objects that the garbage collector's objects lead to, except for its own."""
+    objects = gc.get_objects()
+    seen = set(map(id, objects))
+    for subject in objects:  # the loop extends the list
+        is_code = type(subject) is types.CodeType  # the collector does not follow references of code objects
+        referents = [getattr(subject, name) for name in _CODE_PARTS] if is_code else gc.get_referents(subject)
+        for referent in referents:
+            if id(referent) not in seen:
+                seen.add(id(referent))
+                objects.append(referent)
+    own = {id(objects), id(seen), id(sys._getframe())}
+    return [id(subject) for subject in objects if id(subject) not in own]
 
 
-def _holds() -> bool:
-    """Try it on an object of our own: its count must no longer move."""
+def _works_here() -> bool:
+    """Return whether the count of a test object no longer changes once it is immortal."""
     subject = object()
     ctypes.c_uint32.from_address(id(subject)).value = _IMMORTAL
     count = sys.getrefcount(subject)

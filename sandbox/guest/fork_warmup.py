@@ -1,33 +1,34 @@
-"""A zygote runs a few calls in itself before it serves, so that no call has to warm what all of them inherit.
+"""Runs calls in the zygote before it serves, so that calls do not each warm up what they inherit.
 
-The interpreter rewrites its bytecode and fills its caches as it goes (PEP 659). What only calls run would stay cold for
-ever: each would warm it anew, in memory that it must first copy. So here goes the very code that a call goes through,
-from the order to the answer, all but what cannot be undone: a stand-in of the same kind takes that one's place.
+This is an optimisation. The interpreter specialises its bytecode and fills its caches while it runs (PEP 659). A zygote
+never runs the code of a call, so without this each call would specialise that code anew, in memory that it must copy
+first. The warm-up runs the zygote's own path from the received frame to the result, except for what cannot be undone:
+there a stub of the same kind (built-in, ctypes or Python function) takes the place of the function, because the kind
+decides how the interpreter specialises a call of it.
 """
 
 from __future__ import annotations
 
-import _operator
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import linecache
 import mmap
 import os
 import resource
-import signal
 import struct
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import confine
-import descriptors
-import fork_batch
 import frames
 import runner
+import system_calls
+
+if TYPE_CHECKING:
+    from zygote import Zygote
 
 _SCRIPTS = (
     b"print(1 + 1)",
@@ -36,104 +37,102 @@ _SCRIPTS = (
     b"1 / 0",
     b"x = (",
 )
-_SLOT = -1  # and so is the uid, which leaves ids alone
-_FIRST_WRITES = struct.pack("<3Q", 2, 0, 0)  # bytes of output, of error output, of report
-_IRREVOCABLE = (
-    *((confine, name, confine._libc.sched_yield) for name in ("_capset", "_prctl", "_syscall")),
-    (confine, "_fork", confine._libc.sched_yield),  # it returns 0: what follows is the child
-    (descriptors, "_syscall", confine._libc.sched_yield),
-    (os, "setpgid", _operator.is_),
+_SLOT = -1
+_FIRST_OUTPUT_SIZES = struct.pack("<3Q", 2, 0, 0)  # bytes of stdout, stderr and report of the first script
+_STUBS = (
+    (system_calls, "syscall", system_calls.do_nothing),
     (os, "_exit", os.WEXITSTATUS),
     (gc, "freeze", gc.isenabled),
     (gc, "enable", gc.isenabled),
     (atexit, "_run_exitfuncs", gc.isenabled),
 )
-"""What a call does for good, and what stands in for it: called the same way, and without effect on such arguments."""
+"""Functions that a call must not run in the zygote, and functions without effect that replace them."""
 
 
-def play(zygote: Any, times: int) -> None:
-    """Have the scripts run, so often. Raises `RuntimeError` if they do not run as in a call."""
-    limits = {name: resource.getrlimit(what)[1] for name, what in confine._BOUNDED.items()}
+def run_scripts(zygote: Zygote, times: int) -> None:
+    """Run the scripts, `times` times. Raises `RuntimeError` if they do not run as in a call."""
     call = {
-        "op": "call",
-        "run_id": 0,
-        "slot": _SLOT,
-        "timeout_s": 1.0,
-        "output_bytes": 1024,
-        "disk_bytes": 0,
-        "return_bytes": 0,
+        **{"op": "call", "run_id": 0, "slot": _SLOT, "timeout_s": 1.0, "echo": True, "return_count": 0},
+        **{"output_bytes": 1024, "disk_bytes": 0, "return_bytes": 0},
+        **dict.fromkeys(confine.RLIMITS, 0),
     }
-    with _apart(zygote):
+    with _stubbed(zygote):
         for _ in range(times):
-            said = [_run(zygote, {**call, **limits, "echo": True, "return_count": 0}, bytearray(s)) for s in _SCRIPTS]
-            if said[0][-len(_FIRST_WRITES) :] != _FIRST_WRITES:
-                raise RuntimeError(f"rehearsing {_SCRIPTS[0]!r}: expected to hear {_FIRST_WRITES!r}, got {said[0]!r}")
+            header, *_ = [_run(zygote, call, bytearray(script)) for script in _SCRIPTS]
+            if header[-len(_FIRST_OUTPUT_SIZES) :] != _FIRST_OUTPUT_SIZES:
+                raise RuntimeError(
+                    f"warm-up {_SCRIPTS[0]!r}: expected a header that ends in {_FIRST_OUTPUT_SIZES!r}, got {header!r}"
+                )
 
 
-def _run(zygote: Any, call: dict, script: bytearray) -> bytes:
-    """One call; returns the header that the zygote would have answered with."""
-    names, path = dict(runner._main.__dict__), sys.path[0]
-    zygote.marks, zygote.outbox = mmap.mmap(-1, mmap.PAGESIZE), frames.Outbox(zygote.frames.sock)
-    zygote._do_call({**call, "blobs": [len(script), 0, 0]}, memoryview(script))
-    zygote._launch()
-    zygote.marks = mmap.mmap(-1, mmap.PAGESIZE)  # the call has closed its own, once it had marked it
-    zygote.marks[call["slot"]] = 1
+def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
+    """Run a script. Return the header of the frame that answers it."""
+    names, path = dict(runner.main_module.__dict__), sys.path[0]
+    zygote.confined_flags, zygote.writer = mmap.mmap(-1, mmap.PAGESIZE), frames.FrameWriter(zygote.reader.sock)
+    zygote.on_call({**call, "blobs": [len(script), 0, 0]}, memoryview(script))
+    zygote.fork_pending()
+    zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)  # the call has closed the flags after it had set its own
+    zygote.confined_flags[_SLOT] = 1
     for running in zygote.running.values():
-        zygote._answer(running, 0, resource.getrusage(resource.RUSAGE_CHILDREN))
+        zygote.send_ended(running, 0, resource.getrusage(resource.RUSAGE_CHILDREN))
     zygote.running.clear()
     zygote.deadlines.clear()
     linecache.cache.pop(runner.SCRIPT, None)
-    runner._main.__dict__.update(names)
-    sys.path[0] = path  # not the folder that this runs in
-    room = zygote.outbox._room
-    return bytes(room[8 : 8 + frames._LENGTHS.unpack_from(room)[0]])
+    runner.main_module.__dict__.update(names)
+    sys.path[0] = path
+    return zygote.writer.first_header()
 
 
 @contextlib.contextmanager
-def _apart(zygote: Any) -> Iterator[None]:
-    """With stand-ins in place, and then everything as it was."""
-    layers = zygote.layers
-    kept = [(where, name, getattr(where, name)) for where, name, _ in _IRREVOCABLE]
-    kept += [(zygote, name, getattr(zygote, name)) for name in ("marks", "outbox")]
-    kept += [(layers, name, getattr(layers, name)) for name in ("ground", "address_space", "_uid_base")]
-    if zygote.burst is not None:
-        kept.append((zygote.burst, "_run", zygote.burst._run))
-        zygote.burst._run = functools.partial(_pretend, zygote.burst)
-    fds, folder = [os.dup(fd) for fd in range(runner.REPORT_FD + 1)], os.getcwd()
-    layers.doors[_SLOT] = [os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)]
-    layers.address_space, layers.ground = 0, layers.ground and _NoGround()
-    layers._uid_base = layers._uid_base and 0
+def _stubbed(zygote: Zygote) -> Iterator[None]:
+    """Replace what cannot be undone by stubs, and restore everything afterwards."""
+    confinement, batch = zygote.confinement, zygote.batch
+    saved: list = [(owner, name, getattr(owner, name)) for owner, name, _ in _STUBS]
+    saved += [(zygote, name, getattr(zygote, name)) for name in ("confined_flags", "writer")]
+    saved += [(batch, name, getattr(batch, name)) for name in ("execute", "invoke")]
+    saved.append((confinement, "landlock", confinement.landlock))
+    environ = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
+    directory = os.getcwd()
+    fds = [os.dup(fd) for fd in range(runner.REPORT_FD + 1)]
+    confinement.landlock = confinement.landlock and _StubLandlock()  # type: ignore[assignment]
+    confinement.cgroup_procs_fds[_SLOT] = [-1]
+    batch.invoke = _fake_invoke
+    if batch.has_machine_code:
+        batch.execute = functools.partial(batch.execute_in_python)  # a C callable, as the machine code is
     try:
-        for where, name, stand_in in _IRREVOCABLE:
-            setattr(where, name, stand_in)
+        for owner, name, stub in _STUBS:
+            setattr(owner, name, stub)
         yield
     finally:
-        for where, name, value in kept:
-            setattr(where, name, value)
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))  # as the zygote has it
-        os.chdir(folder)
-        os.close(layers.doors.pop(_SLOT)[0])
+        for owner, name, value in saved:
+            setattr(owner, name, value)
+        del confinement.cgroup_procs_fds[_SLOT]
+        if confinement.landlock is not None:
+            for name in ("HOME", "TMPDIR"):
+                os.environ.pop(name, None)
+            os.environ.update(environ)
+        os.chdir(directory)
         for fd, original in enumerate(fds):
             os.dup2(original, fd, inheritable=fd == 2)
             os.close(original)
 
 
-def _pretend(jobs: Any, listed: int, _count: int) -> int:
-    """In the place of the machine code: as in the child of the first job, of whose steps only files are of interest."""
-    _result, source, target, size, zeros, *steps = jobs.words[fork_batch.MOST : fork_batch.MOST + fork_batch.ROOM]
-    ctypes.memmove(target, source, size)
-    ctypes.memset(target + size, 0, zeros)
-    for at in range(0, steps.index(fork_batch._LAST), fork_batch.STEP):
-        if steps[at] == confine._SYS_DUP2:
-            os.dup2(*steps[at + 1 : at + 3])
-    return listed
+def _fake_invoke(number: int, *arguments: int) -> int:
+    """Redirect the output; skip every other step. The result 0 of the fork makes this process the child."""
+    if number == system_calls.DUP2:
+        os.dup2(arguments[0], arguments[1])
+    return 0
 
 
-class _NoGround:
-    """In the place of `landlock.Ground`."""
+class _StubLandlock:
+    """Replaces `LandlockSlots`."""
 
-    def prepare(self, slot: int) -> None: ...
+    def make_dir(self, slot: int) -> None: ...
 
-    restrict = enter = prepare
+    def ruleset(self, slot: int) -> tuple[int, int]:
+        return (-1, 0)
 
-    def leave(self) -> None: ...
+    def exit_if_orphaned(self) -> None: ...
+
+    def home(self, slot: int) -> str:
+        return os.getcwd()

@@ -1,9 +1,11 @@
-"""Frames between executor and zygote, guest side: two little-endian u32 lengths, a header, then raw bytes.
+"""Frames between executor and zygote, on the guest's side.
 
-What comes has a header by `marshal`, what goes one in JSON, or `_DONE`, which each call is answered by. Headers have
-numbers and names of ours alone; what is a call's (code, input, names of files, output) follows as bytes, cut apart by
-the lengths that the header lists under "blobs", and never leaves memory that is `apart`. The executor has its own copy
-of this and trusts nothing that comes out of here.
+    u32 header bytes, u32 body bytes (little-endian), header, body
+
+The header of an incoming frame is a dict in `marshal` form. The header of an outgoing frame is JSON, or binary for
+`ended`, which answers each call. Headers hold numbers and names of this project only. What belongs to a call (code,
+input, file names, output) is the body, whose parts have the lengths listed under `blobs`. A body is only ever in memory
+that a fork does not inherit. The executor has its own decoder and trusts nothing that a zygote sends.
 """
 
 from __future__ import annotations
@@ -16,131 +18,142 @@ import struct
 
 import wiped_memory
 
-_LENGTHS = struct.Struct("<II")
-_DONE = struct.Struct("<BQiiQQQB")
-_DONE_KIND, _OUT_CUT, _ERR_CUT = 1, 1, 2
+LENGTHS = struct.Struct("<II")
+_ENDED = struct.Struct("<BQiiQQQB")
+_ENDED_KIND, _STDOUT_TRUNCATED, _STDERR_TRUNCATED = 1, 1, 2
 _FD = struct.Struct("i")
-_sendmsg = socket.socket.sendmsg  # `runner` puts another in its place
-_FD_ROOM = socket.CMSG_SPACE(_FD.size)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_FD.size)
+_sendmsg = socket.socket.sendmsg  # kept here because `runner` replaces the method
 
 
-class Frames:
-    """Whole frames out of a blocking socket, and in `fds` the descriptors that came with them."""
+class FrameReader:
+    """Reads whole frames from a blocking socket. `fds` holds the received descriptors in order of arrival."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.fds: list[int] = []
-        self._room = wiped_memory.room(wiped_memory.ROOM)
-        self._start = self._end = 0  # of what has come and was not given yet
+        self._buffer = wiped_memory.wiped_buffer(wiped_memory.USUAL_BYTES)
+        self._start = self._end = 0  # received and not returned yet
 
     def receive(self) -> list[tuple[dict, memoryview]]:
-        """Wait for bytes once; return the frames that are now whole, as header and body. A body is good until the next
-        `receive`. Raises EOFError when the peer has gone."""
-        self._make_room()
-        size, ancillary, _flags, _address = self.sock.recvmsg_into([self._room[self._end :]], _FD_ROOM)
-        for _level, _type, fd in ancillary:  # one descriptor at a time is all that the executor sends
+        """Wait for bytes once; return the complete frames as (header, body). Raises EOFError when the peer has closed.
+
+        A body is valid until the next `receive`.
+        """
+        self._compact()
+        size, ancillary, _flags, _address = self.sock.recvmsg_into([self._buffer[self._end :]], _ANCILLARY_BYTES)
+        for _level, _type, fd in ancillary:  # the executor sends one descriptor per frame
             self.fds.append(_FD.unpack(fd)[0])
         if not size:
             raise EOFError
         self._end += size
         frames = []
-        while self._end - self._start >= 8:
-            head_size, body_size = _LENGTHS.unpack_from(self._room, self._start)
-            body = self._start + 8 + head_size
+        while self._end - self._start >= LENGTHS.size:
+            header_size, body_size = LENGTHS.unpack_from(self._buffer, self._start)
+            body = self._start + LENGTHS.size + header_size
             if self._end - body < body_size:
                 break
-            header = marshal.loads(self._room[self._start + 8 : body])
-            frames.append((header, self._room[body : body + body_size]))
+            header = marshal.loads(self._buffer[self._start + LENGTHS.size : body])
+            frames.append((header, self._buffer[body : body + body_size]))
             self._start = body + body_size
         return frames
 
-    def _make_room(self) -> None:
-        """Move what is left to the front, into room that takes the rest of its frame."""
-        left, room, size = self._room[self._start : self._end], self._room, wiped_memory.ROOM
-        if len(left) >= 8:
-            size = max(size, 8 + sum(_LENGTHS.unpack_from(left)))
-        if len(room) != size:
-            self._room = wiped_memory.room(size)
-        if self._start or self._room is not room:
-            self._room[: len(left)] = left
-            self._start, self._end = 0, len(left)
+    def _compact(self) -> None:
+        """Move the bytes of an incomplete frame to the start of a buffer that can hold the rest of it."""
+        rest, old, size = self._buffer[self._start : self._end], self._buffer, wiped_memory.USUAL_BYTES
+        if len(rest) >= LENGTHS.size:
+            size = max(size, LENGTHS.size + sum(LENGTHS.unpack_from(rest)))
+        if len(old) != size:
+            self._buffer = wiped_memory.wiped_buffer(size)
+        if self._start or self._buffer is not old:
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
 
 
-class Outbox:
-    """Frames on their way out of a blocking socket: gathered, then sent together."""
+class FrameWriter:
+    """Collects frames and sends them together over a blocking socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._room = wiped_memory.room(wiped_memory.ROOM)
+        self._buffer = wiped_memory.wiped_buffer(wiped_memory.USUAL_BYTES)
         self._end = 0
 
     def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
-        """Queue a frame whose blobs are the first so many bytes of `files`, (descriptor, length) each."""
+        """Queue a frame. Its blobs are the first bytes of `files`, given as (descriptor, length)."""
         header["blobs"] = [size for _, size in files]
-        head = _done(header) if header["op"] == "ended" else json.dumps(header).encode()
+        head = _encode_ended(header) if header["op"] == "ended" else json.dumps(header).encode()
         body_size = sum(header["blobs"])
-        whole = 8 + len(head) + body_size
-        if self._end + whole > len(self._room):
+        frame_size = LENGTHS.size + len(head) + body_size
+        if self._end + frame_size > len(self._buffer):
             self.flush()
-            if whole > len(self._room):
-                self._room = wiped_memory.room(whole)
-        room, at = self._room, self._end
-        _LENGTHS.pack_into(room, at, len(head), body_size)
-        at += 8
-        room[at : at + len(head)] = head
+            if frame_size > len(self._buffer):
+                self._buffer = wiped_memory.wiped_buffer(frame_size)
+        buffer, at = self._buffer, self._end
+        LENGTHS.pack_into(buffer, at, len(head), body_size)
+        at += LENGTHS.size
+        buffer[at : at + len(head)] = head
         at += len(head)
         for fd, size in files:
             if size:
-                read_whole(fd, room[at : at + size])
+                read_into(fd, buffer[at : at + size])
                 at += size
         self._end = at
 
-    def add_with(self, header: dict, fd: int) -> None:
-        """Send all, and last a frame that carries a descriptor."""
+    def send_with_fd(self, header: dict, fd: int) -> None:
+        """Send all queued frames, and after them a frame with a descriptor."""
         self.add(header)
-        room = self._room[: self._end]
+        queued = self._buffer[: self._end]
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))
-        sent = _sendmsg(self._sock, [room], [rights])
-        self._sock.sendall(room[sent:])
+        sent = _sendmsg(self._sock, [queued], [rights])
+        self._sock.sendall(queued[sent:])
         self._end = 0
 
     def flush(self) -> None:
-        """Send what is queued."""
+        """Send all queued frames."""
         if self._end:
-            self._sock.sendall(self._room[: self._end])
+            self._sock.sendall(self._buffer[: self._end])
             self._end = 0
-            if len(self._room) > wiped_memory.ROOM:
-                self._room = wiped_memory.room(wiped_memory.ROOM)
+            if len(self._buffer) > wiped_memory.USUAL_BYTES:
+                self._buffer = wiped_memory.wiped_buffer(wiped_memory.USUAL_BYTES)
+
+    def first_header(self) -> bytes:
+        """Return the header of the first queued frame."""
+        header_size, _ = LENGTHS.unpack_from(self._buffer)
+        return bytes(self._buffer[LENGTHS.size : LENGTHS.size + header_size])
 
 
-def _done(header: dict) -> bytes:
-    """1, id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, bits; then a u64 for each blob."""
-    code, ended_by, sizes = header["exit_code"], header["signal"], header["blobs"]
-    return _DONE.pack(
-        _DONE_KIND,
+def _encode_ended(header: dict) -> bytes:
+    """Encode an `ended` header.
+
+    Layout: kind (1), run_id, exit code and signal (-1: none), wall and CPU time in microseconds, peak in KiB,
+    truncation bits, then a u64 length per blob.
+    """
+    exit_code, term_signal, sizes = header["exit_code"], header["signal"], header["blobs"]
+    return _ENDED.pack(
+        _ENDED_KIND,
         header["run_id"],
-        -1 if code is None else code,
-        -1 if ended_by is None else ended_by,
+        -1 if exit_code is None else exit_code,
+        -1 if term_signal is None else term_signal,
         round(header["wall_ms"] * 1e3),
         round(header["cpu_ms"] * 1e3),
         header["peak_kb"],
-        _OUT_CUT * header["stdout_truncated"] | _ERR_CUT * header["stderr_truncated"],
+        _STDOUT_TRUNCATED * header["stdout_truncated"] | _STDERR_TRUNCATED * header["stderr_truncated"],
     ) + struct.pack(f"<{len(sizes)}Q", *sizes)
 
 
-def read_whole(fd: int, into: memoryview) -> None:
-    """The first bytes of a file, in place; zeros where it ends before that."""
+def read_into(fd: int, target: memoryview) -> None:
+    """Fill `target` with the first bytes of a file, and with zeros if the file is shorter."""
     done = 0
-    while done < len(into):
-        got = os.preadv(fd, [into[done:]], done)
-        if not got:
-            into[done:] = bytes(len(into) - done)
+    while done < len(target):
+        size = os.preadv(fd, [target[done:]], done)
+        if not size:
+            target[done:] = bytes(len(target) - done)
             return
-        done += got
+        done += size
 
 
-def cut(body: memoryview, sizes: list[int]) -> list[memoryview]:
-    """A body's blobs."""
+def split_blobs(body: memoryview, sizes: list[int]) -> list[memoryview]:
+    """Split a body into blobs of these sizes."""
     blobs, start = [], 0
     for size in sizes:
         blobs.append(body[start : start + size])

@@ -1,10 +1,10 @@
-"""Level `landlock`: what stands in for namespaces. A folder for each call, rules that hold it there, and its end.
+"""Level `landlock`: a scratch directory per call, the rules that confine it there, and its clean-up.
 
-- A slot has a place, `SCRATCH/N`, which stays and which the slot's ruleset gives; in it each call finds its own new
-  folder, removed after it. So rulesets are made once for each slot.
-- Where we may change uids, a slot is three of them: the call's, and two that tell its zygote and its cleaner apart from
-  it. One kill(2) of everything that the call's uid has is atomic: neither a daemon nor a fork bomb gets away.
-- Where we may not, the filter keeps a call to one process, whose end is the call's.
+- Each slot has a directory `SCRATCH/SLOT`, which stays and which the slot's ruleset allows. Each call gets a new
+  directory `tmp` in it, which is removed after the call. So a slot needs one ruleset, not one per call.
+- With permission to change uids, a slot has three of them: one for the call, one for its zygote and one for its
+  cleaner. kill(2) of all processes of the call's uid is atomic, so neither a daemon nor a fork bomb escapes.
+- Without that permission the filter limits a call to one process, and the call has ended when that process has.
 """
 
 from __future__ import annotations
@@ -19,125 +19,124 @@ from collections.abc import Iterator
 
 import descriptors
 import scratch_cleanup
+import system_calls
+from system_calls import check
 
-_libc = ctypes.PyDLL(None)
-_libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
-_syscall, _prctl = _libc.syscall, _libc.prctl
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _PATH_BENEATH = 1
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_SIGKILL = 9
-_AT_ONCE = 500
-"""Steps of emptying that a zygote takes itself, about 5 ms; for more it has a child."""
-_CLEANING_S = 60
+_MAX_INLINE_REMOVALS = 500
+"""Directory entries that a zygote removes itself, in about 5 ms; a child process removes more."""
+_CLEANER_TIMEOUT_S = 60
 
 
-class Ground:
-    """The places of one jail's slots. Made in the first zygote, inherited by the others."""
+class LandlockSlots:
+    """The scratch directories and rulesets of one jail's slots. Child zygotes inherit it."""
 
     def __init__(self, plan: dict) -> None:
         self._uid_base: int | None = plan["uid_base"]
         self._slots: int = plan["slots"]
-        self._scratch: str = plan["folder"]
+        self._scratch: str = plan["slots_dir"]
         self._flags: int = plan["flags"]
         self._attributes = struct.pack("<QQQ", *plan["handled"])
-        self._access: int = plan["scratch"]
+        self._access: int = plan["scratch_rights"]
         self._rules = [(os.open(path, os.O_PATH | os.O_CLOEXEC), access) for path, access in plan["paths"]]
-        self._rulesets: dict[int, tuple[tuple[int, int], int]] = {}  # by slot: the place's identity, the ruleset
-        self._zygote = 0
-        self._abandoned = 0
+        self._rulesets: dict[int, tuple[tuple[int, int], int]] = {}  # slot: device and inode, ruleset
+        self._zygote_pid = 0
+        self._moved_aside = 0
 
-    def settle(self) -> None:
-        """Once in each zygote: orphans of its calls become its children, so that it hears of their end."""
-        self._zygote = os.getpid()
-        _check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(CHILD_SUBREAPER)")
-        self._die_with_parent()
+    def become_subreaper(self) -> None:
+        """Once in each zygote: become the parent of its calls' orphans, to be notified when they die."""
+        self._zygote_pid = os.getpid()
+        check(system_calls.prctl(system_calls.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(CHILD_SUBREAPER)")
+        self._set_parent_death_signal()
 
-    def prepare(self, slot: int) -> None:
-        """Make an empty folder for a call, and the slot's rules. Raises OSError while something is left of an earlier
-        call, whose zygote died."""
-        if not self._is_over(slot):
+    def make_dir(self, slot: int) -> None:
+        """Make an empty directory for a call, and the slot's ruleset.
+
+        Raises OSError while a process of an earlier call is left, whose zygote died.
+        """
+        if not self._kill_remaining(slot):
             raise OSError(errno.EBUSY, "processes of an earlier call are still ending")
-        place = self._place(slot)
-        folder = f"{place}/tmp"
+        self._slot_dir(slot)
+        directory = self.home(slot)
         try:
-            os.mkdir(folder, 0o700)
+            os.mkdir(directory, 0o700)
         except FileExistsError:
-            self.end(slot)
-            self._place(slot)
-            os.mkdir(folder, 0o700)
+            self.clean_up(slot)
+            self._slot_dir(slot)
+            os.mkdir(directory, 0o700)
         if self._uid_base is not None:
             uid = self._uid_base + slot
-            os.chown(folder, uid, uid)
+            os.chown(directory, uid, uid)
 
-    def restrict(self, slot: int) -> None:
-        """In the call: from here on, its folder is all that it can write."""
-        _check(_syscall(_RESTRICT_SELF, self._rulesets[slot][1], self._flags), "landlock_restrict_self")
+    def ruleset(self, slot: int) -> tuple[int, int]:
+        """Return the arguments of landlock_restrict_self: the slot's ruleset descriptor and flags."""
+        return self._rulesets[slot][1], self._flags
 
-    def enter(self, slot: int) -> None:
-        """In the call, once it has its uid: go home."""
-        home = f"{self._scratch}/{slot}/tmp"
-        os.chdir(home)
-        os.environ["HOME"] = os.environ["TMPDIR"] = home
+    def home(self, slot: int) -> str:
+        """Return the working directory of a slot's call."""
+        return f"{self._scratch}/{slot}/tmp"
 
-    def leave(self) -> None:
-        """In the call, once it has its uid: out of the zygote's session, into which no signal of its own then goes. By
-        then the end of the zygote ends it, or its uid does."""
-        if os.getppid() != self._zygote:
+    def exit_if_orphaned(self) -> None:
+        """In the call: exit if the zygote died before the call set its parent-death signal."""
+        if os.getppid() != self._zygote_pid:
             os._exit(1)
-        os.setsid()
 
-    def end(self, slot: int) -> bool:
-        """Kill what is left of a call whose first process has died, and remove its folder. False while something of it
-        is still dying: ask again when a child has died."""
-        if not self._is_over(slot):
+    def clean_up(self, slot: int) -> bool:
+        """Kill what is left of a call whose first process has died, and remove its directory.
+
+        Return False while one of its processes is still dying; call again when a child has died.
+        """
+        if not self._kill_remaining(slot):
             return False
-        place = f"{self._scratch}/{slot}"
         try:
-            is_removed = self._uid_base is not None and scratch_cleanup.is_removed(f"{place}/tmp")
-            is_removed = is_removed or self._remove(slot, place)
+            is_removed = self._uid_base is not None and scratch_cleanup.try_rmdir(self.home(slot))
+            is_removed = is_removed or self._remove(slot)
         except OSError:
             is_removed = False
         if not is_removed:
-            self._abandon(slot)
+            self._move_aside(slot)
         return True
 
-    def _remove(self, slot: int, place: str) -> bool:
-        """Empty the folder and remove it, unless that takes long. With one uid for all, calls write beside it too."""
+    def _remove(self, slot: int) -> bool:
+        """Empty and remove the directory, unless that takes long. Calls that share a uid also write beside it."""
+        directory = self.home(slot) if self._uid_base is not None else os.path.dirname(self.home(slot))
         with self._as_owner(slot):
-            if not scratch_cleanup.empty(place if self._uid_base is None else f"{place}/tmp", _AT_ONCE):
+            if not scratch_cleanup.empty(directory, _MAX_INLINE_REMOVALS):
                 return False
-        return self._uid_base is None or scratch_cleanup.is_removed(f"{place}/tmp")
+        return self._uid_base is None or scratch_cleanup.try_rmdir(directory)
 
-    def _place(self, slot: int) -> str:
-        place = f"{self._scratch}/{slot}"
+    def _slot_dir(self, slot: int) -> str:
+        """Return the slot's directory, made with its ruleset if it is new."""
+        slot_dir = f"{self._scratch}/{slot}"
         try:
-            about = os.stat(place)
+            status = os.stat(slot_dir)
         except FileNotFoundError:
-            os.mkdir(place, 0o711)
-            about = os.stat(place)
-        identity = about.st_dev, about.st_ino
+            os.mkdir(slot_dir, 0o711)
+            status = os.stat(slot_dir)
+        identity = status.st_dev, status.st_ino
         known, ruleset = self._rulesets.get(slot, (None, -1))
         if known != identity:
             if ruleset >= 0:
                 os.close(ruleset)
-            self._rulesets[slot] = identity, self._make_ruleset(place)
-        return place
+            self._rulesets[slot] = identity, self._make_ruleset(slot_dir)
+        return slot_dir
 
-    def _make_ruleset(self, place: str) -> int:
-        ruleset = _syscall(_CREATE_RULESET, self._attributes, ctypes.c_size_t(len(self._attributes)), 0)
-        _check(ruleset, "landlock_create_ruleset")
-        beneath = os.open(place, os.O_PATH | os.O_CLOEXEC)
+    def _make_ruleset(self, slot_dir: str) -> int:
+        size = ctypes.c_size_t(len(self._attributes))
+        ruleset = system_calls.syscall(system_calls.LANDLOCK_CREATE_RULESET, self._attributes, size, 0)
+        check(ruleset, "landlock_create_ruleset")
+        slot_dir_fd = os.open(slot_dir, os.O_PATH | os.O_CLOEXEC)
         try:
-            for fd, access in (*self._rules, (beneath, self._access)):
+            for fd, access in (*self._rules, (slot_dir_fd, self._access)):
                 rule = struct.pack("<Qi", access, fd)
-                _check(_syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0), "landlock_add_rule")
+                added = system_calls.syscall(system_calls.LANDLOCK_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
+                check(added, "landlock_add_rule")
         finally:
-            os.close(beneath)
+            os.close(slot_dir_fd)
         return int(ruleset)
 
-    def _is_over(self, slot: int) -> bool:
-        """Whether the call's uid has no process; those that it has are killed."""
+    def _kill_remaining(self, slot: int) -> bool:
+        """Kill all processes of the slot's uid. Return whether there were none."""
         if self._uid_base is None:
             return True
         try:
@@ -145,13 +144,16 @@ class Ground:
         except ProcessLookupError:
             return True
         with self._as_owner(slot):
-            os.kill(-1, _SIGKILL)
+            os.kill(-1, signal.SIGKILL)
         return False
 
     @contextlib.contextmanager
     def _as_owner(self, slot: int) -> Iterator[None]:
-        """With the call's uid as effective one, by which kill(2) and files go. The real one is the slot's second, since
-        a process of the call may signal whatever has its uid as real or saved; the saved one is the way back."""
+        """Set the effective uid, which decides about kill(2) and files, to that of the call.
+
+        The real uid becomes the slot's second one, because a process of the call may signal every process whose real
+        or saved uid is its own. The saved uid stays 0, to return.
+        """
         if self._uid_base is None:
             yield
             return
@@ -160,40 +162,34 @@ class Ground:
             yield
         finally:
             os.setresuid(0, 0, -1)
-            self._die_with_parent()
+            self._set_parent_death_signal()
 
-    def _die_with_parent(self) -> None:
-        """Every change of the effective uid undoes it (prctl(2))."""
-        _check(_prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
+    def _set_parent_death_signal(self) -> None:
+        """Set the signal; every change of the effective uid clears it (prctl(2))."""
+        check(system_calls.prctl(system_calls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
 
-    def _abandon(self, slot: int) -> None:
-        """Too much for now: the place goes aside as it is, the slot gets another, and a child empties the old one."""
-        self._abandoned += 1
-        aside = f"{self._scratch}/{slot}.{os.getpid()}.{self._abandoned}"
+    def _move_aside(self, slot: int) -> None:
+        """Rename a slot directory that takes long to empty, and empty it in a child; the slot gets a new directory."""
+        self._moved_aside += 1
+        aside = f"{self._scratch}/{slot}.{os.getpid()}.{self._moved_aside}"
         os.rename(f"{self._scratch}/{slot}", aside)
         if os.fork() == 0:
-            self._clean(slot, aside)
+            self._run_cleaner(slot, aside)
 
-    def _clean(self, slot: int, place: str) -> None:
-        """As a child: empty a place that nobody uses any more, in bounded time, and end."""
+    def _run_cleaner(self, slot: int, slot_dir: str) -> None:
+        """In a child: empty a directory that no call uses any more, within a time limit, and exit."""
         try:
-            signal.alarm(_CLEANING_S)
+            signal.alarm(_CLEANER_TIMEOUT_S)
             descriptors.close_from(3)
             if self._uid_base is not None:
-                cleaner = self._uid_base + 2 * self._slots + slot
-                os.setresuid(cleaner, self._uid_base + slot, 0)
-                self._die_with_parent()
-                scratch_cleanup.empty(f"{place}/tmp")
+                cleaner_uid = self._uid_base + 2 * self._slots + slot
+                os.setresuid(cleaner_uid, self._uid_base + slot, 0)
+                self._set_parent_death_signal()
+                scratch_cleanup.empty(f"{slot_dir}/tmp")
                 os.setresuid(0, 0, 0)
-                os.rmdir(f"{place}/tmp")
+                os.rmdir(f"{slot_dir}/tmp")
             else:
-                scratch_cleanup.empty(place)
-            os.rmdir(place)
+                scratch_cleanup.empty(slot_dir)
+            os.rmdir(slot_dir)
         finally:
             os._exit(0)
-
-
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        number = _libc.__errno_location()[0]
-        raise OSError(number, f"{what}: {os.strerror(number)}")

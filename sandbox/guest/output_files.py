@@ -1,9 +1,9 @@
-"""Where a call's output goes: memory files of a fixed size, sealed so that they can neither grow nor shrink,
-and where its input comes from: one that is sealed against writes.
+"""Memory files for a call's output and input, sealed so that the kernel enforces their limits (memfd_create(2)).
 
-The call writes through an ordinary descriptor; the zygote reads what is there once the call has ended, however it
-ended. Nobody polls a pipe, a time-out loses nothing that was written, and a flood stops at the end of the file (EPERM)
-without costing more memory. The kernel enforces the seal (memfd_create(2)), whatever the code does to the file.
+- Output goes to a file of fixed size. The call writes through an ordinary descriptor, and the zygote reads the file
+  after the call has ended, however it ended. So no pipe is polled, a killed call loses no output, and a write beyond
+  the end of the file fails (EPERM) and uses no more memory.
+- Input comes from a file that can be neither written nor executed.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ import errno
 import fcntl
 import os
 
-PAGE = 4096
+PAGE_BYTES = 4096
 _F_ADD_SEALS = 1033
 _SEAL, _SHRINK, _GROW, _WRITE = 0x1, 0x2, 0x4, 0x8
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
 _flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
 
 
-def bounded_file(limit: int) -> int:
-    """A descriptor of an empty file that takes at least `limit` bytes and at most two pages more.
+def bounded_file(limit_bytes: int) -> int:
+    """Return the descriptor of an empty file that takes at least `limit_bytes` and at most two pages more.
 
-    The kernel refuses a write page by page, so the file ends a page beyond the limit: whoever goes over it gets past
-    `limit` by at least a byte, and `overflowed` needs no trace of the refusal.
+    The kernel refuses writes by the page. The file ends one page beyond the limit, so output that exceeds the limit
+    writes at least one byte beyond it, which `written_bytes` detects.
     """
     fd = _memory_file("output")
-    os.ftruncate(fd, bounded_size(limit))
+    os.ftruncate(fd, bounded_size(limit_bytes))
     fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
     return fd
 
 
-def bounded_size(limit: int) -> int:
-    """The size of a bounded file."""
-    return (limit + 2 * PAGE - 1) // PAGE * PAGE
+def bounded_size(limit_bytes: int) -> int:
+    """Return the size of a bounded file."""
+    return (limit_bytes + 2 * PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
 
 
-def written(fd: int, limit: int) -> tuple[int, bool]:
-    """How many bytes of a bounded file count, `limit` at most, and whether there were more.
+def written_bytes(fd: int, limit_bytes: int) -> tuple[int, bool]:
+    """Return how many bytes of a bounded file count, at most the limit, and whether more were written.
 
-    The length is where the shared file offset stands. Code can move the offset of its own output, and so garble it;
-    it cannot make this count more than the limit.
+    The length is the file offset, which the call shares. A call can move the offset and so garble its own output; the
+    length still never exceeds the limit.
     """
     end = os.lseek(fd, 0, os.SEEK_CUR)
-    return min(end, limit), end > limit
+    return min(end, limit_bytes), end > limit_bytes
 
 
-def readable(content: memoryview) -> int:
-    """A descriptor that reads `content` from its start, and by which nobody can write or execute."""
+def input_file(content: memoryview) -> int:
+    """Return a descriptor that reads `content` from its start; the file can be neither written nor executed."""
     fd = _memory_file("input")
     while content:
         content = content[os.write(fd, content) :]
@@ -57,12 +57,12 @@ def readable(content: memoryview) -> int:
 
 
 def _memory_file(name: str) -> int:
-    """An empty memory file that is no program."""
+    """Return the descriptor of an empty memory file without execute permission."""
     global _flags
     try:
         fd = os.memfd_create(name, _flags)
-    except OSError as why:
-        if why.errno != errno.EINVAL:
+    except OSError as error:
+        if error.errno != errno.EINVAL:
             raise
         _flags &= ~_MFD_NOEXEC_SEAL  # Linux before 6.3
         fd = os.memfd_create(name, _flags)

@@ -1,11 +1,10 @@
-"""What each zygote imports, and the work that warms it.
+"""The modules that a zygote of each profile imports, and the code that warms them up.
 
-Importing alone is not enough: a first `sympy.solve` spends ten times its later cost on lazy imports and caches, so each
-zygote does some real work of its kind before it serves. Everything here runs once, before any call.
+An import is not enough: the first `sympy.solve` takes ten times as long as later ones, because of lazy imports and
+caches. So each zygote runs typical code of its profile once, before any call.
 
-Lean matters as much as warm: each further mapping and megabyte is copied by every fork. So what few calls use (random
-numbers of numpy, which are 18 libraries, Fourier transforms, statistics of sympy) is left to those calls to import, or
-to the richest profile.
+Every fork copies the zygote's mappings and page tables. So modules that few calls use (numpy.random with its 18
+libraries, Fourier transforms, sympy.stats) are imported by those calls, or by the largest profile.
 """
 
 from __future__ import annotations
@@ -15,7 +14,13 @@ import builtins
 import importlib
 from typing import Any
 
-PARENT = {"bare": None, "numeric": "bare", "symbolic": "numeric", "scientific": "symbolic", "verify": "symbolic"}
+PARENT_PROFILE = {
+    "bare": None,
+    "numeric": "bare",
+    "symbolic": "numeric",
+    "scientific": "symbolic",
+    "verify": "symbolic",
+}
 
 _MODULES = {
     "bare": (
@@ -32,7 +37,7 @@ _MODULES = {
     "verify": "math_verify rstar_checker",
 }
 
-_WORK = {
+_WARMUP_CODE = {
     "bare": """
 from fractions import Fraction
 from math import comb, gcd, sqrt
@@ -94,48 +99,50 @@ compare(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{p
 }
 
 
-_done: set = set()
+_loaded: set = set()
 
 
 def load(profile: str) -> tuple[list[str], list[str]]:
-    """Import and warm a profile and those it builds on, once each; the modules that this Python lacks, and what else
-    went wrong, which costs only speed."""
-    parent = PARENT[profile]
+    """Import and warm up a profile and its parents, each once.
+
+    Return the missing modules, and other problems, which only make calls slower.
+    """
+    parent = PARENT_PROFILE[profile]
     missing, problems = load(parent) if parent else ([], [])
-    if profile in _done:
+    if profile in _loaded:
         return missing, problems
-    _done.add(profile)
-    lacks, failed = _import(profile)
-    warm = _warm(profile)
-    # Where a module is missing, work that needs it cannot but fail.
-    return sorted({*missing, *lacks}), problems + failed + ([] if lacks else warm)
+    _loaded.add(profile)
+    own_missing, import_problems = _import(profile)
+    warm_up_problems = _warm_up(profile)
+    # A missing module makes the warm-up fail, too, so that is not a problem of its own.
+    return sorted({*missing, *own_missing}), problems + import_problems + ([] if own_missing else warm_up_problems)
 
 
 def _import(profile: str) -> tuple[set[str], list[str]]:
-    lacks, failed = set(), []
+    missing, problems = set(), []
     for name in _MODULES[profile].split():
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as why:
-            lacks.add((why.name or name).partition(".")[0])
-        except ImportError as why:
-            failed.append(f"{profile}: {why}")
-    return lacks, failed
+        except ModuleNotFoundError as error:
+            missing.add((error.name or name).partition(".")[0])
+        except ImportError as error:
+            problems.append(f"{profile}: {error}")
+    return missing, problems
 
 
-def _warm(profile: str) -> list[str]:
-    """Do the profile's work, statement by statement."""
-    failed = []
+def _warm_up(profile: str) -> list[str]:
+    """Run the profile's code, statement by statement. Return the errors."""
+    problems = []
     scope: dict = {"__name__": "warm", "__builtins__": builtins}
-    for number, line in enumerate(_compile_lines(_WORK[profile]), 1):
+    for number, statement in enumerate(_compile_statements(_WARMUP_CODE[profile]), 1):
         try:
-            exec(line, scope)
-        except Exception as why:  # a library too old for one line still serves
-            failed.append(f"{profile} warm-up {number}: {type(why).__name__}: {why}")
-    return failed
+            exec(statement, scope)
+        except Exception as error:  # a library may be too old for one statement
+            problems.append(f"{profile} warm-up {number}: {type(error).__name__}: {error}")
+    return problems
 
 
-def _compile_lines(source: str) -> list:
-    """Each top-level statement of `source` as a code object of its own."""
+def _compile_statements(source: str) -> list:
+    """Compile each top-level statement into a code object of its own."""
     tree: Any = compile(source, "<warm>", "exec", ast.PyCF_ONLY_AST)
     return [compile(ast.Module([statement], []), "<warm>", "exec") for statement in tree.body]

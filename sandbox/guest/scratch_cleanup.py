@@ -1,8 +1,8 @@
-"""Empties folders that hostile code has filled: `empty` in a zygote, or as a program, `scratch_cleanup.py FOLDER...`.
+"""Empties directories whose content is hostile. Used by zygotes, and as a program: `scratch_cleanup.py DIRECTORY ...`.
 
-Nobody else can reach into such a folder by then, and whoever empties it is its owner and nobody more. Names are
-resolved one at a time, relative to an open folder and without following links; depth costs neither stack nor
-descriptors.
+No process of the call is alive by then, and the process that empties a directory has the rights of its owner only.
+Names are resolved one at a time, relative to an open directory and without following links. Depth costs neither stack
+nor descriptors.
 """
 
 from __future__ import annotations
@@ -10,53 +10,56 @@ from __future__ import annotations
 import os
 import sys
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def empty(folder: str, most: float = float("inf")) -> bool:
-    """Remove all that is in `folder`, which stays. False if that were more than `most` steps. Raises OSError."""
-    os.chmod(folder, 0o700)
-    here = os.open(folder, _FOLDER)
-    within: list = []  # the names of the folders that lead to `here`
+def empty(directory: str, max_steps: float = float("inf")) -> bool:
+    """Remove the content of a directory and keep the directory. Return False if `max_steps` entries were not enough.
+
+    Raises OSError.
+    """
+    os.chmod(directory, 0o700)
+    fd = os.open(directory, _OPEN_FLAGS)
+    path: list = []  # names of the directories that lead from `directory` to `fd`
     try:
         while True:
-            below = None
-            with os.scandir(here) as entries:
+            subdirectory = None
+            with os.scandir(fd) as entries:
                 for entry in entries:
-                    most -= 1
-                    if most < 0:
+                    max_steps -= 1
+                    if max_steps < 0:
                         return False
                     if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.name, dir_fd=here)
-                    elif not is_removed(entry.name, here):
-                        below = entry.name
+                        os.unlink(entry.name, dir_fd=fd)
+                    elif not try_rmdir(entry.name, fd):
+                        subdirectory = entry.name
                         break
-            if below is not None:
-                os.chmod(below, 0o700, dir_fd=here)
-                within.append(below)
-                here = _move(here, below)
-            elif within:
-                here = _move(here, "..")
-                os.rmdir(within.pop(), dir_fd=here)
+            if subdirectory is not None:
+                os.chmod(subdirectory, 0o700, dir_fd=fd)
+                path.append(subdirectory)
+                fd = _change_to(fd, subdirectory)
+            elif path:
+                fd = _change_to(fd, "..")
+                os.rmdir(path.pop(), dir_fd=fd)
             else:
                 return True
     finally:
-        os.close(here)
+        os.close(fd)
 
 
-def is_removed(folder: str, parent: int | None = None) -> bool:
-    """Remove a folder if it is empty, and say whether."""
+def try_rmdir(directory: str, parent_fd: int | None = None) -> bool:
+    """Remove a directory if it is empty. Return whether this removed it."""
     try:
-        os.rmdir(folder, dir_fd=parent)
+        os.rmdir(directory, dir_fd=parent_fd)
     except OSError:
         return False
     return True
 
 
-def _move(here: int, name: str) -> int:
-    there = os.open(name, _FOLDER, dir_fd=here)
-    os.close(here)
-    return there
+def _change_to(fd: int, name: str) -> int:
+    new_fd = os.open(name, _OPEN_FLAGS, dir_fd=fd)
+    os.close(fd)
+    return new_fd
 
 
 if __name__ == "__main__":

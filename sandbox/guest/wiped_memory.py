@@ -1,8 +1,9 @@
-"""Memory that no fork gets: what calls send and write passes through the zygote here, and nowhere else.
+"""Memory that the kernel wipes in a fork. This is a security boundary between calls.
 
-A fork copies all memory of its parent, freed or not, and code can read all of its own. So other calls' code, input and
-output must never lie in what a fork copies. These pages do not: the kernel gives a child zeros in their place
-(madvise(2), MADV_WIPEONFORK, Linux 4.14). Only `Inbox` is copied, and it holds what the very next call may see.
+A fork copies all memory of its parent, freed memory included, and a call can read all of its own memory. So the code,
+input and output of other calls must never be in memory that a fork copies. They pass through the zygote in the buffers
+of this module only, which read as zeros in a child (madvise(2), MADV_WIPEONFORK, Linux 4.14). `CallInput` is the one
+exception: a child inherits it, and it holds the input of that child only.
 """
 
 from __future__ import annotations
@@ -10,62 +11,58 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-_WIPE_ON_FORK = 18
-ROOM = 1 << 18
-"""Bytes for what is usual; what needs more gets room of its own, for as long as it takes."""
+_MADV_WIPEONFORK = 18
+USUAL_BYTES = 1 << 18
+"""Size of the buffers that are kept. Larger data gets a buffer of its own, which is freed after use."""
 
 
-def room(size: int) -> memoryview:
-    """So many writable bytes, apart."""
-    return memoryview(_private(size, apart=True))[:size]
+def wiped_buffer(size: int) -> memoryview:
+    """Return `size` writable bytes that are zeros in a fork."""
+    pages = _private_pages(size)
+    pages.madvise(_MADV_WIPEONFORK)
+    return memoryview(pages)[:size]
 
 
-class Inbox:
-    """What the next call has been sent. Written whole before each fork: no trace of the call before is left."""
+class CallInput:
+    """The input of the next call to fork, in memory that the child inherits.
+
+    The buffer is written whole before each fork, so no byte of an earlier call is left in it.
+    """
 
     def __init__(self) -> None:
-        self._usual = _private(ROOM, apart=False)
-        self._address = _address(self._usual)
-        self._dirty = 0
+        self._usual = _private_pages(USUAL_BYTES)
+        self._usual_address = _address(self._usual)
+        self._used_bytes = 0
         self.body = memoryview(b"")
 
-    def put(self, body: memoryview) -> None:
-        """Hold a copy of `body`, until the next `put` or `shrink`."""
-        source, target, size, zeros = self.order(body)
-        ctypes.memmove(target, source, size)
-        ctypes.memset(target + size, 0, zeros)
-        self.take(size)
+    def copy_plan(self, body: memoryview) -> tuple[int, int, int, int]:
+        """Return how to copy a body before the fork: source, target, bytes, and zero bytes to write behind them.
 
-    def order(self, body: memoryview) -> tuple[int, int, int, int]:
-        """The same, for `burst` to do between two forks: from where, to where, how many bytes, and zeros behind them.
-        What is larger than is usual has to go alone."""
+        A body over `USUAL_BYTES` must be the only one of its batch.
+        """
         size = len(body)
         source = _address(body) if size else 0
-        if size > ROOM:
-            self._usual[: self._dirty] = bytes(self._dirty)
-            self._dirty = 0
-            self.body = memoryview(_private(size, apart=False))[:size]
+        if size > USUAL_BYTES:
+            self._usual[: self._used_bytes] = bytes(self._used_bytes)
+            self._used_bytes = 0
+            self.body = memoryview(_private_pages(size))[:size]
             return source, _address(self.body), size, 0
-        zeros, self._dirty = max(0, self._dirty - size), size
-        return source, self._address, size, zeros
+        zeros, self._used_bytes = max(0, self._used_bytes - size), size
+        return source, self._usual_address, size, zeros
 
-    def take(self, size: int) -> None:
-        """In the call that was sent so many bytes: they are the body."""
-        if size <= ROOM:
+    def expose(self, size: int) -> None:
+        """In the child: make `body` the input of `size` bytes."""
+        if size <= USUAL_BYTES:
             self.body = memoryview(self._usual)[:size]
 
-    def shrink(self) -> None:
-        """After the fork: let go of room that was for one call alone."""
-        if len(self.body) > ROOM:
-            self.body = memoryview(b"")
+    def free_large(self) -> None:
+        """In the zygote, after the fork: free the buffer of a large body."""
+        self.body = memoryview(b"")
 
 
 def _address(pages: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
-def _private(size: int, *, apart: bool) -> mmap.mmap:
-    pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if apart:
-        pages.madvise(_WIPE_ON_FORK)
-    return pages
+def _private_pages(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

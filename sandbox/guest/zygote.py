@@ -1,20 +1,22 @@
-"""A warm interpreter that forks itself for each call. Run by path inside the jail: `zygote.py --fd N`.
+"""A zygote: a preloaded interpreter with one thread that forks itself for each call.
 
-Owns its running calls: it forks them, reaps them, and sends each one's outcome exactly once. It has one thread. It
-takes orders over one socket from the executor, which alone decides about time:
+Run by path inside the jail: `zygote.py --fd N`. It owns its running calls: it forks and reaps them, and reports the end
+of each exactly once. The executor, at the other end of the socket, alone decides about time. Frames:
 
-    configure {plan, profile}   first            ready   {profile, python, missing, problems}
-    cgroup_procs {slot} + a descriptor  to enter its cgroup by
-    cgroup_dir {slot} + a descriptor    its cgroup, to clone into
+    received                                      sent
+    configure {plan, profile}            first    ready {python, modules, missing, problems}
     start {address_space_bytes, report_after_s}
-    call {run_id, slot, ...} + code, stdin, names, files
-                                ended {run_id, exit_code, signal, ...} + stdout, stderr, report, files
-                                start_failed {run_id, reason}   the call did not start; nothing ran
-    kill {run_id}               still_running {run_id, pid, wall_ms} + a pidfd, once, when report_after_s
-                                or timeout_s has passed
-    spawn {profile} + a socket                    fork a child zygote that adds a profile and serves the socket
+    cgroup_procs {slot} + descriptor              (to write to, to enter the slot's cgroup)
+    cgroup_dir {slot} + descriptor                (to clone into the slot's cgroup)
+    call {run_id, slot, ...}                      ended {run_id, exit_code, signal, ...}
+        + code, stdin, names, files                   + stdout, stderr, report, files
+                                                  start_failed {run_id, reason}       no code has run
+                                                  still_running {run_id, pid, wall_ms} + pidfd
+                                                      once, after report_after_s or the call's timeout_s
+    kill {run_id}
+    spawn {profile} + socket                      (forks a child zygote that adds a profile and serves the socket)
 
-End of file on the socket ends the zygote and with it every call.
+The end of the socket ends the zygote and all its calls.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from __future__ import annotations
 import fork_memory
 
 if __name__ == "__main__":
-    fork_memory.gather()  # what is imported from here on lies together
-    fork_memory.restart()
+    fork_memory.use_one_heap()  # before the other imports, so that they share the heap
+    fork_memory.reexec_with_malloc()
 
 import contextlib
-import ctypes
 import errno
 import heapq
 import mmap
@@ -51,232 +52,178 @@ import frames
 import profiles
 import fork_warmup
 import runner
+import system_calls
 
-sys.modules["rstar_checker"] = checker  # under a name that files of calls do not bear
+sys.modules["rstar_checker"] = checker  # a call may bring a file named checker.py
 _FIRST_FREE_FD = 10
-"""Descriptors below this are spoken for in a call (0 to 4), so what the zygote holds stays above."""
-_MAX_SLOTS = 4096
-_STALE_DEADLINES = 64
-_AGAIN_S = 0.02
+"""The zygote's own descriptors start here, because a call uses 0 to 4."""
+_MAX_SLOTS_PER_POOL = 4096
+_MAX_STALE_DEADLINES = 64
+_REPORT_RETRY_S = 0.02
 _CONFINED = 1
-_libc = ctypes.PyDLL(None)
-_libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
-_sigprocmask = _libc.sigprocmask
-_NO_SIGNALS = bytes(128)  # sigset_t
-_SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)
-_SIG_BLOCK, _SIG_SETMASK = 0, 2
-_SFD_CLOEXEC = 0o2000000
 
 
-def _signal_fd() -> int:
-    """A descriptor that is readable when a child has died (signalfd(2)): no handler, so none for a call to undo."""
-    _sigprocmask(_SIG_BLOCK, _SIGCHLD_ONLY, None)
-    fd = _libc.signalfd(-1, _SIGCHLD_ONLY, _SFD_CLOEXEC)
-    if fd < 0:
-        raise OSError(_libc.__errno_location()[0], "signalfd")
-    return int(fd)
+class RunningCall:
+    """One call, from its frame to its result. `close` closes its descriptors."""
 
-
-class Running:
-    """One forked call. Its descriptors are closed when its outcome is sent."""
-
-    __slots__ = ("deadline", "disk_limit", "fds", "files_fd", "folder", "id", "output_limit", "pid", "slot", "started")
+    __slots__ = (
+        *("deadline", "disk_limit_bytes", "fds", "files_fd", "output_limit_bytes", "pid", "run_id", "slot"),
+        *("started", "temp_dir"),
+    )
 
     def __init__(self, call: dict) -> None:
-        self.id: int = call["run_id"]
+        self.run_id: int = call["run_id"]
         self.slot: int = call["slot"]
-        self.output_limit: int = call["output_bytes"]
-        self.disk_limit: int = call["return_bytes"]
+        self.output_limit_bytes: int = call["output_bytes"]
+        self.disk_limit_bytes: int = call["return_bytes"]
         self.pid = 0
         self.started = 0.0
-        self.deadline: float | None = None  # until it has passed
+        self.deadline: float | None = None  # None once it has passed
         self.fds: list[int] = []
         self.files_fd = -1
-        self.folder: str | None = None
+        self.temp_dir: str | None = None
 
     def close(self) -> None:
         for fd in self.fds:
             os.close(fd)
         self.fds = []
-        if self.folder is not None:
-            _remove(self.folder)
+        if self.temp_dir is not None:
+            _remove_temp_dir(self.temp_dir)
 
 
 class Zygote:
-    """The loop: frames in, forks, outcomes out."""
+    """The loop that receives frames, forks calls and sends their results."""
 
-    def __init__(self, incoming: frames.Frames, layers: confine.Confinement) -> None:
-        self.frames = incoming
-        self.layers = layers
-        self.inbox = wiped_memory.Inbox()
-        self.outbox = frames.Outbox(incoming.sock)
-        self.burst = fork_batch.Burst() if layers.has_steps else None
-        self.ready: list[tuple[Running, dict, list[tuple[int, int]], memoryview]] = []  # to be forked
-        self.running: dict[int, Running] = {}  # by process id
-        self.ending: list[tuple[Running, int, resource.struct_rusage]] = []  # its first process is dead
-        self.lasting_s = 0.0
-        self.inherited_kb = 0  # resident memory of a call that does nothing
-        self.deadlines: list[tuple[float, int, int]] = []  # (when, process id, call id)
-        self.marks = mmap.mmap(-1, _MAX_SLOTS)  # shared: a call says here, once, that it is confined
-        self.deaths = _signal_fd()
+    def __init__(self, reader: frames.FrameReader, confinement: confine.Confinement) -> None:
+        self.reader = reader
+        self.confinement = confinement
+        self.input = wiped_memory.CallInput()
+        self.writer = frames.FrameWriter(reader.sock)
+        self.batch = fork_batch.ForkBatch(use_machine_code=confinement.has_namespaces)
+        self.to_fork: list[tuple[RunningCall, dict, list[tuple[int, int]], memoryview]] = []
+        self.running: dict[int, RunningCall] = {}  # by process id
+        self.ending: list[tuple[RunningCall, int, resource.struct_rusage]] = []  # their first process has died
+        self.report_after_s = 0.0
+        self.inherited_kb = 0  # resident memory of a child that does nothing
+        self.deadlines: list[tuple[float, int, int]] = []  # a heap of (time, process id, run id)
+        self.confined_flags = mmap.mmap(-1, _MAX_SLOTS_PER_POOL)  # shared: a call sets its slot's byte once
+        self.child_signal_fd = system_calls.open_child_signal_fd()
         self.poll = select.poll()
-        self.poll.register(self.deaths, select.POLLIN)
-        self.poll.register(incoming.sock, select.POLLIN)
+        self.poll.register(self.child_signal_fd, select.POLLIN)
+        self.poll.register(reader.sock, select.POLLIN)
 
     def serve(self) -> None:
-        """Until the executor goes away."""
-        sock_fd = self.frames.sock.fileno()
+        """Serve until the executor closes the socket, which raises EOFError."""
+        sock_fd = self.reader.sock.fileno()
         while True:
-            ready = [fd for fd, _ in self.poll.poll(self._patience_ms())]
-            if self.deaths in ready:
-                os.read(self.deaths, 4096)
+            readable = [fd for fd, _ in self.poll.poll(self._poll_timeout_ms())]
+            if self.child_signal_fd in readable:
+                os.read(self.child_signal_fd, 4096)
                 self._reap()
-            if sock_fd in ready:
-                for header, body in self.frames.receive():
+            if sock_fd in readable:
+                for header, body in self.reader.receive():
                     if header["op"] != "call":
-                        self._launch()
-                    getattr(self, "_do_" + header["op"])(header, body)
-                self._launch()
+                        self.fork_pending()
+                    HANDLERS[header["op"]](self, header, body)
+                self.fork_pending()
             if self.deadlines:
-                self._tell_lasting()
-            self.outbox.flush()  # all that one turn of the loop has to say, together
+                self._report_still_running()
+            self.writer.flush()  # one write for all frames of one pass
 
     def send(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
-        """Queue a frame, with the first so many bytes of `files`, (descriptor, length) each."""
-        self.outbox.add(header, files)
+        """Queue a frame whose blobs are the first bytes of `files`, given as (descriptor, length)."""
+        self.writer.add(header, files)
 
-    def _do_start(self, header: dict, _body: memoryview) -> None:
-        self.layers.address_space = header["address_space_bytes"]
-        self.lasting_s = header["report_after_s"]
+    def _on_start(self, header: dict, _body: memoryview) -> None:
+        self.confinement.address_space_bytes = header["address_space_bytes"]
+        self.report_after_s = header["report_after_s"]
 
-    def _do_cgroup_procs(self, header: dict, _body: memoryview) -> None:
-        self.layers.doors.setdefault(header["slot"], []).append(self.frames.fds.pop(0))
+    def _on_cgroup_procs(self, header: dict, _body: memoryview) -> None:
+        self.confinement.cgroup_procs_fds.setdefault(header["slot"], []).append(self.reader.fds.pop(0))
 
-    def _do_cgroup_dir(self, header: dict, _body: memoryview) -> None:
-        self.layers.floors[header["slot"]] = self.frames.fds.pop(0)
+    def _on_cgroup_dir(self, header: dict, _body: memoryview) -> None:
+        self.confinement.cgroup_dir_fds[header["slot"]] = self.reader.fds.pop(0)
 
-    def _do_call(self, call: dict, body: memoryview) -> None:
-        running = Running(call)
-        is_large = len(body) > wiped_memory.ROOM
-        if is_large or len(self.ready) == fork_batch.MOST:
-            self._launch()
+    def on_call(self, call: dict, body: memoryview) -> None:
+        """Open a call's files, to be forked by the next `fork_pending`."""
+        running = RunningCall(call)
+        is_large = len(body) > wiped_memory.USUAL_BYTES
+        if is_large or len(self.to_fork) == fork_batch.MAX_JOBS:
+            self.fork_pending()
         try:
-            self.ready.append((running, call, self._open(running, call, body), body))
-        except OSError as why:  # out of descriptors, say: not the code's doing
-            self._fail(running, str(why))
+            self.to_fork.append((running, call, self._open_files(running, call, body), body))
+        except OSError as error:  # out of descriptors, for example: not caused by the code
+            self._send_start_failed(running, str(error))
         if is_large:
-            self._launch()
+            self.fork_pending()
 
-    def _open(self, running: Running, call: dict, body: memoryview) -> list[tuple[int, int]]:
-        """The files of a call, and the descriptors that it has them by."""
-        out = output_files.bounded_file(running.output_limit)
-        running.fds.append(out)
-        err = output_files.bounded_file(running.output_limit)
-        running.fds.append(err)
-        report = output_files.bounded_file(runner.report_size(running.output_limit))
-        running.fds.append(report)
-        fds = [(out, 1), (err, 2), (report, runner.REPORT_FD)]
+    def _open_files(self, running: RunningCall, call: dict, body: memoryview) -> list[tuple[int, int]]:
+        """Open a call's files. Return pairs of a descriptor and the number that the call has it by."""
+        sizes = [running.output_limit_bytes] * 2 + [runner.max_report_bytes(running.output_limit_bytes)]
+        for size in sizes:
+            running.fds.append(output_files.bounded_file(size))
+        fds = list(zip(running.fds, (1, 2, runner.REPORT_FD)))
         code_size, stdin_size = call["blobs"][:2]
         if stdin_size:
-            stdin = output_files.readable(body[code_size : code_size + stdin_size])
+            stdin = output_files.input_file(body[code_size : code_size + stdin_size])
             running.fds.append(stdin)
             fds.append((stdin, 0))
         if call["return_count"]:
-            running.files_fd = output_files.bounded_file(running.disk_limit)
+            running.files_fd = output_files.bounded_file(running.disk_limit_bytes)
             running.fds.append(running.files_fd)
             fds.append((running.files_fd, runner.FILES_FD))
-        if self.layers.ground is not None:
-            self.layers.ground.prepare(running.slot)
-        elif self.layers.tmpfs is None:
-            running.folder = _make_folder()
-        self.marks[running.slot] = 0
+        if self.confinement.landlock is not None:
+            self.confinement.landlock.make_dir(running.slot)
+        elif self.confinement.scratch_mount is None:
+            running.temp_dir = _make_temp_dir()
+        self.confined_flags[running.slot] = 0
         return fds
 
-    def _fail(self, running: Running, why: str) -> None:
+    def _send_start_failed(self, running: RunningCall, reason: str) -> None:
         running.close()
-        self.send({"op": "start_failed", "run_id": running.id, "reason": why})
+        self.send({"op": "start_failed", "run_id": running.run_id, "reason": reason})
 
-    def _launch(self) -> None:
-        """Fork what is ready."""
-        ready, self.ready = self.ready, []
-        if self.burst is not None:
-            self._fork_all(ready, self.burst)
+    def fork_pending(self) -> None:
+        """Fork the calls that wait for it."""
+        if not self.to_fork:
             return
-        for running, call, fds, body in ready:
-            self.inbox.put(body)
-            running.started = time.monotonic()
-            try:
-                running.pid = self.layers.fork(running.slot)
-            except OSError as why:  # out of processes or memory
-                self._fail(running, str(why))
-                continue
-            if running.pid == 0:
-                self._child(running, call, fds)
-            self._note(running, call)
-        self.inbox.shrink()
-
-    def _fork_all(self, ready: list, jobs: fork_batch.Burst) -> None:
-        for number, (running, call, fds, body) in enumerate(ready):
-            steps, room = self.layers.steps(running.slot, call, fds, jobs.rooms[number])
-            jobs.put(number, self.inbox.order(body), steps, room)
-        own = jobs.run(len(ready))
+        pending, self.to_fork = self.to_fork, []
+        for number, (running, call, fds, body) in enumerate(pending):
+            job = self.confinement.syscall_steps(running.slot, call, fds, self.batch.data_addresses[number])
+            self.batch.add(number, self.input.copy_plan(body), *job)
+        own = self.batch.run(len(pending))
         if own is not None:
-            running, call, _fds, body = ready[own]
-            self.inbox.take(len(body))
-            self._child(running, call, None)
-        again = []
-        for number, one in enumerate(ready):
-            running, call = one[:2]
-            running.pid = jobs.result(number)
+            self._run_child(*pending[own])
+        for number, job_of in enumerate(pending):
+            running, call = job_of[:2]
+            running.pid = self.batch.child_pid(number)
             if running.pid >= 0:
-                running.started = jobs.time(number)
-                self._note(running, call)
-            elif running.slot in self.layers.floors and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
-                again.append(one)  # clone3 is refused here
+                running.started = self.batch.forked_at(number)
+                self.running[running.pid] = running
+                self._set_deadline(running, running.started + min(call["timeout_s"], self.report_after_s))
+            elif running.slot in self.confinement.cgroup_dir_fds and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
+                self.to_fork.append(job_of)  # clone3 is refused here
             else:
-                self._fail(running, f"fork: {os.strerror(-running.pid)}")
-        self.inbox.shrink()
-        if again:
-            self.layers.floors.clear()
-            self._fork_all(again, jobs)
+                self._send_start_failed(running, f"fork: {os.strerror(-running.pid)}")
+        self.input.free_large()
+        if self.to_fork:
+            self.confinement.cgroup_dir_fds.clear()
+            self.fork_pending()
 
-    def _note(self, running: Running, call: dict) -> None:
-        self.running[running.pid] = running
-        self._await_deadline(running, running.started + min(call["timeout_s"], self.lasting_s))
-
-    def _child(self, running: Running, call: dict, fds: list | None) -> None:
-        """In the fork: nothing of the zygote's but its memory is left when this ends, and it does not return. Without
-        `fds`, all but the end of that is done."""
+    def _run_child(self, running: RunningCall, call: dict, _fds: list, body: memoryview) -> None:
+        """In the child: finish its confinement and run the code. Does not return."""
+        self.input.expose(len(body))
         try:
-            if fds is None:
-                assert self.burst is not None
-                self.burst.check()
-            else:
-                self._make_ready(running, call, fds)
+            self.batch.raise_if_step_failed()
+            self.confinement.finish(running.slot, running.temp_dir)
             descriptors.close_from(5 if call["return_count"] else 4)
-        except BaseException as why:
-            os.write(runner.REPORT_FD, f"{type(why).__name__}: {why}".encode())
+        except BaseException as error:
+            os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        # The page goes once it is marked: from here on nothing can pretend that confinement failed.
-        self.marks[running.slot] = _CONFINED
-        self.marks.close()
-        runner.run(call, frames.cut(self.inbox.body, call["blobs"]))
-
-    def _make_ready(self, running: Running, call: dict, fds: list) -> None:
-        for fd, name in fds:  # what it says of the rest goes there
-            os.dup2(fd, name)
-        self.layers.join(running.slot)  # now, so that the pages that the call copies count as its own
-        _sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
-        if self.layers.ground is not None:
-            self.layers.ground.restrict(running.slot)  # while its ruleset is open
-        if not call["blobs"][1]:  # its own: flags of an open file are shared by all who hold it
-            os.close(0)
-            os.open(os.devnull, os.O_RDONLY)
-        if self.layers.ground is None:  # which has its own time for it
-            os.setpgid(0, 0)  # else it could signal the zygote's group
-        if running.folder is not None:
-            os.chdir(running.folder)
-        self.layers.enter(running.slot, call)
+        # The flags are unmapped once this is set, so the code cannot pretend that its confinement failed.
+        self.confined_flags[running.slot] = _CONFINED
+        self.confined_flags.close()
+        runner.run(call, frames.split_blobs(self.input.body, call["blobs"]))
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -285,139 +232,157 @@ class Zygote:
                 if pid == 0:
                     break
                 running = self.running.pop(pid, None)
-                if running is not None:  # else a child zygote, whose socket says it, or an orphan
+                if running is not None:  # otherwise it was a child zygote, whose socket closes, or an orphan
                     self.ending.append((running, status, usage))
-        ground, ending, self.ending = self.layers.ground, self.ending, []
-        for outcome in ending:
-            if ground is None or ground.end(outcome[0].slot):
-                self._answer(*outcome)
+        landlock, ending, self.ending = self.confinement.landlock, self.ending, []
+        for ended in ending:
+            if landlock is None or landlock.clean_up(ended[0].slot):
+                self.send_ended(*ended)
             else:
-                self.ending.append(outcome)
+                self.ending.append(ended)
 
-    def _answer(self, running: Running, status: int, usage: resource.struct_rusage) -> None:
+    def send_ended(self, running: RunningCall, status: int, usage: resource.struct_rusage) -> None:
+        """Send the result of a call, with its wait status and resource usage, and close its files."""
         wall_ms = (time.monotonic() - running.started) * 1e3
-        limit = running.output_limit
-        out, err, report = running.fds[:3]
-        out_size, out_cut = output_files.written(out, limit)
-        err_size, err_cut = output_files.written(err, limit)
-        report_size, _ = output_files.written(report, runner.report_size(limit))
-        if self.marks[running.slot] != _CONFINED:
-            why = os.pread(report, report_size, 0).decode("utf-8", "replace")
-            self.send({"op": "start_failed", "run_id": running.id, "reason": why})
-        else:
-            done = {
-                "op": "ended",
-                "run_id": running.id,
-                "exit_code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-                "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-                "wall_ms": wall_ms,
-                "cpu_ms": (usage.ru_utime + usage.ru_stime) * 1e3,
-                "peak_kb": max(0, usage.ru_maxrss - self.inherited_kb),
-                "stdout_truncated": out_cut,
-                "stderr_truncated": err_cut,
-            }
-            blobs = [(out, out_size), (err, err_size), (report, report_size)]
-            if running.files_fd >= 0:
-                blobs.append((running.files_fd, output_files.written(running.files_fd, running.disk_limit)[0]))
-            self.send(done, blobs)
+        limit = running.output_limit_bytes
+        stdout, stderr, report = running.fds[:3]
+        stdout_size, stdout_truncated = output_files.written_bytes(stdout, limit)
+        stderr_size, stderr_truncated = output_files.written_bytes(stderr, limit)
+        report_size, _ = output_files.written_bytes(report, runner.max_report_bytes(limit))
+        if self.confined_flags[running.slot] != _CONFINED:
+            reason = os.pread(report, report_size, 0).decode("utf-8", "replace")
+            self._send_start_failed(running, reason)
+            return
+        header = {
+            "op": "ended",
+            "run_id": running.run_id,
+            "exit_code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+            "wall_ms": wall_ms,
+            "cpu_ms": (usage.ru_utime + usage.ru_stime) * 1e3,
+            "peak_kb": max(0, usage.ru_maxrss - self.inherited_kb),
+            "stdout_truncated": stdout_truncated,
+            "stderr_truncated": stderr_truncated,
+        }
+        blobs = [(stdout, stdout_size), (stderr, stderr_size), (report, report_size)]
+        if running.files_fd >= 0:
+            files_size, _ = output_files.written_bytes(running.files_fd, running.disk_limit_bytes)
+            blobs.append((running.files_fd, files_size))
+        self.send(header, blobs)
         running.close()
 
-    def _do_kill(self, header: dict, _body: memoryview) -> None:
+    def _on_kill(self, header: dict, _body: memoryview) -> None:
         for running in self.running.values():
-            if running.id == header["run_id"]:
+            if running.run_id == header["run_id"]:
                 os.kill(running.pid, signal.SIGKILL)
                 return
 
-    def _patience_ms(self) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         if not self.deadlines:
             return None
         return min(1e9, max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1))
 
-    def _await_deadline(self, running: Running, deadline: float) -> None:
-        """Ended calls leave theirs in the heap; it is made anew before they outnumber the living, since memory of a
-        zygote is what every fork pays for."""
+    def _set_deadline(self, running: RunningCall, deadline: float) -> None:
+        """Add a deadline to the heap. Entries of ended calls stay in it until they are too many.
+
+        The heap is bounded because every fork pays for the memory of its zygote.
+        """
         running.deadline = deadline
-        heapq.heappush(self.deadlines, (deadline, running.pid, running.id))
-        if len(self.deadlines) > _STALE_DEADLINES + 2 * len(self.running):
-            self.deadlines = [(r.deadline, r.pid, r.id) for r in self.running.values() if r.deadline is not None]
+        heapq.heappush(self.deadlines, (deadline, running.pid, running.run_id))
+        if len(self.deadlines) > _MAX_STALE_DEADLINES + 2 * len(self.running):
+            self.deadlines = [(r.deadline, r.pid, r.run_id) for r in self.running.values() if r.deadline is not None]
             heapq.heapify(self.deadlines)
 
-    def _tell_lasting(self) -> None:
-        """The executor takes over: what the call's own time is, and when it ends. It gets the process by pidfd.
+    def _report_still_running(self) -> None:
+        """Report calls whose deadline has passed, each with a pidfd; from then on the executor limits their time.
 
-        Not before the call is confined. Until then its time is ours; and whoever has it give way while it waits for, or
-        holds, the lock of all control groups has everybody wait for a core that it is not to have.
+        A call that is not confined yet is reported later. Its set-up is not charged to it, and demoting it while it
+        holds or waits for the cgroup lock would block every fork on the machine.
         """
         now = time.monotonic()
         while self.deadlines and self.deadlines[0][0] <= now:
-            _when, pid, call_id = heapq.heappop(self.deadlines)
+            _deadline, pid, run_id = heapq.heappop(self.deadlines)
             running = self.running.get(pid)
-            if running is None or running.id != call_id:
+            if running is None or running.run_id != run_id:
                 continue
             running.deadline = None
-            if self.marks[running.slot] != _CONFINED:
+            if self.confined_flags[running.slot] != _CONFINED:
                 running.started = now
-                self._await_deadline(running, now + _AGAIN_S)
+                self._set_deadline(running, now + _REPORT_RETRY_S)
                 continue
             try:
                 fd = os.pidfd_open(pid)
-            except OSError:  # out of descriptors, say
-                self._await_deadline(running, now + _AGAIN_S)
+            except OSError:  # out of descriptors, for example
+                self._set_deadline(running, now + _REPORT_RETRY_S)
                 continue
-            late = {"op": "still_running", "run_id": call_id, "pid": pid, "wall_ms": (now - running.started) * 1e3}
-            self.outbox.add_with(late, fd)
+            wall_ms = (now - running.started) * 1e3
+            self.writer.send_with_fd({"op": "still_running", "run_id": run_id, "pid": pid, "wall_ms": wall_ms}, fd)
             os.close(fd)
 
-    def _do_spawn(self, header: dict, _body: memoryview) -> None:
-        sock = socket.socket(fileno=self.frames.fds.pop(0))
+    def _on_spawn(self, header: dict, _body: memoryview) -> None:
+        sock = socket.socket(fileno=self.reader.fds.pop(0))
         try:
-            is_here = os.fork() != 0
-        except OSError:  # out of processes or memory; whoever waits for it sees the end of its socket, and asks again
-            is_here = True
-        if is_here:
+            is_parent = os.fork() != 0
+        except OSError:  # out of processes or memory: the executor receives the end of the socket and retries
+            is_parent = True
+        if is_parent:
             sock.close()
             return
-        with _to_the_end():
+        with _exits_process():
             for running in self.running.values():
-                running.folder = None
+                running.temp_dir = None
                 running.close()
-            self.frames.sock.close()
-            os.close(self.deaths)
-            layers = self.layers
-            layers.leave_groups()
-            layers.settle()
+            self.reader.sock.close()
+            os.close(self.child_signal_fd)
+            confinement = self.confinement
+            confinement.close_cgroup_fds()
+            confinement.prepare()
             self.__dict__.clear()
-            live(_settle(sock), layers, header["profile"])
+            warm_up_and_serve(_move_fd_up(sock), confinement, header["profile"])
 
 
-def live(sock: socket.socket, layers: confine.Confinement, profile: str) -> None:
-    """Import, work, settle, and serve: what is in memory by then is shared by every call and touched by none."""
-    fork_memory.gather()
+HANDLERS = {
+    "start": Zygote._on_start,
+    "cgroup_procs": Zygote._on_cgroup_procs,
+    "cgroup_dir": Zygote._on_cgroup_dir,
+    "call": Zygote.on_call,
+    "kill": Zygote._on_kill,
+    "spawn": Zygote._on_spawn,
+}
+"""The method that handles a frame, by the frame's `op`."""
+
+
+def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, profile: str) -> None:
+    """Import and warm up a profile, compact the memory, and serve. Calls share that memory and rarely write to it."""
+    fork_memory.use_one_heap()
     missing, problems = profiles.load(profile)
-    runner.settle()
-    warming = Zygote(frames.Frames(sock), layers)
-    fork_warmup.play(warming, 20)
+    runner.take_over_logging()
+    _warm_up(sock, confinement, 20)
     if threading.active_count() != 1:
-        raise RuntimeError(f"{profile} started threads; a zygote forks, so it has one")
-    os.close(warming.deaths)
-    del warming
-    fork_memory.settle_code()
-    fork_memory.settle()
-    # Made now, what changes with each call lies apart from what never does. A write into a huge page splits it, and
-    # then each fork copies 512 entries instead of one.
-    zygote = Zygote(frames.Frames(sock), layers)
-    fork_warmup.play(zygote, 2)  # what settling has put out of the interpreter's caches comes back
-    fork_memory.trim()
+        raise RuntimeError(f"expected one thread, because a zygote forks, but importing {profile} started others")
+    fork_memory.remap_code()
+    fork_memory.compact_heap()
+    # Made after the compaction, so that what changes with each call is outside the huge pages: a write to a huge page
+    # splits it, and then each fork copies 512 page table entries instead of one.
+    zygote = Zygote(frames.FrameReader(sock), confinement)
+    fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
+    fork_memory.trim_heap()
     zygote.inherited_kb = _inherited_kb()
     modules = sorted({name.partition(".")[0] for name in sys.modules})
-    about = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
-    zygote.send({"op": "ready", **about})
-    zygote.outbox.flush()
+    ready = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
+    zygote.send({"op": "ready", **ready})
+    zygote.writer.flush()
     zygote.serve()
 
 
+def _warm_up(sock: socket.socket, confinement: confine.Confinement, times: int) -> None:
+    zygote = Zygote(frames.FrameReader(sock), confinement)
+    fork_warmup.run_scripts(zygote, times)
+    os.close(zygote.child_signal_fd)
+
+
 def _inherited_kb() -> int:
-    """The largest resident set of a fork that ends at once: the pages of this process that it has without any copy."""
+    """Return the largest resident set of a child that exits at once: what it shares with this process."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -425,68 +390,65 @@ def _inherited_kb() -> int:
 
 
 @contextlib.contextmanager
-def _to_the_end() -> Iterator[None]:
-    """What runs in here ends this process: with 0 when the executor has gone, else with 1 and a traceback."""
+def _exits_process() -> Iterator[None]:
+    """Exit this process after the block: with 0 if the executor has closed the socket, else with 1 and a traceback."""
     try:
         yield
-    except (EOFError, ConnectionError):  # the second if this process was writing to the executor when that ended
+    except (EOFError, ConnectionError):  # ConnectionError: while a frame was being sent
         os._exit(0)
-    except BaseException:  # the last frame of a process: whatever it is, it is told and nothing runs after it
+    except BaseException:  # the outermost frame of a process
         traceback.print_exc()
     os._exit(1)
 
 
-# At level `none` a call has a plain folder. What that takes is imported only there: it brings 30 mappings along, and
-# every fork pays for each.
+# Level `none` imports these modules only when it needs them, because they add 30 mappings, which every fork copies.
 
 
-def _make_folder() -> str:
+def _make_temp_dir() -> str:
     import tempfile
 
     return tempfile.mkdtemp(prefix="rstar-call-")
 
 
-def _remove(folder: str) -> None:
+def _remove_temp_dir(directory: str) -> None:
     import shutil
 
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
-def _settle(sock: socket.socket) -> socket.socket:
-    """The same socket on a descriptor that no call's own will land on."""
+def _move_fd_up(sock: socket.socket) -> socket.socket:
+    """Return the socket on a descriptor that no call uses."""
     import fcntl
 
     fd = fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
     sock.close()
-    settled = socket.socket(fileno=fd)
-    settled.setblocking(True)
-    return settled
+    moved = socket.socket(fileno=fd)
+    moved.setblocking(True)
+    return moved
 
 
 def main() -> None:
-    os.environ.pop("LD_BIND_NOW", None)  # it was for this process: symbols bound late are bound in each call anew
-    sock = _settle(socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1])))
-    while True:  # occupy what is below, so that nothing the zygote opens later is there
+    # It made the dynamic linker bind this zygote's symbols at once, so that no call has to. Calls do not inherit it.
+    os.environ.pop("LD_BIND_NOW", None)
+    sock = _move_fd_up(socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1])))
+    while True:  # occupy the descriptors that calls use, so that the zygote opens its own above them
         fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         if fd >= _FIRST_FREE_FD:
             os.close(fd)
             break
-    with _to_the_end():
-        incoming = frames.Frames(sock)
-        first: list = []
-        while not first:
-            first = incoming.receive()
-        header = first[0][0]  # configure; nothing else comes before we answer
-        del incoming, first
-        layers = confine.Confinement(header["plan"])
-        confine.lower_for_good(header["plan"])
-        runner.prepare(layers.tmpfs or "")
-        first_steps = Zygote(frames.Frames(sock), layers)
-        fork_warmup.play(first_steps, 20)
-        fork_memory.gather_code(os.path.dirname(__file__))
-        os.close(first_steps.deaths)
-        del first_steps
-        live(sock, layers, header["profile"])
+    with _exits_process():
+        reader = frames.FrameReader(sock)
+        received: list = []
+        while not received:
+            received = reader.receive()
+        header = received[0][0]  # configure; the executor sends nothing else before `ready`
+        del reader, received
+        confinement = confine.Confinement(header["plan"])
+        confine.restrict_zygote(header["plan"])
+        runner.prepare(confinement.scratch_mount or "")
+        _warm_up(sock, confinement, 20)
+        fork_memory.colocate_bytecode(os.path.dirname(__file__))
+        warm_up_and_serve(sock, confinement, header["profile"])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What the kernel grants: jails around zygotes, the layers of each call, and what this machine has of them.
+"""Isolation: jails around zygotes, the plan that confines each call, and a probe of what this machine supports.
 
     python = Interpreter.find("/opt/runtime/bin/python")
     uid_base, uid_count = host_uids(jail=0, slots=64)
-    spec = JailSpec(choose("auto"), python, guest_dir, uid_base=uid_base, uid_count=uid_count)
-    subprocess.Popen(command(spec, fd), pass_fds=[fd])
+    spec = JailSpec(choose_level("auto").level, python, GUEST_SOURCE_DIR, uid_base=uid_base, uid_count=uid_count)
+    subprocess.Popen(launch_argv(spec, fd), pass_fds=[fd])
 
-Everything here is synchronous and imports the standard library and the hall only. `command` and `call_plan` are pure.
+The package is synchronous and imports only the standard library, `machine` and `errors`. `launch_argv` is pure.
 """
 
 from sandbox.jail.cgroup import CgroupUsage, SlotCgroup
@@ -13,14 +13,16 @@ from sandbox.jail.cgroup_tree import CgroupTree, IdleCgroup, fds_for_slots, max_
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import can_restore_priority
 from sandbox.jail.landlock_rules import scratch_parent_dir
+from sandbox.jail.level_choice import AUTO, LevelChoice, choose_level
 from sandbox.jail.plan import confinement_plan, launch_argv
-from sandbox.jail.probe import AUTO, LevelChoice, ProbedLayer, choose_level, probe, probe_process_limits
-from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec, Level
+from sandbox.jail.probe import ProbedLayer, probe, probe_process_limits
+from sandbox.jail.spec import FIRST_SLOT_UID, GUEST_SOURCE_DIR, JailSpec, Level
 from sandbox.jail.uid_range import host_uids
 
 __all__ = [
     "AUTO",
     "FIRST_SLOT_UID",
+    "GUEST_SOURCE_DIR",
     "CgroupTree",
     "CgroupUsage",
     "IdleCgroup",

@@ -1,7 +1,7 @@
-"""One slot's control group: limits before a call, counts after it, read from files that stay open.
+"""The cgroup of one slot: sets limits before a call and reads usage after it, through files that stay open.
 
-- A limit is written only where it differs from the one that is set: most calls have the same.
-- Counters never go back, so what one call used is a difference; only the peak is reset.
+- A limit is written only if it differs from the current one: most calls have the same limits.
+- Counters of the kernel never go back, so a call's usage is the difference of two readings. Only the peak is reset.
 """
 
 from __future__ import annotations
@@ -13,34 +13,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 MAX_BYTES, MAX_TASKS = 1 << 62, 1 << 22
-"""Limits beyond every machine that the kernel still takes (pids.max: PID_MAX_LIMIT)."""
+"""Largest limits that the kernel accepts (pids.max: PID_MAX_LIMIT)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupVersion:
-    """What a version of control groups calls its files (kernel: admin-guide/cgroup-v1/, admin-guide/cgroup-v2.rst)."""
+    """File names of a version of cgroups (kernel: admin-guide/cgroup-v1/, admin-guide/cgroup-v2.rst)."""
 
     name: str
     memory: str
+    """Name of the hierarchy; version 2 has a single one, without a name."""
     pids: str
     cpu_time: str
-    """The hierarchies; all but the last are needed. Version 2 is the one without a name."""
-    once: tuple[tuple[str, str], ...]
-    """Files of the memory hierarchy that are written when a group is made; those of a kernel without swap may lack."""
-    limit: str
-    peak: str
-    kills: str
-    """Under oom_kill: how many in the group the kernel has killed for want of memory, whosever limit it was."""
-    refusals: str
-    refusals_key: bytes
-    """How often the group's own limit has refused memory."""
+    """Name of the hierarchy that counts CPU time, which may be missing."""
+    initial_files: tuple[tuple[str, str], ...]
+    """Files of the memory hierarchy and what is written to them at creation. Kernels without swap lack some of them."""
+    memory_limit: str
+    memory_peak: str
+    oom_kills: str
+    """File whose line oom_kill counts the processes in the cgroup that the OOM killer has killed, for any limit."""
+    limit_hits: str
+    """File that counts how often the cgroup's own limit was reached."""
+    limit_hits_key: bytes
+    """Key of the line in `limit_hits`; empty if the file holds a single number."""
     cpu: str
     cpu_key: bytes
     cpu_per_ms: float
-    door: str
-    """What a process writes "0" to."""
+    enter_file: str
+    """File to which a process writes "0" to enter the cgroup."""
     threads: str
-    """Who is in it."""
+    """File that lists the threads in the cgroup."""
 
 
 V1 = CgroupVersion(
@@ -48,16 +50,16 @@ V1 = CgroupVersion(
     memory="memory",
     pids="pids",
     cpu_time="cpuacct",
-    once=(("memory.swappiness", "0"),),
-    limit="memory.limit_in_bytes",
-    peak="memory.max_usage_in_bytes",
-    kills="memory.oom_control",
-    refusals="memory.failcnt",
-    refusals_key=b"",
+    initial_files=(("memory.swappiness", "0"),),
+    memory_limit="memory.limit_in_bytes",
+    memory_peak="memory.max_usage_in_bytes",
+    oom_kills="memory.oom_control",
+    limit_hits="memory.failcnt",
+    limit_hits_key=b"",
     cpu="cpuacct.usage",
     cpu_key=b"",
     cpu_per_ms=1e6,
-    door="tasks",  # not cgroup.procs: moving a single thread does not wait for every fork on the machine
+    enter_file="tasks",  # not cgroup.procs: to move a single thread, the kernel need not stop all forks
     threads="tasks",
 )
 V2 = CgroupVersion(
@@ -65,111 +67,110 @@ V2 = CgroupVersion(
     memory="",
     pids="",
     cpu_time="",
-    once=(("memory.swap.max", "0"), ("memory.oom.group", "1")),
-    limit="memory.max",
-    peak="memory.peak",
-    kills="memory.events",
-    refusals="memory.events",
-    refusals_key=b"oom",
+    initial_files=(("memory.swap.max", "0"), ("memory.oom.group", "1")),
+    memory_limit="memory.max",
+    memory_peak="memory.peak",
+    oom_kills="memory.events",
+    limit_hits="memory.events",
+    limit_hits_key=b"oom",
     cpu="cpu.stat",
     cpu_key=b"usage_usec",
     cpu_per_ms=1e3,
-    door="cgroup.procs",
+    enter_file="cgroup.procs",
     threads="cgroup.threads",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupUsage:
-    """What one call used, all its processes together. None: the kernel does not count that here."""
+    """Resources that all processes of a call used together. None stands for what the kernel does not count."""
 
     cpu_ms: float | None
     peak_bytes: int | None
     hit_own_limit: bool = False
-    """One of its processes was killed, since together they were at their limit of memory."""
+    """The OOM killer killed one of its processes because the call reached its memory limit."""
     hit_outer_limit: bool = False
-    """The kernel killed one of its processes for want of memory, but the limit was another's: the machine's, or that of
-    whoever runs the server."""
+    """The OOM killer killed one of its processes because of a limit outside the call: the machine's memory or a parent
+    cgroup."""
 
 
 class SlotCgroup:
-    """Made over `folders`, which exist: the group in each hierarchy. Raises `OSError`."""
+    """The cgroup of a slot, in each hierarchy at one of `dirs`, which must exist. Raises `OSError`."""
 
-    def __init__(self, version: CgroupVersion, folders: Mapping[str, str]) -> None:
+    def __init__(self, version: CgroupVersion, dirs: Mapping[str, str]) -> None:
         self._version = version
-        self._memory, self._pids = folders[version.memory], folders[version.pids]
+        self._memory, self._pids = dirs[version.memory], dirs[version.pids]
         self._limits: tuple[int, int] | None = None
-        self._base = 0
-        for name, text in version.once:
+        self._peak_before = 0
+        for name, text in version.initial_files:
             with suppress(OSError):
-                _write(f"{self._memory}/{name}", text)
+                write_file(f"{self._memory}/{name}", text)
         self._fds: list[int] = []
-        self._peak = self._opened(f"{self._memory}/{version.peak}", os.O_RDWR)
-        self._kills = self._opened(f"{self._memory}/{version.kills}", os.O_RDONLY)
-        self._refusals = self._opened(f"{self._memory}/{version.refusals}", os.O_RDONLY)
-        self._members = self._opened(f"{self._pids}/pids.current", os.O_RDONLY)
-        cpu = folders.get(version.cpu_time)
-        self._cpu = self._opened(f"{cpu}/{version.cpu}", os.O_RDONLY) if cpu else -1
-        self._last = self._counts()
-        self._can_reset = True
+        self._peak_fd = self._open(f"{self._memory}/{version.memory_peak}", os.O_RDWR)
+        self._oom_kills_fd = self._open(f"{self._memory}/{version.oom_kills}", os.O_RDONLY)
+        self._limit_hits_fd = self._open(f"{self._memory}/{version.limit_hits}", os.O_RDONLY)
+        self._tasks_fd = self._open(f"{self._pids}/pids.current", os.O_RDONLY)
+        cpu = dirs.get(version.cpu_time)
+        self._cpu_fd = self._open(f"{cpu}/{version.cpu}", os.O_RDONLY) if cpu else -1
+        self._last = self._counters()
+        self._can_reset_peak = True
         try:
             self._reset_peak()
-        except OSError:  # version 2 before Linux 6.12: the peak is that of all calls ever
-            self._can_reset = False
-            self._base = int(os.pread(self._peak, 64, 0))
+        except OSError:  # version 2 before Linux 6.12: the peak is that of all calls so far
+            self._can_reset_peak = False
+            self._peak_before = int(os.pread(self._peak_fd, 64, 0))
 
-    def set_limits(self, memory: int, processes: int) -> None:
-        """Bound the next call to so many bytes and processes."""
-        memory, processes = min(memory, MAX_BYTES), min(processes, MAX_TASKS)
-        if self._limits != (memory, processes):
-            self._limits = None  # unknown, should this fail half-way
-            _write(f"{self._memory}/{self._version.limit}", str(memory))
-            _write(f"{self._pids}/pids.max", str(processes))
-            self._limits = (memory, processes)
+    def set_limits(self, memory_bytes: int, max_tasks: int) -> None:
+        """Set the limits of the next call. Raises `OSError`."""
+        limits = min(memory_bytes, MAX_BYTES), min(max_tasks, MAX_TASKS)
+        if self._limits != limits:
+            self._limits = None  # unknown, if one of the writes fails
+            write_file(f"{self._memory}/{self._version.memory_limit}", str(limits[0]))
+            write_file(f"{self._pids}/pids.max", str(limits[1]))
+            self._limits = limits
         self._reset_peak()
 
     def read_usage(self) -> CgroupUsage:
-        """What was used since `begin`."""
-        before, self._last = self._last, self._counts()
-        kills, refusals, cpu = (now - then for now, then in zip(self._last, before, strict=True))
+        """Return the usage since `set_limits`, at the end of a call."""
+        before, self._last = self._last, self._counters()
+        oom_kills, limit_hits, cpu = (now - then for now, then in zip(self._last, before, strict=True))
         return CgroupUsage(
-            cpu_ms=cpu / self._version.cpu_per_ms if self._cpu >= 0 else None,
+            cpu_ms=cpu / self._version.cpu_per_ms if self._cpu_fd >= 0 else None,
             peak_bytes=self._read_peak(),
-            hit_own_limit=kills > 0 and refusals > 0,
-            hit_outer_limit=kills > 0 and not refusals,
+            hit_own_limit=oom_kills > 0 and limit_hits > 0,
+            hit_outer_limit=oom_kills > 0 and not limit_hits,
         )
 
     def cpu_s(self) -> float | None:
-        """CPU seconds since the last `end`, when the present call had not begun; None if the kernel does not count."""
-        if self._cpu < 0:
+        """Return the CPU seconds of the present call so far, or None if the kernel does not count them."""
+        if self._cpu_fd < 0:
             return None
-        return (_number(self._cpu, self._version.cpu_key) - self._last[2]) / self._version.cpu_per_ms / 1e3
+        return (_read_number(self._cpu_fd, self._version.cpu_key) - self._last[2]) / self._version.cpu_per_ms / 1e3
 
     @property
     def task_count(self) -> int:
-        """How many processes and threads the kernel counts in it."""
-        return int(os.pread(self._members, 64, 0))
+        """Number of processes and threads in the cgroup."""
+        return int(os.pread(self._tasks_fd, 64, 0))
 
     def other_pids(self, first: int) -> list[int]:
-        """The processes in it besides `first`, as this PID namespace numbers them: 0 for those that it does not see."""
-        if self.task_count <= 1:  # to ask how many takes a tenth of what it takes to ask who
+        """Return the pids of all processes but `first`, in this PID namespace; 0 for processes outside it."""
+        if self.task_count <= 1:  # the count takes a tenth of the time of the list
             return []
-        with open(f"{self._pids}/cgroup.procs", encoding="ascii") as members:
-            return [pid for pid in map(int, members.read().split()) if pid != first]
+        with open(f"{self._pids}/cgroup.procs", encoding="ascii") as pids:
+            return [pid for pid in map(int, pids.read().split()) if pid != first]
 
     def thread_ids(self) -> list[int]:
-        """All of them, likewise."""
-        with open(f"{self._pids}/{self._version.threads}", encoding="ascii") as members:
-            return [*map(int, members.read().split())]
+        """Return the ids of all threads, in this PID namespace; 0 for threads outside it."""
+        with open(f"{self._pids}/{self._version.threads}", encoding="ascii") as tids:
+            return [*map(int, tids.read().split())]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the kernel counts nobody in it any more."""
         return self.task_count == 0
 
     def kill(self) -> None:
-        """Every process in it that this PID namespace sees, at once."""
-        kill_members(self._pids)
+        """Kill all processes in the cgroup."""
+        kill_processes(self._pids)
 
     def close(self) -> None:
         for fd in self._fds:
@@ -177,23 +178,23 @@ class SlotCgroup:
         self._fds = []
 
     def _reset_peak(self) -> None:
-        """What is there already (cached files, mostly) is not the next call's."""
-        if self._peak >= 0 and self._can_reset:
-            os.pwrite(self._peak, b"0", 0)
-            self._base = int(os.pread(self._peak, 64, 0))
+        """Reset the peak to the current use, which is mostly cached files and does not belong to the next call."""
+        if self._peak_fd >= 0 and self._can_reset_peak:
+            os.pwrite(self._peak_fd, b"0", 0)
+            self._peak_before = int(os.pread(self._peak_fd, 64, 0))
 
     def _read_peak(self) -> int | None:
-        """The call's; where it cannot be reset it is only known of a call that went over all before it."""
-        if self._peak < 0:
+        """Return the call's peak. If it cannot be reset, only a peak above those of all earlier calls is the call's."""
+        if self._peak_fd < 0:
             return None
-        peak = int(os.pread(self._peak, 64, 0))
-        if self._can_reset:
-            return peak - self._base
-        highest, self._base = self._base, peak
+        peak = int(os.pread(self._peak_fd, 64, 0))
+        if self._can_reset_peak:
+            return peak - self._peak_before
+        highest, self._peak_before = self._peak_before, peak
         return peak if peak > highest else None
 
-    def _opened(self, path: str, flags: int) -> int:
-        """-1 where the kernel, or the hierarchy, has no such file."""
+    def _open(self, path: str, flags: int) -> int:
+        """Open a file until `close`. Returns -1 if the kernel or the hierarchy has no such file."""
         try:
             fd = os.open(path, flags | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -201,30 +202,39 @@ class SlotCgroup:
         self._fds.append(fd)
         return fd
 
-    def _counts(self) -> tuple[int, int, int]:
-        """What only grows: kills, refusals, CPU time."""
+    def _counters(self) -> tuple[int, int, int]:
+        """Return OOM kills, limit hits and CPU time since the cgroup was created."""
         version = self._version
         return (
-            _number(self._kills, b"oom_kill"),
-            _number(self._refusals, version.refusals_key),
-            _number(self._cpu, version.cpu_key),
+            _read_number(self._oom_kills_fd, b"oom_kill"),
+            _read_number(self._limit_hits_fd, version.limit_hits_key),
+            _read_number(self._cpu_fd, version.cpu_key),
         )
 
 
-def kill_members(folder: str) -> None:
-    """SIGKILL to every process in the group at `folder`."""
-    with suppress(FileNotFoundError):  # version 1, or before Linux 5.14
-        _write(f"{folder}/cgroup.kill", "1")
+def kill_processes(directory: str) -> None:
+    """Send SIGKILL to all processes of a cgroup that this PID namespace contains."""
+    with suppress(FileNotFoundError):  # version 1, or Linux before 5.14
+        write_file(f"{directory}/cgroup.kill", "1")
         return
-    with suppress(FileNotFoundError), open(f"{folder}/cgroup.procs", encoding="ascii") as members:
-        for pid in map(int, members.read().split()):
+    with suppress(FileNotFoundError), open(f"{directory}/cgroup.procs", encoding="ascii") as pids:
+        for pid in map(int, pids.read().split()):
             if pid > 0:  # 0 stands for a process of another PID namespace
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _number(fd: int, key: bytes) -> int:
-    """A file's only number, or the one after `key` among lines of "key number"; 0 where the kernel does not count."""
+def write_file(path: str, text: str) -> None:
+    """Write to a cgroup file by a single write(2)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _read_number(fd: int, key: bytes) -> int:
+    """Return a file's only number, or the one in its line "key number"; 0 if the kernel does not count it."""
     if fd < 0:
         return 0
     text = os.pread(fd, 1024, 0)
@@ -235,11 +245,3 @@ def _number(fd: int, key: bytes) -> int:
         if name == key:
             return int(number)
     return 0
-
-
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)

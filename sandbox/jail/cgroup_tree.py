@@ -1,21 +1,19 @@
-"""Control groups: the kernel counts and bounds what a whole call uses, however many processes it starts.
+"""The cgroups of one zygote pool: created below the server's own cgroup, and removed with the pool.
 
-    where the server runs / rstar-sandbox-PID-RANDOM / 0, 1, 2 ...      a group per slot, made once, used by many calls
-                                                     / zygotes          version 2: those that fork into them
+    server's cgroup / rstar-sandbox-PID-RANDOM / 0, 1, 2 ...      one per slot, created once and reused by many calls
+                                               / zygotes          version 2: the zygotes, which fork into the slots'
+                    / rstar-sandbox                               version 2: the server and all others that were here
+                    / rstar-sandbox-PID-RANDOM                    version 1, hierarchy cpu: demoted threads
 
-- Version 1 is three hierarchies (memory, pids, and cpuacct where there is one), version 2 is one; `CgroupTree` hides
-  it.
-- A tree belongs to one family of one executor, which holds a lock on it (flock(2)) for as long as it lives. A tree that
-  nobody has locked is left over from an executor that was killed, and whoever plants the next tree removes it.
-- Groups are made below the one the server runs in, so that the operator's limits on the server hold for its calls.
-- Where version 1 divides the cores, a tree has one group more, `Idle`, for threads of calls that shall have only the
-  cores that nobody else wants. SCHED_IDLE alone does not say that much: outside of containers the kernel divides the
-  cores between sessions first (sched_autogroup_enabled), of which a jail is one, and a call may begin others.
-- Version 2 has no processes beside groups that are bounded, so there the server and all others in its group move to one
-  beside the tree (`OWN`): in a container, or where systemd has left the group to us, and nowhere else.
-- A call enters by a file that was opened out here (`CgroupTree.doors`): the kernel goes by the rights of the opener. In
-  version 2 that would have it wait for every fork on the machine, so there a zygote forks straight into the group
-  (clone3(2)) where it can. Nothing in a jail sees a file system of groups.
+- Version 1 has several hierarchies (memory, pids, and cpuacct if mounted), version 2 has one; `CgroupTree` hides it.
+- The executor holds a lock (flock(2)) on its tree. A tree without a lock is left over from an executor that was killed,
+  and is removed when the next tree is created there.
+- The cgroups are below the server's own, so that the operator's limits on the server apply to its calls.
+- Version 2 allows no processes in a cgroup whose children have limits. So the server and all other processes of its
+  cgroup move to a child, but only in a container, or where systemd has delegated the cgroup to the server.
+- A call enters its cgroup by a file that was opened outside of the jail (`open_procs_files`): the kernel checks the
+  permissions of the process that opened it. In version 2, entering waits for all forks on the machine, so there a
+  zygote forks directly into the cgroup if it can (clone3(2)). No jail has a cgroup file system.
 """
 
 from __future__ import annotations
@@ -31,9 +29,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
+from sandbox import machine
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
-from sandbox.jail.cgroup import V1, V2, CgroupVersion, SlotCgroup, kill_members
+from sandbox.jail.cgroup import V1, V2, CgroupVersion, SlotCgroup, kill_processes, write_file
 
 log = logging.getLogger(__name__)
 
@@ -41,331 +40,308 @@ PREFIX = "rstar-sandbox-"
 SERVER_LEAF = "rstar-sandbox"
 ZYGOTES = "zygotes"
 KILL_TIMEOUT_S = 5.0
-"""For killed processes to be gone from a group; they need milliseconds, and more only on a swamped machine."""
-MOST_DOORS = 3
+"""Seconds to wait for killed processes to leave a cgroup. It takes milliseconds, unless the machine is overloaded."""
 FDS_PER_SLOT = 8
-"""Descriptors that a slot takes, but for rare calls: of an executor those of its group, of a zygote its doors and the
-files of the call in it."""
+"""Descriptors per slot: in an executor those of its cgroup, in a zygote those to enter it and the files of a call."""
 RESERVED_FDS = 256
-"""Descriptors that a process needs for all else."""
-_TRIES = 5
-_NEEDED = {"memory", "pids"}
-"""Of version 2. It counts CPU time in every group."""
+"""Descriptors of a process for everything else."""
+MAX_TRIES = 5
+_V2_CONTROLLERS = {"memory", "pids"}
+"""Controllers that version 2 must have. It counts CPU time without one."""
 
 
 def max_slots_for_fds() -> int:
-    """For how many slots, of all families, an executor has descriptors."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - RESERVED_FDS) // FDS_PER_SLOT
+    """Return the number of slots, of all pools of an executor, that its descriptor limit allows."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if hard == resource.RLIM_INFINITY else max(0, hard - RESERVED_FDS) // FDS_PER_SLOT
 
 
 def fds_for_slots(slots: int) -> int:
-    """How many descriptors an executor needs for so many slots."""
+    """Return the number of descriptors that an executor needs for so many slots."""
     return FDS_PER_SLOT * slots + RESERVED_FDS
 
 
 def raise_fd_limit_for(slots: int) -> None:
-    """Raise this process's limit, which its zygotes inherit, to what so many slots take. Raises `IsolationError` where
-    that is more than it may be."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FDS_PER_SLOT * slots
-    if most != resource.RLIM_INFINITY and wanted > most:
-        raise IsolationError(f"cgroups: {slots} slots need {wanted} descriptors, got {most}; raise ulimit -n")
-    wanted += RESERVED_FDS
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    """Raise the descriptor limit of this process, which its zygotes inherit. Raises `IsolationError` if it is fixed."""
+    limit = machine.raise_fd_limit(fds_for_slots(slots))
+    if limit < (needed := FDS_PER_SLOT * slots):
+        raise IsolationError(f"cgroups: {slots} slots need {needed} descriptors, got {limit}; raise ulimit -n")
 
 
 class CgroupTree:
-    """The groups of one family. Raises `IsolationError` where this process may not make any."""
+    """The cgroups of one pool. Raises `IsolationError` if this process may not create any."""
 
     def __init__(self) -> None:
-        self._folders: dict[str, str] = {}  # by the name of the hierarchy
-        self._locks: dict[str, int] = {}  # by folder: hierarchies may be mounted together
+        self._dirs: dict[str, str] = {}  # hierarchy -> directory
+        self._locks: dict[str, int] = {}  # directory -> descriptor; several hierarchies may be mounted together
         self._cgroups: dict[int, SlotCgroup] = {}
         self.idle: IdleCgroup | None = None
         self._zygote_uid = -1
         self._can_clone_into = False
         try:
-            self._version, homes = _find_version()
-            for name, home in homes.items():
-                self._folders[name] = self._create_in(home)
-            self.cgroup(0)  # if one can be had, others can
+            self._version, parents = _find_version()
+            for name, parent in parents.items():
+                self._dirs[name] = self._create_in(parent)
+            self.cgroup(0)  # fail now rather than at the first call
             if self._version is V1:
-                self.idle = IdleCgroup.create(homes)
-        except OSError as why:
+                self.idle = IdleCgroup.create(parents)
+        except OSError as error:
             self.close()
-            raise IsolationError(f"cgroups: {why}") from None
+            raise IsolationError(f"cgroups: {error}") from None
 
     def __str__(self) -> str:
         return f"{self._version.name}, {', '.join(self._locks)}"
 
-    def cgroup(self, number: int) -> SlotCgroup:
-        """That of a slot, made when it is first asked for: most slots are there for storms. Raises `OSError`."""
-        if number not in self._cgroups:
-            self._cgroups[number] = self._create_slot_cgroup(number)
-        return self._cgroups[number]
+    def cgroup(self, slot: int) -> SlotCgroup:
+        """Return the cgroup of a slot, created on first use since most slots are rarely used. Raises `OSError`."""
+        if slot not in self._cgroups:
+            self._cgroups[slot] = self._create_slot_cgroup(slot)
+        return self._cgroups[slot]
 
     def allow_clone_into(self, pid: int, uid: int) -> None:
-        """Let a zygote (as processes and users are numbered out here), and those forked from it, fork straight into the
-        groups, where that is possible.
+        """Allow a zygote and its forks to fork directly into the cgroups (clone3(2)), if the kernel supports it.
 
-        The kernel has it write to the files of the target and of what that has in common with its own group.
+        `pid` and `uid` are the zygote's outside of the jail. The kernel requires write permission to cgroup.procs of
+        the target and of the common ancestor of the target and the zygote's own cgroup.
         """
         self._can_clone_into = False
         if self._version is not V2 or not kernel.has_clone3():
             return
-        (folder,) = self._locks
+        (top,) = self._locks
         try:
             self._zygote_uid = uid
-            for place in (folder, *(f"{folder}/{number}" for number in self._cgroups)):
-                self._chown_procs_file(place)
-            os.makedirs(f"{folder}/{ZYGOTES}", exist_ok=True)
-            _write(f"{folder}/{ZYGOTES}/{V2.door}", str(pid))
-            os.close(kernel.open_detached(f"{folder}/0"))
-        except OSError as why:
-            log.info("no clone3 into groups, which costs calls time: %s", why)
+            for directory in (top, *(f"{top}/{slot}" for slot in self._cgroups)):
+                self._chown_procs_file(directory)
+            os.makedirs(f"{top}/{ZYGOTES}", exist_ok=True)
+            write_file(f"{top}/{ZYGOTES}/{V2.enter_file}", str(pid))
+            os.close(kernel.open_detached(f"{top}/0"))
+        except OSError as error:
+            log.info("cannot clone into cgroups, entering them is slower: %s", error)
         else:
             self._can_clone_into = True
 
-    def open_directories(self, number: int) -> Iterator[int]:
-        """A descriptor of the group of a slot for clone3(2), if zygotes may fork into it. The caller closes it."""
-        self.cgroup(number)
+    def open_directories(self, slot: int) -> Iterator[int]:
+        """Yield a descriptor of a slot's cgroup for clone3(2), if zygotes may fork into it. The caller closes it."""
+        self.cgroup(slot)
         if self._can_clone_into:
-            (folder,) = self._locks
-            yield kernel.open_detached(f"{folder}/{number}")
+            (top,) = self._locks
+            yield kernel.open_detached(f"{top}/{slot}")
 
-    def open_procs_files(self, number: int) -> Iterator[int]:
-        """Descriptors to which a process writes "0" to enter the group of a slot. The caller closes them."""
-        self.cgroup(number)
-        for folder in self._locks:
-            yield _open(f"{folder}/{number}/{self._version.door}", os.O_WRONLY)
+    def open_procs_files(self, slot: int) -> Iterator[int]:
+        """Yield descriptors to which a process writes "0" to enter the cgroup of a slot. The caller closes them."""
+        self.cgroup(slot)
+        for top in self._locks:
+            yield _open(f"{top}/{slot}/{self._version.enter_file}", os.O_WRONLY)
 
     def close(self) -> None:
-        """Kill what is left in the groups, and remove them. Idempotent; what cannot be removed now, the next tree
-        sweeps up."""
+        """Kill all processes in the cgroups and remove these. Idempotent. The next tree removes what is left."""
         for cgroup in self._cgroups.values():
             cgroup.close()
         if self.idle is not None:
             self.idle.close()
             self.idle = None
-        for folder, lock in self._locks.items():
-            _remove(folder)
+        for top, lock in self._locks.items():
+            _remove(top)
             os.close(lock)
         self._cgroups = {}
         self._locks = {}
 
-    def _create_in(self, home: str) -> str:
-        for folder in self._locks:
-            if os.path.dirname(folder) == home:
-                return folder
-        _remove_stale(home)
-        folder, lock = _create_locked(home)
-        self._locks[folder] = lock
+    def _create_in(self, parent: str) -> str:
+        for top in self._locks:
+            if os.path.dirname(top) == parent:
+                return top
+        _remove_stale(parent)
+        top, lock = _create_locked(parent)
+        self._locks[top] = lock
         if self._version is V2:
-            _enable_controllers(folder)
-        return folder
+            _enable_controllers(top)
+        return top
 
-    def _create_slot_cgroup(self, number: int) -> SlotCgroup:
-        for folder in self._locks:
-            os.makedirs(f"{folder}/{number}", exist_ok=True)  # should this fail half-way, it is tried again
+    def _create_slot_cgroup(self, slot: int) -> SlotCgroup:
+        for top in self._locks:
+            os.makedirs(f"{top}/{slot}", exist_ok=True)  # it may exist, from a try that failed half-way
             if self._zygote_uid >= 0:
-                self._chown_procs_file(f"{folder}/{number}")
-        return SlotCgroup(self._version, {name: f"{folder}/{number}" for name, folder in self._folders.items()})
+                self._chown_procs_file(f"{top}/{slot}")
+        return SlotCgroup(self._version, {name: f"{top}/{slot}" for name, top in self._dirs.items()})
 
-    def _chown_procs_file(self, place: str) -> None:
-        os.chown(f"{place}/{V2.door}", self._zygote_uid, -1)
+    def _chown_procs_file(self, directory: str) -> None:
+        os.chown(f"{directory}/{V2.enter_file}", self._zygote_uid, -1)
 
 
 class IdleCgroup:
-    """A group whose threads give way to all others of the group around it, `home`, where the server is."""
+    """A cgroup for demoted threads, which run only on cores that all other threads of `parent` leave idle.
 
-    def __init__(self, home: str) -> None:
-        _remove_stale(home)
-        self._folder, self._lock = _create_locked(home)
+    `parent` is the server's cgroup. SCHED_IDLE alone does not achieve this: outside of containers the kernel first
+    divides the cores among sessions (sched_autogroup_enabled). A jail is a session, and its calls may start others.
+    """
+
+    def __init__(self, parent: str) -> None:
+        _remove_stale(parent)
+        self._dir, self._lock = _create_locked(parent)
         try:
-            _write(f"{self._folder}/cpu.idle", "1")
-        except OSError:  # before Linux 5.15
-            _write(f"{self._folder}/cpu.shares", "2")
-        self._inside = _open(f"{self._folder}/{V1.door}", os.O_WRONLY)
-        self._outside = _open(f"{home}/{V1.door}", os.O_WRONLY)
+            write_file(f"{self._dir}/cpu.idle", "1")
+        except OSError:  # Linux before 5.15
+            write_file(f"{self._dir}/cpu.shares", "2")
+        self._enter_fd = _open(f"{self._dir}/{V1.enter_file}", os.O_WRONLY)
+        self._leave_fd = _open(f"{parent}/{V1.enter_file}", os.O_WRONLY)
 
     @classmethod
-    def create(cls, homes: dict[str, str]) -> IdleCgroup | None:
-        """None where there is no such hierarchy, it may not be written to, or slots have their groups in it."""
-        home = own_cgroup_dirs().get("cpu")
-        if home is None or home in homes.values():
+    def create(cls, parents: dict[str, str]) -> IdleCgroup | None:
+        """Create it if there is a cpu hierarchy of its own, without slots in it, to which this process may write."""
+        parent = own_cgroup_dirs().get("cpu")
+        if parent is None or parent in parents.values():
             return None
         try:
-            return cls(home)
-        except OSError as why:
-            log.info("no group for what may wait: %s", why)
+            return cls(parent)
+        except OSError as error:
+            log.info("no idle cgroup: %s", error)
             return None
 
     def move(self, tid: int, *, inside: bool) -> None:
-        """A thread, and what it starts from now on. Raises `OSError`."""
-        os.write(self._inside if inside else self._outside, str(tid).encode())
+        """Move a thread into the cgroup or back. Threads that it starts later are where it is. Raises `OSError`."""
+        os.write(self._enter_fd if inside else self._leave_fd, str(tid).encode())
 
     def close(self) -> None:
-        os.close(self._inside)
-        os.close(self._outside)
-        _remove(self._folder)
+        os.close(self._enter_fd)
+        os.close(self._leave_fd)
+        _remove(self._dir)
         os.close(self._lock)
 
 
+def own_cgroup_dirs() -> dict[str, str]:
+    """Return the directory of this process's cgroup by controller of version 1; that of version 2 is under ""."""
+    dirs: dict[str, str] = {}
+    paths = _own_paths()
+    for root, mount_point, fs_type, options in machine.mounts():
+        names = [""] if fs_type == "cgroup2" else [name for name in options.split(",") if name in paths]
+        for name in names if fs_type in ("cgroup", "cgroup2") else []:
+            relative = os.path.relpath(paths.get(name, "/"), root)
+            is_below = not relative.startswith("..")  # else another part of the hierarchy is mounted
+            dirs.setdefault(name, os.path.normpath(f"{mount_point}/{relative}") if is_below else mount_point)
+    return dirs
+
+
+def _own_paths() -> dict[str, str]:
+    return {name: path for names, path in machine.cgroup_paths() for name in names.split(",")}
+
+
 def _find_version() -> tuple[CgroupVersion, dict[str, str]]:
-    """The dialect, and where this process may make groups in each hierarchy."""
-    homes = own_cgroup_dirs()
-    lacking = []
+    """Return the version to use, and the parent directory of new cgroups in each hierarchy."""
+    own_dirs = own_cgroup_dirs()
     try:
-        return V2, {"": _find_v2_parent(homes)}
-    except OSError as why:
-        lacking.append(f"{V2.name}: {why}")
-    missing = [name for name in (V1.memory, V1.pids) if name not in homes]
-    if not missing:
-        return V1, {name: homes[name] for name in (V1.memory, V1.pids, V1.cpu_time) if name in homes}
-    lacking.append(f"{V1.name}: no hierarchy of {' or '.join(missing)} is mounted")
-    raise IsolationError(f"cgroups: {'; '.join(lacking)}")
+        return V2, {"": _find_v2_parent(own_dirs)}
+    except OSError as error:
+        v2_problem = f"{V2.name}: {error}"
+    missing = [name for name in (V1.memory, V1.pids) if name not in own_dirs]
+    if missing:
+        v1_problem = f"{V1.name}: no hierarchy of {' or '.join(missing)} is mounted"
+        raise IsolationError(f"cgroups: {v2_problem}; {v1_problem}")
+    return V1, {name: own_dirs[name] for name in (V1.memory, V1.pids, V1.cpu_time) if name in own_dirs}
 
 
-def _find_v2_parent(homes: dict[str, str]) -> str:
-    """The group of version 2 in which bounded ones may be made; made so if need be. Raises `OSError`."""
-    if "" not in homes:
+def _find_v2_parent(own_dirs: dict[str, str]) -> str:
+    """Return the cgroup of version 2 whose children can have limits, after making it so if needed. Raises `OSError`."""
+    if "" not in own_dirs:
         raise OSError("it is not mounted")
-    home = homes[""]
-    if os.path.basename(home) == SERVER_LEAF:
-        home = os.path.dirname(home)
-    if missing := sorted(_NEEDED.difference(_read(f"{home}/cgroup.controllers").split())):
-        raise OSError(f"{home} has no {' or '.join(missing)}")
-    if _NEEDED.difference(_read(f"{home}/cgroup.subtree_control").split()):
+    parent = own_dirs[""]
+    if os.path.basename(parent) == SERVER_LEAF:
+        parent = os.path.dirname(parent)
+    if missing := sorted(_V2_CONTROLLERS.difference(_read(f"{parent}/cgroup.controllers").split())):
+        raise OSError(f"{parent} has no {' or '.join(missing)}")
+    if _V2_CONTROLLERS.difference(_read(f"{parent}/cgroup.subtree_control").split()):
         try:
-            _enable_controllers(home)
-        except OSError as why:
-            if why.errno != errno.EBUSY:
+            _enable_controllers(parent)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
                 raise
-            _move_processes_to_leaf(home)
-            _enable_controllers(home)
-    return home
+            _move_processes_to_leaf(parent)
+            _enable_controllers(parent)
+    return parent
 
 
-def _enable_controllers(folder: str) -> None:
-    """Let groups in it be bounded."""
-    _write(f"{folder}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(_NEEDED)))
+def _enable_controllers(directory: str) -> None:
+    """Allow limits on the children of a cgroup."""
+    write_file(f"{directory}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(_V2_CONTROLLERS)))
 
 
-def _move_processes_to_leaf(home: str) -> None:
-    """Move whoever is in a group to one below. Only where all of it is ours: it is the whole of what our namespace of
-    groups shows, or systemd says so (systemd.resource-control(5), Delegate=)."""
-    if ("", "/") not in _own_paths() and not _is_delegated(home):
-        raise OSError(f"{home} is not ours to divide; run in a container, or under systemd with Delegate=yes")
-    os.makedirs(f"{home}/{SERVER_LEAF}", exist_ok=True)
-    for _ in range(_TRIES):  # whoever is just being forked is there the next time
-        members = [pid for pid in _read(f"{home}/cgroup.procs").split() if pid != "0"]  # 0: of another PID namespace
-        for pid in members:
+def _move_processes_to_leaf(parent: str) -> None:
+    """Move all processes of a cgroup to a child of it. Raises `OSError` if the cgroup belongs to others.
+
+    It is the server's if the cgroup namespace shows nothing above it, or if systemd has delegated it
+    (systemd.resource-control(5), Delegate=).
+    """
+    if _own_paths().get("") != "/" and not _is_delegated(parent):
+        raise OSError(
+            f"{parent} has processes that are not the server's; run in a container, or under systemd with Delegate=yes"
+        )
+    os.makedirs(f"{parent}/{SERVER_LEAF}", exist_ok=True)
+    for _ in range(MAX_TRIES):  # processes that are forked meanwhile are moved the next time
+        pids = [pid for pid in _read(f"{parent}/cgroup.procs").split() if pid != "0"]  # 0: of another PID namespace
+        for pid in pids:
             with suppress(ProcessLookupError):
-                _write(f"{home}/{SERVER_LEAF}/cgroup.procs", pid)
-        if not members:
+                write_file(f"{parent}/{SERVER_LEAF}/cgroup.procs", pid)
+        if not pids:
             return
 
 
-def _is_delegated(folder: str) -> bool:
+def _is_delegated(directory: str) -> bool:
     for name in ("user.delegate", "trusted.delegate"):
         with suppress(OSError):
-            if os.getxattr(folder, name) == b"1":
+            if os.getxattr(directory, name) == b"1":
                 return True
     return False
 
 
-def own_cgroup_dirs() -> dict[str, str]:
-    """The folder of the group this process is in, for each controller of version 1, and for version 2 under ""."""
-    folders: dict[str, str] = {}
-    paths = dict(_own_paths())
-    for root, place, kind, options in _mounts():
-        names = [""] if kind == "cgroup2" else [name for name in options.split(",") if name in paths]
-        for name in names if kind in ("cgroup", "cgroup2") else []:
-            below = os.path.relpath(paths.get(name, "/"), root)
-            inside = not below.startswith("..")  # else what is mounted is another part of the hierarchy than ours
-            folders.setdefault(name, os.path.normpath(f"{place}/{below}") if inside else place)
-    return folders
-
-
-def _own_paths() -> Iterator[tuple[str, str]]:
-    with open("/proc/self/cgroup", encoding="utf-8") as file:
-        for line in file:
-            _number, names, path = line.rstrip("\n").split(":", 2)
-            for name in names.split(","):
-                yield name, path
-
-
-def _mounts() -> Iterator[tuple[str, str, str, str]]:
-    """Root, mount point, type and the file system's options, of every mount (proc_pid_mountinfo(5))."""
-    with open("/proc/self/mountinfo", encoding="utf-8") as file:
-        for line in file:
-            mount, _, system = line.partition(" - ")
-            root, place = mount.split()[3:5]
-            kind, _source, options = system.split()[:3]
-            yield root, place, kind, options
-
-
-def _create_locked(home: str) -> tuple[str, int]:
-    """A new group and a lock on it, both ours."""
-    for _ in range(_TRIES):
-        folder = f"{home}/{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        os.mkdir(folder)
+def _create_locked(parent: str) -> tuple[str, int]:
+    """Create a cgroup and lock it. Returns its directory and the descriptor that holds the lock."""
+    for _ in range(MAX_TRIES):
+        directory = f"{parent}/{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        os.mkdir(directory)
         with suppress(FileNotFoundError):
-            lock = _open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            lock = _open(directory, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.exists(folder):
-                return folder, lock
-            os.close(lock)  # a sweep came between the making and the lock
-    raise OSError(errno.EAGAIN, "others remove what is made here", home)
+            if os.path.exists(directory):
+                return directory, lock
+            os.close(lock)  # another executor removed it as stale before it was locked
+    raise OSError(errno.EAGAIN, "other executors remove the new cgroup as stale", parent)
 
 
-def _remove_stale(home: str) -> None:
-    """Remove the trees of executors that have ended without doing so."""
-    for name in os.listdir(home):
+def _remove_stale(parent: str) -> None:
+    """Remove the cgroups of executors that were killed."""
+    for name in os.listdir(parent):
         if not name.startswith(PREFIX):
             continue
         with suppress(FileNotFoundError):
-            lock = _open(f"{home}/{name}", os.O_RDONLY | os.O_DIRECTORY)
+            lock = _open(f"{parent}/{name}", os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(f"{home}/{name}")
+                _remove(f"{parent}/{name}")
             except BlockingIOError:
-                pass  # its executor lives
+                pass  # its executor is alive
             finally:
                 os.close(lock)
 
 
-def _remove(folder: str) -> None:
-    """A tree with all in it, as far as that is possible in a little while."""
+def _remove(top: str) -> None:
+    """Remove a cgroup and those below it, and kill their processes. Gives up after `KILL_TIMEOUT_S`."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    for place, _, _ in os.walk(folder, topdown=False):
+    for directory, _, _ in os.walk(top, topdown=False):
         while True:
             try:
-                os.rmdir(place)
+                os.rmdir(directory)
                 break
             except FileNotFoundError:
                 break
-            except OSError as why:
-                if why.errno != errno.EBUSY or time.monotonic() > deadline:
-                    return  # another user's, or somebody in it will not die
-                kill_members(place)
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    return  # another user's, or one of its processes does not die
+                kill_processes(directory)
                 time.sleep(0.005)
 
 
 def _read(path: str) -> str:
     with open(path, encoding="ascii") as file:
         return file.read()
-
-
-def _write(path: str, text: str) -> None:
-    fd = _open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
 
 
 def _open(path: str, flags: int) -> int:

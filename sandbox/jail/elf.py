@@ -1,8 +1,8 @@
-"""Which shared libraries an ELF file needs, and where this machine's loader would find them.
+"""Finds the shared libraries that ELF files need, as this machine's loader would.
 
-`closure` is the whole of it: the host files without which the given binaries do not load. It reads only the dynamic
-section, runs nothing, and leaves out what it cannot find: that module's import fails
-inside as it does outside.
+`library_closure` returns all host files without which the given binaries do not load. It reads only dynamic sections
+and runs no code. It leaves out a library that it cannot find: importing that module then fails in the jail as it does
+outside.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# The loader opens these by itself: libgcc_s when a thread exits or unwinds, nss_files for passwd before glibc 2.34.
 OPENED_BY_LIBC = ("libgcc_s.so.1", "libnss_files.so.2")
+"""Libraries that glibc opens by itself: libgcc_s when a thread exits, nss_files for passwd before glibc 2.34."""
 DEFAULT_DIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
@@ -26,103 +26,101 @@ _MACHINES = {"x86_64": 62, "aarch64": 183}
 
 @dataclass(frozen=True, slots=True)
 class Elf:
-    """What the loader reads from a file: the libraries it names, where it says to look, and its interpreter."""
-
     needed: tuple[str, ...]
-    search: tuple[str, ...]
-    interpreter: str | None
+    """Names of the libraries that the file needs (DT_NEEDED)."""
+    search_dirs: tuple[str, ...]
+    """Directories to search first (DT_RUNPATH or DT_RPATH)."""
+    loader: str | None
+    """Path of the loader (PT_INTERP), which only programs have."""
 
 
-def library_closure(roots: Iterable[str], visible: Iterable[str]) -> tuple[str | None, dict[str, str]]:
-    """The loader's path, and library name -> host file for everything that `roots` need, recursively.
+def library_closure(roots: Iterable[str], mounted_dirs: Iterable[str]) -> tuple[str | None, dict[str, str]]:
+    """Return the loader's path, and name -> host file of all libraries that `roots` need, directly or indirectly.
 
-    Libraries that a file finds relative to itself ($ORIGIN) inside one of the `visible` folders are left out: these
-    folders are mounted whole, so the file finds them there too.
+    A library that its user finds relative to itself ($ORIGIN) inside one of `mounted_dirs` is left out: that directory
+    is mounted whole, so it is found there in the jail too.
     """
-    cache = _loader_cache()
-    folders = tuple(os.path.join(folder, "") for folder in visible)
-    found: dict[str, str] = {}
+    cache = _read_loader_cache()
+    prefixes = tuple(os.path.join(directory, "") for directory in mounted_dirs)
+    libraries: dict[str, str] = {}
     loader: str | None = None
+    program_dirs: tuple[str, ...] = ()
     queue = list(roots)
     seen = set(queue)
-    shared_search: tuple[str, ...] = ()
     while queue:
         path = queue.pop()
         elf = read(path)
         if elf is None:
             continue
-        if elf.interpreter and loader is None:  # the program itself: its search path also serves what it loads
-            loader, shared_search = elf.interpreter, elf.search
-        for name in (*elf.needed, *(OPENED_BY_LIBC if elf.interpreter else ())):
-            target, beside = _resolve(name, path, (*elf.search, *shared_search), cache)
+        if elf.loader and loader is None:  # the program: its search path also applies to the libraries it loads
+            loader, program_dirs = elf.loader, elf.search_dirs
+        for name in (*elf.needed, *(OPENED_BY_LIBC if elf.loader else ())):
+            target, is_relative = _resolve(name, path, (*elf.search_dirs, *program_dirs), cache)
             if target is None:
                 continue
-            if not (beside and target.startswith(folders)):
-                found.setdefault(name, target)
+            if not (is_relative and target.startswith(prefixes)):
+                libraries.setdefault(name, target)
             if target not in seen:
                 seen.add(target)
                 queue.append(target)
-    return loader, found
+    return loader, libraries
 
 
 def read(path: str) -> Elf | None:
-    """The dynamic section of a 64-bit little-endian ELF file for this machine; None for any other file."""
+    """Parse a 64-bit little-endian ELF file for this machine. Returns None for all other files, damaged ones too."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
             return _parse(data)
-    except (OSError, ValueError, struct.error, IndexError):  # unreadable, empty or cut short: not a library
+    except (OSError, ValueError, struct.error, IndexError):  # unreadable, empty or truncated
         return None
 
 
 def _parse(data: mmap.mmap) -> Elf | None:
     if data[:6] != b"\x7fELF\x02\x01" or struct.unpack_from("<H", data, 18)[0] != _MACHINES.get(os.uname().machine):
         return None
-    (table,) = struct.unpack_from("<Q", data, 32)
+    (headers,) = struct.unpack_from("<Q", data, 32)
     size, count = struct.unpack_from("<HH", data, 54)
-    loads: list[tuple[int, int, int]] = []
+    segments: list[tuple[int, int, int]] = []  # address, offset in the file, length
     dynamic: dict[int, list[int]] = {}
-    interpreter = None
+    loader = None
     for index in range(count):
-        kind, _, offset, address, _, length = struct.unpack_from("<IIQQQQ", data, table + index * size)
+        kind, _, offset, address, _, length = struct.unpack_from("<IIQQQQ", data, headers + index * size)
         if kind == _PT_LOAD:
-            loads.append((address, offset, length))
+            segments.append((address, offset, length))
         elif kind == _PT_INTERP:
-            interpreter = os.fsdecode(data[offset : offset + length].rstrip(b"\0"))
+            loader = os.fsdecode(data[offset : offset + length].rstrip(b"\0"))
         elif kind == _PT_DYNAMIC:
             for tag, value in struct.iter_unpack("<QQ", data[offset : offset + length // 16 * 16]):
                 dynamic.setdefault(tag, []).append(value)
     if _DT_STRTAB not in dynamic:
-        return Elf((), (), interpreter)
-    table = dynamic[_DT_STRTAB][0]
-    strings = next((table - a + o for a, o, n in loads if a <= table < a + n), len(data))
+        return Elf((), (), loader)
+    address = dynamic[_DT_STRTAB][0]
+    strings = next((address - a + o for a, o, n in segments if a <= address < a + n), len(data))
 
     def texts(tag: int) -> list[str]:
-        return [_text(data, strings + value) for value in dynamic.get(tag, ())]
+        starts = [strings + value for value in dynamic.get(tag, ())]
+        return [os.fsdecode(data[start : data.find(b"\0", start)]) for start in starts]
 
-    search = texts(_DT_RUNPATH) or texts(_DT_RPATH)
-    return Elf(tuple(texts(_DT_NEEDED)), tuple(search[0].split(":")) if search else (), interpreter)
-
-
-def _text(data: mmap.mmap, start: int) -> str:
-    return os.fsdecode(data[start : data.find(b"\0", start)])
+    search_dirs = texts(_DT_RUNPATH) or texts(_DT_RPATH)
+    return Elf(tuple(texts(_DT_NEEDED)), tuple(search_dirs[0].split(":")) if search_dirs else (), loader)
 
 
-def _resolve(name: str, needer: str, search: Iterable[str], cache: Mapping[str, list[str]]) -> tuple[str | None, bool]:
-    """The host file for a library name, and whether it was found relative to the file that needs it."""
+def _resolve(name: str, user: str, dirs: Iterable[str], cache: Mapping[str, list[str]]) -> tuple[str | None, bool]:
+    """Return the host file of a library, and whether it was found relative to `user`, the file that needs it."""
     if "/" in name:
         return (name if os.path.exists(name) else None), False
-    origin = os.path.dirname(os.path.realpath(needer))
-    for folder in search:
-        own = "$ORIGIN" in folder or "${ORIGIN}" in folder
-        path = os.path.join(folder.replace("${ORIGIN}", origin).replace("$ORIGIN", origin), name)
-        if folder and os.path.isfile(path):
-            return os.path.normpath(path), own
-    places = (*cache.get(name, ()), *(os.path.join(folder, name) for folder in DEFAULT_DIRS))
-    return next((path for path in places if read(path) is not None), None), False  # the cache also has other machines'
+    origin = os.path.dirname(os.path.realpath(user))
+    for directory in filter(None, dirs):
+        path = os.path.join(directory.replace("${ORIGIN}", origin).replace("$ORIGIN", origin), name)
+        if os.path.isfile(path):
+            return os.path.normpath(path), "$ORIGIN" in directory or "${ORIGIN}" in directory
+    paths = (*cache.get(name, ()), *(os.path.join(directory, name) for directory in DEFAULT_DIRS))
+    # `read` skips the libraries of other architectures, which the cache also lists.
+    return next((path for path in paths if read(path) is not None), None), False
 
 
-def _loader_cache() -> dict[str, list[str]]:
-    """Library name -> paths from /etc/ld.so.cache, glibc's format 1.1; empty where there is none (musl)."""
+def _read_loader_cache() -> dict[str, list[str]]:
+    """Return library name -> paths from /etc/ld.so.cache (glibc's format 1.1); empty if there is none, as with musl."""
     try:
         with open("/etc/ld.so.cache", "rb") as file:
             data = file.read()
@@ -134,8 +132,9 @@ def _loader_cache() -> dict[str, list[str]]:
     data = data[start:]  # string offsets count from the magic
     (count,) = struct.unpack_from("<I", data, len(_CACHE_MAGIC))
     paths: dict[str, list[str]] = {}
-    for _, key, value, _, hwcap in _CACHE_ENTRY.iter_unpack(data[_CACHE_HEADER : _CACHE_HEADER + count * 24]):
-        name, path = (os.fsdecode(data[at : data.index(b"\0", at)]) for at in (key, value))
-        if not hwcap:  # the others are faster twins of a plain one
+    entries = data[_CACHE_HEADER : _CACHE_HEADER + count * _CACHE_ENTRY.size]
+    for _, key, value, _, hardware in _CACHE_ENTRY.iter_unpack(entries):
+        name, path = (os.fsdecode(data[start : data.index(b"\0", start)]) for start in (key, value))
+        if not hardware:  # the others are variants of a library for newer CPUs
             paths.setdefault(name, []).append(path)
     return paths

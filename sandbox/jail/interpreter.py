@@ -1,8 +1,8 @@
-"""The guest's Python: which files make it up on this machine, and where each of them goes inside a jail.
+"""The guest's Python: its files on this machine, and the path of each of them in a jail.
 
-Inside, Python lives in /python and finds its library by its own landmark search (bin/python3, then lib/pythonX.Y), so
-it needs no PYTHONHOME and a call's own subprocess works with an empty environment. Packages go where the base
-interpreter looks for them by itself; where it has no such folder to mount on, PYTHONPATH (`pythonpath`) names them.
+In the jail, Python is in /python and finds its library by its own landmark search (bin/python3, then lib/pythonX.Y). It
+needs no PYTHONHOME, and a call's own subprocess works with an empty environment. Packages are mounted where the base
+interpreter looks for them. If it has no directory there to mount on, PYTHONPATH (`pythonpath`) names them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sandbox.errors import ConfigError
 from sandbox.jail import elf
 
 PYTHON_DIR_IN_JAIL = "/python"
-OLDEST = (3, 9)
-PACKAGES = ("site-packages", "dist-packages")
-# Tk and NIS: of no use without a display or a network, and the largest libraries of all.
+MIN_VERSION = (3, 9)
+PACKAGE_DIRS = ("site-packages", "dist-packages")
 SKIPPED_LIBRARIES = ("_tkinter.", "nis.")
+"""Extension modules whose libraries are left out: Tk and NIS need a display or a network, and are the largest."""
 
 _QUERY = """
 import json, os, site, sys, sysconfig
@@ -37,36 +37,36 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python and everything it needs. Paths come in pairs: on the host, and inside the jail."""
+    """A Python and all its files. Pairs of paths are (on the host, in the jail)."""
 
     executable: str
-    """The host's path as the operator gave it; what level `none` runs."""
+    """Path on the host as the operator gave it. Levels `landlock` and `none` run it."""
     binary: str
-    """The real binary behind it, outside any virtual environment."""
+    """Path of the real binary, outside any virtual environment."""
     version: tuple[int, int, int]
     mounts: tuple[tuple[str, str], ...]
-    """Folders to mount, in order: the standard library, then packages (some inside it)."""
+    """Directories to mount, in order: the standard library, then packages, some of them inside it."""
     masked_paths: tuple[str, ...]
-    """Folders inside that must look empty: the base interpreter's own packages."""
+    """Directories in the jail that must be empty: the base interpreter's own packages."""
     libraries: tuple[tuple[str, str], ...]
-    """Shared libraries, the loader among them."""
+    """Shared libraries, including the loader."""
     pythonpath: tuple[str, ...] = ()
-    """Package folders inside that Python does not find by itself."""
+    """Package directories in the jail that Python does not find by itself."""
 
     @classmethod
     def find(cls, python: str) -> Interpreter:
-        """Ask `python` where its files are. Runs it once or twice, about 0.2 s. Raises `ConfigError`."""
+        """Locate the files of `python`, a path or a command, by running it (0.2 s). Raises `ConfigError`."""
         python = os.path.abspath(shutil.which(python) or python)
-        said = _query(python)
-        version = tuple(said["version"])
-        if version < OLDEST:
+        paths = _query(python)
+        version = tuple(paths["version"])
+        if version < MIN_VERSION:
             raise ConfigError(
-                f"python={python!r}: expected Python {_dots(OLDEST)} or newer, got {_dots(version)}; "
-                "make a virtual environment with a newer one, and name its bin/python"
+                f"python={python!r}: expected Python {_dots(MIN_VERSION)} or newer, got {_dots(version)}; "
+                "create a virtual environment with a newer one, and name its bin/python"
             )
-        binary = os.path.realpath(said["base"])
-        base = said if said["prefix"] == said["base_prefix"] else _query(binary)
-        mounts, masked_paths, pythonpath = _plan_mounts(said, base)
+        binary = os.path.realpath(paths["base"])
+        base = paths if paths["prefix"] == paths["base_prefix"] else _query(binary)
+        mounts, masked_paths, pythonpath = _plan_mounts(paths, base)
         return cls(
             executable=python,
             binary=binary,
@@ -78,71 +78,71 @@ class Interpreter:
         )
 
     @classmethod
-    def decode(cls, raw: dict[str, Any]) -> Interpreter:
-        """The inverse of `dataclasses.asdict` after a trip through JSON."""
-        pairs = {name: tuple(map(tuple, raw[name])) for name in ("mounts", "libraries")}
-        plain = {name: tuple(raw[name]) for name in ("version", "masked_paths", "pythonpath")}
-        return cls(**{**raw, **pairs, **plain})
+    def decode(cls, fields: dict[str, Any]) -> Interpreter:
+        """Restore an interpreter from JSON of `dataclasses.asdict`, which turned tuples into lists."""
+        pairs = {name: tuple(map(tuple, fields[name])) for name in ("mounts", "libraries")}
+        flat = {name: tuple(fields[name]) for name in ("version", "masked_paths", "pythonpath")}
+        return cls(**{**fields, **pairs, **flat})
 
 
 def _query(python: str) -> dict[str, Any]:
-    """Run `_ASK` in the interpreter, isolated from our environment, and read its answer."""
+    """Run `_QUERY` in the interpreter, isolated from this process's environment, and return what it prints."""
     try:
         run = subprocess.run(
             [python, "-I", "-c", _QUERY], env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as why:
-        raise ConfigError(f"python={python!r}: expected a Python that starts, got {why}; check the path") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"python={python!r}: expected a Python that starts, got {error}; check the path") from None
     try:
-        said = json.loads(run.stdout.splitlines()[-1])
+        paths = json.loads(run.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {run.returncode}"]
         raise ConfigError(
-            f"python={python!r}: expected Python {_dots(OLDEST)} or newer, but it failed with {last[0][:200]!r}"
+            f"python={python!r}: expected Python {_dots(MIN_VERSION)} or newer, but it failed with {last[0][:200]!r}"
         ) from None
-    if not isinstance(said, dict):
-        raise ConfigError(f"python={python!r}: expected a Python that answers -I -c, got {str(said)[:200]!r}")
-    return said
+    if not isinstance(paths, dict):
+        raise ConfigError(f"python={python!r}: expected a Python that accepts -I -c, got {str(paths)[:200]!r}")
+    return paths
 
 
 def _plan_mounts(
-    said: dict[str, Any], base: dict[str, Any]
+    paths: dict[str, Any], base: dict[str, Any]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]:
-    """Where the library and the packages go: (mounts, masked_paths, pythonpath)."""
+    """Return (mounts, masked_paths, pythonpath) of an interpreter. `base` are the paths of its base interpreter."""
+    prefix = base["base_prefix"]
     stdlib = os.path.realpath(base["stdlib"])
-    library = _path_in_jail(base["stdlib"], base["base_prefix"])
+    library = _path_in_jail(base["stdlib"], prefix)
     mounts = [(stdlib, library)]
     for dynload in base["dynload"]:
-        if not os.path.realpath(dynload).startswith(stdlib + "/"):  # Debian and Fedora may keep it apart
-            mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, base["base_prefix"])))
+        if not os.path.realpath(dynload).startswith(stdlib + "/"):  # Debian and Fedora may keep it elsewhere
+            mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, prefix)))
 
     def can_mount(target: str) -> bool:
-        under = os.path.relpath(target, library)
-        return under.startswith("..") or os.path.isdir(os.path.join(stdlib, under))
+        relative = os.path.relpath(target, library)
+        return relative.startswith("..") or os.path.isdir(os.path.join(stdlib, relative))
 
-    free = [target for path in base["sites"] if can_mount(target := _path_in_jail(path, base["base_prefix"]))]
-    taken = set()
+    free = [target for path in base["sites"] if can_mount(target := _path_in_jail(path, prefix))]
+    used = set()
     pythonpath: list[str] = []
-    for source in dict.fromkeys(os.path.realpath(path) for path in said["sites"] if os.path.isdir(path)):
-        own = _path_in_jail(source, base["base_prefix"])
-        if own in free:
-            free.remove(own)
-            target = own
+    for source in dict.fromkeys(os.path.realpath(path) for path in paths["sites"] if os.path.isdir(path)):
+        if (same_path := _path_in_jail(source, prefix)) in free:
+            free.remove(same_path)
+            target = same_path
         elif free:
             target = free.pop(0)
         else:
             target = f"{PYTHON_DIR_IN_JAIL}/packages{len(pythonpath)}"
             pythonpath.append(target)
-        taken.add(target)
-        if source != os.path.join(stdlib, os.path.relpath(target, library)):  # else it is there already
+        used.add(target)
+        if source != os.path.join(stdlib, os.path.relpath(target, library)):  # else the library's mount contains it
             mounts.append((source, target))
-    packages = (f"{library}/{name}" for name in PACKAGES)
-    masked_paths = tuple(path for path in packages if can_mount(path) and path not in taken)
+    packages = (f"{library}/{name}" for name in PACKAGE_DIRS)
+    masked_paths = tuple(path for path in packages if can_mount(path) and path not in used)
     return tuple(mounts), masked_paths, tuple(pythonpath)
 
 
 def _path_in_jail(path: str, prefix: str) -> str:
-    """The jail's path for a host path under the interpreter's prefix."""
+    """Return the path in the jail of a host path, which usually lies under the interpreter's prefix."""
     relative = os.path.relpath(path, prefix)
     return (
         f"{PYTHON_DIR_IN_JAIL}/{relative}"
@@ -151,25 +151,25 @@ def _path_in_jail(path: str, prefix: str) -> str:
     )
 
 
-def _libraries(binary: str, mounts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Every shared library, flat in the folder where this machine's loader finds libc without being told."""
-    packages = [path for tree in mounts for name in PACKAGES if os.path.isdir(path := os.path.join(tree, name))]
-    modules = [path for tree in dict.fromkeys((*mounts, *packages)) for path in _shared_objects(tree)]
-    loader, found = elf.library_closure([binary, *modules], mounts)
-    libc = found.get("libc.so.6") or loader
+def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return all shared libraries. In the jail they lie in one directory, where the loader finds libc by default."""
+    packages = [path for top in mounted_dirs for name in PACKAGE_DIRS if os.path.isdir(path := os.path.join(top, name))]
+    modules = [path for top in dict.fromkeys((*mounted_dirs, *packages)) for path in _shared_objects(top)]
+    loader, libraries = elf.library_closure([binary, *modules], mounted_dirs)
+    libc = libraries.get("libc.so.6") or loader
     if loader is None or libc is None:
-        return ()  # a static interpreter loads nothing
-    home = os.path.dirname(libc)
-    flat = {name: (source, f"{home}/{name}") for name, source in found.items() if name != os.path.basename(loader)}
-    return ((os.path.realpath(loader), loader), *(flat[name] for name in sorted(flat)))
+        return ()  # a static interpreter loads no library
+    libc_dir = os.path.dirname(libc)
+    names = sorted(name for name in libraries if name != os.path.basename(loader))
+    return ((os.path.realpath(loader), loader), *((libraries[name], f"{libc_dir}/{name}") for name in names))
 
 
-def _shared_objects(tree: str) -> Iterator[str]:
-    for folder, below, names in os.walk(tree):
-        below[:] = [name for name in below if name not in PACKAGES]  # they are trees of their own, or masked
+def _shared_objects(top: str) -> Iterator[str]:
+    for directory, subdirs, names in os.walk(top):
+        subdirs[:] = [name for name in subdirs if name not in PACKAGE_DIRS]  # they are searched on their own, or masked
         for name in names:
             if (name.endswith(".so") or ".so." in name) and not name.startswith(SKIPPED_LIBRARIES):
-                yield os.path.join(folder, name)
+                yield os.path.join(directory, name)
 
 
 def _dots(version: Sequence[int]) -> str:

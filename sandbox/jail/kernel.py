@@ -1,6 +1,7 @@
-"""The few system calls that Python does not offer, by name and through glibc's own wrappers.
+"""System calls that Python's `os` does not offer, called through the C library.
 
-Each raises `OSError` with the call's name. Nothing here decides anything; the order of layers is in `namespaces`.
+- Each function makes one system call or a few, and raises `OSError` with the call's name.
+- The launchers (`launch_*.py`) and `plan` decide which of them are called, and in what order.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
+# These numbers are the same on every architecture.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_RULE_PATH_BENEATH = 1
-_OPEN_TREE, _AT_FDCWD = 428, -100
-_CLONE3, _CLOSE_RANGE = 435, 436  # on every architecture
+_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100
+_CLONE3, _CLOSE_RANGE = 435, 436
 _CAPABILITY_V3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -61,42 +63,49 @@ _libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctype
 _libc.prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
 
 
-class _Program(ctypes.Structure):
+class _SockFprog(ctypes.Structure):
     """struct sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def open_detached(path: str) -> int:
-    """A descriptor of a folder from which no way leads up: a mount of its own, in no namespace (open_tree(2))."""
-    clone = 1  # OPEN_TREE_CLONE
-    fd = int(_libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), clone | os.O_CLOEXEC))
+    """Return a descriptor of a directory whose parent cannot be reached from it.
+
+    It is a clone of the mount that belongs to no mount namespace (open_tree(2)). The caller closes it.
+    """
+    fd = int(_libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | os.O_CLOEXEC))
     _check(fd, "open_tree", path)
     return fd
 
 
 def has_clone3() -> bool:
-    """The kernel has it from Linux 5.3; the filters of many containers say that it has not."""
+    """Return whether clone3(2) exists. Linux has it since 5.3, but the seccomp filters of many containers refuse it."""
     _libc.syscall(_CLONE3, None, ctypes.c_size_t(0))
     return ctypes.get_errno() == errno.EINVAL
 
 
 def close_range(first: int, last: int) -> None:
-    """Close the descriptors from `first` to `last`. os.closerange does it in one system call only if Python was built
-    with a C library that has close_range(2). Before Linux 5.9 the loop ends where the table of descriptors does."""
+    """Close the descriptors from `first` to `last`.
+
+    os.closerange calls close_range(2) only if Python was built with a C library that has it. Before Linux 5.9 they are
+    closed one by one, up to the size of the process's descriptor table.
+    """
     if _libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0) != 0:
-        os.closerange(first, min(last + 1, _table_size()))
+        os.closerange(first, min(last + 1, _fd_table_size()))
 
 
-def _table_size() -> int:
-    """A number that no open descriptor reaches: select(2) fails on a closed one in the kernel's table (EBADF) and
-    ignores one beyond it. A process in a jail has no /proc that would list them."""
+def _fd_table_size() -> int:
+    """Return a number above all open descriptors, without /proc, which a process in a jail does not have.
+
+    select(2) fails with EBADF for a closed descriptor within the kernel's descriptor table, and ignores one beyond it.
+    """
     size = 64
     while size <= MAX_FD:
-        asked = bytearray(size // 8 + 8)
-        asked[-8] = 1  # the bit of `size`, which is a power of two
+        fd_set = bytearray(size // 8 + 8)
+        fd_set[-8] = 1  # the bit of descriptor `size`, a power of two
         is_open = _libc.fcntl(size, fcntl.F_GETFD) >= 0
-        if not is_open and _libc.select(size + 1, bytes(asked), None, None, bytes(16)) == 0:
+        if not is_open and _libc.select(size + 1, bytes(fd_set), None, None, bytes(16)) == 0:
             break
         size *= 2
     return size
@@ -106,12 +115,12 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
-def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    arguments = (os.fsencode(source), os.fsencode(target), kind.encode(), flags, options.encode())
+def mount(source: str, target: str, fs_type: str = "", flags: int = 0, options: str = "") -> None:
+    arguments = (os.fsencode(source), os.fsencode(target), fs_type.encode(), flags, options.encode())
     _check(_libc.mount(*arguments), "mount", target)
 
 
-def detach(target: str) -> None:
+def unmount_lazily(target: str) -> None:
     _check(_libc.umount2(os.fsencode(target), MNT_DETACH), "umount2", target)
 
 
@@ -124,15 +133,17 @@ def set_hostname(name: str) -> None:
 
 
 def make_executable(pages: mmap.mmap) -> None:
-    """Take the right to write to `pages` and give that to execute them, which the process may have been denied
-    (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux)."""
+    """Change `pages` from writable to executable.
+
+    Fails where the process is denied that (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux).
+    """
     start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
-    done = _libc.mprotect(start, ctypes.c_size_t(len(pages)), mmap.PROT_READ | mmap.PROT_EXEC)
-    _check(done, "mprotect(PROT_EXEC)")
+    result = _libc.mprotect(start, ctypes.c_size_t(len(pages)), mmap.PROT_READ | mmap.PROT_EXEC)
+    _check(result, "mprotect(PROT_EXEC)")
 
 
-def exit_status(child: int) -> int:
-    """The exit status of a child, once it has ended. Raises EAGAIN if a signal killed it: then it has not answered."""
+def wait_for_exit(child: int) -> int:
+    """Wait for a child process and return its exit status. Raises EAGAIN if a signal killed it."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
         raise OSError(errno.EAGAIN, f"a child process was killed by signal {-code}")
@@ -140,12 +151,12 @@ def exit_status(child: int) -> int:
 
 
 def set_parent_death_signal() -> None:
-    """SIGKILL when the thread that forked us ends. Any change of ids undoes it: call it after those."""
+    """Have the kernel kill this process when the thread that forked it ends. A later change of ids undoes it."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def set_child_subreaper() -> None:
-    """Whatever below this process loses its parent becomes its child (PR_SET_CHILD_SUBREAPER)."""
+    """Adopt all descendants of this process whose parents end (PR_SET_CHILD_SUBREAPER)."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
@@ -154,12 +165,12 @@ def set_no_new_privs() -> None:
 
 
 def set_not_dumpable() -> None:
-    """No other process may trace this one or read its memory. Exec undoes it."""
+    """Forbid other processes to trace this one or to read its memory. Exec undoes it."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
 def limit_bounding_set(kept: frozenset[int]) -> None:
-    """Drop every capability but `kept` from the bounding set, which is all that exec as uid 0 can then grant."""
+    """Drop all capabilities but `kept` from the bounding set, so that exec as uid 0 grants no others."""
     capability = 0
     while _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:
         if capability not in kept:
@@ -168,7 +179,7 @@ def limit_bounding_set(kept: frozenset[int]) -> None:
 
 
 def drop_capabilities() -> None:
-    """No effective, permitted or inheritable capability is left to this process."""
+    """Clear the effective, permitted and inheritable capabilities of this process."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_V3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
@@ -182,31 +193,35 @@ def effective_capabilities() -> frozenset[int]:
 
 
 def can_restore_priority() -> bool:
-    """Whether this process may make others' more eager for a core again than it has made them (sched(7)). The kernel
-    wants the capability in the first user namespace, where ids are those of the machine."""
+    """Return whether this process may set others from SCHED_IDLE back to SCHED_OTHER (sched(7)).
+
+    The kernel requires CAP_SYS_NICE in the initial user namespace, whose id map covers all ids.
+    """
     with open("/proc/self/uid_map", encoding="ascii") as file:
-        is_first = file.read().split() == ["0", "0", str((1 << 32) - 1)]
-    return is_first and CAP_SYS_NICE in effective_capabilities()
+        is_initial = file.read().split() == ["0", "0", str((1 << 32) - 1)]
+    return is_initial and CAP_SYS_NICE in effective_capabilities()
 
 
 def load_seccomp(program: bytes) -> None:
     """Install a classic BPF program (8-byte instructions) as this thread's seccomp filter."""
-    described = _Program(len(program) // 8, program)
-    done = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described), 0, 0)
-    _check(done, "prctl(PR_SET_SECCOMP)")
+    header = _SockFprog(len(program) // 8, program)
+    result = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0)
+    _check(result, "prctl(PR_SET_SECCOMP)")
 
 
 def landlock_abi() -> int:
-    """The kernel's Landlock ABI, from 1 up. Its number is the same on every architecture."""
-    version = 1  # LANDLOCK_CREATE_RULESET_VERSION: ask, create nothing
-    abi = int(_libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), version))
+    """Return the kernel's Landlock ABI version, 1 or higher."""
+    query_version = 1  # LANDLOCK_CREATE_RULESET_VERSION: creates no ruleset
+    abi = int(_libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), query_version))
     _check(abi, "landlock_create_ruleset")
     return abi
 
 
 def restrict_with_landlock(handled: Sequence[int], rules: Iterable[tuple[str, int]], flags: int) -> None:
-    """Refuse this process for good all of `handled` (struct landlock_ruleset_attr: files, network, scopes), but for the
-    rights that `rules` give beneath paths. Needs no_new_privs."""
+    """Deny this process and its children all `handled` rights, except those that `rules` grant beneath their paths.
+
+    `handled` are the fields of struct landlock_ruleset_attr: files, network, scopes. Requires no_new_privs.
+    """
     attributes = struct.pack("<QQQ", *handled)
     ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     _check(ruleset, "landlock_create_ruleset")

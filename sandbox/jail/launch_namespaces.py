@@ -1,12 +1,12 @@
-"""Level `namespaces`: the launcher, which turns itself into a jail around the guest. Started by `plan.command`.
+"""Level `namespaces`: a program that builds a jail with namespaces around the guest. `plan.launch_argv` starts it.
 
     server ── launcher ── init (PID 1 inside) ── guest (the zygote) ── calls
               waits       reaps orphans
 
-- The kernel kills everything inside when init ends; init ends with the guest, and dies with the launcher.
-- The launcher gives up its own privileges and its view of the host too, once the jail stands.
-- The root is made *before* the user namespace of the guest: its mounts then belong to a more privileged namespace and
-  are locked, so that even the guest's CAP_SYS_ADMIN can neither remount them writable nor take them off.
+- When init ends, the kernel kills all processes inside. Init ends with the guest, and dies with the launcher.
+- The launcher also drops its privileges and its view of the host, once the jail is complete.
+- The root is built *before* the guest's user namespace: its mounts then belong to a more privileged namespace and are
+  locked. Even the guest's CAP_SYS_ADMIN can neither remount them writable nor unmount them (mount_namespaces(7)).
 """
 
 from __future__ import annotations
@@ -20,62 +20,60 @@ from sandbox.jail import kernel, launcher, root_fs, userns
 from sandbox.jail.spec import JailSpec
 from sandbox.jail.userns import layer_errors
 
-# What the guest needs to set up a call: mounts and namespaces, the slot's uid, the bounding set, and ending calls.
-ZYGOTE_CAPABILITIES = frozenset(
-    {kernel.CAP_SYS_ADMIN, kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_SETPCAP, kernel.CAP_KILL}
-)
-
 
 def main() -> NoReturn:
-    spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = launcher.detach_from_server()
+    spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
+    server = launcher.detach_from_server()
     try:
         enter_jail(spec)
-    except IsolationError as why:
-        print(f"jail: {why}", file=sys.stderr, flush=True)
+    except IsolationError as error:
+        launcher.print_error(error)
         os._exit(launcher.EXIT_LAYER_REFUSED)
-    # Only the holder of the other end keeps this pipe open: init sees its launcher's death even if it came first.
+    # The launcher alone holds the write end, so init sees the launcher's end even if that came before init could ask
+    # for a death signal.
     launcher_alive_r, launcher_alive_w = os.pipe()
     init = os.fork()
     if init == 0:
         os.close(launcher_alive_w)
-        os._exit(_run_init(spec, fd, launcher_alive_r))
-    os.close(fd)  # so that the guest's end of the socket is the only one
+        os._exit(_run_init(spec, socket_fd, launcher_alive_r))
+    os.close(socket_fd)  # the guest's must be the only copy, so that the socket ends with the guest
     launcher.drop_privileges()
-    os._exit(launcher.wait_or_kill(parent, init))
+    os._exit(launcher.wait_or_kill(server, init))
 
 
 def enter_jail(spec: JailSpec) -> None:
-    """Put this process into the jail, all but its PID, which only children can change.
+    """Put this process into the jail, except for the PID namespace, which only its children enter.
 
-    The order: no_new_privs as soon as it can be, it costs nothing and holds for all that follows. The root is built
-    with the host's rights. The inner namespaces come after it (locked mounts, see above), and ids last, because they
-    end those rights.
+    | step | reason for its place |
+    |---|---|
+    | no_new_privs, root | the root needs the host's privileges, and its mounts must be locked for the guest |
+    | namespaces, ids | changing ids ends the host's privileges |
+    | hostname, bounding set | they belong to the new namespaces |
     """
-    proc = userns.open_proc_self()  # while there is a /proc: the id maps are written through it when there is none
+    proc_self = userns.open_proc_self()  # opened here since the new root has no /proc; the id maps are written by it
     privileged = launcher.prepare_root(spec)
     with layer_errors("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root_fs.pivot()
-    userns.enter_guests(spec.uid_base, spec.uid_count, proc, privileged=privileged)
-    os.close(proc)
+    userns.enter_jail_namespaces(spec.uid_base, spec.uid_count, proc_self, privileged=privileged)
+    os.close(proc_self)
     with layer_errors("hostname"):
         kernel.set_hostname(launcher.HOSTNAME)
     with layer_errors("capabilities"):
-        kernel.limit_bounding_set(ZYGOTE_CAPABILITIES)
+        kernel.limit_bounding_set(frozenset(launcher.ZYGOTE_CAPABILITIES.values()))
 
 
-def _run_init(spec: JailSpec, fd: int, launcher_alive_r: int) -> int:
-    """PID 1: start the guest, reap whatever is orphaned, and end with the guest, which ends everything."""
+def _run_init(spec: JailSpec, socket_fd: int, launcher_alive_r: int) -> int:
+    """Run as PID 1: start the guest, reap orphans, and end with the guest, which ends all other processes inside."""
     kernel.set_parent_death_signal()
     os.set_blocking(launcher_alive_r, False)
     try:
-        os.read(launcher_alive_r, 1)  # end of file: the launcher is gone already, and its death signal with it
+        os.read(launcher_alive_r, 1)  # end of file: the launcher ended before the death signal was set
         return 1
     except BlockingIOError:
         pass
     guest = os.fork()
     if guest == 0:
-        launcher.exec_guest(spec, fd)
+        launcher.exec_guest(spec, socket_fd)
     launcher.close_fds_except()
     launcher.drop_privileges()
     return launcher.reap_until(guest)

@@ -1,7 +1,7 @@
-"""Level `none`: the guest as an ordinary child process. It sees what the server's user sees.
+"""Level `none`: a program that runs the guest as an ordinary child process, which sees what the server's user sees.
 
-What is left is its lifetime (it dies with the launcher, the launcher with the server), a clean environment, no core
-dumps, no inherited descriptors; the rlimits of each call are the guest's to set.
+The guest still dies with the launcher and the launcher with the server; it has a clean environment, inherits no
+descriptors and dumps no core. The guest itself sets the rlimits of each call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from sandbox.jail.spec import JailSpec
 
 
 def main() -> NoReturn:
-    spec, fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    parent = launcher.detach_from_server()
+    spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
+    server = launcher.detach_from_server()
     guest = os.fork()
     if guest == 0:
-        launcher.exec_guest(spec, fd)
-    os.close(fd)
-    os._exit(launcher.wait_or_kill(parent, guest))
+        launcher.exec_guest(spec, socket_fd)
+    os.close(socket_fd)
+    os._exit(launcher.wait_or_kill(server, guest))
 
 
 if __name__ == "__main__":

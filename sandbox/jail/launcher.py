@@ -1,8 +1,10 @@
-"""Who dies with whom, and how the guest is started: the ends that every level of jail has in common.
+"""What all launchers share: lifetimes, the read-only root, and how the guest is started.
 
-- The launcher watches the process that started it by pidfd. PR_SET_PDEATHSIG would not do there: it fires when the
-  *thread* that forked us ends, and Trio starts processes from worker threads that end when idle.
-- Everything below the launcher is forked by a process with one thread, so there PR_SET_PDEATHSIG means what it says.
+    server ── launcher ── (init) ── guest (the zygote) ── calls
+
+- A launcher watches the server by pidfd. PR_SET_PDEATHSIG fires when the *thread* that forked a process ends, and the
+  server forks launchers in Trio's worker threads, which end when idle.
+- Processes below the launcher have a parent with a single thread and use PR_SET_PDEATHSIG.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import resource
 import select
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
 from typing import NoReturn
@@ -24,79 +27,74 @@ from sandbox.jail.userns import layer_errors
 HOSTNAME = "sandbox"
 EXIT_LAYER_REFUSED = 78
 """Exit status of a launcher if the machine does not grant a layer (EX_CONFIG); its stderr names the layer."""
-
-NO_CORE_DUMP = (1, 1)
-"""Not 0: then a dump still goes where kernel.core_pattern is a pipe, to a program of the host's root. At exactly 1 the
-kernel drops that too (fs/coredump.c), and no file is so small."""
-FIRST_TO_GO = "1000"
-"""The oom_score_adj of all in a jail (proc_pid_oom_score_adj(5)), which they cannot lower without CAP_SYS_RESOURCE:
-when the machine is out of memory, the kernel kills the largest process in a jail and none of the server's."""
 EXIT_CANNOT_START = 127
-"""Exit status when the guest's program could not be run at all, as shells have it."""
+"""Exit status of a launcher if the guest's program cannot be executed, as in shells."""
+ZYGOTE_CAPABILITIES: Mapping[str, int] = {
+    name: getattr(kernel, name) for name in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL")
+}
+"""Capabilities that the zygote keeps inside its user namespace, to confine calls (mounts and namespaces, uids, the
+bounding set) and to kill them."""
+NO_CORE_DUMP = (1, 1)
+"""RLIMIT_CORE of a jail. The kernel writes no dump of a single byte. With 0 it would still send dumps to a program of
+the host's root if kernel.core_pattern is a pipe; with exactly 1 it does not (fs/coredump.c)."""
+OOM_SCORE = "1000"
+"""oom_score_adj of all processes in a jail, which they cannot lower without CAP_SYS_RESOURCE: when the machine is out
+of memory, the kernel kills a process in a jail before one of the server (proc_pid_oom_score_adj(5))."""
 
 
 def detach_from_server() -> int:
-    """Leave the caller's session and habits behind. Returns a pidfd of the process that started us."""
-    parent = os.pidfd_open(os.getppid())
+    """Leave the server's session and reset what is inherited from it. Returns a pidfd of the server."""
+    server = os.pidfd_open(os.getppid())
     if os.getsid(0) != os.getpid():
-        os.setsid()  # so that a Ctrl-C on the server's terminal leaves draining to the server
+        os.setsid()  # Ctrl-C on the server's terminal must reach the server alone, which then stops gracefully
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.umask(0o022)
     resource.setrlimit(resource.RLIMIT_CORE, NO_CORE_DUMP)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(FIRST_TO_GO)
-    return parent
+        file.write(OOM_SCORE)
+    return server
 
 
-def wait_or_kill(parent: int, child: int) -> int:
-    """Wait for `child` and return its exit status; if `parent` (a pidfd) ends first, kill the child."""
-    ends = select.poll()
-    ends.register(parent, select.POLLIN)
-    ends.register(os.pidfd_open(child), select.POLLIN)
-    if any(fd == parent for fd, _ in ends.poll()):
+def wait_or_kill(server: int, child: int) -> int:
+    """Wait for `child` and return its exit status. Kill the child if the server (a pidfd) ends first."""
+    if wait_for_first(server, os.pidfd_open(child)) == server:
         os.kill(child, signal.SIGKILL)
     return reap_until(child)
 
 
+def wait_for_first(*fds: int) -> int:
+    """Wait until one of the descriptors is readable or at its end, and return it. The first one wins a tie."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll()}
+    return next(fd for fd in fds if fd in ready)
+
+
 def reap_until(child: int) -> int:
-    """Reap until `child` has ended, orphans included. 128 + n for a death by signal n, as shells have it."""
+    """Reap all children, adopted ones included, until `child` has ended. Returns its exit status as a shell does."""
     while True:
         pid, status = os.wait()
         if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+            return shell_exit_status(status)
 
 
-def exec_guest(spec: JailSpec, fd: int) -> NoReturn:
-    """Exec the guest with `spec`'s environment and nothing inherited but `fd` and stderr."""
-    kernel.set_parent_death_signal()
-    null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    close_fds_except(fd)
-    os.set_inheritable(fd, True)
-    argv = spec.guest_argv(fd)
-    try:
-        os.execve(argv[0], argv, spec.guest_env())
-    except OSError as why:
-        print(f"jail: cannot start {argv[0]}: {why.strerror}", file=sys.stderr, flush=True)
-    os._exit(EXIT_CANNOT_START)
-
-
-def close_fds_except(*kept: int) -> None:
-    """Close every descriptor above stderr that is not among `kept`."""
-    for below, above in pairwise([2, *sorted(kept), kernel.MAX_FD + 1]):
-        if above > below + 1:
-            kernel.close_range(below + 1, above - 1)
+def shell_exit_status(wait_status: int) -> int:
+    """Return the exit status, or 128 + n for a process that signal n killed."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    return code if code >= 0 else 128 - code
 
 
 def prepare_root(spec: JailSpec) -> bool:
-    """The first half of `enter_jail`, up to a root that is ready in an own mount namespace. Returns whether the host's
-    rights were there for it; without them it is in a user namespace of its own, which has the range of ids."""
+    """Enter a mount namespace and build the jail's root in it.
+
+    Returns whether the host's privileges were used. Without them the process is in a user namespace that has the range
+    of ids.
+    """
     privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
-    with layer_errors("no_new_privs"):  # not before newuidmap has run, which is set-uid
+    with layer_errors("no_new_privs"):  # not earlier: it would disable newuidmap, which is set-uid
         kernel.set_no_new_privs()
     if (privileged or spec.uid_base is not None) and (hidden := root_fs.first_unreadable(spec.python)):
         raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
@@ -108,6 +106,37 @@ def prepare_root(spec: JailSpec) -> bool:
 
 
 def drop_privileges() -> None:
-    """From here on this process only waits. Its memory still holds the environment that the server gave it."""
+    """Drop all capabilities of a process that from now on only waits, and hide its memory.
+
+    The memory still holds the server's environment.
+    """
     kernel.drop_capabilities()
     kernel.set_not_dumpable()
+
+
+def exec_guest(spec: JailSpec, socket_fd: int) -> NoReturn:
+    """Execute the guest with the spec's environment. It inherits only stderr and `socket_fd`."""
+    kernel.set_parent_death_signal()
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    close_fds_except(socket_fd)
+    os.set_inheritable(socket_fd, True)
+    argv = spec.guest_argv(socket_fd)
+    try:
+        os.execve(argv[0], argv, spec.guest_env())
+    except OSError as error:
+        print_error(f"cannot start {argv[0]}: {error.strerror}")
+    os._exit(EXIT_CANNOT_START)
+
+
+def close_fds_except(*kept: int) -> None:
+    """Close all descriptors above stderr but `kept`."""
+    for below, above in pairwise([2, *sorted(kept), kernel.MAX_FD + 1]):
+        if above > below + 1:
+            kernel.close_range(below + 1, above - 1)
+
+
+def print_error(message: object) -> None:
+    """Write a message to stderr, which the executor reads when the launcher ends."""
+    print(f"jail: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Where nsjail's binary is. Apart from the launcher, which must not have been imported before it runs as a script."""
+"""Finds nsjail's binary. It is not part of `launch_nsjail`, because `probe` imports it and runs `launch_nsjail`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ INSTALL = f"install nsjail 3.1 or later (github.com/google/nsjail), or name its 
 
 
 def find(environ: Mapping[str, str]) -> str:
-    """The path of nsjail's binary: what RSTAR_NSJAIL names (a path, or a name on PATH), or else nsjail on PATH."""
-    asked = environ.get(VARIABLE)
-    found = shutil.which(asked or "nsjail", path=environ.get("PATH", os.defpath))
-    if found:
-        return os.path.abspath(found)
-    if not asked:
+    """Return the absolute path of nsjail: the path or command in RSTAR_NSJAIL, or else nsjail on PATH.
+
+    Raises `IsolationError` if there is none.
+    """
+    requested = environ.get(VARIABLE)
+    path = shutil.which(requested or "nsjail", path=environ.get("PATH", os.defpath))
+    if path:
+        return os.path.abspath(path)
+    if not requested:
         raise IsolationError(f"no nsjail on PATH, and {VARIABLE} is not set; {INSTALL}")
-    came = "nothing there" if "/" in asked else "nothing of that name on PATH"
-    if os.path.isdir(asked):
-        came = "a folder"
-    elif "/" in asked and os.path.exists(asked):
-        came = "a file that may not be executed"
-    raise IsolationError(f"{VARIABLE}={asked!r}: expected a program, got {came}; {INSTALL}")
+    if os.path.isdir(requested):
+        problem = "a directory"
+    elif "/" not in requested:
+        problem = "no such command on PATH"
+    else:
+        problem = "a file that is not executable" if os.path.exists(requested) else "no such file"
+    raise IsolationError(f"{VARIABLE}={requested!r}: expected a program, got {problem}; {INSTALL}")

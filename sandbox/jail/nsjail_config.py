@@ -1,13 +1,11 @@
-"""Level `nsjail`: from a spec to the text of nsjail's configuration. Pure; `sandbox.jail.launch_nsjail` starts
-nsjail with it.
+"""Level `nsjail`: turns a `JailSpec` into the text of nsjail's configuration. Pure; `launch_nsjail` uses it.
 
-- Every field is one that config.proto has since nsjail 3.1, by the name that it has had since.
-- What the zygote must not have is refused here: the host's namespaces, capabilities but the few that set up a call.
-  What a call may use (time, memory, files, processes) stays with the call's own layers; nsjail limits none of it, since
-  its limits would hold for all calls of a jail together.
-- The root is ours, laid out before nsjail starts and handed over by one recursive bind mount: mounts of nsjail's own
-  would belong to the zygote's user namespace, where its CAP_SYS_ADMIN may make them writable.
-- No /proc inside. nsjail itself needs the host's, to write the id maps.
+- All fields exist, by these names, in config.proto since nsjail 3.1.
+- `POLICY` refuses the zygote the host's namespaces, and all capabilities but those that confine a call.
+- Limits of a call (time, memory, files, processes) are not here: nsjail's would apply to all calls of a jail together.
+- The root is built by the launcher and handed over by one recursive bind mount. Mounts made by nsjail would belong to
+  the zygote's user namespace, where its CAP_SYS_ADMIN could make them writable.
+- The jail has no /proc. nsjail itself needs the host's, to write the id maps.
 """
 
 from __future__ import annotations
@@ -17,16 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Union
 
-from sandbox.jail.launcher import HOSTNAME
+from sandbox.jail.launcher import HOSTNAME, ZYGOTE_CAPABILITIES
 from sandbox.jail.spec import GUEST_DIR_IN_JAIL, JailSpec
-
-CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL")
-"""`namespaces.KEPT`, as nsjail names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnumValue:
-    """The name of an enum's value, which is written without quotes."""
+    """A value of an enum, written without quotes."""
 
     name: str
 
@@ -42,7 +37,7 @@ POLICY: Fields = (
     ("log_level", EnumValue("WARNING")),
     ("keep_env", False),
     ("keep_caps", False),
-    *(("cap", name) for name in CAPABILITIES),
+    *(("cap", name) for name in ZYGOTE_CAPABILITIES),
     ("disable_no_new_privs", False),
     ("clone_newuser", True),
     ("clone_newpid", True),
@@ -50,7 +45,7 @@ POLICY: Fields = (
     ("clone_newnet", True),
     ("clone_newipc", True),
     ("clone_newuts", True),
-    ("clone_newcgroup", False),  # as at level namespaces: it changes only what /proc and /sys show
+    ("clone_newcgroup", False),  # it changes only /proc and /sys, which a jail does not have
     ("iface_no_lo", True),
     ("mount_proc", False),
     ("time_limit", 0),
@@ -61,38 +56,39 @@ _ROOT_MOUNT: Fields = (("dst", "/"), ("is_bind", True), ("is_dir", True), ("rw",
 
 @dataclass(frozen=True, slots=True)
 class StartParameters:
-    """What one start of nsjail adds to the policy: descriptors that the guest gets, files, the id map, a priority."""
+    """What one start of nsjail adds to the policy."""
 
-    fd: int
-    """The guest's socket."""
-    alive: int
-    """A pipe's end for `guest/init.py`."""
-    root: str
-    """The folder that holds the laid-out root."""
-    log: str
-    """The file for what nsjail says of itself."""
+    socket_fd: int
+    """Descriptor of the guest's socket, passed on to the guest."""
+    launcher_alive_fd: int
+    """Read end of a pipe, passed on to `guest/init.py`, that ends with the launcher."""
+    root_dir: str
+    """Directory on the host with the jail's root."""
+    log_file: str
+    """Path of the file to which nsjail writes its own messages."""
     id_map: str
-    """One line `inside outside count`, for users and groups alike."""
+    """One line `inside outside count`, for uids and gids."""
     nice: int
-    """The priority to run at: nsjail would choose the lowest."""
+    """Priority to run at. Without it nsjail sets the lowest."""
 
 
 def config(spec: JailSpec, start: StartParameters) -> str:
-    """nsjail's configuration in protobuf's text format, one top field a line."""
+    """Return nsjail's configuration in protobuf's text format, one field of the message per line."""
     inside, outside, count = start.id_map.split()
     ids: Fields = (("inside_id", inside), ("outside_id", outside), ("count", int(count)))
-    program, *arguments = (spec.guest_python, "-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.alive))
+    init = ("-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.launcher_alive_fd))
+    arguments = (*init, *spec.guest_argv(start.socket_fd))
     fields: Fields = (
         *POLICY,
-        ("log_file", start.log),
+        ("log_file", start.log_file),
         ("nice_level", start.nice),
         ("uidmap", ids),
         ("gidmap", ids),
-        ("mount", (("src", start.root), *_ROOT_MOUNT)),
-        ("pass_fd", start.fd),
-        ("pass_fd", start.alive),
+        ("mount", (("src", start.root_dir), *_ROOT_MOUNT)),
+        ("pass_fd", start.socket_fd),
+        ("pass_fd", start.launcher_alive_fd),
         *(("envar", f"{name}={value}") for name, value in spec.guest_env().items()),
-        ("exec_bin", (("path", program), *(("arg", word) for word in (*arguments, *spec.guest_argv(start.fd))))),
+        ("exec_bin", (("path", spec.guest_python), *(("arg", argument) for argument in arguments))),
     )
     return "".join(f"{line}\n" for line in _lines(fields))
 
@@ -118,6 +114,7 @@ def _scalar(value: bool | int | str | EnumValue) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string literal: printable ASCII as it is, any other byte in octal, always three digits."""
-    plain = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in os.fsencode(text))
-    return f'"{"".join(plain)}"'
+    """Return a string literal: printable ASCII unchanged, all other bytes as three octal digits."""
+    data = os.fsencode(text)
+    characters = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in data)
+    return f'"{"".join(characters)}"'

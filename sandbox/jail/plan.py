@@ -1,17 +1,17 @@
-"""From a spec to what is done: the argv that starts a jail, and the steps that the guest takes around each call."""
+"""Turns a `JailSpec` into the argv that starts the jail, and into the plan by which the guest confines each call."""
 
 from __future__ import annotations
 
 import base64
 import sys
-from typing import Any
+from typing import Any, TypedDict
 
 from sandbox.jail import kernel, seccomp
 from sandbox.jail.landlock_rules import check_requirements, rules_for
 from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec, Level
 
-CALL_INODES = 4096
-"""Files in a call's scratch folder: each costs the kernel about 1 KiB that disk_mb does not count."""
+MAX_SCRATCH_FILES = 4096
+"""Maximum number of files in a scratch directory. Each takes about 1 KiB of kernel memory beyond disk_mb."""
 LAUNCHER_MODULES = {
     Level.NSJAIL: "launch_nsjail",
     Level.NAMESPACES: "launch_namespaces",
@@ -20,70 +20,104 @@ LAUNCHER_MODULES = {
 }
 
 
-def launch_argv(spec: JailSpec, fd: int) -> list[str]:
-    """The argv that starts this jail, with `fd` (a Unix socket) inherited.
+class ConfinementPlan(TypedDict):
+    """What the guest does to confine calls. `guest/confine.py` defines the order of the steps."""
 
-    Start it by `subprocess.Popen(command(spec, fd), pass_fds=[fd])`. Its exit status is the guest's; killing it takes
-    the whole jail down, and the end of the process that started it does, too.
+    zygote_filter: str | None
+    """Seccomp program that each zygote loads, in base64."""
+    clear_bounding_set: bool
+    """Whether the zygote empties its capability bounding set."""
+    pid_namespace: bool
+    """Whether a call is forked into its own PID namespace."""
+    namespaces: int
+    """CLONE_NEW* flags of the namespaces that a call enters."""
+    user_namespace: bool
+    """Whether a call also enters its own user namespace."""
+    scratch_mount: str | None
+    """Directory on which a call mounts its own tmpfs."""
+    max_files: int
+    """Maximum number of files in that tmpfs."""
+    uid_base: int | None
+    """Uid of the calls of slot 0, or None if calls keep the zygote's."""
+    drop_capabilities: bool
+    limits_processes: bool
+    """Whether a call gets RLIMIT_NPROC. Not with a shared uid, of which the kernel would count all processes."""
+    landlock: dict[str, Any] | None
+    """Rules and directories for `guest/landlock_slots.py`."""
+    no_new_privs: bool
+    call_filter: str | None
+    """Seccomp program that each call loads, in base64."""
+    own_pid_offsets: list[int]
+    """Offsets in that program at which the guest writes the call's pid."""
+
+
+def launch_argv(spec: JailSpec, socket_fd: int) -> list[str]:
+    """Return the argv of the launcher of this jail. It inherits `socket_fd`, the guest's end of a Unix socket.
+
+        subprocess.Popen(launch_argv(spec, fd), pass_fds=[fd])
+
+    The launcher's exit status is the guest's. The jail ends when the launcher is killed, and when the process that
+    started the launcher ends.
     """
-    assert fd > 2, "standard streams are not passed on"
-    return [sys.executable, "-I", "-m", f"sandbox.jail.{LAUNCHER_MODULES[spec.level]}", spec.encode(), str(fd)]
+    assert socket_fd > 2, "the guest's standard streams are not the launcher's"
+    module = f"sandbox.jail.{LAUNCHER_MODULES[spec.level]}"
+    return [sys.executable, "-I", "-m", module, spec.encode(), str(socket_fd)]
 
 
-def confinement_plan(spec: JailSpec) -> dict[str, Any]:
-    """What the guest does around each call, as JSON: `guest.confine` carries it out. Raises `IsolationError` where
-    level `landlock` would lack something."""
+def confinement_plan(spec: JailSpec) -> ConfinementPlan:
+    """Return the plan of this jail, which is sent to its zygotes as JSON.
+
+    Raises `IsolationError` if level `landlock` lacks something, or there is no seccomp policy for this machine.
+    """
     if spec.level is Level.LANDLOCK:
         return _landlock_plan(spec)
     confined = spec.level in (Level.NSJAIL, Level.NAMESPACES)
     return {
-        "level": spec.level.value,
-        "unshare_pid": confined,
-        "unshare": kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS if confined else 0,
-        "unshare_user": confined and spec.user_namespace_per_call,
-        "bounds_processes": confined and (spec.uid_base is not None or spec.user_namespace_per_call),
-        "tmpfs": "/tmp" if confined else None,
-        "inodes": CALL_INODES,
+        "zygote_filter": _encoded_filter(seccomp.FilterKind.ZYGOTE) if confined else None,
+        "clear_bounding_set": confined,
+        "pid_namespace": confined,
+        "namespaces": kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS if confined else 0,
+        "user_namespace": confined and spec.user_namespace_per_call,
+        "scratch_mount": "/tmp" if confined else None,
+        "max_files": MAX_SCRATCH_FILES,
         "uid_base": FIRST_SLOT_UID if confined and spec.uid_base is not None else None,
-        "drop_caps": confined,
-        "drop_bounding": confined,
-        "no_new_privs": confined,
-        "zygote_seccomp": _encoded_filter(seccomp.FilterKind.ZYGOTE) if confined else None,
-        "seccomp": _encoded_filter(seccomp.FilterKind.CALL_ON_TOP) if confined else None,
-        "own_pid_at": [],
+        "drop_capabilities": confined,
+        "limits_processes": confined and (spec.uid_base is not None or spec.user_namespace_per_call),
         "landlock": None,
+        "no_new_privs": confined,
+        "call_filter": _encoded_filter(seccomp.FilterKind.CALL_ON_TOP) if confined else None,
+        "own_pid_offsets": [],
     }
 
 
-def _landlock_plan(spec: JailSpec) -> dict[str, Any]:
+def _landlock_plan(spec: JailSpec) -> ConfinementPlan:
     abi = kernel.landlock_abi()
     check_requirements(spec, abi)
     has_uids = spec.uid_base is not None
-    program = seccomp.program(seccomp.FilterKind.OWN_UID if has_uids else seccomp.FilterKind.SHARED_UID)
+    kind = seccomp.FilterKind.OWN_UID if has_uids else seccomp.FilterKind.SHARED_UID
     uid_base = None if spec.uid_base is None else spec.uid_base + FIRST_SLOT_UID
     return {
-        "level": spec.level.value,
-        "unshare_pid": False,
-        "unshare": 0,
-        "unshare_user": False,
-        "bounds_processes": has_uids,  # else the kernel counts all that the server's uid has
-        "tmpfs": None,
-        "inodes": CALL_INODES,
+        "zygote_filter": None,  # to enter a scratch directory, a call needs system calls that this filter would refuse
+        "clear_bounding_set": has_uids,
+        "pid_namespace": False,
+        "namespaces": 0,
+        "user_namespace": False,
+        "scratch_mount": None,
+        "max_files": MAX_SCRATCH_FILES,
         "uid_base": uid_base,
-        "drop_caps": True,
-        "drop_bounding": has_uids,
-        "no_new_privs": True,
-        "zygote_seccomp": None,  # there, entering the folder takes half of what a call may not
-        "seccomp": base64.b64encode(program).decode(),
-        "own_pid_at": seccomp.own_pid_offsets(program),
+        "drop_capabilities": True,
+        "limits_processes": has_uids,
         "landlock": {
             **rules_for(spec, abi).encode(),
-            "folder": f"{spec.scratch}/calls",
+            "slots_dir": f"{spec.scratch_root}/calls",
             "uid_base": uid_base,
             "slots": spec.slots,
         },
+        "no_new_privs": True,
+        "call_filter": _encoded_filter(kind),
+        "own_pid_offsets": seccomp.own_pid_offsets(seccomp.program(kind)),
     }
 
 
-def _encoded_filter(policy: seccomp.FilterKind) -> str:
-    return base64.b64encode(seccomp.program(policy)).decode()
+def _encoded_filter(kind: seccomp.FilterKind) -> str:
+    return base64.b64encode(seccomp.program(kind)).decode()

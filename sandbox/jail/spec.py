@@ -1,8 +1,12 @@
-"""What a jail is to be, as data: `JailSpec`, which goes to the launcher as JSON.
+"""`JailSpec`: the description of a jail, which goes to the launcher as JSON.
 
-A jail holds one family of zygotes, which fork the calls. Its first uid inside (0) is the zygote's; calls run as
-`FIRST_SLOT_UID + slot`. Two jails with disjoint host ranges (`host_uids`) never share a host uid, so neither
-per-uid limits nor signals reach from one to the other.
+A jail holds the zygotes of one pool, which fork the calls. Uids inside the jail:
+
+    0                        the zygotes
+    FIRST_SLOT_UID + slot    the calls of a slot
+
+Jails with disjoint host ranges (`host_uids`) share no host uid, so neither limits per uid nor signals reach from one to
+another.
 """
 
 from __future__ import annotations
@@ -12,50 +16,53 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from sandbox.errors import ConfigError
 from sandbox.jail.interpreter import PYTHON_DIR_IN_JAIL, Interpreter
 
 FIRST_SLOT_UID = 1000
-"""The first uid of calls, inside."""
+"""Uid, inside the jail, of the calls of slot 0."""
 UIDS_PER_SLOT = 3
-"""At level `landlock`; see `guest/landlock.py`."""
+"""Uids that a slot has at level `landlock`; `guest/landlock_slots.py` explains them."""
+GUEST_SOURCE_DIR = Path(__file__).resolve().parents[1] / "guest"
 GUEST_DIR_IN_JAIL = "/guest"
 
 
 class Level(StrEnum):
-    """How strong a jail is, from the strongest down."""
+    """Isolation levels, from the strongest to the weakest."""
 
     NSJAIL = "nsjail"
-    """nsjail around the zygote."""
+    """nsjail builds the namespaces around the zygote."""
     NAMESPACES = "namespaces"
-    """Our own namespaces and read-only root."""
+    """The launcher builds namespaces and a read-only root."""
     LANDLOCK = "landlock"
-    """Landlock rules, for containers without namespaces."""
+    """Landlock rulesets, for containers that grant no namespaces."""
     NONE = "none"
-    """Rlimits only; asked for by name."""
+    """Rlimits only. Chosen only by name, never by `auto`."""
 
 
 HOST_PATH_LEVELS = (Level.LANDLOCK, Level.NONE)
-"""The levels at which the guest sees the host's paths."""
+"""Levels at which the guest sees the host's paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class JailSpec:
-    """One jail. Without `argv` it runs the zygote of `guest_dir`; `argv` is for tests, with `{fd}` for the socket's
-    number. `uid_base` is the first of `uid_count` host ids, or None for a single uid. With `own_namespaces` each call
-    has a user namespace of its own, in which alone its processes are counted, though all have one uid. `scratch`, for
-    level `landlock` alone, is the folder that the jail makes for itself and removes."""
-
     level: Level
     python: Interpreter
     guest_dir: str
+    """Directory on the host with the guest's source."""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
+    """Program to run instead of the zygote, for tests; the word `{fd}` stands for the number of the guest's socket."""
     uid_base: int | None = None
+    """First host id of the jail's range, or None if calls share a single id."""
     uid_count: int = 0
-    scratch: str | None = None
+    scratch_root: str | None = None
+    """At level `landlock`, the directory that the launcher creates for scratch directories, and removes."""
     user_namespace_per_call: bool = False
+    """Whether each call gets its own user namespace, so that the kernel counts its processes apart from those of other
+    calls with the same uid."""
 
     def __post_init__(self) -> None:
         if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= FIRST_SLOT_UID):
@@ -63,35 +70,37 @@ class JailSpec:
                 f"uid_base={self.uid_base}, uid_count={self.uid_count}: expected a base over 0 and a count over "
                 f"{FIRST_SLOT_UID}, the first slot's uid; take both from host_uids()"
             )
-        if (self.level is Level.LANDLOCK) != (self.scratch is not None):
-            raise ConfigError(f"scratch={self.scratch!r}: expected a path for level landlock, and None for others")
+        if (self.level is Level.LANDLOCK) != (self.scratch_root is not None):
+            raise ConfigError(
+                f"scratch_root={self.scratch_root!r}: expected a path at level landlock, and None at the others"
+            )
 
     @property
     def slots(self) -> int:
-        """At level `landlock`, of how many slots the range has the uids: the call's and two helpers' for each."""
+        """Number of slots that the range has uids for, at level `landlock`."""
         return max(0, self.uid_count - FIRST_SLOT_UID) // UIDS_PER_SLOT
 
     @property
     def guest_python(self) -> str:
-        """Where the guest's Python is, as the guest sees it."""
+        """Path of the guest's Python, as the guest sees it."""
         return self.python.executable if self.level in HOST_PATH_LEVELS else f"{PYTHON_DIR_IN_JAIL}/bin/python3"
 
     @property
     def guest_dir_in_jail(self) -> str:
-        """Where `guest_dir` is, as the guest sees it."""
-        if self.scratch is not None:
-            return f"{self.scratch}/guest"
+        """Path of the guest's source, as the guest sees it."""
+        if self.scratch_root is not None:
+            return f"{self.scratch_root}/guest"
         return self.guest_dir if self.level is Level.NONE else GUEST_DIR_IN_JAIL
 
-    def guest_argv(self, fd: int) -> list[str]:
-        """What the jail runs. No -I: the environment is ours alone, and PYTHONPATH may be in it."""
+    def guest_argv(self, socket_fd: int) -> list[str]:
+        """Return the argv of the guest. It lacks -I, which would ignore PYTHONPATH; the environment is clean anyway."""
         zygote = (self.guest_python, "-s", "-B", f"{self.guest_dir_in_jail}/zygote.py", "--fd", "{fd}")
-        return [str(fd) if word == "{fd}" else word for word in self.argv or zygote]
+        return [str(socket_fd) if word == "{fd}" else word for word in self.argv or zygote]
 
     def guest_env(self) -> dict[str, str]:
-        """The guest's whole environment."""
+        """Return the whole environment of the guest."""
         if self.level is Level.LANDLOCK:
-            # The host's time zones are there and closed, where zoneinfo expects them to be readable or not there.
+            # zoneinfo expects the host's time zone directories to be readable or absent. Here they are unreadable.
             return {**self.env, "PATH": os.path.dirname(self.guest_python), "PYTHONTZPATH": ""}
         paths = () if self.level is Level.NONE else self.python.pythonpath
         return {**({"PYTHONPATH": ":".join(paths)} if paths else {}), **self.env}
@@ -101,7 +110,6 @@ class JailSpec:
 
     @classmethod
     def decode(cls, text: str) -> JailSpec:
-        """The inverse of `encode`."""
-        raw = json.loads(text)
-        python = Interpreter.decode(raw["python"])
-        return cls(**{**raw, "level": Level(raw["level"]), "python": python, "argv": tuple(raw["argv"])})
+        fields = json.loads(text)
+        python = Interpreter.decode(fields["python"])
+        return cls(**{**fields, "level": Level(fields["level"]), "python": python, "argv": tuple(fields["argv"])})

@@ -1,6 +1,6 @@
-"""The system calls of x86_64, by name: data for `seccomp`, from arch/x86/entry/syscalls/syscall_64.tbl of Linux 6.18.
+"""Numbers of the x86_64 system calls by name, from arch/x86/entry/syscalls/syscall_64.tbl of Linux 6.18.
 
-Numbers count from 0 up to 334, and again from 424, where all architectures go on together; none lie between.
+They run from 0 to 334, and from 424, where all architectures share the numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""User namespaces and their id maps: one id for anyone, a range for those whom the kernel lets write one.
+"""User namespaces and their id maps (user_namespaces(7)).
 
-A map has lines `inside outside count`. The single map of an ordinary user may be written from within; a range only from
-outside, by a process with CAP_SETUID and CAP_SETGID there: us, or newuidmap(1), which is set-uid and gives ordinary
-users the ids that /etc/subuid and /etc/subgid list for them. With no_new_privs it gives nothing.
+A map has lines `inside outside count`. An ordinary user may map only its own id. A map of a range is written from
+outside the new namespace, by a process with CAP_SETUID and CAP_SETGID there: a child of this process, or newuidmap(1),
+a set-uid program that maps the ids that /etc/subuid and /etc/subgid list for a user. Under no_new_privs newuidmap has
+no privilege.
 """
 
 from __future__ import annotations
@@ -20,40 +21,53 @@ from sandbox.jail import kernel
 
 NOBODY = 65_534
 ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
-# The user namespace comes with the others, so that it owns them. No cgroup namespace: it only changes what /proc and
-# /sys show, and neither is there. No time namespace: clocks are not secret.
 JAIL_NAMESPACES = (
     kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )
-RANGE = 1
-"""Where a range begins in the namespace of `become_root`; id 0 is who we were."""
-MAPPERS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
-SUBORDINATE = "/etc/subuid", "/etc/subgid"
+"""Namespaces of a jail, created together with its user namespace, which then owns them. A cgroup namespace changes only
+/proc and /sys, which a jail does not have. Clocks are not secret, so there is no time namespace."""
+RANGE_START_INSIDE = 1
+"""First id of the range inside the namespace of `enter_as_root`, where id 0 is the user who started the process."""
+MAPPING_PROGRAMS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
+SUBORDINATE_ID_FILES = "/etc/subuid", "/etc/subgid"
 
 
 def open_proc_self() -> int:
-    """A handle on this process's folder in /proc, good for as long as it is held, mounted or not."""
+    """Return a descriptor of this process's directory in /proc. It stays usable when /proc is unmounted."""
     return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
 
 
+def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
+    """Obtain the right to mount: the host's CAP_SYS_ADMIN if this process has it, else a user namespace with the range.
+
+    Returns whether the privileges are the host's. The "host" may itself be a user namespace, with fewer ids.
+    """
+    if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
+        return True
+    with layer_errors("user namespace", "enable unprivileged user namespaces, or start as root"):
+        enter_as_root(uid_base, uid_count)
+    return False
+
+
 def enter_as_root(uid_base: int | None = None, uid_count: int = 0) -> None:
-    """As an ordinary user: a user namespace in which we may mount. It has the range if there is one; without one,
-    groups cannot be changed in it, by kernel rule."""
-    uid, gid, proc = os.geteuid(), os.getegid(), open_proc_self()
+    """Enter a user namespace in which this process is root and may mount, with the range of ids if there is one.
+
+    Without a range the kernel allows no change of groups in the namespace.
+    """
+    uid, gid, proc_self = os.geteuid(), os.getegid(), open_proc_self()
     if uid_base is None:
         kernel.unshare(kernel.CLONE_NEWUSER)
         for name, text in (("setgroups", "deny"), ("gid_map", f"0 {gid} 1"), ("uid_map", f"0 {uid} 1")):
-            _write(proc, name, text)
+            _write(proc_self, name, text)
     else:
-        maps = {
-            name: f"0 {own} 1\n{RANGE} {uid_base} {uid_count}\n" for name, own in (("gid_map", gid), ("uid_map", uid))
-        }
-        _unshare(kernel.CLONE_NEWUSER, lambda: _write_range(proc, maps), f"the ids from {uid_base}")
-    os.close(proc)
+        id_range = f"{RANGE_START_INSIDE} {uid_base} {uid_count}"
+        maps = {name: f"0 {own} 1\n{id_range}\n" for name, own in (("gid_map", gid), ("uid_map", uid))}
+        _unshare(kernel.CLONE_NEWUSER, lambda: _write_range(proc_self, maps), f"the ids from {uid_base}")
+    os.close(proc_self)
 
 
-def may_have(uid_base: int, uid_count: int) -> bool:
-    """Whether `become_root` gets this range, tried in a child."""
+def can_map_range(uid_base: int, uid_count: int) -> bool:
+    """Return whether `enter_as_root` can map this range, by trying it in a child process."""
     child = os.fork()
     if child == 0:
         try:
@@ -64,142 +78,139 @@ def may_have(uid_base: int, uid_count: int) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def subordinate() -> tuple[int, int]:
-    """The largest run of ids that belong to this user as uids and as gids (subuid(5)): first, and one past the last.
-    Empty if there is none."""
+def subordinate_ids() -> tuple[int, int]:
+    """Return (first id, last id + 1) of the largest run of ids that this user has both as uids and as gids (subuid(5)).
+
+    Returns (0, 0) if there is none.
+    """
     owners = [str(os.geteuid())]
     with suppress(KeyError):
         owners.append(pwd.getpwuid(os.geteuid()).pw_name)
-    uids, gids = (_ranges_of(owners, path) for path in SUBORDINATE)
+    uids, gids = (_listed_ranges(path, owners) for path in SUBORDINATE_ID_FILES)
     common = [(max(u[0], g[0]), min(u[1], g[1])) for u, g in product(uids, gids)]
     return max(((0, 0), *common), key=lambda run: run[1] - run[0])
 
 
-def id_map(uid_base: int | None, uid_count: int, proc: int) -> str:
-    """The range, or one id: nobody's where it exists, so that not even the owner of the host's files is inside."""
+def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privileged: bool) -> str:
+    """Return the id map of the zygote's user namespace.
+
+    With the host's privileges the range has the host's numbers. In the namespace of `enter_as_root` it starts at
+    `RANGE_START_INSIDE`.
+    """
+    return id_map(uid_base if privileged or uid_base is None else RANGE_START_INSIDE, uid_count, proc_self)
+
+
+def id_map(uid_base: int | None, uid_count: int, proc_self: int) -> str:
+    """Return the map of the range to ids from 0, or without a range of a single id to id 0.
+
+    The single id is nobody's where that exists, so that the owner of the host's files has no id inside.
+    """
     if uid_base is not None:
         return f"0 {uid_base} {uid_count}"
     for outside in (NOBODY, 0):
-        if all(_exists(proc, name, outside) for name in ("uid_map", "gid_map")):
+        if all(_id_exists(proc_self, name, outside) for name in MAPPING_PROGRAMS):
             return f"0 {outside} 1"
     raise IsolationError("user namespace: expected id 65534 or 0 to exist in this container, but neither does")
 
 
-def unshare_mapped(flags: int, mapped: str, proc: int) -> None:
-    """Unshare a user namespace, mapped as said, and all of `flags` in it. `proc` is from `own_proc`."""
-    _unshare(kernel.CLONE_NEWUSER | flags, lambda: _write_maps(proc, dict.fromkeys(MAPPERS, mapped)), repr(mapped))
+def enter_jail_namespaces(uid_base: int | None, uid_count: int, proc_self: int, *, privileged: bool) -> None:
+    """Enter the zygote's namespaces as id 0 of its user namespace.
+
+    `proc_self` is from `open_proc_self`, `privileged` from `become_privileged` with the same range.
+    """
+    with layer_errors("namespaces and id map", ID_MAP_REMEDY):
+        unshare_mapped(JAIL_NAMESPACES, zygote_id_map(uid_base, uid_count, proc_self, privileged=privileged), proc_self)
+    with layer_errors("user ids"):
+        become_uid_0(can_change_groups=privileged or uid_base is not None)
 
 
-def _unshare(flags: int, write: Callable[[], None], what: str) -> None:
-    """Unshare a user namespace whose maps a child, forked before, writes from outside."""
+def unshare_mapped(flags: int, mapping: str, proc_self: int) -> None:
+    """Enter a user namespace with this id map, and new namespaces of all `flags` that belong to it."""
+    maps = dict.fromkeys(MAPPING_PROGRAMS, mapping)
+    _unshare(kernel.CLONE_NEWUSER | flags, lambda: _write_maps(proc_self, maps), repr(mapping))
+
+
+def become_uid_0(*, can_change_groups: bool) -> None:
+    """Become id 0 of a new user namespace. Without the host's privileges the kernel keeps the groups as they are."""
+    if can_change_groups:
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+
+
+@contextmanager
+def layer_errors(name: str, remedy: str = "") -> Iterator[None]:
+    """Turn an `OSError` in the block into an `IsolationError` that names the layer and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise IsolationError(f"{name}: the kernel refused ({error})" + (f"; {remedy}" if remedy else "")) from None
+
+
+def _unshare(flags: int, write_maps: Callable[[], None], description: str) -> None:
+    """Unshare a user namespace. A child that stays outside writes the maps once this process is inside."""
     unshared_r, unshared_w = os.pipe()
     mapper = os.fork()
     if mapper == 0:
         os.close(unshared_w)
-        os._exit(_error_of(write) if os.read(unshared_r, 1) else 0)
+        os._exit(_errno_of(write_maps) if os.read(unshared_r, 1) else 0)
     os.close(unshared_r)
     try:
         kernel.unshare(flags)
         os.write(unshared_w, b".")
     finally:
         os.close(unshared_w)
-        number = kernel.exit_status(mapper)
+        number = kernel.wait_for_exit(mapper)
     if number:
-        raise OSError(number, f"writing the id map, {what}: {os.strerror(number)}")
+        raise OSError(number, f"writing the id map, {description}: {os.strerror(number)}")
 
 
-def become_uid_0(*, privileged: bool) -> None:
-    """Be id 0 of the new namespace. Groups first: without the host's privileges they stay, as the kernel wants it."""
-    if privileged:
-        os.setgroups([])
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
-
-
-def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
-    """Have the rights to mount: those that this process has on the host, or those of a user namespace of its own, which
-    has the range of ids. Returns whether they are the host's. A "host" may itself be a user namespace, with fewer ids
-    and rights."""
-    if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
-        return True
-    with layer_errors("user namespace", "enable unprivileged user namespaces, or start as root"):
-        enter_as_root(uid_base, uid_count)
-    return False
-
-
-def inner_map(uid_base: int | None, uid_count: int, proc: int, *, privileged: bool) -> str:
-    """The id map of the guest's user namespace. The range is there under the host's numbers or, in a namespace that has
-    no more ids than ours and the range, from `RANGE` on."""
-    return id_map(uid_base if privileged or uid_base is None else RANGE, uid_count, proc)
-
-
-def enter_guests(uid_base: int | None, uid_count: int, proc: int, *, privileged: bool) -> None:
-    """Enter the guest's namespaces and be their first id. `proc` is from `own_proc`, `privileged` from
-    `become_privileged` with the same range."""
-    with layer_errors("namespaces and id map", ID_MAP_REMEDY):
-        unshare_mapped(JAIL_NAMESPACES, inner_map(uid_base, uid_count, proc, privileged=privileged), proc)
-    with layer_errors("user ids"):
-        become_uid_0(privileged=privileged or uid_base is not None)
-
-
-@contextmanager
-def layer_errors(name: str, remedy: str = "") -> Iterator[None]:
-    """What the kernel refuses in here is refused by this name."""
+def _errno_of(action: Callable[[], None]) -> int:
+    """Return the errno that `action` failed with, as an exit status, or 0."""
     try:
-        yield
-    except OSError as why:
-        raise IsolationError(f"{name}: the kernel refused ({why})" + (f"; {remedy}" if remedy else "")) from None
-
-
-def _error_of(write: Callable[[], None]) -> int:
-    """0, or the error's number, as an exit status."""
-    try:
-        write()
-    except OSError as why:
-        return why.errno or 1
+        action()
+    except OSError as error:
+        return error.errno or 1
     return 0
 
 
-def _write_maps(proc: int, maps: dict[str, str]) -> None:
+def _write_maps(proc_self: int, maps: dict[str, str]) -> None:
     for name, text in maps.items():
-        _write(proc, name, text)
+        _write(proc_self, name, text)
 
 
-def _write_range(proc: int, maps: dict[str, str]) -> None:
-    """Of our parent, by our own privilege or by newuidmap."""
+def _write_range(proc_self: int, maps: dict[str, str]) -> None:
+    """Write the maps of the parent process, with this process's own privileges or else by newuidmap."""
     if kernel.effective_capabilities() >= {kernel.CAP_SETUID, kernel.CAP_SETGID}:
-        _write_maps(proc, maps)
+        _write_maps(proc_self, maps)
         return
     for name, text in maps.items():
-        argv = [MAPPERS[name], str(os.getppid()), *text.split()]
+        argv = [MAPPING_PROGRAMS[name], str(os.getppid()), *text.split()]
         if subprocess.run(argv, capture_output=True, check=False).returncode:
             raise PermissionError(errno.EPERM, argv[0])
 
 
-def _ranges_of(owners: list[str], path: str) -> list[tuple[int, int]]:
-    """What a file of subordinate ids lists for a user: first, and one past the last."""
-    found = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                owner, _, rest = line.strip().partition(":")
-                first, _, count = rest.partition(":")
-                if owner in owners and first.isdecimal() and count.isdecimal():
-                    found.append((int(first), int(first) + int(count)))
-    except OSError:
-        return []
-    return found
+def _listed_ranges(path: str, owners: list[str]) -> list[tuple[int, int]]:
+    """Return the ranges (first, last + 1) that a file of subordinate ids lists for any of these owners."""
+    ranges = []
+    with suppress(OSError), open(path, encoding="utf-8") as file:
+        for line in file:
+            owner, _, rest = line.strip().partition(":")
+            first, _, count = rest.partition(":")
+            if owner in owners and first.isdecimal() and count.isdecimal():
+                ranges.append((int(first), int(first) + int(count)))
+    return ranges
 
 
-def _write(proc: int, name: str, text: str) -> None:
-    file = os.open(name, os.O_WRONLY, dir_fd=proc)
+def _write(proc_self: int, name: str, text: str) -> None:
+    file = os.open(name, os.O_WRONLY, dir_fd=proc_self)
     try:
         os.write(file, text.encode())
     finally:
         os.close(file)
 
 
-def _exists(proc: int, name: str, number: int) -> bool:
-    with open(os.open(name, os.O_RDONLY, dir_fd=proc), encoding="ascii") as file:
+def _id_exists(proc_self: int, name: str, number: int) -> bool:
+    with open(os.open(name, os.O_RDONLY, dir_fd=proc_self), encoding="ascii") as file:
         extents = [tuple(map(int, line.split())) for line in file]
     return any(first <= number < first + count for first, _, count in extents)

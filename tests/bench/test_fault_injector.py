@@ -20,7 +20,7 @@ def test_a_call_that_looks_like_its_zygote_is_let_go_on() -> None:
         assert {pid, zygote} <= set(found["zygote"])
         assert launcher in found["launcher"] and init in found["init"] and caller.process.pid in found["executor"]
         assert fault_injector._kill(pid, "zygote") is False
-        result = caller.answer(seq)
+        result = caller.result_of(seq)
         assert (result.status, result.attempts) == (Status.TIMEOUT, 1), "it went on to its end"
         assert fault_injector._kill(zygote, "zygote") is True
         wait_gone([launcher, init, zygote])
@@ -42,4 +42,4 @@ def test_a_call_in_its_sleep_is_none_of_its_victims() -> None:
         for pid in fault_injector.victims(os.getpid())["zygote"]:
             if pid != jail_of(caller)[2]:
                 fault_injector._kill(pid, "zygote")
-        assert {caller.answer(seq).status for seq in seqs} == {Status.TIMEOUT}
+        assert {caller.result_of(seq).status for seq in seqs} == {Status.TIMEOUT}

@@ -176,7 +176,7 @@ def running_fakes() -> Iterator[str]:
 def test_all_of_it(guest_python: Path, running_fakes: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--kinds", "print", "--seconds", "0.2", "--rounds", "1", "--at-once", "8", "--python", str(guest_python)]
     theirs = ["--code-judge", running_fakes, "--sandbox-fusion", running_fakes]
-    with service.running(str(guest_python), ["--profiles", "bare", "--zygotes", "1"]) as server:
+    with service.running(str(guest_python), ["--profiles", "bare", "--zygote-pools", "1"]) as server:
         assert peers.main([*sizes, *theirs, "--url", server.url, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["systems"] == [OURS, "code-judge", "SandboxFusion", FRESH]

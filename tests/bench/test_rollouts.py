@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench import rollouts
+from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import Plan, Turn
 from tests.trainer.fake_vllm import TableEngine
-from trainer.scheduling.scheduler import POLICIES
 
 SMALL = ("--simulate", "--engines", "2", "--groups", "6", "--samples", "4")
 

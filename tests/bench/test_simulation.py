@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import (
     ORACLE,
     Hardware,
@@ -21,7 +22,6 @@ from bench.simulator.simulation import (
     simulate,
     workload,
 )
-from trainer.scheduling.scheduler import POLICIES
 
 ROOMY = Hardware("roomy", 10**6, 512, base_s=0.01, per_sequence_s=0.0, per_context_s=0.0, prefill_s=0.0)
 TIGHT = Hardware("tight", 12_000, 512, base_s=0.01, per_sequence_s=5e-5, per_context_s=5e-7, prefill_s=5e-5)
@@ -158,6 +158,6 @@ def test_what_decisions_cost_is_told_for_each_call() -> None:
     plans = workload(4, 8, 2000, 700.0, seed=1)
     cost = decision_cost(plans, TIGHT, 2, 2000)
     assert {kind: len(cost[kind]) for kind in ("submit", "complete")} == {"submit": 32, "complete": 32}
-    assert len(cost["park"]) == len(cost["wake"]) == sum(len(plan.turns) - 1 for plan in plans)
+    assert len(cost["park"]) == len(cost["resume"]) == sum(len(plan.turns) - 1 for plan in plans)
     assert {"place", "observe"} <= set(cost)
     assert all(microseconds >= 0 for calls in cost.values() for microseconds in calls)

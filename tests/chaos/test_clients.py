@@ -52,9 +52,9 @@ async def half_a_body(served: Served) -> None:
 
 async def no_patience(served: Served) -> None:
     streams = await connect(served)
-    before = served.dispatcher.ledger.calls
+    before = served.dispatcher.call_table.outstanding.calls
     streams[1].write(request(HANGING))
-    await until(lambda: served.dispatcher.ledger.calls > before)
+    await until(lambda: served.dispatcher.call_table.outstanding.calls > before)
     await vanish(streams)
 
 
@@ -93,11 +93,11 @@ async def test_clients_that_vanish_leave_nothing_behind_and_disturb_nobody() -> 
         for calls, answer in zip(batches, asking, strict=True):
             results = answer.result()[1]["results"]
             assert [(result["id"], result["stdout"]) for result in results] == [(c["id"], c["code"]) for c in calls]
-        await until(lambda: not served.dispatcher.ledger.calls)
+        await until(lambda: not served.dispatcher.call_table.outstanding.calls)
         hung = [seq for seq, call in served.fleet.last.calls.items() if call["code"] == "hang"]
         await until(lambda: set(hung) <= set(served.fleet.last.cancelled))
         assert (await served.post("/v1/execute", {"code": "after"}))[1]["stdout"] == "after"
-        assert served.dispatcher.ledger.bytes == 0
+        assert served.dispatcher.call_table.outstanding.bytes == 0
         assert len(served.fleet.executors) == 1
 
 

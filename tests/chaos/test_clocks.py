@@ -21,7 +21,7 @@ from bench.servers import service
 from sandbox.errors import IsolationError
 from sandbox.executor import executor
 from sandbox.gateway.calls import dispatcher
-from sandbox.gateway.calls.call_table import DrainRate
+from sandbox.gateway.calls.call_table import AnswerRate
 from sandbox.jail import choose_level
 from sandbox.types import Status
 from tests.chaos.test_kills import FLAGS, ask
@@ -82,7 +82,7 @@ async def test_a_gateway_whose_clock_jumps_answers_once(jump_s: float, monkeypat
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e12, 1e12)), max_size=20))
 def test_a_rate_is_one_whatever_the_clock_says(counted: list[tuple[int, float]]) -> None:
-    rate = DrainRate()
+    rate = AnswerRate()
     for answers, now in counted:
         before = rate.per_s(now)
         rate.count(answers, now)
@@ -101,7 +101,7 @@ async def test_an_executor_whose_clock_jumps_answers_once(
         seqs = driver.submit(*(f"slow 99 {n}" for n in range(30)))
         offset = jump_s
         seqs += driver.submit(*(f"slow 99 {n}" for n in range(30, 60)))
-        await driver.all_of(seqs)
-        assert [driver.answers[seq].stdout for seq in seqs] == [f"slow 99 {n}" for n in range(60)]
-        assert {driver.answers[seq].status for seq in seqs} == {Status.OK}
-        driver.check_at_rest()
+        await driver.wait_for(seqs)
+        assert [driver.results[seq].stdout for seq in seqs] == [f"slow 99 {n}" for n in range(60)]
+        assert {driver.results[seq].status for seq in seqs} == {Status.OK}
+        driver.check_idle()

@@ -23,7 +23,7 @@ from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
 
 pytestmark = pytest.mark.timeout(400)
-FLAGS = ("--profiles", "bare", "--executors", "2", "--zygotes", "1", "--slots", "4")
+FLAGS = ("--profiles", "bare", "--executors", "2", "--zygote-pools", "1", "--slots", "4")
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def target() -> Iterator[Target]:
     assert not still_there(pids)
 
 
-def ask(target: Target, calls: int, on_answer: Callable[[int], None]) -> Tally:
-    """Ask so many riddles; `on_answer` gets the number of each answer."""
+def ask(target: Target, calls: int, on_result: Callable[[int], None]) -> Tally:
+    """Ask so many riddles; `on_result` gets the number of each answer."""
     tally, answers = Tally(calls), itertools.count(1)
     asked = checked_calls.make(calls, seed=7, kinds=checked_calls.LEAN)
-    load = Load(target, asked, tally, random.Random(7), lambda: on_answer(next(answers)))
+    load = Load(target, asked, tally, random.Random(7), lambda: on_result(next(answers)))
     asyncio.run(asyncio.wait_for(load.run(in_flight=64), 300))
     assert (tally.lost, tally.doubled, tally.mixed_up) == (0, 0, 0), tally.examples[:3]
     return tally

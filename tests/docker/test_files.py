@@ -1,4 +1,4 @@
-"""What can be told of docker/ without an engine."""
+"""The files in docker/, as far as they can be tested without a container engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCKER = REPOSITORY / "docker"
 DOCKERFILES = ("sandbox.Dockerfile", "test.Dockerfile")
 
 
-def seccomp() -> Any:
+def load_seccomp_script() -> Any:
     spec = importlib.util.spec_from_file_location("docker_seccomp", DOCKER / "seccomp.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,8 +33,8 @@ def seccomp() -> Any:
     return module
 
 
-def said(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
-    """What the profile says to this call: "SCMP_ACT_ALLOW", or the number of an error."""
+def evaluate(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
+    """Return the profile's result for a system call: "SCMP_ACT_ALLOW", or an errno."""
 
     def holds(condition: Mapping[str, Any]) -> bool:
         argument = arguments[condition["index"]]
@@ -51,8 +51,8 @@ def said(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
     return profile["defaultErrnoRet"]
 
 
-def test_profile_is_what_its_script_writes() -> None:
-    module = seccomp()
+def test_profile_is_up_to_date() -> None:
+    module = load_seccomp_script()
     assert module.PROFILE.read_text() == module.profile(), "run python docker/seccomp.py"
 
 
@@ -68,14 +68,14 @@ def test_profile_is_what_its_script_writes() -> None:
         ("umount2", (0, kernel.MNT_DETACH)),
         ("pivot_root", (0, 0)),
         ("sethostname", (0, 7)),
-        ("clone", (0x3D0F00,)),  # a thread, as libc makes it
+        ("clone", (0x3D0F00,)),  # a thread, as the C library starts it
         ("socket", (socket.AF_INET, socket.SOCK_STREAM, 0)),
         ("socket", (socket.AF_NETLINK, socket.SOCK_RAW, 0)),  # NETLINK_ROUTE
         ("memfd_create", (0, 0)),
     ],
 )
 def test_profile_allows_what_the_server_does(call: str, arguments: tuple[int, ...]) -> None:
-    assert said(json.loads(seccomp().PROFILE.read_text()), call, *arguments) == "SCMP_ACT_ALLOW"
+    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, *arguments) == "SCMP_ACT_ALLOW"
 
 
 @pytest.mark.parametrize(
@@ -97,41 +97,43 @@ def test_profile_allows_what_the_server_does(call: str, arguments: tuple[int, ..
         *((name, ()) for name in ("ptrace", "process_vm_readv", "io_uring_setup", "keyctl", "userfaultfd")),
     ],
 )
-def test_profile_refuses_the_rest(call: str, arguments: tuple[int, ...]) -> None:
-    assert said(json.loads(seccomp().PROFILE.read_text()), call, *arguments) == errno.EPERM
+def test_profile_refuses_other_calls(call: str, arguments: tuple[int, ...]) -> None:
+    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, *arguments) == errno.EPERM
 
 
 @pytest.mark.parametrize("call", ["clone3", "mseal"])
-def test_profile_says_what_libc_can_do_without_does_not_exist(call: str) -> None:
-    assert said(json.loads(seccomp().PROFILE.read_text()), call, 0, 0) == errno.ENOSYS
+def test_profile_fails_optional_calls_with_enosys(call: str) -> None:
+    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, 0, 0) == errno.ENOSYS
 
 
-def test_profile_refuses_nothing_that_the_policy_of_calls_allows() -> None:
-    profile = json.loads(seccomp().PROFILE.read_text())
+def test_profile_allows_all_that_the_call_policy_allows() -> None:
+    profile = json.loads(load_seccomp_script().PROFILE.read_text())
     allowed = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
     assert {name for name, rule in CALL_POLICY.items() if rule not in (EPERM, ENOSYS)} <= allowed
 
 
-def test_profile_names_system_calls_that_there_are() -> None:
-    named = [name for rule in json.loads(seccomp().PROFILE.read_text())["syscalls"] for name in rule["names"]]
+def test_profile_names_existing_system_calls_only() -> None:
+    named = [
+        name for rule in json.loads(load_seccomp_script().PROFILE.read_text())["syscalls"] for name in rule["names"]
+    ]
     assert {*named} <= X86_64.keys()
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_what_is_copied_is_there(name: str) -> None:
+def test_copied_files_exist(name: str) -> None:
     for line in (DOCKER / name).read_text().splitlines():
         if line.startswith("COPY ") and "--from" not in line:
             assert [word for word in line.split()[1:-1] if not (REPOSITORY / word).exists()] == []
 
 
 @pytest.mark.parametrize("gpu", ["cuda", "rocm"])
-def test_a_trainer_s_image_has_the_vllm_that_the_tests_run_on(gpu: str) -> None:
+def test_trainer_images_have_the_vllm_version_of_the_tests(gpu: str) -> None:
     pinned = re.search(r"^ARG BASE=.*:v(.*)$", (DOCKER / f"trainer.{gpu}.Dockerfile").read_text(), re.MULTILINE)
     tested = re.search(r"^VLLM .*==(.*)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert pinned and tested and pinned[1] == tested[1]
 
 
-def test_image_runs_as_an_ordinary_user_and_serves() -> None:
+def test_image_serves_as_an_ordinary_user() -> None:
     lines = (DOCKER / "sandbox.Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("USER")] == ["USER 10001:10001"]
     (entry,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT"))
@@ -140,7 +142,7 @@ def test_image_runs_as_an_ordinary_user_and_serves() -> None:
     assert load(None, {"RSTAR_SANDBOX_TOKEN": "secret"}, flags).host == "0.0.0.0"
 
 
-def test_compose_names_settings_and_files_that_are_there() -> None:
+def test_compose_file_names_existing_settings_and_files() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     environ = dict(re.findall(r"^ +(RSTAR_\w+): ([^\s#]+)", text, re.MULTILINE))
     assert len(environ) == 2
@@ -152,7 +154,7 @@ def test_compose_names_settings_and_files_that_are_there() -> None:
     assert "privileged" not in text and "cap_add" not in text
 
 
-def test_compose_is_yaml() -> None:
+def test_compose_file_is_valid_yaml() -> None:
     yaml = pytest.importorskip("yaml", reason="needs PyYAML")
     service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["sandbox"]
     assert service["init"] is True
@@ -160,7 +162,7 @@ def test_compose_is_yaml() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["docker"], ["landlock", "none"]])
-def test_script_refuses_what_is_no_level(arguments: list[str]) -> None:
+def test_docker_test_script_refuses_other_levels(arguments: list[str]) -> None:
     run = subprocess.run([DOCKER / "test", *arguments], capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 2
     assert "expected landlock or namespaces, got" in run.stderr

@@ -1,4 +1,4 @@
-"""Seccomp profiles in force around a real executor, as an engine would load them, without an engine."""
+"""Real executors under the seccomp profiles of containers, loaded without a container engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.jail.jails import system_python
 
 PROFILE = Path(__file__).parents[2] / "docker" / "seccomp.json"
 DEFAULTS = ("/usr/share/containers/seccomp.json", "/etc/containers/seccomp.json", "/etc/docker/seccomp.json")
-"""Where distributions install what engines load if nothing is said."""
+"""Paths where distributions install the default profile of container engines."""
 DEADLINE_S = 60
 ACTIONS = {"SCMP_ACT_ALLOW": 0x7FFF0000, "SCMP_ACT_ERRNO": 0x00050000}
-UNDER = """
+RUN_UNDER_FILTER = """
 import os, sys
 from pathlib import Path
 from sandbox.jail import kernel
@@ -33,13 +33,13 @@ kernel.set_no_new_privs()
 kernel.load_seccomp(Path(sys.argv[1]).read_bytes())
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
-"""A program that loads a filter and becomes Python with the rest of its arguments."""
+"""A program that loads a filter and executes Python with its other arguments."""
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="filters are compiled for x86_64")
 
 
-def compiled(profile: Mapping[str, Any]) -> bytes:
-    """For a container without capabilities: a chain in which the first rule that holds decides."""
+def compile_profile(profile: Mapping[str, Any]) -> bytes:
+    """Compile a profile for a container without capabilities: the first matching rule decides."""
     rules = [
         (X86_64[name], rule)
         for rule in profile["syscalls"]
@@ -54,72 +54,72 @@ def compiled(profile: Mapping[str, Any]) -> bytes:
             bpf.Instruction(bpf.LOAD, 4),
             bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, yes="0"),
             bpf.Instruction(bpf.RETURN, EPERM),
-            *(line for place, (number, rule) in enumerate(rules) for line in _rule(place, number, rule)),
+            *(line for index, (number, rule) in enumerate(rules) for line in _compile_rule(index, number, rule)),
             bpf.Instruction(bpf.RETURN, otherwise, label=str(len(rules))),
         ]
     )
 
 
-def _rule(place: int, number: int, rule: Mapping[str, Any]) -> Iterator[bpf.Instruction]:
-    following = str(place + 1)
-    yield bpf.Instruction(bpf.LOAD, 0, label=str(place))
+def _compile_rule(index: int, number: int, rule: Mapping[str, Any]) -> Iterator[bpf.Instruction]:
+    following = str(index + 1)
+    yield bpf.Instruction(bpf.LOAD, 0, label=str(index))
     yield bpf.Instruction(bpf.IF_EQUAL, number, no=following)
-    for one in rule.get("args") or ():
-        masked = one["op"] == "SCMP_CMP_MASKED_EQ"
-        wanted = one.get("valueTwo", 0) if masked else one["value"]
+    for check in rule.get("args") or ():
+        is_masked = check["op"] == "SCMP_CMP_MASKED_EQ"
+        wanted = check.get("valueTwo", 0) if is_masked else check["value"]
         for half in (0, 4):
-            yield bpf.Instruction(bpf.LOAD, 16 + 8 * one["index"] + half)
-            if masked:
-                yield bpf.Instruction(bpf.AND, one["value"] >> 8 * half & 0xFFFFFFFF)
+            yield bpf.Instruction(bpf.LOAD, 16 + 8 * check["index"] + half)
+            if is_masked:
+                yield bpf.Instruction(bpf.AND, check["value"] >> 8 * half & 0xFFFFFFFF)
             value = wanted >> 8 * half & 0xFFFFFFFF
-            if one["op"] == "SCMP_CMP_NE":  # of a small number: its lower half says it all
+            if check["op"] == "SCMP_CMP_NE":  # the number is small, so its lower half decides
                 yield bpf.Instruction(bpf.IF_EQUAL, value, yes=following)
                 break
             yield bpf.Instruction(bpf.IF_EQUAL, value, no=following)
     yield bpf.Instruction(bpf.RETURN, ACTIONS[rule["action"]] | rule.get("errnoRet", 0))
 
 
-def under(profile: Mapping[str, Any], folder: Path) -> list[str]:
-    """The argv of a Python that this profile holds."""
-    (folder / "filter").write_bytes(compiled(profile))
-    return [sys.executable, "-c", UNDER, str(folder / "filter")]
+def argv_under(profile: Mapping[str, Any], directory: Path) -> list[str]:
+    """Return the argv of a Python under this profile."""
+    (directory / "filter").write_bytes(compile_profile(profile))
+    return [sys.executable, "-c", RUN_UNDER_FILTER, str(directory / "filter")]
 
 
-def granted(level: str) -> None:
+def skip_unless_supported(level: str) -> None:
     try:
         choose_level(level)
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
 
 
-def lets_run(profile: str | Path, level: str, folder: Path) -> None:
-    granted(level)
+def check_level_runs(profile: str | Path, level: str, directory: Path) -> None:
+    skip_unless_supported(level)
     python = system_python()
     if python is None:
         pytest.skip("needs a Python that every user can reach")
-    server = under(json.loads(Path(profile).read_text()), folder)
+    server = argv_under(json.loads(Path(profile).read_text()), directory)
     with executor(python, server=server, isolation=level) as caller:
         result = caller.run("import os; open('own', 'w'); print(os.listdir())")
         assert (result.status, result.stdout) == ("ok", "['own']\n"), result
 
 
 @pytest.mark.parametrize("level", ["namespaces", "landlock"])
-def test_profile_lets_the_level_run(level: str, tmp_path: Path) -> None:
-    lets_run(PROFILE, level, tmp_path)
+def test_level_runs_under_the_profile(level: str, tmp_path: Path) -> None:
+    check_level_runs(PROFILE, level, tmp_path)
 
 
-def test_default_profile_lets_level_landlock_run(tmp_path: Path) -> None:
+def test_level_landlock_runs_under_the_engines_default_profile(tmp_path: Path) -> None:
     default = next(filter(os.path.isfile, DEFAULTS), None)
     if default is None:
         pytest.skip(f"needs an engine's default profile: there is none of {', '.join(DEFAULTS)}")
-    lets_run(default, "landlock", tmp_path)
+    check_level_runs(default, "landlock", tmp_path)
 
 
 @pytest.mark.parametrize("call", ["unshare", "mount", "pivot_root", "sethostname"])
-def test_level_namespaces_needs_what_the_profile_checks(call: str, tmp_path: Path) -> None:
-    granted("namespaces")
+def test_level_namespaces_needs_each_call_that_the_profile_adds(call: str, tmp_path: Path) -> None:
+    skip_unless_supported("namespaces")
     profile = json.loads(PROFILE.read_text())
     profile["syscalls"] = [rule for rule in profile["syscalls"] if call not in rule["names"]]
-    argv = [*under(profile, tmp_path), "-c", "from sandbox.jail import choose_level; choose_level('namespaces')"]
+    argv = [*argv_under(profile, tmp_path), "-c", "from sandbox.jail import choose_level; choose_level('namespaces')"]
     run = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert f"{call}" in run.stderr and "Operation not permitted" in run.stderr

@@ -1,4 +1,4 @@
-"""The targets as a fixture: every attack is made on each, unless `--isolation LEVEL` picks one level."""
+"""The targets as a fixture: each attack is made on each target, or on one level with `--isolation LEVEL`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.escape import expected, targets
 from tests.escape.targets import Host, Target
 
-FOR_EVERYBODY = ("test_descriptors", "test_kernel", "test_letters", "test_processes", "test_secrets")
-"""Where it matters that all calls share one uid. The others run as an ordinary user where a level is picked."""
+ATTACKS_WITH_SHARED_UID = ("test_descriptors", "test_kernel", "test_messages", "test_processes", "test_secrets")
+"""Modules whose attacks depend on whether calls share a uid. Only these run as user nobody without `--isolation`."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     level = metafunc.config.getoption("--isolation")
     names = [name for name in targets.NAMES if level in (None, name.partition(" ")[0])]
-    if level is None and metafunc.module.__name__.rpartition(".")[2] not in FOR_EVERYBODY:
+    if level is None and metafunc.module.__name__.rpartition(".")[2] not in ATTACKS_WITH_SHARED_UID:
         names = [name for name in names if " as " not in name]
     metafunc.parametrize("target", names, indirect=True, scope="session")
 
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def host() -> Iterator[Host]:
     if os.uname().machine != "x86_64":
         pytest.skip("attacks are written for x86_64")
-    with targets.a_host() as host:
+    with targets.make_host() as host:
         yield host
 
 
@@ -40,9 +40,9 @@ def target(request: pytest.FixtureRequest, host: Host) -> Iterator[Target]:
 
 @pytest.fixture(autouse=True)
 def _expected(request: pytest.FixtureRequest) -> None:
-    """What is listed as not to be stopped must succeed."""
+    """Mark the attacks in `expected` as tests that must fail."""
     if "target" in request.fixturenames:
         name = request.node.callspec.params["target"]
-        what = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")
-        if why := expected.reason(name, what):
-            request.applymarker(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))
+        attack = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")
+        if error := expected.reason(name, attack):
+            request.applymarker(pytest.mark.xfail(reason=error, strict=True, raises=AssertionError))

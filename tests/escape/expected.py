@@ -1,6 +1,6 @@
-"""What attacks get at the weaker levels, and why that cannot be helped there.
+"""Attacks that succeed at the weaker levels, and the reason why they cannot be prevented there.
 
-Each line is a test that must fail: the day an attack stops succeeding, this table has to change. docs/isolation.md says
+Each entry is a test that must fail: when an attack stops succeeding, this table has to change. docs/isolation.md explains
 the same in prose.
 """
 
@@ -8,36 +8,36 @@ from __future__ import annotations
 
 import os
 
-NO_NAMESPACES = "without namespaces a call sees the machine's own numbers and names"
-DISK = "without a tmpfs of its own a call's folder has no size: disk_mb bounds each file, not their number"
+NO_NAMESPACES = "without namespaces a call sees the machine's own pids and names"
+DISK = "without its own tmpfs a scratch directory has no size limit: disk_mb limits each file, not their number"
 LANDLOCK = {
-    "test_learning[its name]": f"{NO_NAMESPACES}: uname(2)",
-    "test_learning[that a path exists]": "Landlock does not cover stat(2): names can be tried, contents cannot be read",
-    "test_learning[our own server's paths]": "the runtime is used where it lies, and tracebacks say where",
-    "test_learning[who started us]": f"{NO_NAMESPACES}: getppid(2)",
-    "test_learning[how many are here]": f"{NO_NAMESPACES}: getpid(2)",
-    "test_reaching[a handle of a process]": f"{NO_NAMESPACES}: pidfd_open(2); no signal passes through it",
+    "test_learning[the host name]": f"{NO_NAMESPACES}: uname(2)",
+    "test_learning[whether a path exists]": "Landlock does not restrict stat(2): a call can test whether a name exists, but not read the file",
+    "test_learning[paths of the server]": "the runtime is used at its path on the host, which tracebacks show",
+    "test_learning[the pid of the parent]": f"{NO_NAMESPACES}: getppid(2)",
+    "test_learning[the number of processes]": f"{NO_NAMESPACES}: getpid(2)",
+    "test_reaching[a pidfd of a process]": f"{NO_NAMESPACES}: pidfd_open(2); no signal passes through it",
     "test_reaching[the priority of a process]": f"{NO_NAMESPACES}: getpriority(2) may be read of any process",
     "test_reaching[the session of a process]": f"{NO_NAMESPACES}: getpgid(2) may be read of any process",
-    "test_reaching[any process by counting]": f"{NO_NAMESPACES}: kill(2) tells what exists from what does not",
+    "test_reaching[any process by trying all pids]": f"{NO_NAMESPACES}: kill(2) fails differently for pids that do not exist",
     "test_bomb_of[disk in many files]": DISK,
     "test_bomb_of[inodes]": DISK,
-    "test_bomb_of[folders in folders]": DISK,
+    "test_bomb_of[nested directories]": DISK,
 }
-# Its calls may not even open a pidfd: the filter there is for one process.
-ONE_UID = {test: why for test, why in LANDLOCK.items() if "handle" not in test}
-WE_ARE_ROOT = os.geteuid() == 0
+# With a shared uid the filter refuses pidfd_open(2) too.
+ONE_UID = {test: reason for test, reason in LANDLOCK.items() if "pidfd" not in test}
+IS_ROOT = os.geteuid() == 0
 GROUPS = {
-    "test_learning[its groups]": "setgroups(2) takes privilege: an ordinary user's calls keep the server's groups"
+    "test_learning[groups of the server]": "setgroups(2) needs a privilege: an ordinary user's calls keep the server's groups"
 }
-OURS = {} if WE_ARE_ROOT or not os.getgroups() else GROUPS
+SERVER_GROUPS = {} if IS_ROOT or not os.getgroups() else GROUPS
 EXPECTED: dict[str, dict[str, str]] = {
-    "nsjail": OURS,
-    "namespaces": OURS,
-    "landlock": {**(LANDLOCK if WE_ARE_ROOT else ONE_UID), **OURS},
+    "nsjail": SERVER_GROUPS,
+    "namespaces": SERVER_GROUPS,
+    "landlock": {**(LANDLOCK if IS_ROOT else ONE_UID), **SERVER_GROUPS},
     "landlock as nobody": ONE_UID,
 }
-"""Target, then test (as pytest names it, less the target) -> reason."""
+"""Target -> test (pytest's name without the target) -> reason."""
 
 
 def reason(target: str, test: str) -> str | None:

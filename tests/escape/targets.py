@@ -1,8 +1,8 @@
-"""What is attacked: an executor at one level of isolation, as one identity, with secrets all around it.
+"""Targets of attacks: an executor at one isolation level, started by one user, with secrets around it.
 
-An attack is code that says BREACH as soon as it has got hold of something. `Target.repels` runs it as a call and wants
-it to come to its end without; `plainly` runs the same code where nothing stops it, and wants the BREACH. Attackers
-know everything about the host but its secrets: pids, paths and ports are in `HOST`.
+An attack is code that prints BREACH when it has reached something. `Target.resists` runs it as a call, which must come to
+its end without a BREACH. `succeeds_without_jail`, the control, runs the same code without a jail and expects the BREACH.
+Attackers know everything about the host except its secrets: pids, paths and ports are in `HOST`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sandbox.jail import choose_level
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
-from tests.jail.jails import REPOSITORY, open_folder, python_for_all, reachable_python
+from tests.jail.jails import REPOSITORY, dir_for_all_users, python_for_all_users, reachable_python
 
 NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
 NOBODY = 65_534
@@ -44,7 +44,7 @@ def raw(number, *arguments):
     got = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
     return got if got != -1 else -ctypes.get_errno()
 def breach(what): os.write(1, f"BREACH {what}\n".encode())
-def look(data):
+def scan(data):
     for token in set(re.findall(rb"CANARY-\w{32}", data)): breach(token.decode())
 def read(path, limit=1 << 20):
     try:
@@ -53,12 +53,12 @@ def read(path, limit=1 << 20):
 def names(path):
     try: return os.listdir(path)
     except OSError: return []
-def tried(what, *arguments):
+def attempt(what, *arguments):
     try: return what(*arguments)
-    except OSError as why: return why
-# Where to write and what to change: everywhere in a jail. A control, which succeeds, has only a folder of its own,
-# since it must not change the machine that the tests run on.
-PLACES, SHARED, DEVICE = [".", HOST["folder"]], [HOST["file"]], HOST["file"]
+    except OSError as error: return error
+# Directories to write to and files to change: many in a jail. A control, which succeeds, uses only a directory and a file
+# of its own, since it must not change the machine.
+PLACES, SHARED, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
 if HOST["is_jailed"]:
     library = os.path.dirname(os.__file__)
     PLACES += [*"/tmp /var/tmp /dev/shm /run /run/lock /dev / /guest /python /home /root /mnt /srv /etc".split(),
@@ -75,14 +75,15 @@ def canary() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine around the jail, with its secrets; `facts` is what attackers know of it."""
+    """The machine around the jail, with its secrets."""
 
     facts: dict[str, Any]
+    """What attackers know: `HOST` in their code."""
     environ: dict[str, str]
     secret: str
-    """In the server's environment and command line, in files, in shared memory, and sent to whoever connects."""
+    """A canary in the server's environment and command line, in a file and in shared memory."""
 
-    def knowing(self, code: str) -> str:
+    def with_facts(self, code: str) -> str:
         return f"HOST = {self.facts!r}\n{PRELUDE}\n{code}\nos.write(1, b'END\\n')\n"
 
 
@@ -98,18 +99,18 @@ class Target:
         self.at_rest = len(self.processes())
 
     def run(self, code: str, **more: Any) -> Result:
-        """One call that attacks, whatever comes of it."""
-        return self.caller.run(self.host.knowing(code), **more)
+        """Run an attack as a call, with any result."""
+        return self.caller.run(self.host.with_facts(code), **more)
 
     def call(self, code: str, **more: Any) -> Call:
-        return call(self.host.knowing(code), **more)
+        return call(self.host.with_facts(code), **more)
 
-    def repels(self, code: str, **more: Any) -> Result:
-        """Run an attack to its end; it must not have got anything."""
-        return repelled(self.run(code, **more))
+    def resists(self, code: str, **more: Any) -> Result:
+        """Run an attack as a call that must come to its end without a BREACH."""
+        return resisted(self.run(code, **more))
 
     def processes(self) -> list[int]:
-        """The executor and all below it; those that end while we look do not count."""
+        """Return the pids of the executor and its descendants."""
         while self.caller.process.poll() is None:
             try:
                 return self.caller.processes()
@@ -119,7 +120,7 @@ class Target:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """The zygote and its calls stand still."""
+        """Stop the zygotes by SIGSTOP."""
         pids = [pid for pid in self.processes() if _is_zygote(pid)]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -131,20 +132,20 @@ class Target:
 
     @contextmanager
     def sleeping(self, code: str) -> Iterator[None]:
-        """A call that has run `code` and then sleeps until this ends."""
+        """Keep a call running that has executed `code` and sleeps."""
         before = set(self.processes())
         seq = self.caller.submit(call(f"{code}\nimport time\ntime.sleep(1000)", timeout_s=300.0))
         try:
             deadline = time.monotonic() + DEADLINE_S
             while not any(_sleeps(pid) for pid in set(self.processes()) - before):
-                assert time.monotonic() < deadline, "it does not get to its sleep"
+                assert time.monotonic() < deadline, "the call does not reach its sleep"
                 time.sleep(0.01)
             yield
         finally:
             self.caller.send("cancel", [seq])
 
-    def is_well(self) -> None:
-        """Every slot still answers, at the first attempt, and as ever."""
+    def check_healthy(self) -> None:
+        """Check that all slots still run calls correctly, at the first attempt."""
         calls = [call(f"print({n} * 7)") for n in range(2 * self.caller.ready["slots"])]
         for n, result in enumerate(self.caller.run_all(calls)):
             assert (result.status, result.stdout, result.attempts) == (Status.OK, f"{n * 7}\n", 1), result
@@ -158,55 +159,54 @@ def _is_zygote(pid: int) -> bool:
 
 
 def _sleeps(pid: int) -> bool:
-    """Whether a process is in clock_nanosleep(2), or as much of it as we may know: that it sleeps."""
+    """Return whether a process is in clock_nanosleep(2), or sleeps, if more is not visible."""
     try:
         return Path(f"/proc/{pid}/syscall").read_text().startswith("230 ")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:  # another user's, and in a container even root may not look into it
+    except PermissionError:  # in a container even root may not read this file of another user's process
         return bool(re.search(r"^State:\tS", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
 
 
-def repelled(result: Result) -> Result:
+def resisted(result: Result) -> Result:
     assert "BREACH" not in result.stdout, result.stdout
     assert result.stdout.endswith("END\n"), f"the attack did not come to its end: {result}"
     return result
 
 
-def unheld() -> None:
-    """Skips a control where this process is itself under a seccomp filter, a container's for one, which may stop the
-    attack too."""
+def skip_under_seccomp() -> None:
+    """Skip a control if this process has a seccomp filter, such as a container's, which may stop the attack too."""
     if "Seccomp:\t0" not in Path("/proc/self/status").read_text():
-        pytest.skip("the control needs a process that no seccomp filter holds, so none in a container")
+        pytest.skip("the control needs a process without a seccomp filter, so no container")
 
 
-def plainly(host: Host, code: str, folder: Path) -> None:
-    """The control: without a jail the attack succeeds, so that its failure in one means something."""
-    unheld()
+def succeeds_without_jail(host: Host, code: str, directory: Path) -> None:
+    """Run an attack without a jail, where it must succeed. It shows that the attack works."""
+    skip_under_seccomp()
     environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}"}
-    ours, theirs = socket.socketpair()  # something to inherit
+    ours, theirs = socket.socketpair()  # a descriptor to inherit
     with ours, theirs:
         done = subprocess.run(
-            [OWN_PYTHON, "-c", host.knowing(code)],
+            [OWN_PYTHON, "-c", host.with_facts(code)],
             capture_output=True,
             text=True,
             check=False,
-            cwd=folder,
+            cwd=directory,
             env=environ,
             timeout=DEADLINE_S,
             start_new_session=True,
             pass_fds=[ours.fileno()],
         )
-    assert "BREACH" in done.stdout, f"stopped by something other than a jail: {done.stdout}{done.stderr}"
+    assert "BREACH" in done.stdout, f"the attack failed without a jail: {done.stdout}{done.stderr}"
 
 
 @contextmanager
-def a_host() -> Iterator[Host]:
-    """Secrets in files, environment, command line and memory of a process, shared memory, and behind sockets."""
+def make_host() -> Iterator[Host]:
+    """Create secrets in files, in shared memory and in a process, and servers on sockets."""
     secret = canary()
     with ExitStack() as stack:
-        folder = stack.enter_context(open_folder())
-        file = folder / "secret"
+        directory = stack.enter_context(dir_for_all_users())
+        file = directory / "secret"
         file.write_text(secret)
         shared = Path(f"/dev/shm/escape-{secrets.token_hex(8)}")
         shared.write_text(secret)
@@ -217,7 +217,7 @@ def a_host() -> Iterator[Host]:
             subprocess.Popen(argv, stdin=subprocess.PIPE, env={**os.environ, **environ}, start_new_session=True)
         )
         stack.callback(victim.kill)
-        path = f"{folder}/socket"
+        path = f"{directory}/socket"
         servers = [_server(socket.AF_INET, ("127.0.0.1", 0)), _server(socket.AF_UNIX, path)]
         abstract = f"\0escape-{secrets.token_hex(8)}"
         servers.append(_server(socket.AF_UNIX, abstract))
@@ -228,7 +228,7 @@ def a_host() -> Iterator[Host]:
         shared.chmod(0o666)
         facts = {
             "file": str(file),
-            "folder": str(folder),
+            "directory": str(directory),
             "shm": str(shared),
             "pid": victim.pid,
             "server": victim.pid,
@@ -239,7 +239,7 @@ def a_host() -> Iterator[Host]:
             "is_jailed": False,
         }
         yield Host(facts, environ, secret)
-        assert victim.poll() is None, "an attack ended a process of the host"
+        assert victim.poll() is None, "an attack killed a process of the host"
 
 
 def _server(family: int, address: Any) -> socket.socket:
@@ -251,19 +251,19 @@ def _server(family: int, address: Any) -> socket.socket:
 
 @contextmanager
 def target(name: str, host: Host) -> Iterator[Target]:
-    """The executor of that name; skips, with the reason, where this machine does not grant it."""
+    """Start the executor of a target. Skips the test if this machine does not support it."""
     level, _, identity = name.partition(" as ")
     try:
         choose_level(level)
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     with ExitStack() as stack:
         server, guest = sys.executable, OWN_PYTHON
-        options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["folder"]}
+        options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["directory"]}
         if identity:
             if os.geteuid() != 0:
-                pytest.skip(f"{name}: this is an ordinary user already")
-            server = python_for_all(stack.enter_context(open_folder()))
+                pytest.skip(f"{name}: the tests run as an ordinary user already")
+            server = python_for_all_users(stack.enter_context(dir_for_all_users()))
             guest = str(Path(server).resolve())
             options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         elif level == "landlock":

@@ -1,4 +1,4 @@
-"""Attacks by excess: of processes, memory, files, output, and of what a parser must bear. Neighbours get their answers."""
+"""Attacks by excess of processes, memory, files, output and parser input. Concurrent calls must get their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.executor.calling import call
 
 BOMBS: dict[str, tuple[str, str]] = {
     "forks": (
-        "pids = []\nwhile len(pids) < 1000:\n    pid = tried(os.fork)\n    if isinstance(pid, OSError): break\n"
+        "pids = []\nwhile len(pids) < 1000:\n    pid = attempt(os.fork)\n    if isinstance(pid, OSError): break\n"
         "    if pid == 0: time.sleep(1000)\n    pids.append(pid)\nif len(pids) >= 16: breach(len(pids))",
         "ok",
     ),
@@ -42,26 +42,26 @@ BOMBS: dict[str, tuple[str, str]] = {
     ),
     "disk in many files": (
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\ngot = 0\nfor n in range(100):\n"
-        "    got += len(bytes(1 << 20)) if not isinstance(tried(lambda: open(str(n), 'wb', buffering=0).write(bytes(1 << 20))), OSError) else 0\n"
+        "    got += len(bytes(1 << 20)) if not isinstance(attempt(lambda: open(str(n), 'wb', buffering=0).write(bytes(1 << 20))), OSError) else 0\n"
         "if got > 20 << 20: breach(got)",
         "ok",
     ),
     "inodes": (
-        "n = 0\nwhile n < 5000 and not isinstance(tried(lambda: os.close(os.open(str(n), os.O_CREAT, 0o600))), OSError): n += 1\n"
+        "n = 0\nwhile n < 5000 and not isinstance(attempt(lambda: os.close(os.open(str(n), os.O_CREAT, 0o600))), OSError): n += 1\n"
         "if n >= 5000: breach(n)",
         "ok",
     ),
-    "folders in folders": (
-        "n = 0\nwhile n < 5000 and not isinstance(tried(lambda: (os.mkdir('x'), os.chdir('x'))), OSError): n += 1\n"
+    "nested directories": (
+        "n = 0\nwhile n < 5000 and not isinstance(attempt(lambda: (os.mkdir('x'), os.chdir('x'))), OSError): n += 1\n"
         "if n >= 5000: breach(n)",
         "ok",
     ),
     "sparse files": (
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nwith open('s', 'wb') as file:\n    got = tried(file.truncate, 1 << 40)\nif got == 1 << 40: breach(got)",
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nwith open('s', 'wb') as file:\n    got = attempt(file.truncate, 1 << 40)\nif got == 1 << 40: breach(got)",
         "ok",
     ),
     "descriptors": (
-        "n = 0\nwhile n < 100_000 and not isinstance(tried(os.dup, 1), OSError): n += 1\nif n > 2000: breach(n)\n",
+        "n = 0\nwhile n < 100_000 and not isinstance(attempt(os.dup, 1), OSError): n += 1\nif n > 2000: breach(n)\n",
         "ok",
     ),
     "descriptors in flight": (
@@ -72,7 +72,7 @@ BOMBS: dict[str, tuple[str, str]] = {
         "ok",
     ),
     "pipes full of data": (
-        "got = 0\ntry:\n    while got < 300 << 20:\n        r, w = os.pipe(); os.set_blocking(w, False); tried(fcntl.fcntl, w, 1031, 1 << 20)\n"
+        "got = 0\ntry:\n    while got < 300 << 20:\n        r, w = os.pipe(); os.set_blocking(w, False); attempt(fcntl.fcntl, w, 1031, 1 << 20)\n"
         "        got += os.write(w, bytes(1 << 20))\nexcept OSError: pass\nif got > 64 << 20: breach(got)",
         "ok",
     ),
@@ -100,20 +100,20 @@ BOMBS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BOMBS)
-def test_bomb_of(what: str, target: Target) -> None:
-    code, statuses = BOMBS[what]
+@pytest.mark.parametrize("attack", BOMBS)
+def test_bomb_of(attack: str, target: Target) -> None:
+    code, statuses = BOMBS[attack]
     timeout_s = 0.3 if statuses.startswith("timeout") else 10.0
     limits = Limits(timeout_s=timeout_s, memory_mb=128, processes=16, disk_mb=16, output_kb=64)
     bomb = target.caller.submit(target.call(code, **{name: getattr(limits, name) for name in Limits.__slots__}))
     neighbours = [call(f"sum(range({n}))", timeout_s=30.0) for n in range(6)]
     for n, result in enumerate(target.caller.run_all(neighbours)):
         assert (result.status, result.value, result.attempts) == (Status.OK, f"{sum(range(n))}", 1), result
-    result = target.caller.answer(bomb)
+    result = target.caller.result_of(bomb)
     assert "BREACH" not in result.stdout, result.stdout[:1000]
     assert (result.status in statuses.split(), result.attempts) == (True, 1), result
     assert len(result.stdout) + len(result.stderr) <= 2 * (limits.output_kb << 10)
-    target.is_well()
+    target.check_healthy()
 
 
 ECHOES = {
@@ -122,15 +122,15 @@ ECHOES = {
     "of a huge text": "'x' * (50 << 20)",
     "of a loop": "class C:\n    def __repr__(self):\n        while True: pass\nC()",
     "of a huge number": "10 ** 5000",
-    "of what is no text": "class C:\n    def __repr__(self): return 5\nC()",
+    "of a repr that is no text": "class C:\n    def __repr__(self): return 5\nC()",
     "of surrogates": "'\\udcff\\x00\\ud800' * 100",
-    "of classes that lie": "class M(type):\n    def __repr__(cls): raise SystemExit(0)\nclass C(metaclass=M): pass\nC",
+    "of classes whose repr exits": "class M(type):\n    def __repr__(cls): raise SystemExit(0)\nclass C(metaclass=M): pass\nC",
 }
 
 
-@pytest.mark.parametrize("what", ECHOES)
-def test_echo(what: str, target: Target) -> None:
-    result = target.caller.run(ECHOES[what], timeout_s=1.0, memory_mb=256)
+@pytest.mark.parametrize("attack", ECHOES)
+def test_echo(attack: str, target: Target) -> None:
+    result = target.caller.run(ECHOES[attack], timeout_s=1.0, memory_mb=256)
     assert (result.status is not Status.UNAVAILABLE, result.attempts) == (True, 1), result
     assert len(result.value or "") <= 64 << 10
-    target.is_well()
+    target.check_healthy()

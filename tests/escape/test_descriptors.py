@@ -1,4 +1,4 @@
-"""Attacks through descriptors: what the input's file is good for besides reading, and passing descriptors on."""
+"""Attacks through descriptors: misuse of the input's file, and passing descriptors over sockets."""
 
 from __future__ import annotations
 
@@ -7,51 +7,53 @@ from pathlib import Path
 
 import pytest
 
-from tests.escape.targets import Host, Target, plainly
+from tests.escape.targets import Host, Target, succeeds_without_jail
 
 INPUT = """
 if not HOST["is_jailed"]:
     fd = os.memfd_create("input", 2); os.write(fd, b"of this call"); os.dup2(fd, 0); os.lseek(0, 0, 0)
 """
-USES = {
-    "growing the input by its size": "if not isinstance(tried(os.ftruncate, 0, 8 << 20), OSError): breach('grown')",
-    "growing the input by a write": "if not isinstance(tried(os.pwrite, 0, b'x', 8 << 20), OSError): breach('grown')",
-    "growing the input ahead": "if not isinstance(tried(os.posix_fallocate, 0, 0, 8 << 20), OSError): breach('grown')",
-    "changing the input by a write": "if not isinstance(tried(os.pwrite, 0, b'x', 0), OSError): breach('written')",
+MISUSES = {
+    "growing the input by its size": "if not isinstance(attempt(os.ftruncate, 0, 8 << 20), OSError): breach('grown')",
+    "growing the input by a write": "if not isinstance(attempt(os.pwrite, 0, b'x', 8 << 20), OSError): breach('grown')",
+    "growing the input ahead": "if not isinstance(attempt(os.posix_fallocate, 0, 0, 8 << 20), OSError): breach('grown')",
+    "changing the input by a write": "if not isinstance(attempt(os.pwrite, 0, b'x', 0), OSError): breach('written')",
     "changing the input by a map": """
 import mmap
-if not isinstance(tried(mmap.mmap, 0, 1), OSError): breach('mapped')
+if not isinstance(attempt(mmap.mmap, 0, 1), OSError): breach('mapped')
 """,
-    "emptying the input": "if not isinstance(tried(os.ftruncate, 0, 0), OSError): breach('emptied')",
+    "emptying the input": "if not isinstance(attempt(os.ftruncate, 0, 0), OSError): breach('emptied')",
     "unsealing the input": """
-for seal in (2, 4, 8):  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, each of which takes a right from the other holder
+for seal in (2, 4, 8):  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
     if raw(72, 0, 1033, seal) == 0: breach(seal)
 """,
 }
-USES["executing the input"] = """
-got = raw(322, 0, b"", 0, 0, 0x1000)  # execveat with AT_EMPTY_PATH: ENOEXEC of a text that is let in as a program
+MISUSES["executing the input"] = """
+got = raw(322, 0, b"", 0, 0, 0x1000)  # execveat with AT_EMPTY_PATH: ENOEXEC would mean that executing it is allowed
 if got not in (-errno.EACCES, -errno.EPERM): breach(got)
 """
-USES["executing the input once it is made a program"] = "tried(os.fchmod, 0, 0o777)\n" + USES["executing the input"]
+MISUSES["executing the input once it is made a program"] = (
+    "attempt(os.fchmod, 0, 0o777)\n" + MISUSES["executing the input"]
+)
 
 
-@pytest.mark.parametrize("what", USES)
-def test_input_serves_no_end_but_reading(what: str, target: Target) -> None:
-    if "made a program" in what and [int(n) for n in os.uname().release.split(".")[:2]] < [6, 3]:
-        pytest.skip("needs MFD_NOEXEC_SEAL (Linux 6.3); before, a file's owner may make it a program")
-    result = target.repels(INPUT + USES[what] + "\nos.write(1, os.read(0, 100))", stdin="of this call")
+@pytest.mark.parametrize("attack", MISUSES)
+def test_input_can_only_be_read(attack: str, target: Target) -> None:
+    if "made a program" in attack and [int(n) for n in os.uname().release.split(".")[:2]] < [6, 3]:
+        pytest.skip("needs MFD_NOEXEC_SEAL (Linux 6.3); earlier kernels let the owner make the file executable")
+    result = target.resists(INPUT + MISUSES[attack] + "\nos.write(1, os.read(0, 100))", stdin="of this call")
     assert result.stdout == "of this callEND\n"
 
 
-@pytest.mark.parametrize("what", USES)
-def test_a_plain_memory_file_serves_other_ends(what: str, host: Host, tmp_path: Path) -> None:
-    plainly(host, INPUT + USES[what], tmp_path)
+@pytest.mark.parametrize("attack", MISUSES)
+def test_misuse_of_input_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, INPUT + MISUSES[attack], tmp_path)
 
 
 SENDING = """
 import _socket
 def sent(sock, fds):
-    return tried(_socket.socket.sendmsg, sock, [b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))])
+    return attempt(_socket.socket.sendmsg, sock, [b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))])
 """
 PASSING = {
     "a descriptor to a socket of its own": """
@@ -73,30 +75,30 @@ for ours, _ in pairs:
         if not isinstance(sent(ours, [1] * 200), OSError): held += 200
 if held > 256: breach(held)
 """,
-    "a socket into its own queue, where only a garbage collector finds it": """
+    "a socket into its own queue, which only a garbage collector frees": """
 ours, theirs = socket.socketpair()
 if not isinstance(sent(ours, [theirs.fileno(), ours.fileno()]), OSError): breach("left")
 """,
     "its identity": """
 ours, theirs = socket.socketpair()
 who = struct.pack("3i", os.getpid(), os.getuid(), os.getgid())
-if not isinstance(tried(_socket.socket.sendmsg, ours, [b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)]), OSError): breach("said")
+if not isinstance(attempt(_socket.socket.sendmsg, ours, [b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)]), OSError): breach("said")
 """,
-    "to whatever it inherited": """
+    "to any inherited descriptor": """
 if not HOST["is_jailed"]: ours, theirs = socket.socketpair(); os.dup2(ours.fileno(), 3)
 null = os.open("/dev/null", os.O_RDONLY)
 for fd in range(4):
-    got = tried(lambda: socket.socket(fileno=os.dup(fd)))
+    got = attempt(lambda: socket.socket(fileno=os.dup(fd)))
     if not isinstance(got, OSError) and not isinstance(sent(got, [null]), OSError): breach(fd)
 """,
 }
 
 
-@pytest.mark.parametrize("what", PASSING)
-def test_passing(what: str, target: Target) -> None:
-    target.repels(SENDING + PASSING[what])
+@pytest.mark.parametrize("attack", PASSING)
+def test_passing(attack: str, target: Target) -> None:
+    target.resists(SENDING + PASSING[attack])
 
 
-@pytest.mark.parametrize("what", PASSING)
-def test_passed_without_a_jail(what: str, host: Host, tmp_path: Path) -> None:
-    plainly(host, SENDING + PASSING[what], tmp_path)
+@pytest.mark.parametrize("attack", PASSING)
+def test_passing_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, SENDING + PASSING[attack], tmp_path)

@@ -1,4 +1,4 @@
-"""Attacks on the kernel's own doors: system calls that are not for sandboxed code, by every way into the kernel."""
+"""Attacks on the kernel: system calls outside the policy, by every entry, and refused arguments of allowed calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sandbox.jail.syscalls import X86_64
-from tests.escape.targets import Host, Target, plainly
+from tests.escape.targets import Host, Target, succeeds_without_jail
 
-DOORS: dict[str, str] = {
+SYSTEM_CALLS: dict[str, str] = {
     "other processes": "ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd process_madvise process_mrelease",
     "kernel code": "bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit",
     "keyrings": "add_key request_key keyctl",
@@ -32,15 +32,15 @@ DOORS: dict[str, str] = {
     "memory without limits": "memfd_create memfd_secret",
     "filters": "seccomp landlock_create_ruleset landlock_restrict_self personality",
 }
-"""What an attacker would ask a kernel for first."""
+"""System calls that attackers try first, by purpose."""
 
-KNOCK = """
+TRY_CALLS = """
 for name, number in {numbers!r}.items():
-    # Arguments that do no harm where the call is let in: bad pointers, bad descriptors, no flag that exists.
+    # Harmless arguments if the call is allowed: invalid pointers, descriptors and flags.
     got = raw(number, *{special!r}.get(name, [-1] * 6))
     if got not in (-errno.EPERM, -errno.ENOSYS): breach(name)
 """
-SPECIAL: dict[str, list[int]] = {
+HARMLESS_ARGUMENTS: dict[str, list[int]] = {
     "msgget": [0x7FFFFFF1, 0],
     "semget": [0x7FFFFFF1, 0, 0],
     "shmget": [0x7FFFFFF1, 0, 0],
@@ -48,36 +48,36 @@ SPECIAL: dict[str, list[int]] = {
 }
 
 
-def knock(names: str) -> str:
-    return KNOCK.format(numbers={name: X86_64[name] for name in names.split()}, special=SPECIAL)
+def try_calls(names: str) -> str:
+    return TRY_CALLS.format(numbers={name: X86_64[name] for name in names.split()}, special=HARMLESS_ARGUMENTS)
 
 
-@pytest.mark.parametrize("what", DOORS)
-def test_system_call(what: str, target: Target) -> None:
-    target.repels(knock(DOORS[what]))
+@pytest.mark.parametrize("attack", SYSTEM_CALLS)
+def test_system_call(attack: str, target: Target) -> None:
+    target.resists(try_calls(SYSTEM_CALLS[attack]))
 
 
-@pytest.mark.parametrize("what", DOORS)
-def test_system_call_is_let_in_elsewhere(what: str, host: Host, tmp_path: Path) -> None:
-    plainly(host, knock(DOORS[what]), tmp_path)
+@pytest.mark.parametrize("attack", SYSTEM_CALLS)
+def test_system_call_is_allowed_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, try_calls(SYSTEM_CALLS[attack]), tmp_path)
 
 
 @cache
 def _allowed() -> frozenset[str]:
-    """What Python and its libraries need of a kernel, for what calls are there for; nothing else need be let in."""
+    """Return the system calls that the policy does not refuse."""
     from sandbox.jail.seccomp import EPERM, rule_for
 
     return frozenset(name for name, number in X86_64.items() if rule_for(number) != EPERM)
 
 
-def test_every_number_that_is_not_for_calls(target: Target) -> None:
-    target.repels(knock(" ".join(X86_64.keys() - _allowed())))
+def test_every_system_call_outside_the_policy(target: Target) -> None:
+    target.resists(try_calls(" ".join(X86_64.keys() - _allowed())))
 
 
-def test_numbers_that_do_not_exist_yet(target: Target) -> None:
-    # 335 and 336 are uprobes' own ways back, which kill whoever is not under one.
+def test_system_calls_that_do_not_exist_yet(target: Target) -> None:
+    # 335 and 336 return from uprobes and kill a process that is in none.
     numbers = {f"number {n}": n for n in (*range(337, 424), *range(453, 1024), 0x3FFFFFFF)}
-    target.repels(KNOCK.format(numbers=numbers, special={}))
+    target.resists(TRY_CALLS.format(numbers=numbers, special={}))
 
 
 MACHINE = """
@@ -98,13 +98,13 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_entry_into_the_kernel(entry: str, target: Target) -> None:
-    """Nor does it kill, for which the kernel writes a line to the host's audit log each time."""
-    result = target.repels(MACHINE.format(code=ENTRIES[entry]))
+    """The entry fails with ENOSYS. Killing the process would write a line to the host's audit log."""
+    result = target.resists(MACHINE.format(code=ENTRIES[entry]))
     assert result.stdout == f"got {-errno.ENOSYS}\nEND\n"
 
 
-def test_entry_into_the_kernel_exists_elsewhere(host: Host, tmp_path: Path) -> None:
-    plainly(host, MACHINE.format(code=ENTRIES["of i386 by int 0x80"]), tmp_path)
+def test_entry_into_the_kernel_succeeds_without_a_jail(host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, MACHINE.format(code=ENTRIES["of i386 by int 0x80"]), tmp_path)
 
 
 ARGUMENTS = {
@@ -120,35 +120,35 @@ pid = raw(435, args, len(args))
 if pid == 0: os._exit(0)
 if pid > 0: breach('clone3')
 """,
-    "a sibling, outside of our namespace, by CLONE_PARENT": """
+    "a sibling outside of the PID namespace, by CLONE_PARENT": """
 pid = raw(56, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0)
 if pid == 0: os._exit(0)
 if pid > 0: breach('clone')
 """,
-    "what files the page cache holds, by RWF_NOWAIT": """
+    "which files are in the page cache, by RWF_NOWAIT": """
 fd = os.open(os.__file__, os.O_RDONLY)
-got = tried(os.preadv, fd, [bytearray(1)], 0, 8)
+got = attempt(os.preadv, fd, [bytearray(1)], 0, 8)
 if got == 1 or getattr(got, 'errno', 0) == errno.EAGAIN: breach(got)
 """,
-    "out-of-band data in Unix sockets, an old friend of escapes": """
+    "out-of-band data in Unix sockets, once a way out of sandboxes": """
 ours, theirs = socket.socketpair()
-if tried(ours.send, b'x', socket.MSG_OOB) == 1: breach('sent')
+if attempt(ours.send, b'x', socket.MSG_OOB) == 1: breach('sent')
 """,
     "a lease on a shared file": """
 for path in SHARED:
-    fd = tried(os.open, path, os.O_RDONLY)
+    fd = attempt(os.open, path, os.O_RDONLY)
     for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK):
-        if isinstance(fd, int) and not isinstance(tried(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind), OSError): breach(path)
+        if isinstance(fd, int) and not isinstance(attempt(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind), OSError): breach(path)
 """,
-    "news of what others read, by dnotify": """
+    "notification of reads by others, by dnotify": """
 signal.signal(signal.SIGIO, signal.SIG_IGN)
 fd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)
-if not isinstance(tried(fcntl.fcntl, fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS), OSError): breach('watching')
+if not isinstance(attempt(fcntl.fcntl, fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS), OSError): breach('watching')
 """,
     "signals on behalf of a descriptor": """
 ours, theirs = socket.socketpair()
-if not isinstance(tried(fcntl.fcntl, ours, fcntl.F_SETOWN, os.getpid()), OSError): breach('F_SETOWN')
-if not isinstance(tried(fcntl.fcntl, ours, 10, signal.SIGUSR1), OSError): breach('F_SETSIG')
+if not isinstance(attempt(fcntl.fcntl, ours, fcntl.F_SETOWN, os.getpid()), OSError): breach('F_SETOWN')
+if not isinstance(attempt(fcntl.fcntl, ours, 10, signal.SIGUSR1), OSError): breach('F_SETSIG')
 if raw(72, ours.fileno(), 15, struct.pack('ii', 1, os.getpid())) == 0: breach('F_SETOWN_EX')
 """,
     "a hint for a shared inode": """
@@ -158,13 +158,13 @@ if raw(72, fd, 1036, struct.pack('Q', 2)) == 0: breach('F_SET_RW_HINT')
     "typing into a terminal": """
 import termios
 for fd in range(5):
-    if not isinstance(tried(fcntl.ioctl, fd, termios.TIOCSTI, b'x'), OSError): breach(fd)
-    got = tried(fcntl.ioctl, fd, termios.TIOCGPGRP, bytes(4))
+    if not isinstance(attempt(fcntl.ioctl, fd, termios.TIOCSTI, b'x'), OSError): breach(fd)
+    got = attempt(fcntl.ioctl, fd, termios.TIOCGPGRP, bytes(4))
     if getattr(got, 'errno', 0) != errno.EPERM: breach(got)
 """,
-    "a look at interfaces through any descriptor": """
+    "network interfaces through any descriptor": """
 for fd in range(5):
-    got = tried(fcntl.ioctl, fd, 0x8912, bytes(16))
+    got = attempt(fcntl.ioctl, fd, 0x8912, bytes(16))
     if getattr(got, 'errno', 0) not in (errno.EPERM, errno.EBADF): breach(got)
 """,
     "speculation and dumps by prctl": """
@@ -173,14 +173,14 @@ for option in (4, 22, 23, 24, 26, 28, 47, 50, 53, 59, 65, 67, 0x59616d61):
     if got != -errno.EPERM: breach((option, got))
 """,
 }
-"""Calls that are let in, with arguments that should not be."""
+"""Allowed system calls with arguments that must be refused."""
 
 
-@pytest.mark.parametrize("what", ARGUMENTS)
-def test_asking_for(what: str, target: Target) -> None:
-    target.repels(ARGUMENTS[what])
+@pytest.mark.parametrize("attack", ARGUMENTS)
+def test_argument_of(attack: str, target: Target) -> None:
+    target.resists(ARGUMENTS[attack])
 
 
-@pytest.mark.parametrize("what", ARGUMENTS)
-def test_what_is_asked_for_is_granted_elsewhere(what: str, host: Host, tmp_path: Path) -> None:
-    plainly(host, ARGUMENTS[what], tmp_path)
+@pytest.mark.parametrize("attack", ARGUMENTS)
+def test_argument_is_accepted_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, ARGUMENTS[attack], tmp_path)

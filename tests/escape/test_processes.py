@@ -1,4 +1,4 @@
-"""Attacks on other processes, and by processes that would outlive their call."""
+"""Attacks on other processes, and attempts to outlive the call or its time limit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from sandbox.types import Status
-from tests.escape.targets import DEADLINE_S, Host, Target, plainly
+from tests.escape.targets import DEADLINE_S, Host, Target, succeeds_without_jail
 from tests.executor.calling import OWN_PYTHON, call, wait_gone
 
 REACHING = {
     "a signal to a process of the host": """
 for pid in (HOST["pid"], HOST["server"], os.getppid()):
-    if pid and not isinstance(tried(os.kill, pid, 0), OSError): breach(pid)
+    if pid and not isinstance(attempt(os.kill, pid, 0), OSError): breach(pid)
 """,
     "a signal to a thread of the host": """
 for pid in (HOST["pid"], HOST["server"]):
@@ -29,36 +29,36 @@ info = struct.pack("iiiii108x", 0, 0, -1, os.getpid(), os.getuid())
 for pid in (HOST["pid"], HOST["server"]):
     if raw(129, pid, 0, info) == 0 or raw(297, pid, pid, 0, info) == 0: breach(pid)
 """,
-    "a handle of a process": """
+    "a pidfd of a process": """
 for pid in (HOST["pid"], HOST["server"]):
-    fd = tried(os.pidfd_open, pid)
+    fd = attempt(os.pidfd_open, pid)
     if not isinstance(fd, OSError): breach(pid)
 """,
     "the limits of a process": """
 for pid in (HOST["pid"], HOST["server"]):
-    if not isinstance(tried(resource.prlimit, pid, resource.RLIMIT_NOFILE), OSError): breach(pid)
+    if not isinstance(attempt(resource.prlimit, pid, resource.RLIMIT_NOFILE), OSError): breach(pid)
 """,
     "the priority of a process": """
 for pid in (HOST["pid"], HOST["server"]):
-    if not isinstance(tried(os.getpriority, os.PRIO_PROCESS, pid), OSError): breach(pid)
-    if not isinstance(tried(os.sched_getaffinity, pid), OSError): breach(pid)
-    if not isinstance(tried(os.getsid, pid), OSError): breach(pid)
+    if not isinstance(attempt(os.getpriority, os.PRIO_PROCESS, pid), OSError): breach(pid)
+    if not isinstance(attempt(os.sched_getaffinity, pid), OSError): breach(pid)
+    if not isinstance(attempt(os.getsid, pid), OSError): breach(pid)
 """,
     "the session of a process": """
 for pid in (HOST["pid"], HOST["server"]):
-    if not isinstance(tried(os.getpgid, pid), OSError): breach(pid)
+    if not isinstance(attempt(os.getpgid, pid), OSError): breach(pid)
 """,
-    "any process by counting": """
+    "any process by trying all pids": """
 mine = {os.getpid(), os.getppid()}
-found = [pid for pid in range(2, 70_000) if pid not in mine and not isinstance(tried(os.kill, pid, 0), ProcessLookupError)]
+found = [pid for pid in range(2, 70_000) if pid not in mine and not isinstance(attempt(os.kill, pid, 0), ProcessLookupError)]
 if found: breach(found[:9])
 """,
     "a higher priority": """
-if not isinstance(tried(os.nice, -5), OSError) or not isinstance(tried(os.nice, 1), OSError): breach("nice")
+if not isinstance(attempt(os.nice, -5), OSError) or not isinstance(attempt(os.nice, 1), OSError): breach("nice")
 """,
     "more by raising a limit": """
 for what in range(16):
-    limits = tried(resource.getrlimit, what)
+    limits = attempt(resource.getrlimit, what)
     if isinstance(limits, OSError) or limits[1] == resource.RLIM_INFINITY: continue
     try: resource.setrlimit(what, (limits[0], limits[1] + 1))
     except (ValueError, OSError): continue
@@ -68,46 +68,46 @@ if resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY: breach("
 }
 
 
-@pytest.mark.parametrize("what", REACHING)
-def test_reaching(what: str, target: Target) -> None:
-    target.repels(REACHING[what], timeout_s=30.0)
+@pytest.mark.parametrize("attack", REACHING)
+def test_reaching(attack: str, target: Target) -> None:
+    target.resists(REACHING[attack], timeout_s=30.0)
 
 
-@pytest.mark.parametrize("what", REACHING)
-def test_reached_without_a_jail(what: str, host: Host, tmp_path: Path) -> None:
-    plainly(host, REACHING[what], tmp_path)
+@pytest.mark.parametrize("attack", REACHING)
+def test_reaching_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, REACHING[attack], tmp_path)
 
 
 KILLING = {
-    "all that it may": "tried(os.kill, -1, {signal})",
-    "its process group": "tried(os.kill, 0, {signal})",
-    "its process group by name": "tried(os.killpg, os.getpgrp(), {signal})\ntried(os.killpg, 0, {signal})",
-    "its parents": "tried(os.kill, os.getppid(), {signal})\ntried(os.kill, 1, {signal})",
-    "every process by number": "for pid in range(2, 5000):\n    if pid != os.getpid(): tried(os.kill, pid, {signal})",
-    "its parent from a group of that": "tried(os.setpgid, 0, os.getppid())\ntried(os.kill, 0, {signal})",
+    "all processes": "attempt(os.kill, -1, {signal})",
+    "its process group": "attempt(os.kill, 0, {signal})",
+    "its process group by name": "attempt(os.killpg, os.getpgrp(), {signal})\nattempt(os.killpg, 0, {signal})",
+    "its parents": "attempt(os.kill, os.getppid(), {signal})\nattempt(os.kill, 1, {signal})",
+    "every process by number": "for pid in range(2, 5000):\n    if pid != os.getpid(): attempt(os.kill, pid, {signal})",
+    "its parent, from the process group of the parent": "attempt(os.setpgid, 0, os.getppid())\nattempt(os.kill, 0, {signal})",
 }
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("what", KILLING)
-def test_killing(what: str, number: int, target: Target) -> None:
-    """From a child, so that there is somebody to say that it was done; others go on, and are tried once."""
+@pytest.mark.parametrize("attack", KILLING)
+def test_killing(attack: str, number: int, target: Target) -> None:
+    """A child makes the attack, so that the call itself can survive it. Concurrent calls are not disturbed."""
     neighbours = [target.caller.submit(call(f"import time\ntime.sleep(0.5)\nprint({n})")) for n in range(2)]
-    attack = f"if os.fork() == 0:\n    {KILLING[what].format(signal=int(number)).replace(chr(10), chr(10) + '    ')}\n    os._exit(0)\n"
-    result = target.run(attack + "time.sleep(0.2)", timeout_s=2.0)
+    code = f"if os.fork() == 0:\n    {KILLING[attack].format(signal=int(number)).replace(chr(10), chr(10) + '    ')}\n    os._exit(0)\n"
+    result = target.run(code + "time.sleep(0.2)", timeout_s=2.0)
     assert result.status is not Status.UNAVAILABLE, result
     assert result.attempts == 1
-    for n, neighbour in enumerate(map(target.caller.answer, neighbours)):
+    for n, neighbour in enumerate(map(target.caller.result_of, neighbours)):
         assert (neighbour.stdout, neighbour.attempts) == (f"{n}\n", 1), neighbour
-    target.is_well()
+    target.check_healthy()
 
 
-def test_a_group_can_be_killed_without_a_jail(tmp_path: Path) -> None:
+def test_killing_the_process_group_succeeds_without_a_jail(tmp_path: Path) -> None:
     code = "import os, signal\npid = os.fork()\nif pid == 0: os.kill(0, 15); os._exit(0)\nos.wait()"
     assert subprocess.run([OWN_PYTHON, "-c", code], start_new_session=True, check=False).returncode == -signal.SIGTERM
 
 
-OUTLIVING = {
+LEFTOVERS = {
     "a daemon": """
 if os.fork() == 0:
     os.setsid()
@@ -139,8 +139,8 @@ if os.fork() == 0:
     threading.Thread(target=time.sleep, args=(1000,)).start()
     libc.syscall(60, 0)
 """,
-    "a child in a group of its own, traced by nobody": "if os.fork() == 0: os.setpgid(0, 0); signal.pthread_sigmask(0, range(1, 65)); time.sleep(1000)",
-    "a child that shares our memory": """
+    "a child in its own process group with all signals blocked": "if os.fork() == 0: os.setpgid(0, 0); signal.pthread_sigmask(0, range(1, 65)); time.sleep(1000)",
+    "a child that shares memory, by vfork": """
 stack = ctypes.create_string_buffer(1 << 16)
 sleep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
 if os.fork() == 0: raw(58) or time.sleep(1000)
@@ -148,46 +148,46 @@ if os.fork() == 0: raw(58) or time.sleep(1000)
 }
 
 
-@pytest.mark.parametrize("what", OUTLIVING)
-def test_outliving_the_call(what: str, target: Target) -> None:
+@pytest.mark.parametrize("attack", LEFTOVERS)
+def test_outliving_the_call(attack: str, target: Target) -> None:
     mark = "esc" + secrets.token_hex(5)
-    result = target.run(f"libc.prctl(15, b'{mark}')\n{OUTLIVING[what]}\nos._exit(0)", timeout_s=5.0, processes=32)
+    result = target.run(f"libc.prctl(15, b'{mark}')\n{LEFTOVERS[attack]}\nos._exit(0)", timeout_s=5.0, processes=32)
     assert result.status in ("ok", "timeout", "error"), result
     wait_gone(_marked(mark, target.processes()))
-    assert not _marked(mark), "a process is left"
-    target.is_well()
+    assert not _marked(mark), "a process outlived its call"
+    target.check_healthy()
 
 
 def _marked(mark: str, pids: list[int] | None = None) -> list[int]:
-    """Processes of that name, anywhere on the machine."""
-    found = []
+    """Return the pids of processes with this name, by default on the whole machine."""
+    marked = []
     for pid in pids or [int(name) for name in os.listdir("/proc") if name.isdigit()]:
         try:
             if Path(f"/proc/{pid}/comm").read_text().strip() == mark:
-                found.append(pid)
+                marked.append(pid)
         except OSError:
             continue
-    return found
+    return marked
 
 
-def test_a_daemon_is_found_without_a_jail(host: Host, tmp_path: Path) -> None:
+def test_a_daemon_outlives_its_parent_without_a_jail(host: Host, tmp_path: Path) -> None:
     mark = "esc" + secrets.token_hex(5)
-    code = host.knowing(f"libc.prctl(15, b'{mark}')\n{OUTLIVING['a daemon']}\nos._exit(0)")
+    code = host.with_facts(f"libc.prctl(15, b'{mark}')\n{LEFTOVERS['a daemon']}\nos._exit(0)")
     subprocess.run([OWN_PYTHON, "-c", code], cwd=tmp_path, timeout=DEADLINE_S, check=True)
     (daemon,) = _marked(mark)
     os.kill(daemon, signal.SIGKILL)
 
 
-CLINGING = {
+ENDLESS = {
     "ignores every signal": """
 for number in range(1, 65):
     try: signal.signal(number, signal.SIG_IGN)
     except (ValueError, OSError): pass
 while True: time.sleep(1000)
 """,
-    "never lets go of the interpreter": "re.match('(a*)*b', 'a' * 40)",
+    "never releases the interpreter lock": "re.match('(a*)*b', 'a' * 40)",
     "computes in C": "9 ** 9 ** 9",
-    "makes text of a huge number": "sys.set_int_max_str_digits(0)\nlen(str(7 ** 9_000_000))",
+    "formats a huge number": "sys.set_int_max_str_digits(0)\nlen(str(7 ** 9_000_000))",
     "waits for a child that sleeps, by vfork": """
 code = b'\\x48\\xc7\\xc0\\x3a\\x00\\x00\\x00\\x0f\\x05\\x85\\xc0\\x75\\x0b\\x48\\xc7\\xc0\\x22\\x00\\x00\\x00\\x0f\\x05\\xeb\\xf5\\xc3'
 import mmap
@@ -195,7 +195,7 @@ page = mmap.mmap(-1, 4096, prot=7); page.write(code)
 ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
 time.sleep(1000)
 """,
-    "waits at its end": "import atexit\natexit.register(time.sleep, 1000)",
+    "sleeps in an atexit handler": "import atexit\natexit.register(time.sleep, 1000)",
     "waits for a thread": "threading.Thread(target=time.sleep, args=(1000,)).start()",
     "waits for input": "os.read(os.pipe()[0], 1)",
     "loops in a handler": "def loop(*_):\n    while True: pass\nsignal.signal(signal.SIGALRM, loop); signal.setitimer(0, 0.01); time.sleep(1000)",
@@ -205,13 +205,13 @@ while True:
         while True: time.sleep(1000)
     except BaseException: pass
 """,
-    "dies and dies again": "class C:\n    def __del__(self):\n        while True: pass\nC()",
-    "hides that it works": """
+    "loops in a destructor": "class C:\n    def __del__(self):\n        while True: pass\nC()",
+    "computes only in short-lived children": """
 until = time.monotonic() + 0.4
 while True:
     children = []
     for _ in range(6):
-        pid = tried(os.fork)
+        pid = attempt(os.fork)
         if pid == 0:
             while time.monotonic() < until: pass
             os._exit(0)
@@ -222,16 +222,16 @@ while True:
 }
 
 
-@pytest.mark.parametrize("what", CLINGING)
-def test_code_that(what: str, target: Target) -> None:
-    result = target.run(CLINGING[what], timeout_s=0.5, memory_mb=1024)
+@pytest.mark.parametrize("attack", ENDLESS)
+def test_code_that(attack: str, target: Target) -> None:
+    result = target.run(ENDLESS[attack], timeout_s=0.5, memory_mb=1024)
     assert (result.status, result.attempts) == (Status.TIMEOUT, 1), result
-    target.is_well()
+    target.check_healthy()
 
 
-def test_nobody_is_left(target: Target) -> None:
-    """After all of that: the executor, its jail, its zygotes; no call, no orphan."""
-    target.is_well()
+def test_no_process_is_left_after_all_attacks(target: Target) -> None:
+    """After all attacks only the executor, its jail and its zygotes exist."""
+    target.check_healthy()
     deadline = time.monotonic() + DEADLINE_S
     while len(target.processes()) != target.at_rest and time.monotonic() < deadline:
         time.sleep(0.05)

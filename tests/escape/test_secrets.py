@@ -1,4 +1,4 @@
-"""Attacks for what is not ours to read: the host's files and processes, the server, and the calls of others."""
+"""Attacks that read secrets: files and processes of the host, the server's, and other calls'."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 import pytest
 
 from sandbox.types import Call
-from tests.escape.targets import Host, Target, canary, plainly
+from tests.escape.targets import Host, Target, canary, succeeds_without_jail
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, call
 
 READING = {
-    "a file that all may read": "look(read(HOST['file']))",
-    "a file by going up": "look(read('../' * 40 + HOST['file'][1:]))",
-    "a file through a link": "os.symlink(HOST['file'], 'link'); look(read('link'))",
-    "a file by a hard link": "tried(os.link, HOST['file'], 'hard'); look(read('hard')); look(read(HOST['file']))",
+    "a world-readable file": "scan(read(HOST['file']))",
+    "a file by going up": "scan(read('../' * 40 + HOST['file'][1:]))",
+    "a file through a link": "os.symlink(HOST['file'], 'link'); scan(read('link'))",
+    "a file by a hard link": "attempt(os.link, HOST['file'], 'hard'); scan(read('hard')); scan(read(HOST['file']))",
     "a file by executing it": """
-done = tried(lambda: subprocess.run(["/bin/cat", HOST["file"]], capture_output=True))
-if not isinstance(done, OSError): look(done.stdout)
+done = attempt(lambda: subprocess.run(["/bin/cat", HOST["file"]], capture_output=True))
+if not isinstance(done, OSError): scan(done.stdout)
 """,
-    "a folder's names": """
-got = tried(os.listdir, HOST["folder"])
+    "the names in a directory": """
+got = attempt(os.listdir, HOST["directory"])
 if not isinstance(got, OSError) and "secret" in got: breach(got)
 """,
-    "shared memory": "look(read(HOST['shm']))\nfor name in names('/dev/shm'): look(read('/dev/shm/' + name))",
-    "the environment of the server": "look(read(f'/proc/{HOST[\"server\"]}/environ'))",
-    "the command line of the server": "look(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
-    "files through another process's root": """
+    "shared memory": "scan(read(HOST['shm']))\nfor name in names('/dev/shm'): scan(read('/dev/shm/' + name))",
+    "the environment of the server": "scan(read(f'/proc/{HOST[\"server\"]}/environ'))",
+    "the command line of the server": "scan(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
+    "files through the root of another process": """
 for pid in (HOST["server"], os.getppid(), 1, "self"):
-    for door in ("root", "cwd/../../../../../../.."): look(read(f"/proc/{pid}/{door}{HOST['file']}"))
+    for door in ("root", "cwd/../../../../../../.."): scan(read(f"/proc/{pid}/{door}{HOST['file']}"))
 """,
     "every environment and command line in /proc": """
 for pid in names("/proc"):
-    if pid.isdigit() and int(pid) != os.getpid(): look(read(f"/proc/{pid}/environ") + read(f"/proc/{pid}/cmdline"))
+    if pid.isdigit() and int(pid) != os.getpid(): scan(read(f"/proc/{pid}/environ") + read(f"/proc/{pid}/cmdline"))
 """,
     "the memory of the server": """
 for pid in (HOST["server"], os.getppid()):
@@ -42,26 +42,26 @@ for pid in (HOST["server"], os.getppid()):
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
         if "rw" not in line or last - first > 64 << 20: continue
         try:
-            with open(f"/proc/{pid}/mem", "rb", buffering=0) as file: file.seek(first); look(file.read(last - first))
+            with open(f"/proc/{pid}/mem", "rb", buffering=0) as file: file.seek(first); scan(file.read(last - first))
         except OSError: pass
 """,
-    "a mount of /proc of our own": """
+    "a new mount of /proc": """
 libc.unshare(0x10020000)
-if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: look(read(f"/tmp/{HOST['server']}/environ")); libc.umount(b"/tmp")
+if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: scan(read(f"/tmp/{HOST['server']}/environ")); libc.umount(b"/tmp")
 if names("/proc/1"): breach("/proc/1")
 """,
     "an inherited descriptor": """
 for fd in range(1024):
-    if fd < 5 or isinstance(tried(os.fstat, fd), OSError): continue
+    if fd < 5 or isinstance(attempt(os.fstat, fd), OSError): continue
     breach(fd)
 """,
-    "a descriptor of a folder to climb out of": """
+    "a parent directory through an inherited descriptor": """
 for fd in (*range(1024), -100):
-    got = tried(os.open, "../" * 20 + HOST["file"][1:], os.O_RDONLY, 0o600) if fd == -100 else \
+    got = attempt(os.open, "../" * 20 + HOST["file"][1:], os.O_RDONLY, 0o600) if fd == -100 else \
         raw(257, fd, ("../" * 20 + HOST["file"][1:]).encode(), 0)
-    if isinstance(got, int) and got >= 0: look(os.read(got, 4096))
+    if isinstance(got, int) and got >= 0: scan(os.read(got, 4096))
 """,
-    "files by handles, past every path": """
+    "files by handles, without a path": """
 libc.name_to_handle_at.restype = ctypes.c_int
 handle, mount = struct.pack("Ii128x", 128, 0), ctypes.c_int()
 buffer = ctypes.create_string_buffer(handle, len(handle))
@@ -73,20 +73,20 @@ for inode in range(2, 12):
 """,
     "a set-uid program": """
 for path in ("/bin/su", "/usr/bin/su", "/usr/bin/sudo", "/usr/bin/passwd", "/usr/bin/mount"):
-    done = tried(lambda: subprocess.run([path, "--help"], capture_output=True))
+    done = attempt(lambda: subprocess.run([path, "--help"], capture_output=True))
     if not isinstance(done, OSError): breach(path)
 """,
     "a disk by its device": """
 for name, node in (("sda", (8, 0)), ("vda", (254, 0)), ("vda", (253, 0)), ("mem", (1, 1)), ("kmsg", (1, 11)), ("x", (1, 5))):
-    got = tried(os.mknod, name, 0o600 | 0o020000 * (node[0] == 1) | 0o060000 * (node[0] != 1), os.makedev(*node))
-    if not isinstance(got, OSError) and not isinstance(tried(os.open, name, os.O_RDONLY), OSError): breach(name)
+    got = attempt(os.mknod, name, 0o600 | 0o020000 * (node[0] == 1) | 0o060000 * (node[0] != 1), os.makedev(*node))
+    if not isinstance(got, OSError) and not isinstance(attempt(os.open, name, os.O_RDONLY), OSError): breach(name)
     if not isinstance(got, OSError): os.unlink(name)
 """,
     "the sources of the server": """
-for folder, _, names in os.walk("/"):
-    if folder == "/proc": continue
-    if {"gateway", "executor", "jail"} <= set(os.listdir(folder)): breach(folder)
-    if folder.count("/") > 6: _.clear()
+for directory, _, names in os.walk("/"):
+    if directory == "/proc": continue
+    if {"gateway", "executor", "jail"} <= set(os.listdir(directory)): breach(directory)
+    if directory.count("/") > 6: _.clear()
 for name in ("sandbox", "sandbox.jail", "sandbox.executor"):
     try: __import__(name)
     except ImportError: continue
@@ -94,32 +94,32 @@ for name in ("sandbox", "sandbox.jail", "sandbox.executor"):
 """,
     "the user's home": """
 for home in ("/root", "/home", "/var", "/usr/share"):
-    if not isinstance(tried(os.listdir, home), OSError): breach(home)
+    if not isinstance(attempt(os.listdir, home), OSError): breach(home)
 """,
     "the accounts": "if read('/etc/shadow'): breach('shadow')\nif read('/etc/machine-id'): breach('machine-id')",
 }
 
 
-@pytest.mark.parametrize("what", READING)
-def test_reading(what: str, target: Target) -> None:
-    target.repels(READING[what])
+@pytest.mark.parametrize("attack", READING)
+def test_reading(attack: str, target: Target) -> None:
+    target.resists(READING[attack])
 
 
-@pytest.mark.parametrize("what", READING)
-def test_reading_succeeds_without_a_jail(what: str, host: Host, tmp_path: Path) -> None:
-    plainly(host, READING[what], tmp_path)
+@pytest.mark.parametrize("attack", READING)
+def test_reading_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, READING[attack], tmp_path)
 
 
 @dataclass(frozen=True)
-class Others:
-    """Other calls of the same zygote, and all the secrets in them."""
+class OtherCalls:
+    """Two other calls of the same zygote, and all secrets in them."""
 
     secrets: frozenset[str]
     running: Call
     ended: Call
 
 
-def others() -> Others:
+def other_calls() -> OtherCalls:
     tokens = [canary() for _ in range(9)]
     hang = "\nimport time\ntime.sleep(1000)"
     running = call(f"x = {tokens[0]!r}{hang}", stdin=tokens[1], files={"in": tokens[2].encode()}, timeout_s=300.0)
@@ -130,7 +130,7 @@ def others() -> Others:
         files={"in": tokens[8].encode()},
         return_files=("out",),
     )
-    return Others(frozenset(tokens), running, ended)
+    return OtherCalls(frozenset(tokens), running, ended)
 
 
 SEARCH = {
@@ -144,8 +144,8 @@ while found and len(seen) < 500_000:
     one = found.pop()
     if id(one) in seen: continue
     seen.add(id(one))
-    if isinstance(one, (bytes, bytearray, memoryview)): look(bytes(one))
-    elif isinstance(one, str): look(one.encode(errors="replace"))
+    if isinstance(one, (bytes, bytearray, memoryview)): scan(bytes(one))
+    elif isinstance(one, str): scan(one.encode(errors="replace"))
     elif isinstance(one, dict): found += [*one.keys(), *one.values()]
     elif isinstance(one, (list, tuple, set, frozenset)): found += one
     elif hasattr(type(one), "__slots__"): found += [getattr(one, s, None) for s in type(one).__slots__]
@@ -156,13 +156,13 @@ import gc
 gc.unfreeze()
 for one in gc.get_objects():
     for part in gc.get_referents(one):
-        if isinstance(part, (bytes, bytearray)): look(bytes(part))
-        elif type(part) is str: look(part.encode(errors="replace"))
+        if isinstance(part, (bytes, bytearray)): scan(bytes(part))
+        elif type(part) is str: scan(part.encode(errors="replace"))
 """,
     "memory": """
 import mmap
 def maps():
-    # Without /proc: mincore(2) tells mapped pages from holes. Start where something must be and go on until a wide hole.
+    # Without /proc, mincore(2) distinguishes mapped pages from holes. Start at known addresses and stop at wide holes.
     libc.sbrk.restype = ctypes.c_void_p
     anchors = [id(sys), id(int), libc.sbrk(0) - 4096, ctypes.addressof(ctypes.c_char_p.in_dll(libc, "environ")),
                ctypes.cast(libc.malloc, ctypes.c_void_p).value, ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value,
@@ -186,9 +186,9 @@ window = os.open("window", os.O_RDWR | os.O_CREAT, 0o600)
 libc.pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 for first, last in runs:
     while first < last:
-        # A write from there to a file: EFAULT where it may not be read, instead of a crash.
+        # Writing the page to a file fails with EFAULT if it is unreadable, where reading it would crash.
         got = libc.pwrite(window, first << 12, min(last - first, 256) << 12, 0)
-        if got > 0: look(os.pread(window, got + 64, 0))
+        if got > 0: scan(os.pread(window, got + 64, 0))
         first += max(1, got >> 12) if got > 0 else 1
 """,
 }
@@ -196,42 +196,42 @@ for first, last in runs:
 
 @pytest.mark.parametrize("where", SEARCH)
 def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
-    past, early, late = others(), others(), others()
+    past, early, late = other_calls(), other_calls(), other_calls()
     attack = target.call(SEARCH[where], timeout_s=120.0, memory_mb=1024)
     caller = target.caller
     hanging = caller.submit(past.running)
     caller.run_all([past.ended] * 3)
     caller.stats.clear()
-    # Those that the test before has cancelled are gone, and this one has left its short place: there are but four.
+    # Wait until the calls of the test before are gone and the hanging call is long, so that all four short slots are free.
     caller.until(lambda: (caller.stats.get("running"), caller.stats.get("running_long")) == (1, 1))
-    with target.stopped():  # so that the zygote knows of all four when it forks the first
+    with target.stopped():  # so that the zygote receives all four calls before it forks the first
         before = caller.submit(early.ended)
         attacks = caller.submit(attack)
         batch_mates = [caller.submit(late.running), caller.submit(late.ended)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == 5)
-    caller.answer(before)
-    said = caller.answer(attacks).stdout
-    caller.answer(batch_mates[1])
+    caller.result_of(before)
+    output = caller.result_of(attacks).stdout
+    caller.result_of(batch_mates[1])
     caller.send("cancel", [hanging, batch_mates[0]])
-    assert said.endswith("END\n")
-    stolen = [token for token in past.secrets | early.secrets | late.secrets if token in said]
-    assert not stolen, said
+    assert output.endswith("END\n")
+    stolen = [token for token in past.secrets | early.secrets | late.secrets if token in output]
+    assert not stolen, output
 
 
-def test_descriptors_of_calls_that_came_together(target: Target) -> None:
-    """They are forked in a row, from a zygote that holds the files of all of them."""
+def test_calls_of_a_batch_do_not_inherit_each_others_descriptors(target: Target) -> None:
+    """The zygote forks them one after another, while it has the files of all of them open."""
     attack = target.call(READING["an inherited descriptor"], stdin="of this call alone")
     caller = target.caller
     caller.stats.clear()
-    caller.until(lambda: caller.stats.get("running") == 0)  # those that the test before has cancelled are gone
+    caller.until(lambda: caller.stats.get("running") == 0)  # those that the test before has cancelled have ended
     with target.stopped():
         attacks = [caller.submit(attack) for _ in range(3)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == len(attacks))
-    said = [caller.answer(one).stdout for one in attacks]
-    assert all(text.endswith("END\n") for text in said), said
-    assert not any("BREACH" in text for text in said), said
+    output = [caller.result_of(one).stdout for one in attacks]
+    assert all(text.endswith("END\n") for text in output), output
+    assert not any("BREACH" in text for text in output), output
 
 
 ZYGOTE = """
@@ -246,7 +246,7 @@ serve([secret, {"kept": [secret.decode()]}])
 
 
 @pytest.mark.parametrize("where", SEARCH)
-def test_a_fork_knows_what_its_parent_knew(where: str, host: Host, tmp_path: Path) -> None:
-    argv = [OWN_PYTHON, "-c", ZYGOTE, canary(), host.knowing(SEARCH[where])]
+def test_search_finds_secrets_of_the_parent_without_a_jail(where: str, host: Host, tmp_path: Path) -> None:
+    argv = [OWN_PYTHON, "-c", ZYGOTE, canary(), host.with_facts(SEARCH[where])]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=DEADLINE_S)
     assert "BREACH CANARY" in done.stdout, done

@@ -1,4 +1,4 @@
-"""An executor in its process, spoken to as a gateway does, but by a test that can wait."""
+"""Starts an executor process and exchanges frames with it, in place of a gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.jail.jails import descendants
 
 DEADLINE_S = 60
 OWN_PYTHON: str = os.environ.get("GUEST_PYTHON") or sys._base_executable  # type: ignore[attr-defined]
-"""A guest without packages: the interpreter under this test's environment, or the one that `GUEST_PYTHON` names."""
+"""Python for calls, without packages: the base interpreter of this environment, or the one in `GUEST_PYTHON`."""
 
 
 class Caller:
@@ -36,57 +36,57 @@ class Caller:
         self.ready: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
         self.window = 0
-        self.answers: dict[int, Result] = {}
+        self.results: dict[int, Result] = {}
         self._seqs = itertools.count(1)
         self._unpacker = wire.Unpacker()
 
     def run(self, code: str, *, stdin: str = "", echo: bool = True, **more: Any) -> Result:
-        """One call, waited for; what is not a field of a call is one of its limits."""
+        """Run one call and wait for its result. `more` are fields of `Call` and of `Limits`."""
         return self.run_all([call(code, stdin=stdin, echo=echo, **more)])[0]
 
     def run_all(self, calls: list[Call]) -> list[Result]:
-        """Calls at once, waited for; results in their order."""
-        seqs = [self.submit(one) for one in calls]
-        return [self.answer(seq) for seq in seqs]
+        """Submit calls at once and wait for their results, in the order of the calls."""
+        seqs = [self.submit(one_call) for one_call in calls]
+        return [self.result_of(seq) for seq in seqs]
 
-    def submit(self, one: Call) -> int:
+    def submit(self, one_call: Call) -> int:
         seq = next(self._seqs)
-        self.send("calls", [[seq, one.encode(binary=True)]])
+        self.send("calls", [[seq, one_call.encode(binary=True)]])
         return seq
 
-    def answer(self, seq: int) -> Result:
-        self.until(lambda: seq in self.answers)
-        return self.answers.pop(seq)
+    def result_of(self, seq: int) -> Result:
+        self.until(lambda: seq in self.results)
+        return self.results.pop(seq)
 
     def send(self, *message: Any) -> None:
         self.link.sendall(wire.pack(list(message)))
 
-    def until(self, claim: Callable[[], bool]) -> None:
-        """Read frames until `claim` holds. Ends the test when the executor ends or stays silent."""
-        while not claim():
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Read frames until `condition()`. Fails if the executor ends, or is silent for `DEADLINE_S`."""
+        while not condition():
             assert self.receive(), f"the executor ended with {self.process.wait(DEADLINE_S)}"
 
     def receive(self) -> bool:
-        """Whatever comes next; False at the end."""
+        """Wait for frames and keep their contents; return False at the end of the stream."""
         data = self.link.recv(1 << 18)
         self._unpacker.feed(data)
-        for kind, what in self._unpacker:
+        for kind, content in self._unpacker:
             if kind == "results":
-                for seq, result in what:
-                    assert seq not in self.answers, "answered twice"
-                    self.answers[seq] = Result.decode(result)
+                for seq, result in content:
+                    assert seq not in self.results, "a call got two results"
+                    self.results[seq] = Result.decode(result)
             elif kind == "stats":
-                self.stats = what
+                self.stats = content
             elif kind == "ready":
-                self.ready = what
+                self.ready = content
             elif kind == "window":
-                self.window = what
+                self.window = content
             else:
-                pytest.fail(f"{kind}: {what}")
+                pytest.fail(f"{kind}: {content}")
         return bool(data)
 
     def processes(self) -> list[int]:
-        """The executor, its jails, and all in them."""
+        """Pids of the executor and all its descendants."""
         return descendants(self.process.pid)
 
 
@@ -103,16 +103,17 @@ def executor(
     process_options: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Iterator[Caller]:
-    """An executor that is ready, with `settings` of an `ExecutorConfig`; of one lean zygote if nothing else is said.
+    """Start an executor and wait until it is ready. Asserts at the end that it exits with 0.
 
-    `server` is the command that its own Python is, `process_options` are those of its `Popen`.
+    `settings` are fields of `ExecutorConfig`; the default is one bare zygote and the strongest isolation. `server` is
+    the command that runs the executor's own Python, `process_options` are arguments of `Popen`.
     """
-    settings = {"isolation": "auto", "profiles": ("bare",), "zygotes": 1, "slots": 4, **settings}
+    settings = {"isolation": "auto", "profiles": ("bare",), "zygote_pools": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
             settings["isolation"] = choose_level("auto").level.value
-        except IsolationError as why:
-            pytest.skip(str(why))
+        except IsolationError as error:
+            pytest.skip(str(error))
     config = ExecutorConfig(python=str(python), **settings)
     ours, theirs = socket.socketpair()
     ours.settimeout(DEADLINE_S)
@@ -122,7 +123,7 @@ def executor(
     with ours, process:
         try:
             caller = Caller(process, ours)
-            caller.send("configure", config.settings())
+            caller.send("configure", config.encode())
             caller.until(lambda: bool(caller.ready))
             yield caller
             ours.close()
@@ -140,7 +141,7 @@ def is_gone(pid: int) -> bool:
 
 
 def wait_gone(pids: list[int]) -> None:
-    """Until none of these processes is left; the kernel wakes us, not a clock."""
+    """Wait until none of these processes exists."""
     import select
 
     for pid in pids:

@@ -1,7 +1,14 @@
-"""A machine with a scheduler, made up: cores that take turns at what is ready, and count as Linux does.
+"""A simulated machine: cores with a round-robin scheduler that counts what Linux counts.
 
-A program is a generator of steps: `Run(s)`, `Sleep(s)`, `Fork(program)`, `Spawn(program)` (a thread), `Join()` (until
-all that it forked and spawned has ended), `Take()` and `Give()` of its process's one lock. It is sent nothing.
+A program is a generator of steps:
+
+    Run(s)            compute for s seconds
+    Sleep(s)          sleep for s seconds
+    Fork(program)     start a child process
+    Spawn(program)    start a thread
+    Join()            sleep until all children and threads that it has started have ended
+    Acquire()         sleep until the one lock of its process is free, and take it
+    Release()         release that lock
 """
 
 from __future__ import annotations
@@ -12,11 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from sandbox.executor.virtual_clock import Look, OwnClock, Process, Thread
+from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample, VirtualClock
 
 TICK_S = 0.001
-SLICE = 3
-"""Ticks that a thread runs before the next one's turn."""
+SLICE_TICKS = 3
+"""Ticks that a thread runs before another may."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +52,22 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Take:
+class Acquire:
     pass
 
 
 @dataclass(frozen=True)
-class Give:
+class Release:
     pass
 
 
-Step = Run | Sleep | Fork | Spawn | Join | Take | Give
+Step = Run | Sleep | Fork | Spawn | Join | Acquire | Release
 Program = Iterator[Step]
 
 
 @dataclass(eq=False)
 class Task:
-    """A thread. `ready_at` is when its present wait for a core began."""
+    """A thread. Times and counts are in ticks."""
 
     pid: int
     tid: int
@@ -70,16 +77,17 @@ class Task:
     ran: int = 0
     waited: int = 0
     left: int = 0
-    ready_at: int | None = None
+    waits_since: int | None = None
+    """Start of its current wait for a core."""
     wakes_at: int | None = None
     children: int = 0
-    turns: int = 0
-    sleeps: int = 0
-    joins: bool = False
+    timeslices: int = 0
+    voluntary_switches: int = 0
+    is_joining: bool = False
     has_ended: bool = False
 
     @property
-    def is_ready(self) -> bool:
+    def is_runnable(self) -> bool:
         return self.wakes_at is None and self.left > 0
 
 
@@ -90,7 +98,7 @@ class Lock:
 
 
 class Machine:
-    """`cores` of them, and `load` threads of others that always want one."""
+    """A machine with `load` busy threads besides the call."""
 
     def __init__(self, cores: int, load: int, *, seed: int = 0) -> None:
         self.cores = cores
@@ -109,56 +117,59 @@ class Machine:
             self._enqueue(Task(0, 0, iter(()), None, 0, left=1 << 40))
 
     def run(self, program: Program, *, cap_s: float = 1000.0, every: tuple[float, float] = (0.05, 0.25)) -> float:
-        """The wall time of a call."""
+        """Run a call and return its wall time."""
         return self.timed(program, None, cap_s=cap_s, every=every)[0]
 
     def timed(
         self,
         program: Program,
-        clock: OwnClock | None,
+        clock: VirtualClock | None,
         *,
         counts_all: bool = True,
         cap_s: float = 1000.0,
         every: tuple[float, float] = (0.05, 0.25),
     ) -> tuple[float, float]:
-        """Wall time of a call, and its own, as a clock that looks at random moments says at its end."""
+        """Run a call; return its wall time, and its virtual time by a clock that is advanced at random moments and at
+        the end. `counts_all`: the CPU time of unsampled processes is counted, as by a cgroup."""
         started = self.now
         root = self._add(program, None, pid=None)
         if clock is not None:
-            self._on_end = partial(self._last_look, clock, root, started, counts_all)
-        next_look = self.now + self._rng.uniform(*every) / TICK_S
+            self._on_end = partial(self._last_sample, clock, root, started, counts_all)
+        next_sample_at = self.now + self._rng.uniform(*every) / TICK_S
         while not root.has_ended and (self.now - started) * TICK_S < cap_s:
             self._tick()
-            if clock is not None and not root.has_ended and self.now >= next_look:
-                self._look(clock, root, started, counts_all)
-                next_look = self.now + self._rng.uniform(*every) / TICK_S
-        return (self.now - started) * TICK_S, 0.0 if clock is None else clock.own_s
+            if clock is not None and not root.has_ended and self.now >= next_sample_at:
+                self._advance(clock, root, started, counts_all)
+                next_sample_at = self.now + self._rng.uniform(*every) / TICK_S
+        return (self.now - started) * TICK_S, 0.0 if clock is None else clock.elapsed_s
 
-    def _last_look(self, clock: OwnClock, root: Task, started: int, counts_all: bool) -> None:
-        """In its last moment, which is one of running."""
+    def _last_sample(self, clock: VirtualClock, root: Task, started: int, counts_all: bool) -> None:
+        """Sample in the last tick, in which the first process runs."""
         root.left = 1
-        self._look(clock, root, started, counts_all)
+        self._advance(clock, root, started, counts_all)
 
-    def _look(self, clock: OwnClock, root: Task, started: int, counts_all: bool) -> None:
+    def _advance(self, clock: VirtualClock, root: Task, started: int, counts_all: bool) -> None:
         all_ran = self._all_ran * TICK_S if counts_all else None
-        clock.look((self.now - started) * TICK_S, self._seen(root), all_ran)
+        clock.advance((self.now - started) * TICK_S, self._sample(root), all_ran)
 
-    def _seen(self, root: Task) -> Look:
+    def _sample(self, root: Task) -> TreeSample:
         by_pid: dict[int, list[Task]] = {}
         for task in self._tasks.values():
             by_pid.setdefault(task.pid, []).append(task)
-        look: dict[int, Process] = {}
+        sample: dict[int, ProcessSample] = {}
         for pid in sorted(by_pid, key=lambda pid: pid != root.pid):
             tasks = by_pid[pid]
             main = min(tasks, key=lambda task: task.tid)
             ran = sum(task.ran for task in tasks) + self._ended_ran.get(pid, 0)
             threads = {
-                task.tid: Thread(task.ran * TICK_S, task.waited * TICK_S, task.turns, task.sleeps, task.is_ready)
+                task.tid: ThreadSample(
+                    task.ran * TICK_S, task.waited * TICK_S, task.timeslices, task.voluntary_switches, task.is_runnable
+                )
                 for task in tasks
             }
             parent = main.parent.pid if main.parent is not None else 0
-            look[pid] = Process(parent, (self.now - main.born) * TICK_S, ran * TICK_S, threads)
-        return look
+            sample[pid] = ProcessSample(parent, (self.now - main.born) * TICK_S, ran * TICK_S, threads)
+        return sample
 
     def _tick(self) -> None:
         for task in list(self._tasks.values()):
@@ -187,14 +198,14 @@ class Machine:
             self._enqueue(task)
         if self._on_core[core] is None and self._queue:
             task = self._queue.popleft()
-            assert task.ready_at is not None
-            task.waited += self.now - task.ready_at
-            task.ready_at = None
-            task.turns += 1
-            self._on_core[core], self._slice[core] = task, SLICE
+            assert task.waits_since is not None
+            task.waited += self.now - task.waits_since
+            task.waits_since = None
+            task.timeslices += 1
+            self._on_core[core], self._slice[core] = task, SLICE_TICKS
 
     def _enqueue(self, task: Task) -> None:
-        task.ready_at = self.now
+        task.waits_since = self.now
         self._queue.append(task)
 
     def _add(self, program: Program, parent: Task | None, pid: int | None) -> Task:
@@ -206,7 +217,7 @@ class Machine:
         return task
 
     def _step(self, task: Task) -> None:  # noqa: C901  a branch for each kind of step
-        """Up to the next step that takes time."""
+        """Execute steps up to the next one that takes time."""
         while True:
             match next(task.program, None):
                 case Run(s):
@@ -214,7 +225,7 @@ class Machine:
                     return self._enqueue(task)
                 case Sleep(s):
                     task.wakes_at = self.now + max(1, round(s / TICK_S))
-                    task.sleeps += 1
+                    task.voluntary_switches += 1
                     return None
                 case Fork(program):
                     task.children += 1
@@ -224,17 +235,17 @@ class Machine:
                     self._add(program, task, pid=task.pid)
                 case Join():
                     if task.children:
-                        task.joins = True
-                        task.sleeps += 1
+                        task.is_joining = True
+                        task.voluntary_switches += 1
                         return None
-                case Take():
+                case Acquire():
                     lock = self._locks[task.pid]
                     if lock.owner is not None:
                         lock.waiting.append(task)
-                        task.sleeps += 1
+                        task.voluntary_switches += 1
                         return None
                     lock.owner = task
-                case Give():
+                case Release():
                     lock = self._locks[task.pid]
                     lock.owner = lock.waiting.popleft() if lock.waiting else None
                     if lock.owner is not None:
@@ -251,12 +262,12 @@ class Machine:
         parent = task.parent
         if parent is not None:
             parent.children -= 1
-            if parent.joins and not parent.children:
-                parent.joins = False
+            if parent.is_joining and not parent.children:
+                parent.is_joining = False
                 self._step(parent)
 
 
-def own_time(
+def virtual_time(
     program: Callable[[], Program],
     *,
     cores: int,
@@ -265,8 +276,8 @@ def own_time(
     counts_all: bool = True,
     every: tuple[float, float] = (0.02, 0.1),
 ) -> tuple[float, float, float]:
-    """Of a call: wall time on an idle machine, and both its wall time and own time beside `load` others."""
+    """Return a call's wall time on an idle machine, then its wall time and virtual time beside `load` busy threads."""
     idle = Machine(cores, 0).run(program())
-    clock = OwnClock(cores)
-    wall, own = Machine(cores, load, seed=seed).timed(program(), clock, counts_all=counts_all, every=every)
-    return idle, wall, own
+    clock = VirtualClock(cores)
+    wall, virtual = Machine(cores, load, seed=seed).timed(program(), clock, counts_all=counts_all, every=every)
+    return idle, wall, virtual

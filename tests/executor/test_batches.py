@@ -1,38 +1,45 @@
-"""Results on their way to the gateway: in frames of a sane size, and none lost for being too large."""
+"""Results are sent to the gateway in frames of bounded size, and none is lost for being too large."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from sandbox import wire
-from sandbox.executor.connection import _batches, _packed
-from sandbox.types import Result, Status
+from sandbox.executor.connection import _encode_results, _split_into_frames
+from sandbox.types import EncodedResult, Result, Status
 from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 
-def results(*sizes: int) -> list[tuple[int, dict[str, Any]]]:
-    made = [Result("", Status.OK, stdout="x" * (size // 2), files={"f": b"x" * (size - size // 2)}) for size in sizes]
+def results(*sizes: int) -> list[tuple[int, EncodedResult]]:
+    """Results of these sizes in bytes, half in stdout and half in a file, with their index as seq."""
+    texts = [("x" * (size // 2), b"x" * (size - size // 2)) for size in sizes]
+    made = [Result("", Status.OK, stdout=text, files={"f": data}) for text, data in texts]
     return [(seq, result.encode(binary=True)) for seq, result in enumerate(made)]
 
 
 @pytest.mark.parametrize(
-    "sizes", [[], [0] * 200, [TARGET_FRAME_BYTES + 1] * 3, [1, TARGET_FRAME_BYTES, 1], [TARGET_FRAME_BYTES // 3] * 10]
+    "sizes",
+    [
+        [],
+        [0] * 200,
+        [TARGET_FRAME_BYTES + 1] * 3,
+        [1, TARGET_FRAME_BYTES, 1],
+        [TARGET_FRAME_BYTES // 3] * 10,
+    ],
 )
-def test_batches_are_bounded_and_keep_all_in_order(sizes: list[int]) -> None:
-    made = results(*sizes)
-    batches = _batches(made)
-    assert [pair for batch in batches for pair in batch] == made
-    assert all(1 <= len(batch) <= MAX_FRAME_CALLS for batch in batches)
-    weights = [sum(sizes[seq] for seq, _ in batch) for batch in batches]
-    assert all(weight <= TARGET_FRAME_BYTES or len(batch) == 1 for weight, batch in zip(weights, batches, strict=True))
+def test_frames_are_bounded_and_keep_all_results_in_order(sizes: list[int]) -> None:
+    given = results(*sizes)
+    frames = _split_into_frames(given)
+    assert [pair for frame in frames for pair in frame] == given
+    assert all(1 <= len(frame) <= MAX_FRAME_CALLS for frame in frames)
+    frame_bytes = [sum(sizes[seq] for seq, _ in frame) for frame in frames]
+    assert all(size <= TARGET_FRAME_BYTES or len(frame) == 1 for size, frame in zip(frame_bytes, frames, strict=True))
 
 
-def test_a_result_that_no_frame_takes_is_answered_without_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_larger_than_a_frame_becomes_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10_000)
     unpacker = wire.Unpacker()
-    unpacker.feed(_packed(results(20_000)))
+    unpacker.feed(_encode_results(results(20_000)))
     (frame,) = list(unpacker)
     kind, ((seq, raw),) = frame
     result = Result.decode(raw)

@@ -1,4 +1,4 @@
-"""Control groups end to end: a whole call is bounded and counted, and its end is told as it was."""
+"""Cgroups end to end: they limit and count all processes of a call, and decide its status."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import CgroupTree
-from sandbox.jail.cgroup_tree import MOST_DOORS, PREFIX, own_cgroup_dirs
+from sandbox.jail.cgroup_tree import PREFIX, own_cgroup_dirs
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 
+MAX_PROCS_FILES = 3
+"""Most descriptors that a zygote holds to enter the cgroup of one slot: one per hierarchy of version 1."""
 LONG_S = 60
-"""For what should end by itself: a time-out would be another verdict."""
+"""Time limit of calls that should end by themselves."""
 
 
 @pytest.fixture(scope="module")
-def grouped() -> Iterator[Caller]:
+def with_cgroups() -> Iterator[Caller]:
     try:
         CgroupTree().close()
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     with executor() as caller:
         yield caller
 
 
 @pytest.fixture
-def resettable(grouped: Caller) -> None:
-    """Version 1, or version 2 from Linux 6.12 on: the peak is each call's own."""
+def resettable(with_cgroups: Caller) -> None:
+    """Skip unless the peak of a cgroup can be reset for each call: version 1, or version 2 from Linux 6.12 on."""
     tree = CgroupTree()
-    can_reset = tree.cgroup(0)._can_reset and tree.cgroup(0)._peak >= 0
+    can_reset = tree.cgroup(0)._can_reset_peak and tree.cgroup(0)._peak_fd >= 0
     tree.close()
     if not can_reset:
-        pytest.skip("this kernel's peak of a group cannot be reset")
+        pytest.skip("the peak of a cgroup cannot be reset on this kernel")
 
 
 def trees(pid: int) -> list[Path]:
-    """The groups that an executor has made."""
+    """The cgroup trees that an executor has created."""
     return [path for home in {*own_cgroup_dirs().values()} for path in Path(home).glob(f"{PREFIX}{pid}-*")]
 
 
-def most_held(pid: int) -> int:
-    """Bytes of the slot that holds most."""
+def max_memory_bytes(pid: int) -> int:
+    """Memory of the slot that has most."""
     names = ("memory.current", "memory.usage_in_bytes")
     return max(int(path.read_text()) for tree in trees(pid) for name in names for path in tree.glob(f"*/{name}"))
 
 
-def test_many_processes_together_over_the_limit_are_a_memory_limit(grouped: Caller) -> None:
-    """Each is within it. The first is the largest, and so the one that the kernel picks."""
+def test_processes_that_exceed_the_memory_limit_together_end_as_memory_limit(with_cgroups: Caller) -> None:
+    """Each process is within the limit. The first is the largest, so the kernel kills it."""
     code = """
 import os, time
 for _ in range(12):
@@ -63,7 +65,7 @@ print("started")
 held = bytearray(b"x") * (90 << 20)
 time.sleep(1000)
 """
-    result = grouped.run(code, memory_mb=128, disk_mb=1, timeout_s=LONG_S)
+    result = with_cgroups.run(code, memory_mb=128, disk_mb=1, timeout_s=LONG_S)
     assert (result.status, result.stdout, result.exit_code) == (Status.MEMORY_LIMIT, "started\n", None)
     assert result.error is not None
     assert result.error.type == "MemoryLimit"
@@ -72,25 +74,25 @@ time.sleep(1000)
 @pytest.mark.parametrize(
     ("code", "numbers"),
     [
-        ("os.abort()", {6, 11}),  # PID 1 of a namespace cannot send itself 6, and aborts by other means
+        ("os.abort()", {6, 11}),  # PID 1 of a namespace cannot send itself signal 6, so abort(3) crashes it
         ("ctypes.string_at(0)", {11}),
         ("resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", {9}),
     ],
 )
-def test_a_crash_is_no_memory_limit(code: str, numbers: set[int], grouped: Caller) -> None:
-    result = grouped.run(f"import ctypes, os, resource\n{code}", timeout_s=LONG_S)
+def test_a_crash_does_not_end_as_memory_limit(code: str, numbers: set[int], with_cgroups: Caller) -> None:
+    result = with_cgroups.run(f"import ctypes, os, resource\n{code}", timeout_s=LONG_S)
     assert result.status is Status.KILLED
     assert result.signal in numbers
 
 
-def test_a_kill_by_the_codes_own_child_is_no_memory_limit(grouped: Caller) -> None:
-    """PID 1 of a namespace cannot be killed from within; the call goes on, and its own end counts."""
+def test_a_child_that_kills_itself_does_not_end_the_call(with_cgroups: Caller) -> None:
+    """The call goes on, and its own exit status counts."""
     code = "import os\nif os.fork() == 0:\n    os.kill(os.getpid(), 9)\nos.waitstatus_to_exitcode(os.wait()[1])"
-    result = grouped.run(code)
+    result = with_cgroups.run(code)
     assert (result.status, result.value) == (Status.OK, "-9")
 
 
-def test_a_call_within_each_of_its_limits_is_not_killed_for_their_sum(grouped: Caller) -> None:
+def test_a_call_within_each_of_its_limits_is_not_killed_for_their_sum(with_cgroups: Caller) -> None:
     code = """
 import os
 with open("x", "wb") as file:
@@ -99,11 +101,11 @@ with open("x", "wb") as file:
 print("x" * (4 << 20))
 held = bytearray(b"x") * (56 << 20)
 """
-    result = grouped.run(code, memory_mb=64, disk_mb=32, output_kb=5 << 10)
+    result = with_cgroups.run(code, memory_mb=64, disk_mb=32, output_kb=5 << 10)
     assert result.status is Status.OK
 
 
-def test_usage_counts_children_that_nobody_waited_for(grouped: Caller, resettable: None) -> None:
+def test_usage_includes_children_that_were_not_waited_for(with_cgroups: Caller, resettable: None) -> None:
     code = """
 import os
 readable, writable = os.pipe()
@@ -116,92 +118,94 @@ if os.fork() == 0:
 os.read(readable, 1)
 None
 """
-    usage = grouped.run(code, timeout_s=LONG_S).usage
+    usage = with_cgroups.run(code, timeout_s=LONG_S).usage
     assert usage.cpu_ms >= 290
     assert usage.peak_memory_mb >= 50
 
 
-def test_a_bomb_of_processes_ends_and_its_neighbours_live(grouped: Caller) -> None:
+def test_a_fork_bomb_is_timed_out_and_changes_no_other_result(with_cgroups: Caller) -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    bombs = [grouped.submit(call(bomb, timeout_s=0.3, processes=16)) for _ in range(2)]
-    assert grouped.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=LONG_S).value == "0"
-    assert [grouped.answer(seq).status for seq in bombs] == [Status.TIMEOUT] * 2
-    results = grouped.run_all([call(f"{n}") for n in range(20)])
+    bombs = [with_cgroups.submit(call(bomb, timeout_s=0.3, processes=16)) for _ in range(2)]
+    assert with_cgroups.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=LONG_S).value == "0"
+    assert [with_cgroups.result_of(seq).status for seq in bombs] == [Status.TIMEOUT] * 2
+    results = with_cgroups.run_all([call(f"{n}") for n in range(20)])
     assert [(result.value, result.attempts) for result in results] == [(str(n), 1) for n in range(20)]
 
 
-def test_usage_counts_files_and_output(grouped: Caller, resettable: None) -> None:
+def test_the_peak_includes_files_and_output(with_cgroups: Caller, resettable: None) -> None:
     code = "open('x', 'wb').write(bytes(30 << 20))\nprint('x' * (4 << 20))"
-    assert grouped.run(code, disk_mb=32, output_kb=5 << 10).usage.peak_memory_mb > 34
+    assert with_cgroups.run(code, disk_mb=32, output_kb=5 << 10).usage.peak_memory_mb > 34
 
 
-def test_slots_are_used_again_and_what_they_counted_is_not(grouped: Caller, resettable: None) -> None:
-    large = grouped.run_all([call("x = bytearray(b'x') * (80 << 20)\nNone") for _ in range(8)])
+def test_usage_does_not_include_earlier_calls_of_the_slot(with_cgroups: Caller, resettable: None) -> None:
+    large = with_cgroups.run_all([call("x = bytearray(b'x') * (80 << 20)\nNone") for _ in range(8)])
     assert all(result.usage.peak_memory_mb >= 80 for result in large)
     end = time.monotonic() + LONG_S
-    while (held := most_held(grouped.process.pid)) > 20 << 20 and time.monotonic() < end:  # the kernel may free it late
+    while (
+        memory_bytes := max_memory_bytes(with_cgroups.process.pid)
+    ) > 20 << 20 and time.monotonic() < end:  # the kernel may free memory late
         time.sleep(0.01)
-    assert held <= 20 << 20
-    small = grouped.run_all([call("1") for _ in range(8)])
+    assert memory_bytes <= 20 << 20
+    small = with_cgroups.run_all([call("1") for _ in range(8)])
     assert all(result.usage.peak_memory_mb < 40 for result in small)
 
 
-def test_a_call_sees_nothing_of_its_groups(grouped: Caller) -> None:
+def test_a_call_does_not_see_its_cgroups(with_cgroups: Caller) -> None:
     code = "import os\ns = []\nfor fd in range(4096):\n  try: s += [os.fstat(fd) and fd]\n  except OSError: pass\ns"
-    assert grouped.run(code).value == "[0, 1, 2, 3]"
-    looked = (
+    assert with_cgroups.run(code).value == "[0, 1, 2, 3]"
+    list_visible = (
         "import os\n[path for path in ('/proc', '/sys', '/sys/fs/cgroup') if os.path.isdir(path) and os.listdir(path)]"
     )
-    assert grouped.run(looked).value == "[]"
+    assert with_cgroups.run(list_visible).value == "[]"
 
 
-def test_a_zygote_has_the_ways_into_the_groups_that_its_calls_were_in(grouped: Caller) -> None:
+def test_a_zygote_has_cgroup_descriptors_only_of_the_slots_it_has_used(with_cgroups: Caller) -> None:
     with executor(slots=64) as caller:
-        before = doors_of(caller)
+        before = cgroup_fds_of(caller)
         for _ in range(3):
             assert caller.run("1").value == "1"
-        one = doors_of(caller) - before
-        assert 0 < one <= MOST_DOORS, "the slot that was given back last is the next one taken"
+        per_slot = cgroup_fds_of(caller) - before
+        assert 0 < per_slot <= MAX_PROCS_FILES, "all three calls had the slot that was released last"
         assert all(result.value == "1" for result in caller.run_all([call("import time; time.sleep(0.3)\n1")] * 8))
-        assert one < doors_of(caller) - before <= 8 * one
+        assert per_slot < cgroup_fds_of(caller) - before <= 8 * per_slot
 
 
-def doors_of(caller: Caller) -> int:
-    """Of all zygotes."""
-    found = 0
+def cgroup_fds_of(caller: Caller) -> int:
+    """Number of cgroup descriptors of all zygotes."""
+    count = 0
     for pid in caller.processes():
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
-                found += bool(
+                count += bool(
                     re.search(rf"/{PREFIX}{caller.process.pid}-[^/]*/\d+(/tasks|/cgroup.procs)?$", str(fd.readlink()))
                 )
-    return found
+    return count
 
 
-def test_nothing_is_left_when_an_executor_ends(grouped: Caller) -> None:
+def test_nothing_is_left_when_an_executor_ends(with_cgroups: Caller) -> None:
     with executor() as caller:
         seq = caller.submit(call("import time\ntime.sleep(1000)"))
         assert caller.run("1").value == "1"
-        made = trees(caller.process.pid)
-        assert made
+        created = trees(caller.process.pid)
+        assert created
         del seq
-    assert not any(path.exists() for path in made)
+    assert not any(path.exists() for path in created)
 
 
-def test_what_a_killed_executor_left_the_next_one_removes(grouped: Caller) -> None:
+def test_the_next_executor_removes_the_cgroups_of_a_killed_one(with_cgroups: Caller) -> None:
     left: list[Path] = []
-    with pytest.raises(AssertionError):  # an executor is expected to end by itself
+    with pytest.raises(AssertionError):  # `executor` expects that it exits by itself
         kill_one(left)
     assert left
     with executor() as caller:
         assert caller.run("1").value == "1"
         assert not any(path.exists() for path in left)
-        assert trees(grouped.process.pid), "that of a living one stays"
+        assert trees(with_cgroups.process.pid), "the cgroups of a running executor stay"
 
 
 def kill_one(left: list[Path]) -> None:
     with executor() as caller:
         left += trees(caller.process.pid)
-        below = caller.processes()
+        pids = caller.processes()
         caller.process.kill()
-        wait_gone(below)
+        wait_gone(pids)

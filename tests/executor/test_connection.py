@@ -1,4 +1,4 @@
-"""The executor as a gateway meets it, with real jails: it outlives whatever is killed below it, and leaves nothing."""
+"""The executor process with real jails, through its socket: it survives the death of its zygotes and leaves nothing."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ SLEEP = "import time\ntime.sleep(1000)"
 
 
 @pytest.fixture(scope="module")
-def lean() -> Iterator[Caller]:
+def one_zygote() -> Iterator[Caller]:
+    """An executor with the bare profile only."""
     with executor() as caller:
         yield caller
 
 
 @pytest.fixture
-def two() -> Iterator[Caller]:
-    """A family of two zygotes; the guest's Python lacks what the second would import, and serves none the less."""
+def two_zygotes() -> Iterator[Caller]:
+    """An executor with two profiles. The guest's Python may lack the modules of the second, which serves anyway."""
     with executor(profiles=("bare", "numeric")) as caller:
         yield caller
 
 
 def jail_of(caller: Caller) -> tuple[int, int, int]:
-    """Launcher, init and the leanest zygote."""
+    """Pids of launcher, init and the first zygote."""
     (launcher,) = children(caller.process.pid)
     (init,) = children(launcher)
     (zygote,) = children(init)
@@ -52,11 +53,11 @@ def calls_of(zygote: int) -> list[int]:
 
 
 def start_sleeper(caller: Caller, **more: object) -> tuple[int, int]:
-    """A call that will not end: its number, and its process."""
+    """Start a call that does not end; return its seq and the pid of its process."""
     known = set(_all_calls(caller))
     seq = caller.submit(call(SLEEP, **more))
     deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:  # it has no way to tell us but to be there
+    while time.monotonic() < deadline:  # nothing but its process shows that it has started
         new = set(_all_calls(caller)) - known
         if new:
             return seq, new.pop()
@@ -75,7 +76,7 @@ def _all_calls(caller: Caller) -> list[int]:
 
 
 def host_parent(pid: int) -> int:
-    """Who forked a process, as the host counts them."""
+    """The parent of a process, as the host numbers it."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -86,124 +87,127 @@ def _command(pid: int) -> str:
         return ""
 
 
-def test_it_says_what_it_is(lean: Caller) -> None:
-    assert lean.ready["slots"] == 4
-    assert lean.ready["profiles"] == ["bare"]
-    assert lean.ready["pid"] == lean.process.pid
-    assert lean.ready["python"] == ".".join(map(str, sys.version_info[:3]))
-    lean.until(lambda: bool(lean.stats))
-    assert lean.stats["slots"] == 4
+def test_the_ready_frame_describes_the_executor(one_zygote: Caller) -> None:
+    assert one_zygote.ready["slots"] == 4
+    assert one_zygote.ready["python"] == ".".join(map(str, sys.version_info[:3]))
+    one_zygote.until(
+        lambda: one_zygote.stats.get("zygotes") == {"bare": 1}
+    )  # the first stats are older than the zygote
+    assert one_zygote.stats["slots"] == 4
 
 
-def test_it_names_what_its_python_lacks(two: Caller) -> None:
+def test_the_ready_frame_names_missing_modules(two_zygotes: Caller) -> None:
     has_numpy = subprocess.run([OWN_PYTHON, "-I", "-c", "import numpy"], capture_output=True).returncode == 0
-    assert two.ready["lacks"] == ([] if has_numpy else ["numpy"])
-    assert two.ready["profiles"] == ["bare", "numeric"]
+    assert two_zygotes.ready["missing_modules"] == ([] if has_numpy else ["numpy"])
+    two_zygotes.until(lambda: two_zygotes.stats.get("zygotes") == {"bare": 1, "numeric": 1})
 
 
-def test_many_calls_are_answered_each_with_its_own(lean: Caller) -> None:
-    results = lean.run_all([call(f"print({n})\n{n}", id=f"c{n}") for n in range(200)])
+def test_each_of_many_calls_gets_its_own_result(one_zygote: Caller) -> None:
+    results = one_zygote.run_all([call(f"print({n})\n{n}", id=f"c{n}") for n in range(200)])
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(200)]
     assert [result.value for result in results] == [f"{n}" for n in range(200)]
     assert [result.id for result in results] == [f"c{n}" for n in range(200)]
 
 
-def test_calls_that_run_at_once_have_different_users(lean: Caller) -> None:
-    gate = "import os, time\nprint(os.getuid())\ntime.sleep(0.3)"
-    uids = [result.stdout for result in lean.run_all([call(gate)] * 4)]
-    assert len(set(uids)) == len(uids) or lean.run("import os\nos.getuid()").value == "0"
+def test_calls_that_run_at_once_have_different_uids(one_zygote: Caller) -> None:
+    code = "import os, time\nprint(os.getuid())\ntime.sleep(0.3)"
+    uids = [result.stdout for result in one_zygote.run_all([call(code)] * 4)]
+    shares_uid = one_zygote.run("import os\nos.getuid()").value == "0"  # at level none, and for an ordinary user
+    assert shares_uid or len(set(uids)) == len(uids)
 
 
-def test_imports_that_a_zygote_lacks_are_counted(lean: Caller) -> None:
-    lean.run("try:\n    import nowhere_at_all\nexcept ImportError: pass")
-    lean.until(lambda: lean.stats.get("missed_imports", {}).get("nowhere_at_all") == 1)
+def test_imports_that_a_zygote_has_not_loaded_are_counted(one_zygote: Caller) -> None:
+    one_zygote.run("try:\n    import nowhere_at_all\nexcept ImportError: pass")
+    one_zygote.until(lambda: one_zygote.stats.get("missed_imports", {}).get("nowhere_at_all") == 1)
 
 
-def test_a_sleeper_is_timed_out_at_its_limit_and_not_before(lean: Caller) -> None:
-    result = lean.run(SLEEP, timeout_s=0.5)
+def test_a_sleeper_is_timed_out_at_its_limit_and_not_before(one_zygote: Caller) -> None:
+    result = one_zygote.run(SLEEP, timeout_s=0.5)
     assert result.status is Status.TIMEOUT
     assert 500 <= result.usage.run_ms < 5000
 
 
 @pytest.mark.slow
-def test_a_busy_neighbour_on_its_core_costs_a_call_no_time_of_its_own(lean: Caller) -> None:
-    """Pinned to one core with three that never pause, it waits three quarters of the time, and gets to its end."""
-    zygote = jail_of(lean)[2]
+def test_waiting_for_a_busy_core_does_not_count_towards_the_time_limit(one_zygote: Caller) -> None:
+    """A call with 0.8 s of work and a limit of 1 s shares one core with three busy processes."""
+    zygote = jail_of(one_zygote)[2]
     cores = os.sched_getaffinity(zygote)
     core = min(cores)
-    spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
-        for process in spin:
+        for process in busy:
             os.sched_setaffinity(process.pid, {core})
-        code = "import time\nwhile time.process_time() < 0.8: pass\n'through'"
-        os.sched_setaffinity(zygote, {core})  # its calls inherit that
-        result = lean.run(code, timeout_s=1.0)
+        code = "import time\nwhile time.process_time() < 0.8: pass\n'finished'"
+        os.sched_setaffinity(zygote, {core})  # calls inherit it
+        result = one_zygote.run(code, timeout_s=1.0)
     finally:
         os.sched_setaffinity(zygote, cores)
-        for process in spin:
+        for process in busy:
             process.kill()
             process.wait()
-    assert (result.status, result.value) == (Status.OK, "'through'")
-    assert result.usage.run_ms > 1000, "or this has shown nothing"
+    assert (result.status, result.value) == (Status.OK, "'finished'")
+    assert result.usage.run_ms > 1000, "it has waited longer than its limit, so the test has tested something"
 
 
-def test_absurd_limits_are_survived(lean: Caller) -> None:
-    most = {"timeout_s": 1e9, "memory_mb": 10**9, "output_kb": 10**6, "processes": 10**9, "disk_mb": 10**6}
-    assert lean.run("print(1)\n2", **most).value == "2"
-    least = {"timeout_s": 0.01, "memory_mb": 16, "output_kb": 1, "processes": 1, "disk_mb": 1}
-    assert lean.run("2", **{**least, "timeout_s": 20.0}).value == "2"
-    assert lean.run(SLEEP, **least).status is Status.TIMEOUT
+def test_extreme_limits_are_accepted(one_zygote: Caller) -> None:
+    largest = {"timeout_s": 1e9, "memory_mb": 10**9, "output_kb": 10**6, "processes": 10**9, "disk_mb": 10**6}
+    assert one_zygote.run("print(1)\n2", **largest).value == "2"
+    smallest = {"timeout_s": 0.01, "memory_mb": 16, "output_kb": 1, "processes": 1, "disk_mb": 1}
+    assert one_zygote.run("2", **{**smallest, "timeout_s": 20.0}).value == "2"
+    assert one_zygote.run(SLEEP, **smallest).status is Status.TIMEOUT
 
 
-def test_a_cancelled_call_ends_and_frees_its_slot(lean: Caller) -> None:
-    sleepers = [start_sleeper(lean) for _ in range(4)]
-    queued = [lean.submit(call("print('never')")) for _ in range(3)]
-    lean.send("cancel", queued)
-    lean.send("cancel", [seq for seq, _ in sleepers])
+def test_a_cancelled_call_ends_and_frees_its_slot(one_zygote: Caller) -> None:
+    sleepers = [start_sleeper(one_zygote) for _ in range(4)]
+    queued = [one_zygote.submit(call("print('never')")) for _ in range(3)]
+    one_zygote.send("cancel", queued)
+    one_zygote.send("cancel", [seq for seq, _ in sleepers])
     wait_gone([pid for _, pid in sleepers])
-    assert [result.status for result in lean.run_all([call("1")] * 8)] == [Status.OK] * 8
-    assert not {*queued, *(seq for seq, _ in sleepers)} & {*lean.answers}
-    lean.send("cancel", [10**9, -1, *queued])
-    assert lean.run("1").status is Status.OK
+    assert [result.status for result in one_zygote.run_all([call("1")] * 8)] == [Status.OK] * 8
+    assert not {*queued, *(seq for seq, _ in sleepers)} & {*one_zygote.results}
+    one_zygote.send("cancel", [10**9, -1, *queued])
+    assert one_zygote.run("1").status is Status.OK
 
 
-def test_a_zygote_killed_under_its_calls_costs_them_a_retry(two: Caller) -> None:
-    _, bystander = start_sleeper(two, profile="bare")
-    lean_zygote = jail_of(two)[2]
-    (rich,) = [pid for pid in children(lean_zygote) if pid not in calls_of(lean_zygote)]
+def test_a_killed_zygote_costs_its_calls_a_retry(two_zygotes: Caller) -> None:
+    _, bystander = start_sleeper(two_zygotes, profile="bare")
+    first_zygote = jail_of(two_zygotes)[2]
+    (second_zygote,) = [pid for pid in children(first_zygote) if pid not in calls_of(first_zygote)]
     code = "import os\nos.read(0, 1)\nprint('answered')"
-    wanted, pid = start_sleeper(two, profile="numeric", timeout_s=2.0)
-    os.kill(rich, signal.SIGKILL)
-    wait_gone([rich, pid])
-    result = two.answer(wanted)
+    seq, pid = start_sleeper(two_zygotes, profile="numeric", timeout_s=2.0)
+    os.kill(second_zygote, signal.SIGKILL)
+    wait_gone([second_zygote, pid])
+    result = two_zygotes.result_of(seq)
     assert (result.status, result.attempts) == (Status.TIMEOUT, 2)
-    assert os.path.exists(f"/proc/{bystander}"), "others are undisturbed"
-    assert two.run(code, profile="numeric", stdin="x").stdout == "answered\n"
-    two.until(lambda: two.stats.get("zygote_restarts_total") == 1)
+    assert os.path.exists(f"/proc/{bystander}"), "a call of the other zygote goes on"
+    assert two_zygotes.run(code, profile="numeric", stdin="x").stdout == "answered\n"
+    two_zygotes.until(lambda: two_zygotes.stats.get("zygote_restarts_total") == 1)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["launcher", "init", "zygote"])
-def test_a_jail_killed_under_its_calls_costs_them_a_retry(which: int, two: Caller) -> None:
-    before = two.processes()
-    wanted = [start_sleeper(two, profile=profile, timeout_s=2.0)[0] for profile in ("bare", "numeric")]
-    os.kill(jail_of(two)[which], signal.SIGKILL)
-    for seq in wanted:
-        result = two.answer(seq)
-        # A retry may meet another interpreter of the same jail, just before that is gone as well.
+def test_a_killed_jail_costs_its_calls_a_retry(which: int, two_zygotes: Caller) -> None:
+    before = two_zygotes.processes()
+    seqs = [start_sleeper(two_zygotes, profile=profile, timeout_s=2.0)[0] for profile in ("bare", "numeric")]
+    os.kill(jail_of(two_zygotes)[which], signal.SIGKILL)
+    for seq in seqs:
+        result = two_zygotes.result_of(seq)
+        # The retry may go to another zygote of the same jail just before that dies too.
         assert (result.status, result.attempts in (2, 3)) == (Status.TIMEOUT, True)
-    wait_gone([pid for pid in before if pid != two.process.pid])
-    assert [result.status for result in two.run_all([call("1"), call("1", profile="numeric")])] == [Status.OK] * 2
+    wait_gone([pid for pid in before if pid != two_zygotes.process.pid])
+    assert [result.status for result in two_zygotes.run_all([call("1"), call("1", profile="numeric")])] == [
+        Status.OK
+    ] * 2
 
 
-def test_a_call_whose_zygote_is_killed_each_time_gets_no_verdict() -> None:
+def test_a_call_whose_zygote_is_killed_each_time_is_unavailable() -> None:
     with executor(attempts=2) as caller:
         seq, first = start_sleeper(caller)
         os.kill(host_parent(first), signal.SIGKILL)
         wait_gone([first])
-        while not (again := _all_calls(caller)):
+        while not (pids := _all_calls(caller)):
             assert caller.receive()
-        os.kill(host_parent(again[0]), signal.SIGKILL)
-        result = caller.answer(seq)
+        os.kill(host_parent(pids[0]), signal.SIGKILL)
+        result = caller.result_of(seq)
         assert (result.status, result.attempts) == (Status.UNAVAILABLE, 2)
         assert result.error is not None
         assert result.error.type == "NodeError"
@@ -211,35 +215,35 @@ def test_a_call_whose_zygote_is_killed_each_time_gets_no_verdict() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "shutdown", "SIGTERM", "SIGKILL", "SIGINT and close"])
-def test_its_end_is_the_end_of_all_below(end: str) -> None:
-    with executor(zygotes=2) as caller:
+def test_all_processes_end_with_the_executor(end: str) -> None:
+    with executor(zygote_pools=2) as caller:
         start_sleeper(caller)
         caller.submit(call("import os\nos.setsid() if os.fork() else None\nimport time\ntime.sleep(1000)"))
         start_sleeper(caller)
-        everyone = caller.processes()
-        assert len(everyone) > 8
+        pids = caller.processes()
+        assert len(pids) > 8
         if end == "close":
             caller.link.close()
         elif end == "shutdown":
             caller.link.shutdown(socket.SHUT_WR)
         elif end == "SIGINT and close":
             os.kill(caller.process.pid, signal.SIGINT)
-            assert caller.run("1").status is Status.OK, "Ctrl-C is the gateway's to handle"
+            assert caller.run("1").status is Status.OK, "Ctrl-C alone does not end the executor"
             caller.link.close()
         else:
             os.kill(caller.process.pid, signal.Signals[end])
         code = caller.process.wait(DEADLINE_S)
-        wait_gone(everyone)
+        wait_gone(pids)
         caller.process.returncode = 0 if end.startswith("SIG") else code
 
 
-def test_drain_answers_what_is_there_and_ends() -> None:
+def test_drain_answers_the_submitted_calls_and_ends() -> None:
     with executor(slots=2) as caller:
         seqs = [caller.submit(call(f"import time\ntime.sleep(0.1)\n{n}")) for n in range(6)]
         caller.send("drain")
         while caller.receive():
             pass
-        assert [caller.answers[seq].value for seq in seqs] == [str(n) for n in range(6)]
+        assert [caller.results[seq].value for seq in seqs] == [str(n) for n in range(6)]
         assert caller.process.wait(DEADLINE_S) == 0
 
 
@@ -252,16 +256,16 @@ def test_drain_when_idle_ends_at_once() -> None:
         assert caller.process.wait(DEADLINE_S) == 0
 
 
-def test_results_larger_than_the_socket_takes_arrive(lean: Caller) -> None:
+def test_results_larger_than_the_socket_takes_arrive(one_zygote: Caller) -> None:
     calls = [call("print('x' * (8 << 20))", output_kb=9 << 10) for _ in range(6)]
-    seqs = [lean.submit(one) for one in calls]
-    lean.until(lambda: lean.stats.get("running", 1) == 0 and lean.stats["queued"] == 0)
+    seqs = [one_zygote.submit(one) for one in calls]
+    one_zygote.until(lambda: one_zygote.stats.get("running", 1) == 0 and one_zygote.stats["queued"] == 0)
     for seq in seqs:
-        assert len(lean.answer(seq).stdout) == (8 << 20) + 1
+        assert len(one_zygote.result_of(seq).stdout) == (8 << 20) + 1
 
 
 @pytest.mark.parametrize(
-    "said",
+    "first_frame",
     [
         wire.pack(["calls", []]),
         wire.pack(["configure", {"isolation": "stone"}]),
@@ -272,14 +276,14 @@ def test_results_larger_than_the_socket_takes_arrive(lean: Caller) -> None:
         b"\4\0\0\0junk",
     ],
 )
-def test_a_start_that_makes_no_sense_is_refused_in_a_line(said: bytes) -> None:
+def test_an_invalid_first_frame_is_refused_with_a_line_of_text(first_frame: bytes) -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(DEADLINE_S)
     with ours, theirs:
         argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
         with subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
             theirs.close()
-            ours.sendall(said)
+            ours.sendall(first_frame)
             unpacker = wire.Unpacker()
             unpacker.feed(_until_end(ours))
             (failed,) = [frame for frame in unpacker if frame[0] != "stats"]
@@ -295,20 +299,20 @@ def _until_end(sock: socket.socket) -> bytes:
     return data
 
 
-def test_results_are_small_for_small_calls(lean: Caller) -> None:
-    result = lean.run("1")
+def test_the_result_of_a_small_call_is_encoded_in_under_400_bytes(one_zygote: Caller) -> None:
+    result = one_zygote.run("1")
     assert len(wire.pack(["results", [[1, result.encode(binary=True)]]])) < 400
 
 
-def test_it_does_not_choose_a_level_itself() -> None:
-    """What it chose when it is started again might be another one."""
+def test_isolation_auto_is_refused() -> None:
+    """The server chooses the level once, so that a restarted executor cannot have another one."""
     ours, theirs = socket.socketpair()
     ours.settimeout(DEADLINE_S)
     with theirs:
         argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
         process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     with ours, process:
-        ours.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").settings(), True]))
+        ours.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").encode(), True]))
         unpacker = wire.Unpacker()
         unpacker.feed(ours.recv(1 << 16))
         ((kind, why),) = unpacker

@@ -1,5 +1,5 @@
-"""Level `landlock` from end to end, as root with uids for its calls and as an ordinary user: each call finds its own
-folder and nothing else, and leaves nothing behind."""
+"""Level `landlock` end to end, as root with a uid per slot and as an ordinary user: each call reaches its own scratch
+directory and nothing else, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,41 +28,42 @@ DOCKERS = (
     "+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,+net_bind_service,+net_raw,+sys_chroot,+mknod,"
     "+audit_write,+setfcap"
 )
-"""What Docker leaves to root."""
+"""Capabilities that Docker grants to root by default."""
 SECRET = "of-the-server-3f1c"
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running executor, whose jail's folder is in `temporary`."""
+    """A running executor whose scratch directories are in `temporary_dir`."""
 
     caller: Caller
-    temporary: Path
+    temporary_dir: Path
     has_uids: bool
 
-    def said(self, code: str, **more: Any) -> str:
-        """What a call prints that ends well."""
+    def output_of(self, code: str, **more: Any) -> str:
+        """Run a call, assert that it is ok, and return its output."""
         result = self.caller.run(code, **more)
         assert result.status is Status.OK, result
         return result.stdout
 
     @property
-    def places(self) -> Path:
-        (jail,) = self.temporary.iterdir()
-        return jail / "calls"
+    def slot_dirs(self) -> Path:
+        """The parent of the slots' directories."""
+        (jail_dir,) = self.temporary_dir.iterdir()
+        return jail_dir / "calls"
 
 
 @contextmanager
 def serving(who: str, **settings: Any) -> Iterator[Served]:
     try:
         choose_level("landlock")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     server: tuple[str, ...] = (sys.executable,)
     guest, options = OWN_PYTHON, {}
-    with jails.open_folder() as folder:
-        temporary = folder / "temporary"
-        temporary.mkdir()
+    with jails.dir_for_all_users() as directory:
+        temporary_dir = directory / "temporary"
+        temporary_dir.mkdir()
         if who == "root":
             if os.geteuid() != 0:
                 pytest.skip("root: this is an ordinary user")
@@ -72,39 +73,39 @@ def serving(who: str, **settings: Any) -> Iterator[Served]:
         elif who == "root at home":
             if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():
                 pytest.skip("root at home: needs CAP_SYS_ADMIN")
-            home = folder / "home"
+            home = directory / "home"
             home.mkdir(mode=0o700)
             subprocess.run([OWN_PYTHON, "-m", "venv", "--without-pip", home / "environment"], check=True)
             (home / "secret").write_text("for root alone")
             guest = f"{home}/environment/bin/python"
         elif os.geteuid() == 0:
-            server = (jails.python_for_all(folder),)
+            server = (jails.python_for_all_users(directory),)
             guest = os.path.realpath(server[0])
             options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
-            os.chown(temporary, jails.NOBODY, jails.NOBODY)
-        options |= {"env": {**os.environ, "TMPDIR": str(temporary), "SECRET": SECRET}, "cwd": str(folder)}
+            os.chown(temporary_dir, jails.NOBODY, jails.NOBODY)
+        options |= {"env": {**os.environ, "TMPDIR": str(temporary_dir), "SECRET": SECRET}, "cwd": str(directory)}
         with executor(guest, server=server, process_options=options, isolation="landlock", **settings) as caller:
-            yield Served(caller, temporary, who != "ordinary user")
+            yield Served(caller, temporary_dir, who != "ordinary user")
             processes = caller.processes()
-        wait_gone(processes)  # init is the last, and has removed the folder
-        assert [*temporary.iterdir()] == []
+        wait_gone(processes)  # init exits last and has removed the directory
+        assert [*temporary_dir.iterdir()] == []
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_root_with_a_private_temporary_folder(mode: int) -> None:
-    """As pam_tmpdir makes one: no uid of a call may enter it, so calls write elsewhere."""
+def test_root_can_have_a_private_temporary_directory(mode: int) -> None:
+    """pam_tmpdir creates one with mode 0700. The uids of calls cannot enter it, so their directories are elsewhere."""
     if os.geteuid() != 0:
         pytest.skip("root: this is an ordinary user")
-    with jails.open_folder() as folder:
-        temporary = folder / "temporary"
-        temporary.mkdir()
-        temporary.chmod(mode)
-        options = {"env": {**os.environ, "TMPDIR": str(temporary)}}
+    with jails.dir_for_all_users() as directory:
+        temporary_dir = directory / "temporary"
+        temporary_dir.mkdir()
+        temporary_dir.chmod(mode)
+        options = {"env": {**os.environ, "TMPDIR": str(temporary_dir)}}
         guest = jails.reachable_python(OWN_PYTHON)
         with executor(guest, process_options=options, isolation="landlock") as caller:
             result = caller.run("import os, tempfile; open('own', 'w'); print(os.getcwd() == tempfile.gettempdir())")
             assert (result.status, result.stdout) == (Status.OK, "True\n"), result
-            assert len([*temporary.iterdir()]) == (mode == 0o755)
+            assert len([*temporary_dir.iterdir()]) == (mode == 0o755)
             processes = caller.processes()
         wait_gone(processes)
 
@@ -120,7 +121,7 @@ def served(who: str) -> Iterator[Served]:
         yield served
 
 
-def test_python_in_a_private_folder_is_shared_and_nothing_beside_it() -> None:
+def test_only_python_is_visible_in_a_private_directory() -> None:
     with serving("root at home") as served:
         code = """
 import json, os, subprocess, sys
@@ -128,13 +129,13 @@ home = os.path.dirname(os.path.dirname(os.path.dirname(sys.executable)))
 print(sys.prefix == f"{home}/environment", os.path.exists(f"{home}/secret"), os.stat(home).st_mode & 0o777 == 0o755)
 print(subprocess.run([sys.executable, "-c", "import decimal; print(1)"], capture_output=True, text=True).stdout)
 """
-        assert served.said(code) == "True False True\n1\n\n"
-        home = served.temporary.parent / "home"
+        assert served.output_of(code) == "True False True\n1\n\n"
+        home = served.temporary_dir.parent / "home"
         assert (home / "secret").exists() and home.stat().st_mode & 0o777 == 0o700
         assert str(home) not in Path("/proc/self/mounts").read_text()
 
 
-def test_call_works_in_a_folder_of_its_own(served: Served) -> None:
+def test_a_call_can_use_its_scratch_directory(served: Served) -> None:
     code = """
 import os, sys, tempfile
 open("a", "w").write("x" * 100_000)
@@ -143,7 +144,7 @@ here = os.getcwd()
 assert sys.path[0] == os.environ["HOME"] == tempfile.gettempdir() == here
 print(os.path.getsize("d/c/a"), sorted(os.listdir()), tempfile.TemporaryFile().write(b"xy"))
 """
-    assert served.said(code) == "100000 ['b', 'd', 'e'] 2\n"
+    assert served.output_of(code) == "100000 ['b', 'd', 'e'] 2\n"
 
 
 LIBRARY = {
@@ -159,43 +160,43 @@ LIBRARY = {
 }
 
 
-@pytest.mark.parametrize("what", LIBRARY)
-def test_library_works(served: Served, what: str) -> None:
-    assert served.said(f"import os, uuid\n{LIBRARY[what]}\nprint('done')") == "done\n"
+@pytest.mark.parametrize("code", LIBRARY.values(), ids=LIBRARY)
+def test_the_standard_library_works(served: Served, code: str) -> None:
+    assert served.output_of(f"import os, uuid\n{code}\nprint('done')") == "done\n"
 
 
-def test_files_come_and_go(served: Served) -> None:
+def test_input_and_returned_files_work(served: Served) -> None:
     code = "open('out', 'w').write(open('a/in').read() * 2)"
     result = served.caller.run(code, files={"a/in": b"xy"}, return_files=["out"])
     assert (result.status, result.files) == (Status.OK, {"out": b"xyxy"})
 
 
-def test_nothing_of_a_call_is_left_to_the_next(served: Served) -> None:
+def test_a_call_finds_no_files_of_earlier_calls(served: Served) -> None:
     code = "import os; print(os.listdir()); open('mark', 'w'); os.mkdir('f'); open('f/g', 'w')"
     for _ in range(8):
-        assert served.said(code) == "[]\n"
+        assert served.output_of(code) == "[]\n"
 
 
 HIDDEN = {
     "host file": "open('/etc/passwd')",
-    "host folder": "os.listdir('/etc')",
+    "host directory": "os.listdir('/etc')",
     "root": "os.listdir('/')",
     "processes": "os.listdir('/proc')",
     "own environment": "open('/proc/self/environ')",
     "environment of the server": f"open('/proc/{os.getpid()}/environ')",
-    "temporary folder": "os.listdir(TEMPORARY)",
-    "folders of others": "os.listdir(PLACES)",
+    "temporary_dir directory": "os.listdir(TEMPORARY)",
+    "directories of others": "os.listdir(SLOT_DIRS)",
     "sources of the server": f"open({__file__!r})",
     "writing into it": f"open({__file__!r}, 'a')",
-    "writing to the temporary folder": "open(TEMPORARY + '/x', 'w')",
-    "writing among the folders": "open(PLACES + '/x', 'w')",
-    "a folder among the folders": "os.mkdir(PLACES + '/x')",
+    "writing to the temporary_dir directory": "open(TEMPORARY + '/x', 'w')",
+    "writing among the directories": "open(SLOT_DIRS + '/x', 'w')",
+    "a directory among the directories": "os.mkdir(SLOT_DIRS + '/x')",
     "writing to Python's library": "open(os.__file__, 'a')",
     "emptying Python's library": "os.truncate(os.__file__, 0)",
     "emptying it by opening": "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
     "removing from Python's library": "os.unlink(os.__file__)",
     "linking a host file": "os.link(os.__file__, 'x')",
-    "moving the folder away": "os.rename(os.getcwd(), PLACES + '/x')",
+    "moving the directory away": "os.rename(os.getcwd(), SLOT_DIRS + '/x')",
     "making a device": "os.mknod('x', 0o20666, os.makedev(1, 8))",
     "running a host program": "os.execv('/bin/sh', ['sh'])",
     "notes on files": "os.setxattr('.', 'user.x', b'1')",
@@ -205,80 +206,80 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("what", HIDDEN)
-def test_refused(served: Served, what: str) -> None:
-    names = f"import os\nTEMPORARY, PLACES = {str(served.temporary)!r}, {str(served.places)!r}\n"
+@pytest.mark.parametrize("attempt", HIDDEN.values(), ids=HIDDEN)
+def test_a_call_cannot_reach_anything_else(served: Served, attempt: str) -> None:
+    names = f"import os\nTEMPORARY, SLOT_DIRS = {str(served.temporary_dir)!r}, {str(served.slot_dirs)!r}\n"
     code = f"""{names}
-try: {HIDDEN[what]}
+try: {attempt}
 except PermissionError: print("refused")
-except OSError as why: print("refused" if why.errno == {errno.EXDEV} else why)  # a file of a mount that is not its own
+except OSError as error: print("refused" if error.errno == {errno.EXDEV} else error)  # on another mount
 """
-    assert served.said(code) == "refused\n"
+    assert served.output_of(code) == "refused\n"
     assert os.access(os.__file__, os.R_OK)
 
 
-def test_environment_is_the_guests(served: Served) -> None:
-    assert SECRET not in served.said("import os; print(dict(os.environ))")
+def test_a_call_does_not_see_the_environment_of_the_server(served: Served) -> None:
+    assert SECRET not in served.output_of("import os; print(dict(os.environ))")
 
 
 def started(served: Served, code: str) -> tuple[int, Path]:
-    """A call that runs `code`, makes the file `ready`, and sleeps: its number, and its folder."""
-    known = {*served.places.glob("*/tmp/ready")}
+    """Start a call that runs `code`, creates the file `ready`, and sleeps; return its seq and its scratch directory."""
+    known = {*served.slot_dirs.glob("*/tmp/ready")}
     seq = served.caller.submit(call(f"{code}\nopen('ready', 'w').close()\nimport time\ntime.sleep(1000)"))
     deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:  # it has no other way to tell us
-        if found := {*served.places.glob("*/tmp/ready")} - known:
+    while time.monotonic() < deadline:  # the file is the only sign of its start
+        if found := {*served.slot_dirs.glob("*/tmp/ready")} - known:
             return seq, found.pop().parent
         time.sleep(0.01)
     pytest.fail("the call did not start")
 
 
-def cancel(served: Served, seq: int, folder: Path) -> None:
+def cancel(served: Served, seq: int, directory: Path) -> None:
     served.caller.send("cancel", [seq])
     deadline = time.monotonic() + DEADLINE_S
-    while folder.exists():
-        assert time.monotonic() < deadline, "the folder is still there"
+    while directory.exists():
+        assert time.monotonic() < deadline, "the directory is still there"
         time.sleep(0.01)
 
 
-def test_folder_of_a_running_call_is_out_of_reach(served: Served) -> None:
-    seq, folder = started(served, "open('secret', 'w').write('mine')")
+def test_the_scratch_directory_of_another_call_is_out_of_reach(served: Served) -> None:
+    seq, directory = started(served, "open('secret', 'w').write('mine')")
     for attempt in (
         "open(OTHER + '/secret')",
         "open(OTHER + '/x', 'w')",
         "os.listdir(OTHER)",
         "os.unlink(OTHER + '/ready')",
     ):
-        code = f"import os\nOTHER = {str(folder)!r}\ntry: {attempt}\nexcept PermissionError: print('refused')"
-        assert served.said(code) == "refused\n", attempt
-    assert (folder / "secret").read_text() == "mine"
-    cancel(served, seq, folder)
+        code = f"import os\nOTHER = {str(directory)!r}\ntry: {attempt}\nexcept PermissionError: print('refused')"
+        assert served.output_of(code) == "refused\n", attempt
+    assert (directory / "secret").read_text() == "mine"
+    cancel(served, seq, directory)
 
 
-def test_call_holds_no_privilege(served: Served) -> None:
-    seq, folder = started(served, "import os\nopen('pid', 'w').write(str(os.getpid()))")
-    status = Path(f"/proc/{(folder / 'pid').read_text()}/status").read_text()
-    said = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    assert {said[name].strip("0") for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {""}
-    assert (said["NoNewPrivs"], said["Seccomp"]) == ("1", "2")
-    assert len(set(said["Uid"].split())) == len(set(said["Gid"].split())) == 1
+def test_a_call_has_no_capabilities(served: Served) -> None:
+    seq, directory = started(served, "import os\nopen('pid', 'w').write(str(os.getpid()))")
+    status = Path(f"/proc/{(directory / 'pid').read_text()}/status").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert {fields[name].strip("0") for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {""}
+    assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+    assert len(set(fields["Uid"].split())) == len(set(fields["Gid"].split())) == 1
     if served.has_uids:
-        assert int(said["Uid"].split()[0]) >= 10_000
-        assert said["Groups"].strip() == ""
-    cancel(served, seq, folder)
+        assert int(fields["Uid"].split()[0]) >= 10_000
+        assert fields["Groups"].strip() == ""
+    cancel(served, seq, directory)
 
 
-def test_slots_have_uids_of_their_own(served: Served) -> None:
+def test_each_slot_has_its_own_uid(served: Served) -> None:
     if not served.has_uids:
-        pytest.skip("one uid for all calls: nothing to tell apart")
+        pytest.skip("all calls share one uid here")
     sleepers = [started(served, "import os\nopen('uid', 'w').write(str(os.getuid()))") for _ in range(3)]
-    uids = {(folder / "uid").read_text() for _, folder in sleepers}
+    uids = {(directory / "uid").read_text() for _, directory in sleepers}
     assert len(uids) == 3
     for sleeper in sleepers:
         cancel(served, *sleeper)
 
 
-def test_processes_are_bounded_or_none(served: Served) -> None:
+def test_the_number_of_processes_is_limited_or_forking_is_refused(served: Served) -> None:
     code = """
 import os, time
 started = 0
@@ -286,20 +287,20 @@ try:
     while True:
         if os.fork() == 0: time.sleep(1000)
         started += 1
-except OSError as why: print(started, type(why).__name__)
+except OSError as error: print(started, type(error).__name__)
 """
     expected = "5 BlockingIOError\n" if served.has_uids else "0 PermissionError\n"
-    assert served.said(code, processes=6) == expected
+    assert served.output_of(code, processes=6) == expected
 
 
-def test_ends_as_it_says(served: Served) -> None:
+def test_exit_codes_and_signals_are_those_of_the_call(served: Served) -> None:
     ends = ["os.abort()", "os.kill(os.getpid(), 9)", "signal.raise_signal(15)", "os._exit(3)"]
     results = [served.caller.run(f"import os, signal; {end}") for end in ends]
     assert [(result.exit_code, result.signal) for result in results] == [(None, 6), (None, 9), (None, 15), (3, None)]
 
 
 def host_pids_of(uid: int) -> list[int]:
-    """Every process of a uid, zombies apart."""
+    """Pids of all processes of a uid, without zombies."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and not is_gone(int(name)):
@@ -311,26 +312,26 @@ def host_pids_of(uid: int) -> list[int]:
 OUTLIVING = {
     "daemon": "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: time.sleep(1000)\n os._exit(0)\nos.wait()",
     "many": "for _ in range(20):\n if os.fork() == 0: time.sleep(1000)",
-    "deaf": "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 13, 15, 17)]\nif os.fork() == 0: time.sleep(1000)",
+    "ignores": "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 13, 15, 17)]\nif os.fork() == 0: time.sleep(1000)",
     "stopped": "if os.fork() == 0: os.kill(os.getpid(), 19)\ntime.sleep(0.05)",
     "executed": "import subprocess as s, sys\ns.Popen([sys.executable, '-c', 'while True: 0'], start_new_session=True)",
     "bomb": "signal.alarm(1)\nwhile True:\n try: os.fork()\n except OSError: pass",
 }
 
 
-@pytest.mark.parametrize("what", OUTLIVING)
-def test_nothing_outlives_its_call(served: Served, what: str) -> None:
-    code = f"import os, signal, time\nprint(os.getuid(), flush=True)\n{OUTLIVING[what]}"
+@pytest.mark.parametrize("name", OUTLIVING)
+def test_no_process_outlives_its_call(served: Served, name: str) -> None:
+    code = f"import os, signal, time\nprint(os.getuid(), flush=True)\n{OUTLIVING[name]}"
     result = served.caller.run(code, timeout_s=20)
     uid = int(result.stdout.split()[0])
     if served.has_uids:
         assert result.status in (Status.OK, Status.KILLED), result
         assert uid != os.getuid()
         assert host_pids_of(uid) == []
-    else:  # it may start nothing in the first place
+    else:  # without uids a call may not fork
         assert result.error is not None
-        assert (result.error.type, what) == ("PermissionError", what) or what == "bomb"
-    assert served.said("import os; print(os.listdir())") == "[]\n"
+        assert result.error.type == "PermissionError" or name == "bomb", "the bomb catches the error"
+    assert served.output_of("import os; print(os.listdir())") == "[]\n"
 
 
 HOSTILE = {
@@ -344,28 +345,28 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_folder_is_removed_and_nothing_else(served: Served, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("creation", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_directory_tree_is_removed_and_nothing_else(served: Served, creation: str, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
     code = f"""
 import os
 TARGET = {str(tmp_path)!r}
-def tried(what, *arguments):
-    try: what(*arguments)
+def tried(function, *arguments):
+    try: function(*arguments)
     except PermissionError: pass
-{HOSTILE[what]}
+{creation}
 """
-    assert served.said(code, timeout_s=60) == ""
-    assert served.said("import os; print(os.listdir())") == "[]\n"
+    assert served.output_of(code, timeout_s=60) == ""
+    assert served.output_of("import os; print(os.listdir())") == "[]\n"
     deadline = time.monotonic() + DEADLINE_S
-    while [place for place in served.places.iterdir() if "." in place.name]:  # what a child of the zygote is emptying
-        assert time.monotonic() < deadline, "a folder is left"
+    while [path for path in served.slot_dirs.iterdir() if "." in path.name]:  # moved aside, being emptied
+        assert time.monotonic() < deadline, "a directory is left"
         time.sleep(0.01)
     assert (tmp_path / "kept").read_text() == "kept"
 
 
 @pytest.mark.parametrize("victim", ["launcher", "init", "both", "zygote", "child zygote"])
-def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str) -> None:
+def test_a_killed_jail_leaves_nothing_and_is_restarted(victim: str, who: str) -> None:
     with serving(who, profiles=("bare", "numeric")) as served:
         executor_pid = served.caller.process.pid
         (launcher,) = jails.children(executor_pid)
@@ -373,16 +374,16 @@ def test_a_jail_that_is_killed_is_swept_and_started_anew(victim: str, who: str) 
         (zygote,) = jails.children(init)
         (child_zygote,) = jails.children(zygote)
         daemon = OUTLIVING["daemon"] if served.has_uids else ""
-        seq, folder = started(served, f"import os, time\nprint(os.getuid())\n{daemon}\nopen('left', 'w').close()")
+        seq, directory = started(served, f"import os, time\nprint(os.getuid())\n{daemon}\nopen('left', 'w').close()")
         running = [
             pid for pid in served.caller.processes() if pid not in (executor_pid, launcher, init, zygote, child_zygote)
         ]
         assert running
-        alone = {"launcher": launcher, "init": init, "zygote": zygote, "child zygote": child_zygote}
-        for pid in (launcher, init) if victim == "both" else (alone[victim],):
+        pid_of = {"launcher": launcher, "init": init, "zygote": zygote, "child zygote": child_zygote}
+        for pid in (launcher, init) if victim == "both" else (pid_of[victim],):
             os.kill(pid, 9)
         if victim == "child zygote":
-            cancel(served, seq, folder)
+            cancel(served, seq, directory)
         wait_gone(running)
         for _ in range(8):
-            assert served.said("import os; print(os.listdir())") == "[]\n"
+            assert served.output_of("import os; print(os.listdir())") == "[]\n"

@@ -1,4 +1,4 @@
-"""Memory where no control group counts it: the executor sums it, and the kernel spares the service."""
+"""Memory limits without cgroups: the executor sums the memory of a call, and the OOM killer picks calls first."""
 
 from __future__ import annotations
 
@@ -12,100 +12,102 @@ from sandbox import machine
 from sandbox.config import ExecutorConfig, ServeConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import run_once
-from sandbox.executor.process_tree import CallTree, hold_more
+from sandbox.executor.process_tree import ProcessTree, exceeds_memory
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
-from tests.executor.test_monitor import BARE_PROC
-from tests.jail.jails import is_passable, system_python
+from tests.executor.test_long_calls import BARE_PROC
+from tests.jail.jails import all_users_can_reach, system_python
 
 MIB = 1 << 20
 SHARED = f"""
 import os, sys
 kept = bytearray(b"x" * (64 * {MIB}))
-told, tell = os.pipe()
-go, start = os.pipe()
+done_r, done_w = os.pipe()
+go_r, go_w = os.pipe()
 for _ in range(3):
     if os.fork() == 0:
-        os.write(tell, b".")
-        os.read(go, 1)
+        os.write(done_w, b".")
+        os.read(go_r, 1)
         kept[:] = b"y" * len(kept)
-        os.write(tell, b".")
+        os.write(done_w, b".")
         os.read(0, 1)
         os._exit(0)
 for _ in range(3):
-    os.read(told, 1)
+    os.read(done_r, 1)
 print(flush=True)
 input()
-os.write(start, b"...")
+os.write(go_w, b"...")
 for _ in range(3):
-    os.read(told, 1)
+    os.read(done_r, 1)
 print(flush=True)
 input()
 """
 
 
-def test_what_processes_share_counts_once_and_what_they_copy_for_each() -> None:
+def test_shared_pages_count_once_and_copied_pages_count_for_each_process() -> None:
     argv = [sys.executable, "-c", SHARED]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        tree = CallTree(process.pid)
+        tree = ProcessTree(process.pid)
         for copies in (1, 4):
             process.stdout.readline()
-            tree.look()
-            resident = tree.resident()
+            tree.sample()
+            resident = tree.resident_bytes()
             assert len(resident) == 4
             assert sum(resident.values()) > 4 * 64 * MIB
-            assert hold_more(resident, copies * 64 * MIB - MIB, 0)
-            assert not hold_more(resident, (copies * 64 + 40) * MIB, 0)
+            assert exceeds_memory(resident, copies * 64 * MIB - MIB, 0)
+            assert not exceeds_memory(resident, (copies * 64 + 40) * MIB, 0)
             process.stdin.write(b"\n")
             process.stdin.flush()
         process.communicate()
 
 
-def test_where_the_server_may_not_ask_all_but_the_zygotes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_right_to_count_shared_pages_only_those_of_the_zygote_are_subtracted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(_path: str) -> bytes:
         raise PermissionError
 
     monkeypatch.setattr("sandbox.executor.process_tree._read", refuse)
     resident = {1: 100, 2: 60, 3: 10}
-    assert hold_more(resident, 119, 20)
-    assert not hold_more(resident, 120, 20)
+    assert exceeds_memory(resident, 119, 20)
+    assert not exceeds_memory(resident, 120, 20)
 
 
-def test_one_process_is_bounded_by_its_own_limit_and_not_asked_about() -> None:
-    tree = CallTree(1)
+def test_the_memory_of_a_single_process_is_not_read() -> None:
+    tree = ProcessTree(1)
     tree._pids = [1]
-    assert tree.resident() == {}
+    assert tree.resident_bytes() == {}
 
 
 BOMB = """
 import os, time
 for _ in range({processes} - 1):
     if os.fork() == 0:
-        if "{how}" == "in turn": time.sleep(0.05 * _)
+        if "{timing}" == "in turn": time.sleep(0.05 * _)
         kept = b"x" * (20 << 20)
         time.sleep(1000)
 time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("how", ["at once", "in turn"])
-def test_calls_that_fork_and_allocate_are_ended_for_it_and_all_others_are_answered(how: str) -> None:
-    """At most 8 * 12 * 20 MiB, were nothing to stop them."""
+@pytest.mark.parametrize("timing", ["at once", "in turn"])
+def test_calls_that_exceed_memory_together_end_as_memory_limit_and_change_no_other_result(timing: str) -> None:
+    """Unlimited, they would use 8 * 12 * 20 MiB."""
     processes = 12
-    server = (sys.executable, "-c", BARE_PROC, "nothing", "no groups")
+    server = (sys.executable, "-c", BARE_PROC, "nothing", "no cgroups")
     with executor(server=server, slots=12, isolation="namespaces") as caller:
         limits = {"memory_mb": 24, "disk_mb": 1, "processes": processes, "timeout_s": 60}
-        bombs = [caller.submit(call(BOMB.format(how=how, processes=processes), **limits)) for _ in range(8)]
+        bombs = [caller.submit(call(BOMB.format(timing=timing, processes=processes), **limits)) for _ in range(8)]
         others = [caller.submit(call(f"import time; time.sleep(0.1); {n}", timeout_s=60)) for n in range(20)]
         for n, seq in enumerate(others):
-            result = caller.answer(seq)
+            result = caller.result_of(seq)
             assert (result.status, result.value, result.attempts) == (Status.OK, str(n), 1), result
         for seq in bombs:
-            result = caller.answer(seq)
+            result = caller.result_of(seq)
             assert (result.status, result.attempts) == (Status.MEMORY_LIMIT, 1), result
             assert result.error is not None
             assert "memory_mb" in result.error.message
@@ -113,21 +115,21 @@ def test_calls_that_fork_and_allocate_are_ended_for_it_and_all_others_are_answer
 
 
 @pytest.mark.parametrize("level", ["nsjail", "namespaces", "landlock", "none"])
-def test_the_kernel_ends_calls_before_the_service(level: str) -> None:
+def test_the_oom_killer_prefers_calls_to_the_server(level: str) -> None:
     try:
         choose_level(level)
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     own = oom_score_adj("self")
-    guest = OWN_PYTHON if is_passable(OWN_PYTHON) or level != "landlock" else system_python()
+    guest = OWN_PYTHON if all_users_can_reach(OWN_PYTHON) or level != "landlock" else system_python()
     if guest is None:
-        pytest.skip("calls with uids of their own need a Python that others can reach")
+        pytest.skip("calls with their own uids need a Python in a directory that everyone may enter")
     with executor(guest, isolation=level) as caller:
         seq = caller.submit(call("import time; time.sleep(1000)", timeout_s=1000))
         caller.until(lambda: caller.stats.get("running") == 1)
-        service, *jailed = caller.processes()
+        server, *jailed = caller.processes()
         assert len(jailed) >= 3
-        assert oom_score_adj(service) == own
+        assert oom_score_adj(server) == own
         assert {oom_score_adj(pid) for pid in jailed} == {1000}
         caller.send("cancel", [seq])
 
@@ -136,15 +138,15 @@ def oom_score_adj(pid: int | str) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def test_no_call_is_granted_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_are_capped_by_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_limit", lambda: 100 * MIB)
     assert Dispatcher(ServeConfig()).config.max_limits.memory_mb == 100
     assert Dispatcher(ServeConfig(max_limits=Limits(memory_mb=64))).config.max_limits.memory_mb == 64
     monkeypatch.setattr(machine, "memory_limit", lambda: MIB)
-    assert Dispatcher(ServeConfig()).config.max_limits.memory_mb == 16, "the least that a call can ask for"
+    assert Dispatcher(ServeConfig()).config.max_limits.memory_mb == 16, "the smallest limit that a call may have"
 
 
-def test_a_call_without_a_gateway_is_not_granted_more_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_once_caps_memory_by_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_limit", lambda: 100 * MIB)
     config = ExecutorConfig(python=OWN_PYTHON, isolation="none")
 

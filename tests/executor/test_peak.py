@@ -1,4 +1,4 @@
-"""`peak_memory_mb` means the same with control groups and without: what a call adds to what it inherits."""
+"""`peak_memory_mb` is what a call adds to the memory that it inherits, with cgroups and without."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.executor.calling import Caller, executor
 
 @pytest.fixture(params=["auto", "none"], scope="module")
 def caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    """With control groups, where this machine grants them, and without."""
-    with executor(isolation=request.param) as made:
-        yield made
+    """An executor with cgroups, where this machine grants them, and one without."""
+    with executor(isolation=request.param) as caller:
+        yield caller
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What /proc says of a call's processes, and that they can be made to give way."""
+"""Samples of real processes from /proc."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from contextlib import contextmanager
 import pytest
 
 from sandbox.executor import process_tree
-from sandbox.executor.process_tree import CallTree, Eagerness, host_pid
-from sandbox.executor.virtual_clock import OwnClock
-from sandbox.jail import IdleCgroup
+from sandbox.executor.process_tree import ProcessTree, pid_of_pidfd
+from sandbox.executor.virtual_clock import VirtualClock
 
 HERE = os.getpid()
+
+
 THREADS = """
 import sys, threading
 for _ in range(int(sys.argv[1])):
@@ -27,6 +28,8 @@ for _ in range(int(sys.argv[1])):
 print(flush=True)
 input()
 """
+
+
 CHILDREN = """
 import os
 readable, writable = os.pipe()
@@ -45,7 +48,7 @@ input()
 
 @contextmanager
 def running(code: str, *arguments: str) -> Iterator[int]:
-    """A process that has said that it is ready; ended, with what it has started, at the end."""
+    """Start a process, wait for its first line of output, and end it and its children afterwards."""
     argv = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -55,44 +58,44 @@ def running(code: str, *arguments: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("state", "flags", "is_ready"),
+    ("state", "flags", "is_runnable"),
     [(b"D", 4, True), (b"R", 4, True), (b"D", 0, False), (b"S", 4, True), (b"S", 0, False)],
 )
-def test_what_is_about_to_end_sleeps_no_more(
-    monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_ready: bool
+def test_an_exiting_process_is_runnable_and_not_asleep(
+    monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_runnable: bool
 ) -> None:
-    """It runs no code any more, and how long it waits for others to end is not the call's time."""
-    read = process_tree._stat
+    """Flag 4 is PF_EXITING. The time that an exit waits for kernel locks must not count as sleep of the call."""
+    read_stat = process_tree._read_stat
 
     def changed(path: str) -> list[bytes]:
-        fields = read(path)
-        fields[process_tree._STATE], fields[process_tree._FLAGS] = (
+        fields = read_stat(path)
+        fields[process_tree._STAT_STATE], fields[process_tree._STAT_FLAGS] = (
             state,
-            b"%d" % (int(fields[process_tree._FLAGS]) | flags),
+            b"%d" % (int(fields[process_tree._STAT_FLAGS]) | flags),
         )
         return fields
 
     with running("print(flush=True); input()") as pid:
-        monkeypatch.setattr(process_tree, "_stat", changed)
-        look = CallTree(pid).look()
-        assert look is not None
-        assert look[pid].is_ready == is_ready
+        monkeypatch.setattr(process_tree, "_read_stat", changed)
+        sample = ProcessTree(pid).sample()
+        assert sample is not None
+        assert sample[pid].is_runnable == is_runnable
 
 
-def test_a_pidfd_leads_to_its_process_while_there_is_one() -> None:
+def test_a_pidfd_gives_the_pid_while_its_process_exists() -> None:
     with subprocess.Popen(["sleep", "1000"]) as child:
         fd = os.pidfd_open(child.pid)
-        assert host_pid(fd) == child.pid
+        assert pid_of_pidfd(fd) == child.pid
         child.kill()
         child.wait()
-        assert host_pid(fd) is None
+        assert pid_of_pidfd(fd) is None
         os.close(fd)
     with open(os.devnull) as null:
-        assert host_pid(null.fileno()) == process_tree.UNKNOWN
+        assert pid_of_pidfd(null.fileno()) == process_tree.UNKNOWN_PID
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *ends: str) -> None:
-    """Files of /proc that a kernel may lack, by how their paths end."""
+    """Hide the files of /proc whose paths end so, as on a kernel without them."""
     read = process_tree._read
 
     def hidden(path: str) -> bytes:
@@ -103,116 +106,118 @@ def hide(monkeypatch: pytest.MonkeyPatch, *ends: str) -> None:
     monkeypatch.setattr(process_tree, "_read", hidden)
 
 
-def test_a_pidfd_whose_number_the_kernel_does_not_give_leads_to_a_child_of_its_zygote(
+def test_without_a_pid_in_fdinfo_the_process_is_found_among_the_children_of_the_zygote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = process_tree._read
     monkeypatch.setattr(process_tree, "_read", lambda path: b"" if "fdinfo" in path else read(path))
     with subprocess.Popen(["sleep", "1000"]) as child:
         fd = os.pidfd_open(child.pid)
-        assert host_pid(fd, HERE, child.pid) == child.pid, "here a process has one number alone"
-        assert host_pid(fd, HERE, 2**22 + 1) == process_tree.UNKNOWN
-        assert host_pid(fd, child.pid, child.pid) == process_tree.UNKNOWN
+        assert pid_of_pidfd(fd, HERE, child.pid) == child.pid, "here a process has one number only"
+        assert pid_of_pidfd(fd, HERE, 2**22 + 1) == process_tree.UNKNOWN_PID
+        assert pid_of_pidfd(fd, child.pid, child.pid) == process_tree.UNKNOWN_PID
         monkeypatch.setattr(
-            process_tree, "_inner_pids", lambda pid: [1, 2] if pid == HERE else [pid, 57 if pid == child.pid else 58, 1]
+            process_tree,
+            "_pids_by_namespace",
+            lambda pid: [1, 2] if pid == HERE else [pid, 57 if pid == child.pid else 58, 1],
         )
-        assert host_pid(fd, HERE, 57) == child.pid, "as the zygote's namespace numbers it"
+        assert pid_of_pidfd(fd, HERE, 57) == child.pid, "the number in the zygote's PID namespace"
         child.kill()
         child.wait()
-        assert host_pid(fd, HERE, 57) == process_tree.UNKNOWN
+        assert pid_of_pidfd(fd, HERE, 57) == process_tree.UNKNOWN_PID
         os.close(fd)
 
 
-def test_a_call_whose_first_process_is_unknown_has_wall_time_and_gives_way_with_its_group() -> None:
+def test_a_call_with_an_unknown_first_process_is_not_sampled_but_its_threads_are_listed() -> None:
     with running(THREADS, "2") as pid:
-        own = CallTree(process_tree.UNKNOWN, Members(pid))
-        assert own.look() is None
-        assert len(own._policies) == 3
-        assert own.ran_s == math.inf
-        assert CallTree(process_tree.UNKNOWN).look() is None
+        tree = ProcessTree(process_tree.UNKNOWN_PID, Members(pid))
+        assert tree.sample() is None
+        assert len(tree._policy_by_thread) == 3
+        assert tree.cpu_s == math.inf
+        assert ProcessTree(process_tree.UNKNOWN_PID).sample() is None
 
 
-BUSY = "import os, time\nprint(flush=True)\nwhile True: {what}"
+BUSY = "import os, time\nprint(flush=True)\nwhile True: {work}"
 
 
 @pytest.mark.parametrize(
-    ("what", "error"),
+    ("work", "error"),
     [("pass", 0.1), ("time.sleep(0.3)", 0.4), ("time.sleep(0.02); [0 for _ in range(400_000)]", 0.6)],
     ids=["computes", "sleeps", "does both"],
 )
-def test_without_counted_waits_own_time_is_wall_time_less_an_estimate_of_them(
-    what: str, error: float, monkeypatch: pytest.MonkeyPatch
+def test_without_schedstat_virtual_time_uses_estimated_run_delay(
+    work: str, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six others want the same core, so that it waits most of the time that it does not sleep."""
+    """Six busy processes share the core, so the call waits most of the time in which it does not sleep."""
     hide(monkeypatch, "/schedstat")
-    assert not process_tree.counts_waits()
+    assert not process_tree.counts_run_delay()
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=on_one_core) for _ in range(6)]
-    argv = [sys.executable, "-c", BUSY.format(what=what)]
+    argv = [sys.executable, "-c", BUSY.format(work=work)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, preexec_fn=on_one_core) as child:
         try:
             assert child.stdout is not None
             child.stdout.readline()
-            own, calls, wall_s = OwnClock(2), CallTree(child.pid), 0.0
-            start = time.monotonic() - process_tree._age_s(process_tree._stat(f"/proc/{child.pid}/stat"))
+            clock, tree, wall_s = VirtualClock(2), ProcessTree(child.pid), 0.0
+            start = time.monotonic() - process_tree._age_s(process_tree._read_stat(f"/proc/{child.pid}/stat"))
             while wall_s < 3:
                 time.sleep(random.uniform(0.05, 0.15))
-                wall_s, look = time.monotonic() - start, calls.look()
-                assert look
-                own.look(wall_s, look, calls.ran_s)
-            assert own.own_s == pytest.approx(wall_s - counted_wait_s(child.pid), rel=error, abs=0.15)
+                wall_s, sample = time.monotonic() - start, tree.sample()
+                assert sample
+                clock.advance(wall_s, sample, tree.cpu_s)
+            assert clock.elapsed_s == pytest.approx(wall_s - run_delay_s(child.pid), rel=error, abs=0.15)
         finally:
-            for one in (child, *others):
-                one.kill()
-                one.wait()
+            for process in (child, *others):
+                process.kill()
+                process.wait()
 
 
 def on_one_core() -> None:
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
-def counted_wait_s(pid: int) -> float:
+def run_delay_s(pid: int) -> float:
     with open(f"/proc/{pid}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
 
 
-def test_every_thread_and_process_is_seen() -> None:
+def test_every_thread_and_process_is_sampled() -> None:
     with running(THREADS, "5") as pid:
-        look = CallTree(pid).look()
-        assert look is not None
-        assert list(look) == [pid]
-        assert len(look[pid].threads) == 6
-        assert look[pid].parent == HERE
-        assert look[pid].ran_s + 1e-6 >= sum(thread.ran_s for thread in look[pid].threads.values()) > 0
-        assert 0 <= look[pid].age_s < 600
+        sample = ProcessTree(pid).sample()
+        assert sample is not None
+        assert list(sample) == [pid]
+        assert len(sample[pid].threads) == 6
+        assert sample[pid].parent == HERE
+        assert sample[pid].cpu_s + 1e-6 >= sum(thread.cpu_s for thread in sample[pid].threads.values()) > 0
+        assert 0 <= sample[pid].age_s < 600
     with running(CHILDREN) as pid:
-        look = CallTree(pid).look()
-        assert look is not None
-        assert len(look) == 7
-        assert next(iter(look)) == pid
-        assert sum(process.parent == pid for process in look.values()) == 3
+        sample = ProcessTree(pid).sample()
+        assert sample is not None
+        assert len(sample) == 7
+        assert next(iter(sample)) == pid
+        assert sum(process.parent == pid for process in sample.values()) == 3
 
 
-def test_who_runs_is_ready_and_its_time_grows() -> None:
+def test_a_running_process_is_runnable_and_its_cpu_time_grows() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        own = CallTree(process.pid)
-        while not (look := own.look()) or look[process.pid].ran_s < 0.1:
+        tree = ProcessTree(process.pid)
+        while not (sample := tree.sample()) or sample[process.pid].cpu_s < 0.1:
             pass
-        assert look[process.pid].is_ready
-        assert own.ran_s >= 0.1
-        (thread,) = look[process.pid].threads.values()
-        assert thread.turns > 0
+        assert sample[process.pid].is_runnable
+        assert tree.cpu_s >= 0.1
+        (thread,) = sample[process.pid].threads.values()
+        assert thread.timeslices > 0
         process.kill()
 
 
-def test_how_often_a_thread_has_slept_is_read_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel counts it; to read that takes as long as all else."""
+def test_voluntary_switches_are_read_once_per_timeslice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes as long as the rest of a thread's sample, and they cannot change without a timeslice."""
     code = "import time\nfor _ in range(50): time.sleep(0.001)\nprint(flush=True)\nwhile True: pass"
-    turns, reads = [7], []
+    timeslices, reads = [7], []
     read = process_tree._read
 
     def counted(path: str) -> bytes:
         if path.endswith("/schedstat"):
-            return b"%b %d" % (read(path).rpartition(b" ")[0], turns[0])
+            return b"%b %d" % (read(path).rpartition(b" ")[0], timeslices[0])
         if path.endswith("/status"):
             reads.append(path)
         return read(path)
@@ -222,19 +227,19 @@ def test_how_often_a_thread_has_slept_is_read_once_a_turn(monkeypatch: pytest.Mo
             assert child.stdout is not None
             child.stdout.readline()
             monkeypatch.setattr(process_tree, "_read", counted)
-            calls = CallTree(child.pid)
-            for turn, wanted in ((7, 1), (7, 1), (8, 2), (8, 2)):
-                turns[0] = turn
-                look = calls.look()
-                assert look is not None
-                assert look[child.pid].threads[child.pid].sleeps >= 50
-                assert len(reads) == wanted
+            tree = ProcessTree(child.pid)
+            for count, expected_reads in ((7, 1), (7, 1), (8, 2), (8, 2)):
+                timeslices[0] = count
+                sample = tree.sample()
+                assert sample is not None
+                assert sample[child.pid].threads[child.pid].voluntary_switches >= 50
+                assert len(reads) == expected_reads
         finally:
             child.kill()
 
 
 class Members:
-    """A group that has these processes."""
+    """A fake cgroup with these processes."""
 
     def __init__(self, *pids: int) -> None:
         self._pids = pids
@@ -243,27 +248,27 @@ class Members:
         return [pid for pid in self._pids if pid != first]
 
     def thread_ids(self) -> list[int]:
-        return [tid for pid in self._pids for tid in process_tree._threads(pid)]
+        return [tid for pid in self._pids for tid in process_tree._thread_ids(pid)]
 
 
-def test_a_group_says_who_is_there_and_the_first_is_first() -> None:
+def test_the_members_of_the_cgroup_are_sampled_the_first_process_first() -> None:
     with running(THREADS, "0") as pid, running(THREADS, "0") as other:
-        look = CallTree(pid, Members(pid, other, 0, 2**22 + 1)).look()
-        assert look is not None
-        assert list(look) == [pid, other]
+        sample = ProcessTree(pid, Members(pid, other, 0, 2**22 + 1)).sample()
+        assert sample is not None
+        assert list(sample) == [pid, other]
 
 
-def test_what_has_gone_is_not_there() -> None:
+def test_the_sample_of_an_ended_process_is_empty() -> None:
     with subprocess.Popen(["true"]) as child:
         child.wait()
-        assert CallTree(child.pid).look() == {}
+        assert ProcessTree(child.pid).sample() == {}
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert CallTree(child.pid).look() == {}, "it is a zombie"
+    assert ProcessTree(child.pid).sample() == {}, "a zombie has ended"
     child.wait()
 
 
-def test_a_process_whose_first_thread_has_ended_is_still_there() -> None:
+def test_a_process_whose_main_thread_has_ended_is_sampled() -> None:
     code = """
 import ctypes, threading, time
 def rest():
@@ -278,19 +283,19 @@ ctypes.CDLL(None).syscall(60, 0)  # exit(2) of this thread alone
     if os.uname().machine != "x86_64":
         pytest.skip("the number of exit(2) is that of x86-64")
     with running(code) as pid:
-        look = CallTree(pid).look()
-        assert look
-        assert len(look[pid].threads) == 2
+        sample = ProcessTree(pid).sample()
+        assert sample
+        assert len(sample[pid].threads) == 2
 
 
-def test_a_crowd_is_not_looked_at() -> None:
-    with running(THREADS, str(process_tree.CROWD + 1)) as pid:
-        own = CallTree(pid)
-        assert own.look() is None
-        assert own.ran_s == math.inf, "of all its time only some is known"
+def test_a_call_with_too_many_threads_is_not_sampled_any_more() -> None:
+    with running(THREADS, str(process_tree.MAX_SAMPLED_THREADS + 1)) as pid:
+        tree = ProcessTree(pid)
+        assert tree.sample() is None
+        assert tree.cpu_s == math.inf, "its CPU time is not known"
         with running(THREADS, "0") as other:
-            own.root = other
-            assert own.look() is None, "what was a crowd once has wall time for good"
+            tree.root = other
+            assert tree.sample() is None, "once too large, its clock follows wall time for good"
 
 
 CHURN = """
@@ -307,125 +312,18 @@ while few.acquire():
 """
 
 
-def test_who_starts_and_ends_threads_without_pause_is_seen_all_the_same() -> None:
+def test_a_process_is_sampled_while_its_threads_start_and_end() -> None:
     with subprocess.Popen([sys.executable, "-c", CHURN], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            own, vanished = CallTree(process.pid), 0
+            tree, vanished = ProcessTree(process.pid), 0
             for _ in range(50):
-                listed = len(process_tree._threads(process.pid))
-                look = own.look()
-                assert look is not None
-                assert len(look[process.pid].threads) > 40
-                vanished += listed > len(look[process.pid].threads)
-            assert vanished, "no thread has ended while it was looked at, so nothing was tried"
+                listed = len(process_tree._thread_ids(process.pid))
+                sample = tree.sample()
+                assert sample is not None
+                assert len(sample[process.pid].threads) > 40
+                vanished += listed > len(sample[process.pid].threads)
+            assert vanished, "no thread has ended during a sample, so the test has tested nothing"
         finally:
             process.kill()
-
-
-def test_all_threads_give_way_and_come_back() -> None:
-    eagerness = Eagerness()
-    if not eagerness.can_change:
-        pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
-    for code, count in ((THREADS, 5), (CHILDREN, 7)):
-        with running(code, "4") as pid:
-            own = CallTree(pid)
-            for is_idle, policy in ((True, os.SCHED_IDLE), (False, os.SCHED_OTHER)):
-                own.look()
-                eagerness.set(own, is_idle=is_idle)
-                own.look()
-                assert len(own._policies) == count
-                assert {os.sched_getscheduler(tid) for tid in own._policies} == {policy}
-
-
-@pytest.mark.parametrize("has_group", [True, False])
-def test_a_crowd_gives_way_as_a_whole(has_group: bool) -> None:
-    """A process that computes can be the last one of it."""
-    eagerness = Eagerness()
-    if not eagerness.can_change:
-        pytest.skip("needs CAP_SYS_NICE in the machine's own user namespace")
-    with running(THREADS, str(3 * process_tree.CROWD)) as pid, running(THREADS, "0") as last:
-        own = CallTree(pid, Members(pid, last) if has_group else None)
-        for is_idle, policy in ((True, os.SCHED_IDLE), (False, os.SCHED_OTHER)):
-            for _ in range(2):
-                assert own.look() is None
-                eagerness.set(own, is_idle=is_idle)
-            threads = process_tree._threads(pid) + [last] * has_group
-            assert {os.sched_getscheduler(tid) for tid in threads} == {policy}
-
-
-class FakeIdleCgroup(IdleCgroup):
-    """Who was moved to where, in turn; some cannot be."""
-
-    def __init__(self, **refused: int) -> None:
-        self.moves: list[tuple[int, bool]] = []
-        self.refused = {int(tid[1:]): number for tid, number in refused.items()}
-
-    def move(self, tid: int, *, inside: bool) -> None:
-        if number := self.refused.get(tid):
-            raise OSError(number, os.strerror(number))
-        self.moves.append((tid, inside))
-
-    def taken(self) -> list[tuple[int, bool]]:
-        moves, self.moves = sorted(self.moves), []
-        return moves
-
-
-def test_what_has_been_started_since_a_look_is_moved_with_the_others() -> None:
-    own, group = CallTree(1), FakeIdleCgroup()
-    own._policies = {1: 0}
-    own.move(group, inside=False)
-    assert group.taken() == [], "none was ever inside"
-    own.move(group, inside=True)
-    assert group.taken() == [(1, True)]
-    own._policies = {1: 0, 2: 0}  # by 1, so it began inside
-    own.move(group, inside=False)
-    assert group.taken() == [(1, False), (2, False)]
-    own._policies = {1: 0, 2: 0, 3: 0}  # by 1, before that came out
-    own.move(group, inside=False)
-    assert group.taken() == [(3, False)]
-    own.move(group, inside=False)
-    assert group.taken() == []
-
-
-def test_of_a_crowd_some_are_moved_at_a_time() -> None:
-    own, group = CallTree(1), FakeIdleCgroup()
-    own._policies = dict.fromkeys(range(1, 300), 0)
-    sizes = []
-    for _ in range(4):
-        own.move(group, inside=True)
-        sizes.append(len(group.taken()))
-    assert sizes == [process_tree.CROWD, process_tree.CROWD, 299 - 2 * process_tree.CROWD, 0]
-
-
-def test_a_thread_that_cannot_be_moved_yet_is_moved_later() -> None:
-    own, group = CallTree(1), FakeIdleCgroup(_2=errno.EINVAL, _3=errno.ESRCH)
-    own._policies = {1: 0, 2: 0, 3: 0}
-    own.move(group, inside=True)
-    assert group.taken() == [(1, True)]
-    group.refused.clear()
-    own.move(group, inside=True)
-    assert group.taken() == [(2, True), (3, True)]
-    group.refused = {4: errno.EACCES}
-    own._policies = {4: 0}
-    with pytest.raises(PermissionError):
-        own.move(group, inside=True)
-
-
-def test_without_the_right_nothing_is_changed_and_it_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(process_tree, "can_restore_priority", lambda: True)
-    eagerness = Eagerness()
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    with running(THREADS, "0") as pid:
-        own = CallTree(pid)
-        own.look()
-        for _ in range(3):
-            eagerness.set(own, is_idle=True)
-    assert not eagerness.can_change
-    assert len(caplog.records) == 1

@@ -1,4 +1,4 @@
-"""Verdicts rest on the kernel's word and ours; the call's own report adds words and cannot break anything."""
+"""How the end of a call becomes its result: status, error, value, truncation."""
 
 from __future__ import annotations
 
@@ -10,35 +10,50 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sandbox.errors import ProtocolError
-from sandbox.executor.result import Report, judge
-from sandbox.types import Result, Status
+from sandbox.executor.result import Report, build_result
+from sandbox.types import EncodedResult, Result, Status
 from tests.executor.test_zygote_frames import JSON
 
 ENDED: dict[str, Any] = {"exit_code": 0, "signal": None, "wall_ms": 1.5, "cpu_ms": 1.0, "peak_kb": 2048}
 
 
-def report(*texts: bytes | None, line: int = -1, bits: int = 0) -> bytes:
+def report(*texts: bytes | None, line: int = -1, flags: int = 0) -> bytes:
+    """A report of value, error type, message and traceback."""
     sizes = [-1 if text is None else len(text) for text in texts]
-    return struct.pack("<6i", *sizes, line, bits) + b"".join(text or b"" for text in texts)
+    return struct.pack("<6i", *sizes, line, flags) + b"".join(text or b"" for text in texts)
 
 
 RAISED = report(None, b"ValueError", b"no", b"Traceback", line=3)
+MEMORY_ERROR = report(None, b"MemoryError", b"", b"", flags=8)
 
 
-def verdict(ended: dict[str, Any], *blobs: bytes, late: bool = False, asked: tuple[str, ...] = ()) -> Result:
-    about = {"call_id": "c", "attempts": 2, "asked_files": list(asked), "timeout_s": 1.5}
-    return Result.decode(judge({**ENDED, **ended}, list(blobs), late=late, **about))
+def encoded(
+    ended: dict[str, Any], *blobs: bytes, timed_out: bool = False, files: tuple[str, ...] = ()
+) -> EncodedResult:
+    return build_result(
+        {**ENDED, **ended},
+        list(blobs),
+        call_id="c",
+        attempts=2,
+        return_files=list(files),
+        timeout_s=1.5,
+        timed_out=timed_out,
+    )
+
+
+def decoded(ended: dict[str, Any], *blobs: bytes, timed_out: bool = False, files: tuple[str, ...] = ()) -> Result:
+    return Result.decode(encoded(ended, *blobs, timed_out=timed_out, files=files))
 
 
 @pytest.mark.parametrize(
-    ("ended", "late", "words", "status", "kind"),
+    ("ended", "timed_out", "report_bytes", "status", "error_type"),
     [
         ({"exit_code": 0}, False, b"", Status.OK, None),
         ({"exit_code": 0}, False, RAISED, Status.OK, None),
         ({"exit_code": 1}, False, RAISED, Status.ERROR, "ValueError"),
         ({"exit_code": 3}, False, b"", Status.ERROR, "SystemExit"),
-        ({"exit_code": 1}, False, report(None, b"MemoryError", b"", b"", bits=8), Status.MEMORY_LIMIT, "MemoryError"),
-        ({"exit_code": 0}, False, report(None, b"MemoryError", b"", b"", bits=8), Status.OK, None),
+        ({"exit_code": 1}, False, MEMORY_ERROR, Status.MEMORY_LIMIT, "MemoryError"),
+        ({"exit_code": 0}, False, MEMORY_ERROR, Status.OK, None),
         ({"exit_code": None, "signal": 9}, False, b"", Status.KILLED, "SIGKILL"),
         ({"exit_code": None, "signal": 11}, False, RAISED, Status.KILLED, "SIGSEGV"),
         ({"exit_code": None, "signal": 1000}, False, b"", Status.KILLED, "SIG1000"),
@@ -47,42 +62,50 @@ def verdict(ended: dict[str, Any], *blobs: bytes, late: bool = False, asked: tup
         ({"exit_code": 1, "stderr_truncated": True}, False, RAISED, Status.OUTPUT_LIMIT, "OutputLimit"),
     ],
 )
-def test_each_end_has_its_status(
-    ended: dict[str, Any], late: bool, words: bytes, status: Status, kind: str | None
+def test_each_end_of_a_call_has_its_status(
+    ended: dict[str, Any], timed_out: bool, report_bytes: bytes, status: Status, error_type: str | None
 ) -> None:
-    result = verdict(ended, b"out", b"err", words, late=late)
+    result = decoded(ended, b"out", b"err", report_bytes, timed_out=timed_out)
     assert (result.status, result.stdout, result.stderr) == (status, "out", "err")
-    assert (result.error.type if result.error else None) == kind
+    assert (result.error.type if result.error else None) == error_type
     assert (result.id, result.attempts, result.usage.peak_memory_mb) == ("c", 2, 2.0)
 
 
-def test_a_value_comes_only_from_a_call_that_is_ok() -> None:
-    assert verdict({}, b"", b"", report(b"5", None, b"", b"")).value == "5"
-    assert verdict({"exit_code": 1}, b"", b"", report(b"5", None, b"", b"")).value is None
+def test_a_built_result_has_the_keys_of_an_encoded_one() -> None:
+    built = encoded({"exit_code": 1}, b"", b"", RAISED)
+    reencoded = Result.decode(built).encode(binary=True)
+    assert built == reencoded
+    assert list(built) == list(reencoded)
 
 
-def test_cuts_are_named() -> None:
-    result = verdict(
-        {"stdout_truncated": True, "stderr_truncated": True}, b"", b"", report(b"", None, b"", b"", bits=7)
-    )
+def test_only_a_call_that_is_ok_has_a_value() -> None:
+    assert decoded({}, b"", b"", report(b"5", None, b"", b"")).value == "5"
+    assert decoded({"exit_code": 1}, b"", b"", report(b"5", None, b"", b"")).value is None
+
+
+def test_every_truncated_part_is_named() -> None:
+    all_flags = report(b"", None, b"", b"", flags=7)
+    result = decoded({"stdout_truncated": True, "stderr_truncated": True}, b"", b"", all_flags)
     assert result.truncated == ("stdout", "stderr", "value", "traceback", "files")
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.booleans())
-def test_no_report_and_no_files_break_a_verdict(words: bytes, files: bytes, late: bool) -> None:
-    result = verdict({"exit_code": 1}, b"\xff", b"", words, files, late=late, asked=("a", "b"))
+def test_any_report_and_any_files_give_a_result(report_bytes: bytes, file_bytes: bytes, timed_out: bool) -> None:
+    result = decoded({"exit_code": 1}, b"\xff", b"", report_bytes, file_bytes, timed_out=timed_out, files=("a", "b"))
     assert result.status in (Status.ERROR, Status.TIMEOUT, Status.MEMORY_LIMIT)
     assert set(result.files) <= {"a", "b"}
-    assert sum(map(len, result.files.values())) <= len(files)
+    assert sum(map(len, result.files.values())) <= len(file_bytes)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=6, max_size=6), st.binary(max_size=100))
 @example([2**31 - 1] * 6, b"")
 @example([-(2**31)] * 6, b"")
-def test_any_numbers_are_a_report_or_none(numbers: list[int], rest: bytes) -> None:
-    parsed = Report.parse(struct.pack("<6i", *numbers) + rest)
-    said = len(parsed.value or "") + sum(len(part) for part in (parsed.error or ())[:3] if isinstance(part, str))
-    assert said <= 3 * len(rest)
+def test_any_lengths_give_a_report_no_longer_than_its_bytes(numbers: list[int], texts: bytes) -> None:
+    parsed = Report.parse(struct.pack("<6i", *numbers) + texts)
+    parts = [parsed.value or ""]
+    if parsed.error is not None:
+        parts += [parsed.error["type"], parsed.error["message"], parsed.error["traceback"]]
+    assert sum(map(len, parts)) <= 3 * len(texts)
 
 
 @given(
@@ -93,9 +116,9 @@ def test_any_numbers_are_a_report_or_none(numbers: list[int], rest: bytes) -> No
 @example({"wall_ms": float("nan")}, [])
 @example({"cpu_ms": 10**400}, [])
 @example({"signal": 1e14}, [b""] * 10)
-def test_any_header_is_a_result_or_a_protocol_error(header: dict[str, Any], blobs: list[bytes]) -> None:
+def test_any_header_gives_a_result_or_a_protocol_error(header: dict[str, Any], blobs: list[bytes]) -> None:
     try:
-        result = verdict(header, *blobs)
+        result = decoded(header, *blobs)
     except ProtocolError:
         return
     assert result.status is not Status.UNAVAILABLE

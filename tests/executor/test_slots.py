@@ -1,4 +1,4 @@
-"""A slot is bounded before its call, asked after it, and free only once the kernel counts nobody in it."""
+"""A slot gets limits before its call and is read after it; it is free only once its cgroup is empty."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ FILES = {
 }
 
 
-class Folder:
-    """What a kernel would show of a group, in ordinary files."""
+class FakeCgroup:
+    """The files of a cgroup (version 1), as ordinary files."""
 
     def __init__(self, path: Path, *missing: str) -> None:
         self.path = path
         path.mkdir()
         for name, text in FILES.items():
             if name not in missing:
-                self.say(name, text)
+                self.write(name, text)
 
-    def say(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         (self.path / name).write_text(text)
 
-    def hears(self, name: str) -> str:
+    def read(self, name: str) -> str:
         return (self.path / name).read_text()
 
     def cgroup(self) -> SlotCgroup:
         return SlotCgroup(V1, {name: str(self.path) for name in ("memory", "pids", "cpuacct")})
 
     def tree(self) -> CgroupTree:
-        """With this group alone, whatever the slot."""
+        """A cgroup tree with this cgroup for every slot."""
         groups: list[SlotCgroup] = []
 
         def group(_number: int) -> SlotCgroup:
@@ -63,127 +63,127 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path / "0")
+def files(tmp_path: Path) -> FakeCgroup:
+    return FakeCgroup(tmp_path / "0")
 
 
-def equipped(folder: Folder) -> Slots:
+def used_slot(files: FakeCgroup) -> Slots:
     slots = Slots(1)
-    slots.equip(folder.tree())
+    slots.cgroups = files.tree()
     slots.free.pop()
     return slots
 
 
-def test_slots_without_groups_are_free_at_once_and_know_nothing() -> None:
+def test_slots_without_cgroups_are_free_at_once_and_have_no_usage() -> None:
     slots = Slots(2)
     assert slots.free.pop() == 0
-    slots.begin(0, 1, 1)
-    assert slots.end(0) is None
-    assert slots.give_back(0)
+    slots.set_limits(0, 1, 1)
+    assert slots.read_usage(0) is None
+    assert slots.release(0)
     assert slots.free == [1, 0]
 
 
-def test_limits_are_written_where_they_differ_from_the_last(folder: Folder) -> None:
-    slots = equipped(folder)
-    slots.begin(0, 1000, 5)
-    assert (folder.hears("memory.limit_in_bytes"), folder.hears("pids.max")) == ("1000", "5")
-    folder.say("pids.max", "as it was")
-    slots.begin(0, 1000, 5)
-    assert folder.hears("pids.max") == "as it was"
-    slots.begin(0, 1000, 6)
-    assert folder.hears("pids.max")[0] == "6"
-    slots.begin(0, 1 << 100, 1 << 100)
-    assert folder.hears("memory.limit_in_bytes") == str(1 << 62)
+def test_only_changed_limits_are_written(files: FakeCgroup) -> None:
+    slots = used_slot(files)
+    slots.set_limits(0, 1000, 5)
+    assert (files.read("memory.limit_in_bytes"), files.read("pids.max")) == ("1000", "5")
+    files.write("pids.max", "unchanged")
+    slots.set_limits(0, 1000, 5)
+    assert files.read("pids.max") == "unchanged"
+    slots.set_limits(0, 1000, 6)
+    assert files.read("pids.max")[0] == "6"
+    slots.set_limits(0, 1 << 100, 1 << 100)
+    assert files.read("memory.limit_in_bytes") == str(1 << 62)
 
 
-def test_a_limit_that_could_not_be_written_is_written_again(folder: Folder) -> None:
-    slots = equipped(folder)
-    (folder.path / "pids.max").unlink()
+def test_a_limit_that_could_not_be_written_is_written_the_next_time(files: FakeCgroup) -> None:
+    slots = used_slot(files)
+    (files.path / "pids.max").unlink()
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
-            slots.begin(0, 1000, 5)
-    folder.say("pids.max", "")
-    slots.begin(0, 1000, 5)
-    assert folder.hears("pids.max") == "5"
+            slots.set_limits(0, 1000, 5)
+    files.write("pids.max", "")
+    slots.set_limits(0, 1000, 5)
+    assert files.read("pids.max") == "5"
 
 
-def test_what_a_call_used_is_what_was_added_since_the_last(folder: Folder) -> None:
-    slots = equipped(folder)
-    for cpu_ns, kills, refusals, expected in (
+def test_the_usage_of_a_call_is_the_increase_since_the_last_call(files: FakeCgroup) -> None:
+    slots = used_slot(files)
+    for cpu_ns, oom_kills, limit_hits, expected in (
         (5_000_000, 0, 3, CgroupUsage(5.0, 4096)),
         (12_500_000, 1, 7, CgroupUsage(7.5, 4096, hit_own_limit=True)),
         (12_500_000, 1, 8, CgroupUsage(0.0, 4096)),
         (13_500_000, 2, 8, CgroupUsage(1.0, 4096, hit_outer_limit=True)),
     ):
-        folder.say("memory.max_usage_in_bytes", "1")
-        slots.begin(0, 1, 1)
-        folder.say("memory.max_usage_in_bytes", "4096\n")
-        folder.say("cpuacct.usage", f"{cpu_ns}\n")
-        folder.say("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
-        folder.say("memory.failcnt", f"{refusals}\n")
-        assert slots.end(0) == expected
+        files.write("memory.max_usage_in_bytes", "1")
+        slots.set_limits(0, 1, 1)
+        files.write("memory.max_usage_in_bytes", "4096\n")
+        files.write("cpuacct.usage", f"{cpu_ns}\n")
+        files.write("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {oom_kills}\n")
+        files.write("memory.failcnt", f"{limit_hits}\n")
+        assert slots.read_usage(0) == expected
 
 
-def test_a_peak_that_cannot_be_reset_is_known_of_a_call_that_went_over_it(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+def test_a_peak_that_cannot_be_reset_is_known_only_for_a_call_that_exceeds_it(
+    files: FakeCgroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pwrite(_fd: int, _text: bytes, _offset: int) -> int:
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr("os.pwrite", pwrite)
-    folder.say("memory.max_usage_in_bytes", "10")
-    slots = equipped(folder)
-    for now, known in ((10, None), (50, 50), (50, None), (60, 60)):
-        slots.begin(0, 1, 1)
-        folder.say("memory.max_usage_in_bytes", str(now))
-        spent = slots.end(0)
-        assert spent is not None
-        assert spent.peak_bytes == known
+    files.write("memory.max_usage_in_bytes", "10")
+    slots = used_slot(files)
+    for peak_bytes, expected in ((10, None), (50, 50), (50, None), (60, 60)):
+        slots.set_limits(0, 1, 1)
+        files.write("memory.max_usage_in_bytes", str(peak_bytes))
+        usage = slots.read_usage(0)
+        assert usage is not None
+        assert usage.peak_bytes == expected
 
 
 @pytest.mark.parametrize("missing", ["memory.max_usage_in_bytes", "cpuacct.usage", "memory.failcnt"])
-def test_a_kernel_that_does_not_count_something_is_fine(missing: str, tmp_path: Path) -> None:
-    slots = equipped(Folder(tmp_path / "0", missing))
-    slots.begin(0, 1, 1)
-    spent = slots.end(0)
-    assert spent is not None
-    assert (spent.peak_bytes is None) == ("usage_in" in missing)
-    assert (spent.cpu_ms is None) == ("cpuacct" in missing)
+def test_what_the_kernel_does_not_count_is_none(missing: str, tmp_path: Path) -> None:
+    slots = used_slot(FakeCgroup(tmp_path / "0", missing))
+    slots.set_limits(0, 1, 1)
+    usage = slots.read_usage(0)
+    assert usage is not None
+    assert (usage.peak_bytes is None) == ("usage_in" in missing)
+    assert (usage.cpu_ms is None) == ("cpuacct" in missing)
 
 
 @pytest.mark.trio
-async def test_a_slot_is_free_only_when_its_group_is_empty(folder: Folder, autojump_clock: MockClock) -> None:
-    slots = equipped(folder)
-    folder.say("pids.current", "3")
-    assert not slots.give_back(0)
+async def test_a_slot_is_free_only_when_its_cgroup_is_empty(files: FakeCgroup, autojump_clock: MockClock) -> None:
+    slots = used_slot(files)
+    files.write("pids.current", "3")
+    assert not slots.release(0)
     assert slots.free == []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(slots.settle, 0)
+        nursery.start_soon(slots.release_when_empty, 0)
         await trio.sleep(KILL_AFTER_S)
         assert slots.free == []
-        folder.say("pids.current", "0")
+        files.write("pids.current", "0")
     assert slots.free == [0]
 
 
 @pytest.mark.trio
-async def test_who_stays_in_a_slot_is_killed(
-    folder: Folder, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+async def test_processes_left_in_a_slot_are_killed(
+    files: FakeCgroup, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = equipped(folder)
-    folder.say("pids.current", "1")
-    monkeypatch.setattr(SlotCgroup, "kill", lambda _group: folder.say("pids.current", "0"))
+    slots = used_slot(files)
+    files.write("pids.current", "1")
+    monkeypatch.setattr(SlotCgroup, "kill", lambda _group: files.write("pids.current", "0"))
     before = trio.current_time()
-    await slots.settle(0)
+    await slots.release_when_empty(0)
     assert slots.free == [0]
     assert KILL_AFTER_S < trio.current_time() - before < 10 * KILL_AFTER_S
 
 
 @pytest.mark.trio
-async def test_a_slot_whose_group_cannot_be_had_comes_back_when_it_can(
-    folder: Folder, autojump_clock: MockClock
+async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
+    files: FakeCgroup, autojump_clock: MockClock
 ) -> None:
     slots = Slots(1)
-    tree, calls = folder.tree(), 0
+    tree, calls = files.tree(), 0
     cgroup_of = tree.cgroup
 
     def group(number: int) -> SlotCgroup:
@@ -194,36 +194,36 @@ async def test_a_slot_whose_group_cannot_be_had_comes_back_when_it_can(
         return cgroup_of(number)
 
     tree.cgroup = group  # type: ignore[method-assign]
-    slots.equip(tree)
+    slots.cgroups = tree
     slots.free.pop()
     with pytest.raises(OSError, match="Too many"):
-        slots.begin(0, 1, 1)
-    await slots.settle(0)
+        slots.set_limits(0, 1, 1)
+    await slots.release_when_empty(0)
     assert slots.free == [0]
-    slots.begin(0, 1, 1)
+    slots.set_limits(0, 1, 1)
 
 
 @pytest.mark.trio
-async def test_a_mount_namespace_of_its_own_ends_with_the_slot_and_before_the_next_call() -> None:
-    with apart() as pid:
+async def test_a_held_mount_namespace_is_closed_before_the_slot_is_free() -> None:
+    with own_mounts() as pid:
         slots = Slots(2)
         for _ in range(2):
-            slots.outlive(1, pid)
-    slots.outlive(0, pid)
-    slots.outlive(0, os.getpid())
+            slots.hold_mount_namespace(1, pid)
+    slots.hold_mount_namespace(0, pid)
+    slots.hold_mount_namespace(0, os.getpid())
     assert mount_namespaces() == 1
     slots.free.clear()
-    assert slots.give_back(0), "its process was gone, or had no namespace of its own"
-    assert not slots.give_back(1)
-    await slots.settle(1)
+    assert slots.release(0), "its process had ended, or was in the namespace of this one"
+    assert not slots.release(1)
+    await slots.release_when_empty(1)
     assert slots.free == [0, 1]
     assert mount_namespaces() == 0
-    assert slots.give_back(1)
+    assert slots.release(1)
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[int]:
-    """A process with mounts of its own."""
+def own_mounts() -> Iterator[int]:
+    """A process in a mount namespace of its own."""
     try:
         child = subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
     except FileNotFoundError:
@@ -237,9 +237,9 @@ def apart() -> Iterator[int]:
 
 
 def mount_namespaces() -> int:
-    """Descriptors of such that this process holds."""
+    """Number of mount namespace descriptors that this process holds."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listdir itself used
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     return sum(link.startswith("mnt:") for link in links)

@@ -1,4 +1,4 @@
-"""The socket under frames and descriptors: order kept, nothing lost half-way, nothing leaked."""
+"""`UnixStream` keeps the order, loses nothing and leaks no descriptor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trio.testing
 from pytest_trio import trio_fixture
 
 from sandbox.errors import ProtocolError
-from sandbox.executor.unix_stream import MAX_FDS, Link
+from sandbox.executor.unix_stream import MAX_FDS, UnixStream
 
 pytestmark = pytest.mark.trio
 
@@ -22,14 +22,15 @@ def open_fds() -> int:
 
 
 @trio_fixture
-async def pair() -> AsyncIterator[tuple[Link, socket.socket]]:
+async def pair() -> AsyncIterator[tuple[UnixStream, socket.socket]]:
+    """A stream and the peer's socket."""
     before = open_fds()
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    link = Link(ours)
-    with theirs:
-        yield link, theirs
-        link.close()
+    ours, peer = socket.socketpair()
+    peer.setblocking(False)
+    stream = UnixStream(ours)
+    with peer:
+        yield stream, peer
+        stream.close()
     assert open_fds() == before, "descriptors leaked"
 
 
@@ -39,31 +40,33 @@ def null() -> Iterator[int]:
         yield file.fileno()
 
 
-def received(theirs: socket.socket) -> tuple[bytes, list[int]]:
-    """All that is there now."""
-    data, fds = b"", []
+def received(peer: socket.socket) -> tuple[bytes, list[int]]:
+    """All bytes and descriptors that have arrived."""
+    data, fds = b"", list[int]()
     while True:
         try:
-            more, came, _, _ = socket.recv_fds(theirs, 1 << 20, 10)
+            new_data, new_fds, _, _ = socket.recv_fds(peer, 1 << 20, 10)
         except BlockingIOError:
             return data, fds
-        data, fds = data + more, fds + came
+        data, fds = data + new_data, fds + new_fds
 
 
-async def test_what_does_not_fit_goes_later_in_order(pair: tuple[Link, socket.socket], null: int) -> None:
-    link, theirs = pair
+async def test_bytes_that_the_socket_refuses_are_sent_later_in_order(
+    pair: tuple[UnixStream, socket.socket], null: int
+) -> None:
+    stream, peer = pair
     sent = [bytes([n]) * 300_000 for n in range(10)]
     for n, data in enumerate(sent):
-        link.write(data, null if n in (0, 7) else None)
-    data, fds = b"", []
+        stream.write(data, null if n in (0, 7) else None)
+    data, fds = b"", list[int]()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(link.flush_forever)
-        nursery.start_soon(link.flushed)
+        nursery.start_soon(stream.flush_forever)
+        nursery.start_soon(stream.flushed)
         while len(data) < 3_000_000:
             await trio.testing.wait_all_tasks_blocked()
-            more, came = received(theirs)
-            data, fds = data + more, fds + came
-        await link.flushed()
+            new_data, new_fds = received(peer)
+            data, fds = data + new_data, fds + new_fds
+        await stream.flushed()
         nursery.cancel_scope.cancel()
     assert data == b"".join(sent)
     assert len(fds) == 2
@@ -71,69 +74,69 @@ async def test_what_does_not_fit_goes_later_in_order(pair: tuple[Link, socket.so
         os.close(fd)
 
 
-async def test_flushed_returns_when_the_link_breaks(pair: tuple[Link, socket.socket]) -> None:
-    link, theirs = pair
-    link.write(bytes(10 << 20))
+async def test_flushed_returns_when_the_peer_closes(pair: tuple[UnixStream, socket.socket]) -> None:
+    stream, peer = pair
+    stream.write(bytes(10 << 20))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(link.flush_forever)
-        nursery.start_soon(link.flushed)
+        nursery.start_soon(stream.flush_forever)
+        nursery.start_soon(stream.flushed)
         await trio.testing.wait_all_tasks_blocked()
-        theirs.close()
+        peer.close()
 
 
-async def test_closing_wakes_the_reader_and_the_flusher(pair: tuple[Link, socket.socket]) -> None:
-    link, _theirs = pair
-    link.write(bytes(10 << 20), link.sock.fileno())
-    link.write(b"later", link.sock.fileno())
+async def test_closing_wakes_the_reader_and_the_flusher(pair: tuple[UnixStream, socket.socket]) -> None:
+    stream, _peer = pair
+    stream.write(bytes(10 << 20), stream.sock.fileno())
+    stream.write(b"later", stream.sock.fileno())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(link.flush_forever)
-        nursery.start_soon(link.flushed)
-        nursery.start_soon(link.read)
+        nursery.start_soon(stream.flush_forever)
+        nursery.start_soon(stream.flushed)
+        nursery.start_soon(stream.read)
         await trio.testing.wait_all_tasks_blocked()
-        link.close()
-        link.close()
-    link.write(b"no more")
-    assert await link.read() == b""
+        stream.close()
+        stream.close()
+    stream.write(b"no more")
+    assert await stream.read() == b""
 
 
-async def test_writing_to_a_peer_that_is_gone_ends_the_link(pair: tuple[Link, socket.socket]) -> None:
-    link, theirs = pair
-    theirs.close()
-    link.write(b"x")
-    assert not link.is_open
-    assert await link.read() == b""
+async def test_writing_to_a_closed_peer_closes_the_stream(pair: tuple[UnixStream, socket.socket]) -> None:
+    stream, peer = pair
+    peer.close()
+    stream.write(b"x")
+    assert not stream.is_open
+    assert await stream.read() == b""
 
 
-async def test_descriptors_come_with_their_bytes_and_are_not_inherited(
-    pair: tuple[Link, socket.socket], null: int
-) -> None:
-    link, theirs = pair
-    socket.send_fds(theirs, [b"x"], [null])
-    assert await link.read() == b"x"
-    (fd,) = link.fds
+async def test_received_descriptors_are_not_inheritable(pair: tuple[UnixStream, socket.socket], null: int) -> None:
+    stream, peer = pair
+    socket.send_fds(peer, [b"x"], [null])
+    assert await stream.read() == b"x"
+    (fd,) = stream.received_fds
     assert not os.get_inheritable(fd)
 
 
-async def read_on(link: Link) -> None:
-    while await link.read():
+async def read_to_end(stream: UnixStream) -> None:
+    while await stream.read():
         pass
 
 
-async def test_descriptors_that_nobody_takes_are_bounded(pair: tuple[Link, socket.socket], null: int) -> None:
-    link, theirs = pair
+async def test_too_many_received_descriptors_are_a_protocol_error(
+    pair: tuple[UnixStream, socket.socket], null: int
+) -> None:
+    stream, peer = pair
     before = open_fds()
     for _ in range(20):
-        socket.send_fds(theirs, [b"x"], [null] * 100)
-    with pytest.raises(ProtocolError, match="descriptors came"):
-        await read_on(link)
+        socket.send_fds(peer, [b"x"], [null] * 100)
+    with pytest.raises(ProtocolError, match="unexpected descriptors"):
+        await read_to_end(stream)
     assert open_fds() - before <= 2 * MAX_FDS
-    link.close()
-    assert link.fds == []
+    stream.close()
+    assert stream.received_fds == []
 
 
-async def test_the_kernel_says_who_writes(pair: tuple[Link, socket.socket]) -> None:
-    link, theirs = pair
-    link.want_credentials()
-    theirs.send(b"x")
-    await link.read()
-    assert link.peer_pid == os.getpid()
+async def test_the_pid_of_the_sender_is_received(pair: tuple[UnixStream, socket.socket]) -> None:
+    stream, peer = pair
+    stream.enable_credentials()
+    peer.send(b"x")
+    await stream.read()
+    assert stream.peer_pid == os.getpid()

@@ -1,4 +1,4 @@
-"""A call's own clock says the same beside any load: on a made-up machine, what it says is compared with an idle one."""
+"""Virtual time under load equals wall time on an idle machine, on a simulated machine (`tests.executor.machine`)."""
 
 from __future__ import annotations
 
@@ -7,69 +7,69 @@ from collections.abc import Callable
 
 import pytest
 
-from sandbox.executor import virtual_clock
-from sandbox.executor.virtual_clock import OwnClock, Process, Thread
-from tests.executor.machine import Fork, Give, Join, Machine, Program, Run, Sleep, Spawn, Take, own_time
+from sandbox.executor import call_state
+from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, VirtualClock
+from tests.executor.machine import Acquire, Fork, Join, Machine, Program, Release, Run, Sleep, Spawn, virtual_time
 
 LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
-"""Cores, and threads of others."""
+"""Cores, and busy threads of others."""
 
 
-def works(s: float) -> Program:
+def computes(s: float) -> Program:
     yield Run(s)
 
 
-def works_and_sleeps() -> Program:
+def computes_and_sleeps() -> Program:
     for _ in range(8):
         yield Run(0.1)
         yield Sleep(0.1)
         yield Run(0.005)
 
 
-def has_children_in_turn(times: int, s: float, nap_s: float = 0.0) -> Program:
+def forks_in_turn(times: int, s: float, nap_s: float = 0.0) -> Program:
     for _ in range(times):
         yield Run(0.005)
-        yield Fork(works_then_sleeps(s, nap_s))
+        yield Fork(computes_then_sleeps(s, nap_s))
         yield Join()
     yield Run(0.005)
 
 
-def works_then_sleeps(s: float, nap_s: float) -> Program:
+def computes_then_sleeps(s: float, nap_s: float) -> Program:
     yield Run(s)
     if nap_s:
         yield Sleep(nap_s)
 
 
-def has_children_at_once(count: int, s: float) -> Program:
+def forks_at_once(count: int, s: float) -> Program:
     for _ in range(count):
-        yield Fork(works(s))
+        yield Fork(computes(s))
     yield Join()
 
 
-def works_beside_a_child() -> Program:
+def computes_beside_a_child() -> Program:
     yield Run(0.5)
-    yield Fork(works(0.8))
+    yield Fork(computes(0.8))
     yield Run(0.8)
     yield Join()
 
 
-def has_a_pool(workers: int, times: int, s: float) -> Program:
+def forks_a_pool(workers: int, times: int, s: float) -> Program:
     for _ in range(workers):
-        yield Fork(has_children_in_turn(times, s))
+        yield Fork(forks_in_turn(times, s))
     yield Join()
 
 
-def takes_turns(times: int) -> Program:
+def uses_the_lock(times: int) -> Program:
     for _ in range(times):
-        yield Take()
+        yield Acquire()
         yield Run(0.005)
-        yield Give()
+        yield Release()
 
 
-def has_threads(count: int) -> Program:
-    """Which fight for one lock, as Python's do."""
+def starts_threads(count: int) -> Program:
+    """Threads that need one lock to run, like those of Python."""
     for _ in range(count):
-        yield Spawn(takes_turns(60))
+        yield Spawn(uses_the_lock(60))
     yield Join()
 
 
@@ -77,133 +77,142 @@ def has_threads(count: int) -> Program:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: works(1.0), 0.02),
-        (works_and_sleeps, 0.06),
-        (lambda: has_children_in_turn(3, 0.4), 0.03),
-        (lambda: has_children_in_turn(12, 0.1), 0.03),
-        (lambda: has_children_in_turn(60, 0.02), 0.03),
-        (lambda: has_children_in_turn(80, 0.005), 0.03),
-        (lambda: has_children_at_once(2, 0.8), 0.03),
-        (lambda: has_children_at_once(4, 0.4), 0.03),
-        (lambda: has_children_at_once(16, 0.2), 0.03),
-        (works_beside_a_child, 0.05),
-        (lambda: has_a_pool(2, 8, 0.1), 0.06),
-        (lambda: has_threads(4), 0.08),
-        (lambda: has_children_in_turn(4, 0.3, 0.3), 0.1),
+        (lambda: computes(1.0), 0.02),
+        (computes_and_sleeps, 0.06),
+        (lambda: forks_in_turn(3, 0.4), 0.03),
+        (lambda: forks_in_turn(12, 0.1), 0.03),
+        (lambda: forks_in_turn(60, 0.02), 0.03),
+        (lambda: forks_in_turn(80, 0.005), 0.03),
+        (lambda: forks_at_once(2, 0.8), 0.03),
+        (lambda: forks_at_once(4, 0.4), 0.03),
+        (lambda: forks_at_once(16, 0.2), 0.03),
+        (computes_beside_a_child, 0.05),
+        (lambda: forks_a_pool(2, 8, 0.1), 0.06),
+        (lambda: starts_threads(4), 0.08),
+        (lambda: forks_in_turn(4, 0.3, 0.3), 0.1),
     ],
 )
-def test_own_time_is_that_of_an_idle_machine(call: Callable[[], Program], error: float, cores: int, load: int) -> None:
+def test_virtual_time_under_load_is_the_time_on_an_idle_machine(
+    call: Callable[[], Program], error: float, cores: int, load: int
+) -> None:
     for seed in range(2):
-        idle, wall, own = own_time(call, cores=cores, load=load, seed=seed)
-        assert own == pytest.approx(idle, rel=error), f"{wall:.2f} s of wall time"
-        assert load == 0 or wall > 1.15 * idle, "or this shows nothing"
+        idle, wall, virtual = virtual_time(call, cores=cores, load=load, seed=seed)
+        assert virtual == pytest.approx(idle, rel=error), f"{wall:.2f} s of wall time"
+        assert load == 0 or wall > 1.15 * idle, "the load has slowed the call down, so the test has tested something"
 
 
-def test_sleep_is_own_time_whoever_sleeps() -> None:
-    def sleeps_by_proxy() -> Program:
+def test_the_sleep_of_a_child_counts_while_its_parent_waits() -> None:
+    def children_sleep() -> Program:
         for _ in range(10):
-            yield Fork(works_then_sleeps(0.001, 0.1))
+            yield Fork(computes_then_sleeps(0.001, 0.1))
             yield Join()
         yield Run(0.001)
 
     for load in (0, 20):
-        idle, wall, own = own_time(sleeps_by_proxy, cores=2, load=load, seed=0)
+        idle, wall, virtual = virtual_time(children_sleep, cores=2, load=load, seed=0)
         assert idle > 1.0
-        assert own == pytest.approx(idle, rel=0.1), f"{wall:.2f} s of wall time"
+        assert virtual == pytest.approx(idle, rel=0.1), f"{wall:.2f} s of wall time"
 
 
 @pytest.mark.parametrize("waits_s", [0.0, 0.02, 0.1, 0.5])
 @pytest.mark.parametrize("sleeps_s", [0.0, 0.0005, 0.004, 0.05])
 @pytest.mark.parametrize("seed", range(3))
-def test_one_thread_is_timed_exactly_however_uneven_its_waits(waits_s: float, sleeps_s: float, seed: int) -> None:
-    """Turns of sleep, wait and work, each as long as chance will have it, looked at when chance will have it."""
+def test_the_time_of_one_thread_is_exact_for_any_waits(waits_s: float, sleeps_s: float, seed: int) -> None:
+    """Sleep, wait and work of random lengths, in turn, sampled at random moments."""
     rng = random.Random(seed)
-    own = OwnClock(2)
+    clock = VirtualClock(2)
     now = ran_s = waited_s = true_s = 0.0
     due = 0.1
     for turns in range(200):
-        for what, mean_s in (("sleep", sleeps_s), ("wait", waits_s), ("work", 0.004)):
+        for state, mean_s in (("sleep", sleeps_s), ("wait", waits_s), ("work", 0.004)):
             end = now + (rng.expovariate(1 / mean_s) if mean_s else 0.0)
             while due < end:  # a wait is counted when it is over
-                so_far = ran_s + (due - now if what == "work" else 0.0)
-                done = turns + (what == "work")
-                thread = Thread(so_far, waited_s, done, (turns + 1 if sleeps_s else 0), is_ready=what != "sleep")
-                own.look(due, {7: Process(1, due, so_far, {7: thread})}, so_far)
-                assert own.own_s <= true_s + (due - now if what != "wait" else 0.0) + 1e-6
+                so_far = ran_s + (due - now if state == "work" else 0.0)
+                done = turns + (state == "work")
+                thread = ThreadSample(
+                    so_far, waited_s, done, (turns + 1 if sleeps_s else 0), is_runnable=state != "sleep"
+                )
+                clock.advance(due, {7: ProcessSample(1, due, so_far, {7: thread})}, so_far)
+                assert clock.elapsed_s <= true_s + (due - now if state != "wait" else 0.0) + 1e-6
                 due += rng.uniform(0.05, 0.25)
-            ran_s += end - now if what == "work" else 0.0
-            waited_s += end - now if what == "wait" else 0.0
-            true_s += end - now if what != "wait" else 0.0
+            ran_s += end - now if state == "work" else 0.0
+            waited_s += end - now if state == "wait" else 0.0
+            true_s += end - now if state != "wait" else 0.0
             now = end
-    own.look(now, {7: Process(1, now, ran_s, {7: Thread(ran_s, waited_s, 200, 200, is_ready=False)})}, ran_s)
-    assert own.own_s == pytest.approx(true_s, abs=1e-6)
+    clock.advance(
+        now, {7: ProcessSample(1, now, ran_s, {7: ThreadSample(ran_s, waited_s, 200, 200, is_runnable=False)})}, ran_s
+    )
+    assert clock.elapsed_s == pytest.approx(true_s, abs=1e-6)
 
 
-def test_nothing_is_a_guess_of_who_has_not_slept() -> None:
-    """Alone it is exact at every look, not only at the end of a wait."""
-    for asleep in (False, True):
-        own = OwnClock(2)
-        for n in range(1, 50):  # half of the time it has a core, or sleeps, and then it waits
-            ran_s = 0.0 if asleep else n / 2
-            thread = Thread(ran_s, n / 2 - 0.2, n, n if asleep else 0, is_ready=True)
-            own.look(float(n), {7: Process(1, float(n), ran_s, {7: thread})})
-            assert own.own_s <= n / 2 + 1e-9
-            assert own.own_s + own.guess_s >= n / 2 - 1e-9
-            assert own.is_sure != asleep
-            assert asleep or own.own_s == pytest.approx(n / 2)
+def test_virtual_time_is_exact_for_a_thread_that_has_not_slept() -> None:
+    """It is exact at every sample, not only at the end of a wait. After a sleep it is a lower bound."""
+    for has_slept in (False, True):
+        clock = VirtualClock(2)
+        for n in range(1, 50):  # half of each second it runs, or sleeps; then it waits for a core
+            ran_s = 0.0 if has_slept else n / 2
+            thread = ThreadSample(ran_s, n / 2 - 0.2, n, n if has_slept else 0, is_runnable=True)
+            clock.advance(float(n), {7: ProcessSample(1, float(n), ran_s, {7: thread})})
+            assert clock.elapsed_s <= n / 2 + 1e-9
+            assert clock.elapsed_s + clock.uncertain_s >= n / 2 - 1e-9
+            assert clock.is_exact != has_slept
+            assert has_slept or clock.elapsed_s == pytest.approx(n / 2)
 
 
-def test_a_wait_that_is_not_over_counts() -> None:
-    """The kernel counts waits when they end, and one behind others' calls may take very long."""
-    own = OwnClock(2)
+def test_a_wait_that_has_not_ended_counts_as_run_delay() -> None:
+    """The kernel adds a wait to run_delay only when it ends, which may take minutes on an overloaded machine."""
+    clock = VirtualClock(2)
     for n in range(1, 100):
-        own.look(float(n), {7: Process(1, float(n), 0.2, {7: Thread(0.2, 0.1, 5, 5, is_ready=True)})})
-    assert own.own_s < 1.0
+        clock.advance(
+            float(n), {7: ProcessSample(1, float(n), 0.2, {7: ThreadSample(0.2, 0.1, 5, 5, is_runnable=True)})}
+        )
+    assert clock.elapsed_s < 1.0
 
 
-def test_all_cpu_time_counts_whatever_the_call_hides() -> None:
-    """Of processes that are never seen, and waits that are pretended: the rest is bounded by the cores."""
-    own = OwnClock(4)
+def test_all_cpu_time_counts_even_of_hidden_processes() -> None:
+    """The sampled threads only wait; unsampled processes use two seconds of CPU per second. At least their CPU time
+    divided by the cores counts."""
+    clock = VirtualClock(4)
     for n in range(1, 100):
-        threads = {tid: Thread(0.0, 0.9 * n, n, n, is_ready=True) for tid in range(7, 50)}
-        own.look(float(n), {7: Process(1, float(n), 0.0, threads)}, 2.0 * n)
-    assert own.own_s >= 99 * 2.0 / 4
+        threads = {tid: ThreadSample(0.0, 0.9 * n, n, n, is_runnable=True) for tid in range(7, 50)}
+        clock.advance(float(n), {7: ProcessSample(1, float(n), 0.0, threads)}, 2.0 * n)
+    assert clock.elapsed_s >= 99 * 2.0 / 4
 
 
-def test_a_crowd_is_on_the_wall_clock_from_then_on() -> None:
-    own = OwnClock(2)
-    alone = {7: Process(1, 1.0, 0.0, {7: Thread(0.0, 0.9, 1, 1, is_ready=True)})}
-    own.look(1.0, alone)
-    before = own.own_s
-    assert own.was_alone
-    own.look(2.0, None)
-    own.look(5.0, alone)
-    assert own.own_s == before + 4.0
-    assert not own.was_alone
+def test_without_a_sample_the_clock_follows_wall_time_from_then_on() -> None:
+    clock = VirtualClock(2)
+    sample = {7: ProcessSample(1, 1.0, 0.0, {7: ThreadSample(0.0, 0.9, 1, 1, is_runnable=True)})}
+    clock.advance(1.0, sample)
+    before = clock.elapsed_s
+    assert clock.is_single_threaded
+    clock.advance(2.0, None)
+    clock.advance(5.0, sample)
+    assert clock.elapsed_s == before + 4.0
+    assert not clock.is_single_threaded
 
 
-def test_own_time_is_never_ahead_of_the_wall() -> None:
+def test_virtual_time_is_never_ahead_of_wall_time() -> None:
     def threads_without_a_lock() -> Program:
         for _ in range(4):
-            yield Spawn(works(0.5))
+            yield Spawn(computes(0.5))
         yield Join()
 
     for load in (0, 10):
-        _, wall, own = own_time(threads_without_a_lock, cores=4, load=load, seed=1)
-        assert own <= wall + 1e-9
+        _, wall, virtual = virtual_time(threads_without_a_lock, cores=4, load=load, seed=1)
+        assert virtual <= wall + 1e-9
 
 
-def test_who_was_once_not_alone_never_was() -> None:
-    call = OwnClock(2)
-    Machine(2, 0).timed(has_children_in_turn(1, 0.3), call)
-    assert not call.was_alone
-    call = OwnClock(2)
-    Machine(2, 0).timed(works(0.5), call)
-    assert call.was_alone
+def test_a_call_that_once_had_two_processes_is_not_single_threaded() -> None:
+    clock = VirtualClock(2)
+    Machine(2, 0).timed(forks_in_turn(1, 0.3), clock)
+    assert not clock.is_single_threaded
+    clock = VirtualClock(2)
+    Machine(2, 0).timed(computes(0.5), clock)
+    assert clock.is_single_threaded
 
 
-def test_the_hard_cap_is_ten_times_and_a_minute_and_further_where_many_share_a_core() -> None:
-    assert virtual_clock.hard_cap_s(0.5) == 60.0
-    assert virtual_clock.hard_cap_s(10.0) == 100.0
-    assert virtual_clock.pace(0.0) == virtual_clock.pace(virtual_clock.CALLS_PER_CORE) == 1.0
-    assert virtual_clock.pace(4 * virtual_clock.CALLS_PER_CORE) == 0.25
+def test_the_wall_cap_is_ten_times_the_limit_and_at_least_a_minute_and_longer_on_crowded_cores() -> None:
+    assert call_state.wall_cap_s(0.5) == 60.0
+    assert call_state.wall_cap_s(10.0) == 100.0
+    assert call_state.wall_cap_rate(0.0) == call_state.wall_cap_rate(call_state.UNCROWDED_CALLS_PER_CORE) == 1.0
+    assert call_state.wall_cap_rate(4 * call_state.UNCROWDED_CALLS_PER_CORE) == 0.25

@@ -1,4 +1,4 @@
-"""Frames from hostile ground: whatever the bytes are, there is a frame or a `ProtocolError`, in bounded memory."""
+"""Any bytes from a zygote give frames or a `ProtocolError`, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ JSON = st.recursive(
 HEADERS = st.dictionaries(st.text(), JSON).filter(lambda header: "op" not in header and "blobs" not in header)
 
 
-def unpacker(most: int = 1 << 20) -> zygote_frames.Unpacker:
-    made = zygote_frames.Unpacker()
-    made.max_body_bytes = most
-    return made
+def unpacker(max_body_bytes: int = 1 << 20) -> zygote_frames.Unpacker:
+    frames = zygote_frames.Unpacker()
+    frames.max_body_bytes = max_body_bytes
+    return frames
 
 
 def raw(header: bytes, body: bytes = b"") -> bytes:
@@ -32,19 +32,21 @@ def raw(header: bytes, body: bytes = b"") -> bytes:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal as JSON has it, where a NaN is one."""
+    """Equal as JSON text, in which NaN equals NaN."""
     return json.dumps(one) == json.dumps(other)
 
 
 @given(HEADERS, st.text(), st.lists(st.binary()), st.data())
-def test_frames_survive_any_cutting(header: dict[str, Any], op: str, blobs: list[bytes], data: st.DataObject) -> None:
+def test_frames_are_decoded_from_any_chunks(
+    header: dict[str, Any], op: str, blobs: list[bytes], data: st.DataObject
+) -> None:
     head = json.dumps({**header, "op": op, "blobs": [len(blob) for blob in blobs]}).encode()
     stream = raw(head, b"".join(blobs)) * 2
-    received, made, start = [], unpacker(), 0
+    received, frames, start = [], unpacker(), 0
     while start < len(stream):
         end = data.draw(st.integers(start + 1, len(stream)))
-        made.feed(stream[start:end])
-        received += list(made)
+        frames.feed(stream[start:end])
+        received += list(frames)
         start = end
     assert len(received) == 2
     assert all(same(got, {**header, "op": op, "blobs": [len(b) for b in blobs]}) for got, _ in received)
@@ -52,16 +54,16 @@ def test_frames_survive_any_cutting(header: dict[str, Any], op: str, blobs: list
 
 
 @given(st.lists(st.binary(), max_size=5))
-def test_any_bytes_are_frames_or_an_error(chunks: list[bytes]) -> None:
-    made = unpacker()
+def test_any_bytes_give_frames_or_an_error(chunks: list[bytes]) -> None:
+    frames = unpacker()
     try:
         for chunk in chunks:
-            made.feed(chunk)
-            for header, blobs in made:
+            frames.feed(chunk)
+            for header, blobs in frames:
                 assert isinstance(header["op"], str)
                 assert all(isinstance(blob, bytes) for blob in blobs)
-    except ProtocolError as why:
-        assert len(str(why)) < 500
+    except ProtocolError as error:
+        assert len(str(error)) < 500
 
 
 @given(JSON, st.binary())
@@ -73,13 +75,13 @@ def test_any_bytes_are_frames_or_an_error(chunks: list[bytes]) -> None:
 @example({"op": 5, "blobs": []}, b"")
 @example({"op": "x", "blobs": [10**400]}, b"")
 @example({"op": "x", "blobs": [float("nan")]}, b"")
-def test_any_header_is_a_frame_or_an_error(header: Any, body: bytes) -> None:
-    made = unpacker()
-    made.feed(raw(json.dumps(header).encode(), body))
+def test_any_header_gives_a_frame_or_an_error(header: Any, body: bytes) -> None:
+    frames = unpacker()
+    frames.feed(raw(json.dumps(header).encode(), body))
     try:
-        ((got, blobs),) = list(made)
-    except ProtocolError as why:
-        assert len(str(why)) < 500
+        ((got, blobs),) = list(frames)
+    except ProtocolError as error:
+        assert len(str(error)) < 500
     else:
         assert same(got, header)
         assert b"".join(blobs) == body
@@ -100,31 +102,31 @@ def test_any_header_is_a_frame_or_an_error(header: Any, body: bytes) -> None:
         b'{"op": "x", "blobs": []} {}',
     ],
 )
-def test_headers_made_to_break_a_decoder_are_errors(header: bytes) -> None:
-    made = unpacker()
-    made.feed(raw(header))
+def test_headers_built_to_break_a_decoder_are_errors(header: bytes) -> None:
+    frames = unpacker()
+    frames.feed(raw(header))
     with pytest.raises(ProtocolError) as raised:
-        list(made)
+        list(frames)
     assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize("lengths", [((1 << 20) + 1, 0), (2**32 - 1, 0), (2, (1 << 20) + 1), (2, 2**32 - 1)])
-def test_lengths_over_the_bounds_are_refused_before_anything_is_kept(lengths: tuple[int, int]) -> None:
-    made = unpacker()
-    made.feed(struct.pack("<II", *lengths))
-    with pytest.raises(ProtocolError, match="over its bounds"):
-        list(made)
+def test_too_large_lengths_are_refused_before_the_frame_arrives(lengths: tuple[int, int]) -> None:
+    frames = unpacker()
+    frames.feed(struct.pack("<II", *lengths))
+    with pytest.raises(ProtocolError, match="expected at most"):
+        list(frames)
 
 
-def test_frames_before_a_broken_one_are_given_once() -> None:
-    made = unpacker()
-    made.feed(raw(b'{"op": "x", "blobs": []}') + raw(b"no"))
-    whole = iter(made)
-    assert next(whole)[0]["op"] == "x"
+def test_frames_before_an_invalid_one_are_returned_once() -> None:
+    frames = unpacker()
+    frames.feed(raw(b'{"op": "x", "blobs": []}') + raw(b"no"))
+    remaining = iter(frames)
+    assert next(remaining)[0]["op"] == "x"
     with pytest.raises(ProtocolError):
-        next(whole)
+        next(remaining)
     with pytest.raises(ProtocolError):
-        list(made)
+        list(frames)
 
 
 @given(JSON)
@@ -133,11 +135,11 @@ def test_frames_before_a_broken_one_are_given_once() -> None:
 @example(float("inf"))
 @example(10**400)
 @example(2**70)
-def test_a_number_is_finite_or_an_error(value: Any) -> None:
+def test_get_number_returns_a_finite_number_or_raises(value: Any) -> None:
     try:
-        got = zygote_frames.number({"n": value}, "n")
-    except ProtocolError as why:
-        assert len(str(why)) < 500
+        got = zygote_frames.get_number({"n": value}, "n")
+    except ProtocolError as error:
+        assert len(str(error)) < 500
     else:
         assert type(got) is float
         assert abs(got) < 1e15
@@ -149,12 +151,12 @@ def test_a_number_is_finite_or_an_error(value: Any) -> None:
 @example("x" * 10_000)
 @example("\x1b[31m")
 @example("\ud800")
-def test_a_text_is_short_and_printable_or_an_error(value: Any) -> None:
-    for read, header in ((zygote_frames.text, value), (zygote_frames.texts, [value])):
+def test_get_text_returns_short_printable_text_or_raises(value: Any) -> None:
+    for read, header in ((zygote_frames.get_text, value), (zygote_frames.get_texts, [value])):
         try:
             got = read({"t": header}, "t")
-        except ProtocolError as why:
-            assert len(str(why)) < 500
+        except ProtocolError as error:
+            assert len(str(error)) < 500
         else:
             assert isinstance(value, str)
             (shown,) = got if isinstance(got, list) else [got]
@@ -163,8 +165,8 @@ def test_a_text_is_short_and_printable_or_an_error(value: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 30, 41, 43, 46, 42 + 8 * 5, 42 + 8 * 1000])
-def test_an_answer_of_a_wrong_length_is_an_error(length: int) -> None:
-    made = unpacker()
-    made.feed(raw(b"\1" + bytes(length - 1)))
-    with pytest.raises(ProtocolError, match="no valid frame"):
-        list(made)
+def test_an_ended_header_of_a_wrong_length_is_an_error(length: int) -> None:
+    frames = unpacker()
+    frames.feed(raw(b"\1" + bytes(length - 1)))
+    with pytest.raises(ProtocolError, match="invalid frame"):
+        list(frames)

@@ -1,9 +1,9 @@
-"""Zygotes that run nothing: real frames over real sockets, under Trio. What a call's code says is what they do with it.
+"""Fake zygotes: real frames over real sockets under Trio, without processes. The code of a call selects the behaviour.
 
-    "NAME"              what `Peer` has under that name, every time the call comes
-    "NAME TIMES WHO"    the first TIMES times, later "ok"; WHO only makes codes different
+    "NAME"              the method NAME of `FakeZygote`, each time the call is started
+    "NAME TIMES ..."    that method the first TIMES times, later "ok"; the rest only makes codes different
 
-`Fleet.start_jail` stands where `Family._start_jail` does.
+`Fleet.start_jail` replaces `ZygotePool._start_jail`.
 """
 
 from __future__ import annotations
@@ -31,75 +31,67 @@ from sandbox.config import ExecutorConfig
 from sandbox.executor import executor, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.jail import Interpreter
-from sandbox.types import Call, Limits, Result
+from sandbox.types import Call, EncodedResult, Limits, Result
 from tests.executor.calling import OWN_PYTHON
 
 _find = cache(Interpreter.find)
 
-__all__ = ["HOSTILE", "Driven", "Fleet", "Limits", "Peer", "answer", "done", "driven", "frame"]
+__all__ = ["HOSTILE", "Driven", "FakeZygote", "Fleet", "Limits", "driven", "ended_binary", "ended_json", "frame"]
 
 HOSTILE = (
-    *("die", "garbage", "huge_head", "huge_body", "nobody", "other", "twice", "half", "late", "no_pidfd", "floods_fds"),
-    *(
-        "wrong_types",
-        "deep",
-        "not_a_number",
-        "ready_again",
-        "no_op",
-        "too_much",
-        "fake_pidfd",
-        "two_lasting",
-        "kill_jail",
-    ),
+    *("die", "kill_jail", "garbage", "huge_head", "huge_body", "too_large", "truncated", "twice"),
+    *("unknown_call", "other_call", "no_op", "ready_again", "wrong_types", "deep_json", "not_a_number"),
+    *("invalid_wall_time", "no_pidfd", "fake_pidfd", "two_still_running", "too_many_fds"),
 )
-"""All that a zygote may do wrong in answer to a call."""
+"""Everything wrong that a zygote may do with a call, as names of `FakeZygote`'s methods."""
 
 
 def frame(header: dict[str, Any] | str, *blobs: bytes) -> bytes:
-    """One frame, of any header at all."""
+    """One frame; a header given as text may be anything."""
     if isinstance(header, dict):
         header = json.dumps({**header, "blobs": [len(blob) for blob in blobs]})
     return struct.pack("<II", len(header), sum(map(len, blobs))) + header.encode() + b"".join(blobs)
 
 
-def done(ticket: int, stdout: bytes = b"", **more: Any) -> bytes:
+def ended_json(run_id: int, stdout: bytes = b"", **fields: Any) -> bytes:
+    """An `ended` frame with a JSON header, which the executor accepts too."""
     usage = {"wall_ms": 1.0, "cpu_ms": 1.0, "peak_kb": 1024, "stdout_truncated": False, "stderr_truncated": False}
-    return frame(
-        {"op": "ended", "run_id": ticket, "exit_code": 0, "signal": None, **usage, **more}, stdout, b"", b"", b""
-    )
+    header = {"op": "ended", "run_id": run_id, "exit_code": 0, "signal": None, **usage, **fields}
+    return frame(header, stdout, b"", b"", b"")
 
 
-def answer(ticket: int, stdout: bytes = b"", code: int = 0) -> bytes:
-    """The same as guests say it."""
-    head = struct.pack("<BQiiQQQB4Q", 1, ticket, code, -1, 1000, 1000, 1024, 0, len(stdout), 0, 0, 0)
+def ended_binary(run_id: int, stdout: bytes = b"", exit_code: int = 0) -> bytes:
+    """An `ended` frame as real zygotes send it."""
+    head = struct.pack("<BQiiQQQB4Q", 1, run_id, exit_code, -1, 1000, 1000, 1024, 0, len(stdout), 0, 0, 0)
     return struct.pack("<II", len(head), len(stdout)) + head + stdout
 
 
-class Jail:
-    """A family's process, as far as it is asked about."""
+class FakeJail:
+    """The part of a pool's jail process that the pool uses."""
 
     def __init__(self) -> None:
-        self.peers: list[Peer] = []
+        self.zygotes: list[FakeZygote] = []
 
     def kill(self) -> None:
-        for peer in self.peers:
-            peer.end()
+        for zygote in self.zygotes:
+            zygote.end()
 
     def wait(self) -> int:
         return 0
 
 
-class Peer:
+class FakeZygote:
     """A zygote's end of the socket."""
 
-    def __init__(self, fleet: Fleet, jail: Jail, sock: socket.socket) -> None:
+    def __init__(self, fleet: Fleet, jail: FakeJail, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.fleet, self.jail, self.sock = fleet, jail, sock
         self.calls: dict[int, str] = {}
+        """Code of the running calls, by run id."""
         self.fds: list[int] = []
         self.is_open = True
-        jail.peers.append(self)
-        fleet.peers.append(self)
+        jail.zygotes.append(self)
+        fleet.zygotes.append(self)
 
     def end(self) -> None:
         if self.is_open:
@@ -110,8 +102,8 @@ class Peer:
                 os.close(fd)
             self.fds.clear()
 
-    def say(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """What does not fit is lost, as by a zygote that dies in the middle."""
+    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send what the socket accepts. The rest is lost, as by a zygote that dies in the middle of a frame."""
         try:
             if self.is_open:
                 socket.send_fds(self.sock, [data], list(fds))
@@ -140,207 +132,216 @@ class Peer:
                 if len(buffer) < 8 + head + body:
                     break
                 header = marshal.loads(buffer[8 : 8 + head])
-                self.obey(header, buffer[8 + head : 8 + head + body])
+                self.handle_frame(header, buffer[8 + head : 8 + head + body])
                 buffer = buffer[8 + head + body :]
         self.end()
 
-    def obey(self, header: dict[str, Any], body: bytes) -> None:
+    def handle_frame(self, header: dict[str, Any], body: bytes) -> None:
         match header["op"]:
             case "configure":
                 self.fleet.on_start(self)
             case "spawn":
-                self.fleet.begin(self.jail, socket.socket(fileno=self.fds.pop(0)))
+                self.fleet.add_zygote(self.jail, socket.socket(fileno=self.fds.pop(0)))
             case "call":
                 code = body[: header["blobs"][0]].decode()
                 self.calls[header["run_id"]] = code
                 self.fleet.behave(self, header["run_id"], code)
             case "kill" if header["run_id"] in self.calls:
-                self.say(done(header["run_id"], exit_code=None, signal=signal.SIGKILL))
+                self.send(ended_json(header["run_id"], exit_code=None, signal=signal.SIGKILL))
 
-    def warm(self) -> None:
-        self.say(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": [], "problems": []}))
+    def send_ready(self) -> None:
+        self.send(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": [], "problems": []}))
 
-    # what a call makes it do
+    def send_still_running(self, run_id: int, wall_ms: float) -> None:
+        """Send a report with a descriptor that is no pidfd."""
+        with open(os.devnull) as null:
+            header = {"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": wall_ms}
+            self.send(frame(header), (null.fileno(),))
 
-    def ok(self, ticket: int) -> None:
-        self.say(answer(ticket, self.calls.pop(ticket).encode()))
+    # behaviours of calls
 
-    async def slow(self, ticket: int) -> None:
-        await trio.sleep(0.01 * (ticket % 7))
-        self.ok(ticket)
+    def ok(self, run_id: int) -> None:
+        """Echo the code to standard output."""
+        self.send(ended_binary(run_id, self.calls.pop(run_id).encode()))
 
-    def hang(self, ticket: int) -> None: ...
+    async def slow(self, run_id: int) -> None:
+        await trio.sleep(0.01 * (run_id % 7))
+        self.ok(run_id)
 
-    def killed(self, ticket: int) -> None:
-        del self.calls[ticket]
-        self.say(done(ticket, exit_code=None, signal=signal.SIGKILL))
+    def hang(self, run_id: int) -> None: ...
 
-    def failed(self, ticket: int) -> None:
-        del self.calls[ticket]
-        self.say(frame({"op": "start_failed", "run_id": ticket, "reason": "no\nroom" * 1000}))
+    def killed(self, run_id: int) -> None:
+        del self.calls[run_id]
+        self.send(ended_json(run_id, exit_code=None, signal=signal.SIGKILL))
 
-    def die(self, _ticket: int) -> None:
+    def start_failed(self, run_id: int) -> None:
+        del self.calls[run_id]
+        self.send(frame({"op": "start_failed", "run_id": run_id, "reason": "no\nroom" * 1000}))
+
+    def die(self, _run_id: int) -> None:
         self.end()
 
-    def kill_jail(self, _ticket: int) -> None:
+    def kill_jail(self, _run_id: int) -> None:
         self.jail.kill()
 
-    def garbage(self, _ticket: int) -> None:
-        self.say(b"\xff" * 1000)
+    def garbage(self, _run_id: int) -> None:
+        self.send(b"\xff" * 1000)
 
-    def huge_head(self, _ticket: int) -> None:
-        self.say(struct.pack("<II", (1 << 32) - 1, 0) + b"{" * 1000)
+    def huge_head(self, _run_id: int) -> None:
+        self.send(struct.pack("<II", (1 << 32) - 1, 0) + b"{" * 1000)
 
-    def huge_body(self, _ticket: int) -> None:
-        self.say(struct.pack("<II", 10, (1 << 32) - 1) + b"{" * 1000)
+    def huge_body(self, _run_id: int) -> None:
+        self.send(struct.pack("<II", 10, (1 << 32) - 1) + b"{" * 1000)
 
-    def nobody(self, _ticket: int) -> None:
-        self.say(done(1 << 60))
+    def too_large(self, _run_id: int) -> None:
+        self.send(struct.pack("<II", 100, 1 << 30))
 
-    def other(self, ticket: int) -> None:
-        elsewhere = [t for peer in self.fleet.peers if peer is not self for t in peer.calls]
-        self.say(done(next(iter(elsewhere), ticket + 1)))
+    def truncated(self, run_id: int) -> None:
+        self.send(ended_binary(run_id)[:-20])
 
-    def twice(self, ticket: int) -> None:
-        self.say(2 * done(ticket, self.calls.pop(ticket).encode()))
+    def twice(self, run_id: int) -> None:
+        self.send(2 * ended_json(run_id, self.calls.pop(run_id).encode()))
 
-    def half(self, ticket: int) -> None:
-        self.say(answer(ticket)[:-20])
+    def unknown_call(self, _run_id: int) -> None:
+        self.send(ended_json(1 << 60))
 
-    def late(self, ticket: int) -> None:
-        self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": "soon"}))
+    def other_call(self, run_id: int) -> None:
+        """End a call of another zygote."""
+        others = [other for zygote in self.fleet.zygotes if zygote is not self for other in zygote.calls]
+        self.send(ended_json(next(iter(others), run_id + 1)))
 
-    def no_pidfd(self, ticket: int) -> None:
-        self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": 10.0}))
+    def no_op(self, run_id: int) -> None:
+        self.send(frame({"run_id": run_id}))
 
-    def fake_pidfd(self, ticket: int) -> None:
-        self.lasting(ticket, -1e14)
+    def ready_again(self, _run_id: int) -> None:
+        self.send_ready()
 
-    def lasting(self, ticket: int, wall_ms: float) -> None:
-        with open(os.devnull) as null:
-            self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": wall_ms}), (null.fileno(),))
+    def wrong_types(self, run_id: int) -> None:
+        self.send(ended_json(run_id, exit_code={}, wall_ms=True))
 
-    def two_lasting(self, ticket: int) -> None:
+    def deep_json(self, _run_id: int) -> None:
+        self.send(frame('{"op": "ended", "blobs": [], "run_id": ' + "[" * 100_000 + "}"))
+
+    def not_a_number(self, run_id: int) -> None:
+        self.send(frame(f'{{"op": "ended", "blobs": [], "run_id": {run_id}, "wall_ms": NaN, "cpu_ms": Infinity}}'))
+
+    def invalid_wall_time(self, run_id: int) -> None:
+        self.send(frame({"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": "soon"}))
+
+    def no_pidfd(self, run_id: int) -> None:
+        self.send(frame({"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": 10.0}))
+
+    def fake_pidfd(self, run_id: int) -> None:
+        self.send_still_running(run_id, -1e14)
+
+    def two_still_running(self, run_id: int) -> None:
         with subprocess.Popen(["sleep", "1000"]) as victim:
-            own = os.pidfd_open(victim.pid)
+            pidfd = os.pidfd_open(victim.pid)
             for _ in range(2):
-                self.say(frame({"op": "still_running", "run_id": ticket, "pid": 7, "wall_ms": 0.0}), (own,))
-            os.close(own)
+                self.send(frame({"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": 0.0}), (pidfd,))
+            os.close(pidfd)
             victim.kill()
 
-    def floods_fds(self, ticket: int) -> None:
+    def too_many_fds(self, _run_id: int) -> None:
         with open(os.devnull) as null:
             for _ in range(40):
-                self.say(b"\0", (null.fileno(),) * 10)
-
-    def wrong_types(self, ticket: int) -> None:
-        self.say(done(ticket, exit_code={}, wall_ms=True))
-
-    def deep(self, ticket: int) -> None:
-        self.say(frame('{"op": "ended", "blobs": [], "run_id": ' + "[" * 100_000 + "}"))
-
-    def not_a_number(self, ticket: int) -> None:
-        self.say(frame(f'{{"op": "ended", "blobs": [], "run_id": {ticket}, "wall_ms": NaN, "cpu_ms": Infinity}}'))
-
-    def ready_again(self, _ticket: int) -> None:
-        self.warm()
-
-    def no_op(self, ticket: int) -> None:
-        self.say(frame({"run_id": ticket}))
-
-    def too_much(self, ticket: int) -> None:
-        self.say(struct.pack("<II", 100, 1 << 30))
+                self.send(b"\0", (null.fileno(),) * 10)
 
 
 class Fleet:
-    """All zygotes of an executor."""
+    """All fake zygotes of an executor."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
-        self.peers: list[Peer] = []
-        self.jails: list[Jail] = []
+        self.zygotes: list[FakeZygote] = []
+        self.jails: list[FakeJail] = []
         self.started: Counter[str] = Counter()
-        """How often each code came."""
-        self.on_start = Peer.warm
+        """How often each code was started."""
+        self.on_start = FakeZygote.send_ready
+        """Called with the first zygote of each jail."""
         self._nursery = nursery
 
-    def start_jail(self, _family: zygote_pool.Family, sock: socket.socket) -> Jail:
-        self.jails.append(Jail())
-        self.begin(self.jails[-1], sock.dup())
+    def start_jail(self, _pool: zygote_pool.ZygotePool, sock: socket.socket) -> FakeJail:
+        self.jails.append(FakeJail())
+        self.add_zygote(self.jails[-1], sock.dup())
         return self.jails[-1]
 
-    def begin(self, jail: Jail, sock: socket.socket) -> None:
-        peer = Peer(self, jail, sock)
-        if len(jail.peers) > 1:
-            peer.warm()
-        self._nursery.start_soon(peer.serve)
+    def add_zygote(self, jail: FakeJail, sock: socket.socket) -> None:
+        zygote = FakeZygote(self, jail, sock)
+        if len(jail.zygotes) > 1:
+            zygote.send_ready()
+        self._nursery.start_soon(zygote.serve)
 
-    def behave(self, peer: Peer, ticket: int, code: str) -> None:
+    def behave(self, zygote: FakeZygote, run_id: int, code: str) -> None:
         self.started[code] += 1
         name, times, *_ = (*code.split(), "1000000")
-        act = getattr(peer, name if self.started[code] <= int(times) else "ok")
-        if inspect.iscoroutinefunction(act):
-            self._nursery.start_soon(act, ticket)
+        behaviour = getattr(zygote, name if self.started[code] <= int(times) else "ok")
+        if inspect.iscoroutinefunction(behaviour):
+            self._nursery.start_soon(behaviour, run_id)
         else:
-            act(ticket)
+            behaviour(run_id)
 
 
 class Driven:
-    """An executor over a fleet, and what it answered."""
+    """An executor with fake zygotes, and the results of its calls."""
 
-    def __init__(self, config: ExecutorConfig, hurry: bool) -> None:
-        self.executor = Executor(config, self._answer, hurry=hurry)
-        self.answers: dict[int, Result] = {}
+    def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
+        self.executor = Executor(config, self._on_result, is_replacement=is_replacement)
+        self.results: dict[int, Result] = {}
         self.fleet: Fleet
         self._changed = trio.Event()
         self._seqs = itertools.count(1000)
 
-    def _answer(self, seq: int, result: dict[str, Any]) -> None:
-        assert seq not in self.answers, "answered twice"
-        self.answers[seq] = Result.decode(result)
+    def _on_result(self, seq: int, result: EncodedResult) -> None:
+        assert seq not in self.results, "a call got two results"
+        self.results[seq] = Result.decode(result)
         self._changed.set()
         self._changed = trio.Event()
 
-    def submit(self, *codes: str, **more: Any) -> list[int]:
+    def submit(self, *codes: str, **fields: Any) -> list[int]:
+        """Submit a call per code; return their seqs."""
         seqs = list(itertools.islice(self._seqs, len(codes)))
         for seq, code in zip(seqs, codes, strict=True):
-            self.executor.submit(seq, Call(code, **more).encode(binary=True))
-        self.executor.pump()
+            self.executor.submit(seq, Call(code, **fields).encode(binary=True))
+        self.executor.start_queued_calls()
         return seqs
 
-    async def run(self, *codes: str, **more: Any) -> list[Result]:
-        seqs = self.submit(*codes, **more)
-        await self.all_of(seqs)
-        return [self.answers[seq] for seq in seqs]
+    async def run(self, *codes: str, **fields: Any) -> list[Result]:
+        """Submit a call per code and wait for their results."""
+        seqs = self.submit(*codes, **fields)
+        await self.wait_for(seqs)
+        return [self.results[seq] for seq in seqs]
 
-    async def all_of(self, seqs: list[int]) -> None:
-        with trio.fail_after(10_000):  # of a clock that jumps
-            while not all(seq in self.answers for seq in seqs):
+    async def wait_for(self, seqs: list[int]) -> None:
+        with trio.fail_after(10_000):  # seconds of Trio's mock clock, which jumps
+            while not all(seq in self.results for seq in seqs):
                 await self._changed.wait()
 
-    def check_at_rest(self) -> None:
-        """Nothing runs, so every slot is free, once."""
+    def check_idle(self) -> None:
+        """Assert that no call runs and that every slot is free, once."""
         assert self.executor.is_idle
-        for one in self.executor.families:
-            assert sorted(one.slots.free) == list(range(one.slots.count))
-            assert not any(zygote.calls for zygote in one.zygotes.values())
+        for pool in self.executor.pools:
+            assert sorted(pool.slots.free) == list(range(pool.slots.count))
+            assert not any(zygote.running for zygote in pool.zygotes.values())
 
 
 @asynccontextmanager
-async def driven(monkeypatch: pytest.MonkeyPatch, *, hurry: bool = False, **settings: Any) -> AsyncIterator[Driven]:
-    """An executor whose zygotes are fakes and whose clock is Trio's; ready, and at rest at the end."""
-    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygotes": 2, "slots": 4, **settings}
+async def driven(
+    monkeypatch: pytest.MonkeyPatch, *, is_replacement: bool = False, **settings: Any
+) -> AsyncIterator[Driven]:
+    """An executor with fake zygotes on Trio's clock, ready. Asserts at the end that no descriptor has leaked."""
+    settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygote_pools": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
         patch.setattr(executor, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)
-        driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings), hurry)
+        driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings), is_replacement)
         before = len(os.listdir("/proc/self/fd"))
         async with trio.open_nursery() as nursery:
             driver.fleet = Fleet(nursery)
-            patch.setattr(zygote_pool.Family, "_start_jail", lambda self, sock: driver.fleet.start_jail(self, sock))
+            patch.setattr(zygote_pool.ZygotePool, "_start_jail", lambda pool, sock: driver.fleet.start_jail(pool, sock))
             nursery.start_soon(driver.executor.run)
             await driver.executor.wait_ready()
             yield driver
             nursery.cancel_scope.cancel()
-        for peer in driver.fleet.peers:
-            peer.end()
+        for zygote in driver.fleet.zygotes:
+            zygote.end()
         assert len(os.listdir("/proc/self/fd")) == before, "descriptors leaked"

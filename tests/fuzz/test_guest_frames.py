@@ -1,4 +1,4 @@
-"""The guest's end of the frames gets what the executor sent, wherever the stream was cut."""
+"""The guest decodes the frames that the executor sent, however the stream is split into reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("wiped_memory", "frames")
 
 @pytest.fixture(scope="module")
 def guest() -> Iterator[Any]:
-    """The guest's modules, imported as it does: by bare name, from beside each other."""
+    """The guest's modules, imported by bare name from their directory, as the guest imports them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(GUEST))
         yield SimpleNamespace(**{name: __import__(name) for name in NAMES})
@@ -35,15 +35,18 @@ def guest() -> Iterator[Any]:
     st.lists(st.lists(st.binary(max_size=40), max_size=3), min_size=1, max_size=4),
     st.lists(st.integers(1, 500), max_size=8),
 )
-def test_frames_survive_any_cut(guest: Any, sent: list[list[bytes]], places: list[int]) -> None:
+def test_frames_arrive_whole_however_the_stream_is_split(
+    guest: Any, sent: list[list[bytes]], splits: list[int]
+) -> None:
     stream = b"".join(zygote_frames.pack({"op": "call", "n": n}, blobs) for n, blobs in enumerate(sent))
-    ends = sorted({0, *(min(place, len(stream)) for place in places), len(stream)})
+    ends = sorted({0, *(min(split, len(stream)) for split in splits), len(stream)})
     ours, theirs = socket.socketpair()
-    got = []
+    received = []
     with ours, theirs:
-        incoming = guest.frames.Frames(theirs)
+        reader = guest.frames.FrameReader(theirs)
         for start, end in itertools.pairwise(ends):
             ours.sendall(stream[start:end])
-            for header, body in incoming.receive():
-                got.append((header["n"], [bytes(blob) for blob in guest.frames.cut(body, header["blobs"])]))
-    assert got == list(enumerate(sent))
+            for header, body in reader.receive():
+                blobs = guest.frames.split_blobs(body, header["blobs"])
+                received.append((header["n"], [bytes(blob) for blob in blobs]))
+    assert received == list(enumerate(sent))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sandbox.gateway.http.errors import KINDS
+from sandbox.gateway.http.errors import ERROR_TYPES
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Status
 from tests.gateway.serving import Served, serving
 
@@ -79,9 +79,9 @@ class Asker:
         whole = json.loads(answer) if kind == JSON else {}
         if status != 200 and "error" in whole:
             assert 400 <= status < 500, answer
-            assert status in KINDS
+            assert status in ERROR_TYPES
             error = json.loads(answer)["error"]
-            assert error["type"] == KINDS[status]
+            assert error["type"] == ERROR_TYPES[status]
             assert 10 < len(error["message"]) < 2000
             assert error["message"].isprintable()
             return
@@ -91,13 +91,13 @@ class Asker:
             if "outcome" in result:
                 assert result["outcome"] == result["status"], "fakes check nothing"
                 assert result["status"] in ("invalid", "unavailable")
-                assert result["message"].startswith(("InvalidCall: ", "the checker said nothing"))
+                assert result["message"].startswith(("InvalidCall: ", "the checker returned no outcome"))
                 continue
             assert Status(result["status"]) in (Status.OK, Status.INVALID)
             if result["status"] == "invalid":
                 assert result["error"]["type"] == "InvalidCall"
                 assert "expected" in result["error"]["message"] or "unknown field" in result["error"]["message"]
-        assert not self._served.dispatcher.ledger.calls, "nothing is forgotten in it"
+        assert not self._served.dispatcher.call_table.outstanding.calls, "nothing is forgotten in it"
 
 
 def _results(kind: str, answer: bytes) -> list[dict[str, Any]]:

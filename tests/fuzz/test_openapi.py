@@ -34,8 +34,8 @@ UNSAID = (
     "expected base64 text",
     "expected each path to be a file or a directory",
 )
-POSTED = [(route, mode) for route in ROUTES if route.takes for mode in GenerationMode]
-FETCHED = [(route, GenerationMode.POSITIVE) for route in ROUTES if not route.takes]
+POSTED = [(route, mode) for route in ROUTES if route.request_schema for mode in GenerationMode]
+FETCHED = [(route, GenerationMode.POSITIVE) for route in ROUTES if not route.request_schema]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sandbox import wire
 from sandbox.errors import ProtocolError
 from sandbox.executor import zygote_frames
-from tests.executor.zygotes import answer, frame
+from tests.executor.zygotes import ended_binary, frame
 
 Codec = tuple[Callable[[Any], bytes], Callable[[], Any]]
 
@@ -30,7 +30,7 @@ def _zygote_unpacker() -> zygote_frames.Unpacker:
 CODECS: dict[str, Codec] = {
     "wire": (lambda text: wire.pack(["results", [[1, text]]]), lambda: wire.Unpacker(max_frame_bytes=1000)),
     "zygote": (lambda text: frame({"op": "ended", "run_id": 1}, text.encode(), b""), _zygote_unpacker),
-    "zygote's answers": (lambda text: answer(1, text.encode()), _zygote_unpacker),
+    "zygote's answers": (lambda text: ended_binary(1, text.encode()), _zygote_unpacker),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a zygote says of an ended call is hostile: it becomes a result that is sent and read, or a `ProtocolError`."""
+"""Any `ended` frame of a zygote becomes a result that can be sent and decoded, or a `ProtocolError`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from sandbox import wire
 from sandbox.errors import ProtocolError
-from sandbox.executor import result as verdict
-from sandbox.executor.result import Report
+from sandbox.executor.result import Report, _parse_files, build_result
 from sandbox.types import Result, Status
 
 NUMBERS = (
@@ -41,7 +40,7 @@ SIZES = st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1)
 
 @st.composite
 def reports(draw: st.DrawFn) -> bytes:
-    """Reports with lengths that hold, and with others."""
+    """Reports with true and with false lengths."""
     texts = draw(st.lists(st.binary(max_size=20), min_size=4, max_size=4))
     sizes = [len(text) for text in texts] if draw(st.booleans()) else draw(st.lists(SIZES, min_size=4, max_size=4))
     numbers = [*sizes, *draw(st.lists(SIZES, min_size=2, max_size=2))]
@@ -50,7 +49,7 @@ def reports(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def file_streams(draw: st.DrawFn) -> bytes:
-    """Returned files, some with an index or a length that is not true, cut off somewhere."""
+    """Returned files, some with a false index or length, truncated somewhere."""
     stream = b""
     for data in draw(st.lists(st.binary(max_size=20), max_size=4)):
         size = draw(st.just(len(data)) | st.sampled_from([0, 1, 2**64 - 1]))
@@ -62,53 +61,56 @@ def file_streams(draw: st.DrawFn) -> bytes:
 @example(b"")
 @example(struct.pack("<6i", *[2**31 - 1] * 6))
 @example(struct.pack("<6i", *[-(2**31)] * 6))
-def test_a_report_is_read_or_it_is_none(data: bytes) -> None:
+def test_any_bytes_give_a_report_without_invented_text(data: bytes) -> None:
     report = Report.parse(data)
-    texts = [report.value or "", *(report.error or ("", "", "", 0))[:3]]
-    assert sum(len(text) for text in texts) <= len(data), "nothing is made up"
-    assert report.error is None or report.error[3] is None or report.error[3] > 0
+    texts = [report.value or ""]
+    if report.error is not None:
+        texts += [report.error["type"], report.error["message"], report.error["traceback"]]
+        assert report.error["line"] is None or report.error["line"] > 0
+    assert sum(map(len, texts)) <= len(data)
 
 
 @given(SANE | HOSTILE | st.builds(lambda a, b: {**a, **b}, SANE, HOSTILE), reports(), file_streams(), st.booleans())
 @example({"exit_code": float("nan")}, b"", b"", False)
 @example({"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": float("inf")}, b"", b"", False)
-def test_any_outcome_is_a_result_or_an_error(done: dict[str, Any], report: bytes, files: bytes, late: bool) -> None:
-    asked = ["a", "b/c", "d"]
+def test_any_ended_frame_gives_a_result_or_an_error(
+    ended: dict[str, Any], report: bytes, files: bytes, timed_out: bool
+) -> None:
+    return_files = ["a", "b/c", "d"]
     try:
-        raw = verdict.judge(
-            done,
+        raw = build_result(
+            ended,
             [b"out\xff", b"err", report, files],
             call_id="c",
             attempts=2,
-            asked_files=asked,
+            return_files=return_files,
             timeout_s=1.5,
-            late=late,
+            timed_out=timed_out,
         )
-    except ProtocolError as why:
-        assert len(str(why)) < 500
+    except ProtocolError as error:
+        assert len(str(error)) < 500
         return
     unpacker = wire.Unpacker()
     unpacker.feed(wire.pack(["results", [[1, raw]]]))
     [[_, [[_, received]]]] = list(unpacker)
     result = Result.decode(received)
     assert result.status is not Status.UNAVAILABLE
-    assert (result.status is Status.OK) == (
-        result.exit_code == 0 and not late and "stdout" not in result.truncated and "stderr" not in result.truncated
-    )
+    is_output_truncated = not {"stdout", "stderr"}.isdisjoint(result.truncated)
+    assert (result.status is Status.OK) == (result.exit_code == 0 and not timed_out and not is_output_truncated)
     assert (result.error is None) == (result.status is Status.OK)
     assert (result.id, result.attempts, result.stdout, result.stderr) == ("c", 2, "out\ufffd", "err")
-    assert set(result.files) <= set(asked)
+    assert set(result.files) <= set(return_files)
 
 
 @given(st.lists(st.binary(max_size=30), max_size=6))
-def test_too_few_or_too_many_parts_are_no_matter(blobs: list[bytes]) -> None:
-    done = {"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": 1}
-    raw = verdict.judge(done, blobs, call_id="", attempts=1, asked_files=[], timeout_s=1.0, late=False)
+def test_missing_and_surplus_blobs_are_ignored(blobs: list[bytes]) -> None:
+    ended = {"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": 1}
+    raw = build_result(ended, blobs, call_id="", attempts=1, return_files=[], timeout_s=1.0, timed_out=False)
     assert Result.decode(raw).stdout == (blobs[0].decode("utf-8", "replace") if blobs else "")
 
 
 @given(file_streams() | st.binary(max_size=60), st.lists(st.text(max_size=3), unique=True, max_size=4))
-def test_returned_files_are_those_asked_for(stream: bytes, asked: list[str]) -> None:
-    files = verdict._files(stream, asked)
-    assert set(files) <= set(asked)
+def test_only_requested_files_are_returned(stream: bytes, return_files: list[str]) -> None:
+    files = _parse_files(stream, return_files)
+    assert set(files) <= set(return_files)
     assert all(data in stream for data in files.values())

@@ -1,4 +1,4 @@
-"""A zygote may answer with any bytes at all: its calls are tried again, others get their own answers, nothing hangs."""
+"""A zygote may send any bytes: its calls are retried, other calls get their own results, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -13,101 +13,91 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from sandbox.types import Status
-from tests.executor.zygotes import Driven, Fleet, Peer, answer, done, driven, frame
+from tests.executor.zygotes import Driven, FakeZygote, Fleet, driven, ended_binary, ended_json, frame
 
 SCALARS = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=4)
+ENDED_FIELDS = ("exit_code", "signal", "wall_ms", "cpu_ms", "peak_kb", "stdout_truncated")
 FIELDS = st.dictionaries(
-    st.sampled_from(
-        (
-            "op",
-            "exit_code",
-            "signal",
-            "wall_ms",
-            "cpu_ms",
-            "peak_kb",
-            "stdout_truncated",
-            "reason",
-            "modules",
-            "blobs",
-            "python",
-        )
-    ),
+    st.sampled_from((*ENDED_FIELDS, "op", "reason", "modules", "blobs", "python")),
     SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size=2), SCALARS, max_size=2),
     max_size=5,
 )
-NO_TICKETS = st.sampled_from((-1, 0, 1 << 60, 2**70, True, 1.0, "1", None, [1]))
-"""A zygote that gives one of its calls the answer to another cannot be told from one that does not."""
+INVALID_RUN_IDS = st.sampled_from((-1, 0, 1 << 60, 2**70, True, 1.0, "1", None, [1]))
+"""Ids that are not running. Valid ids of other calls are left out: a zygote that sends the result of one of its calls
+under the id of another of its calls cannot be told from an honest one."""
 OPS = st.sampled_from(("ended", "start_failed", "still_running", "ready", "spawn", "call", ""))
 
 
 @st.composite
-def says(draw: st.DrawFn) -> dict[str, Any]:
-    """What a zygote says instead of an answer: bytes, a frame of its own making, or a true one that was damaged."""
+def replies(draw: st.DrawFn) -> dict[str, Any]:
+    """What a zygote sends in place of a result: raw bytes, an invented or damaged frame, or one frame too many."""
     return {
         "raw": draw(st.binary(max_size=40)).hex(),
         "op": draw(OPS),
-        "fields": draw(FIELDS) | draw(st.just({}) | st.builds(dict, run_id=NO_TICKETS)),
-        "kind": draw(st.sampled_from(("raw", "made", "damaged", "twice"))),
-        "at": draw(st.integers(0, 150)),
-        "binary": draw(st.booleans()),
-        "gone": draw(st.integers(0, 4)),
+        "fields": draw(FIELDS) | draw(st.just({}) | st.builds(dict, run_id=INVALID_RUN_IDS)),
+        "kind": draw(st.sampled_from(("raw", "invented", "damaged", "twice"))),
+        "damage_at": draw(st.integers(0, 150)),
+        "is_binary": draw(st.booleans()),
+        "removed_bytes": draw(st.integers(0, 4)),
         "fds": draw(st.integers(0, 2)),
     }
 
 
-def _fuzzed(what: dict[str, Any], ticket: int) -> bytes:
-    raw = bytes.fromhex(what["raw"])
-    header = {"op": what["op"], "run_id": ticket, **what["fields"]}
-    match what["kind"]:
-        case "made":
+def _encode_reply(reply: dict[str, Any], run_id: int) -> bytes:
+    raw = bytes.fromhex(reply["raw"])
+    header = {"op": reply["op"], "run_id": run_id, **reply["fields"]}
+    match reply["kind"]:
+        case "invented":
             return frame(json.dumps({"blobs": [len(raw)], **header}), raw)
         case "damaged":
-            true = (answer if what["binary"] else done)(ticket, b"damaged")
-            return true[: what["at"]] + raw + true[what["at"] + what["gone"] :]
+            valid = (ended_binary if reply["is_binary"] else ended_json)(run_id, b"damaged")
+            start = reply["damage_at"]
+            return valid[:start] + raw + valid[start + reply["removed_bytes"] :]
         case "twice":
-            return done(ticket, b"damaged") + frame(json.dumps({"blobs": [0], **header}), b"")
+            return ended_json(run_id, b"damaged") + frame(json.dumps({"blobs": [0], **header}), b"")
     return raw
 
 
-def _behave(fleet: Fleet, peer: Peer, ticket: int, code: str) -> None:
-    """The first time a call comes it is met with what it says; then it is answered. Silence ends in death."""
+def _behave(fleet: Fleet, zygote: FakeZygote, run_id: int, code: str) -> None:
+    """Send the reply that is encoded in the code when a call starts for the first time, and a result later. The zygote
+    dies a second after the reply, in case the executor waits for the rest of a frame."""
     fleet.started[code] += 1
-    what = json.loads(code)
-    if what is None or fleet.started[code] > 1:
-        peer.ok(ticket)
+    reply = json.loads(code)
+    if reply is None or fleet.started[code] > 1:
+        zygote.ok(run_id)
         return
     with open(os.devnull) as null:
-        peer.say(_fuzzed(what, ticket), (null.fileno(),) * what["fds"])
-    fleet._nursery.start_soon(_die_later, peer)
+        zygote.send(_encode_reply(reply, run_id), (null.fileno(),) * reply["fds"])
+    fleet._nursery.start_soon(_die_later, zygote)
 
 
-async def _die_later(peer: Peer) -> None:
+async def _die_later(zygote: FakeZygote) -> None:
     await trio.sleep(1)
-    peer.end()
+    zygote.end()
 
 
 @settings(max_examples=120)
-@given(st.lists(says(), min_size=1, max_size=4))
-def test_any_bytes_cost_no_more_than_a_retry(fuzzed: list[dict[str, Any]]) -> None:
+@given(st.lists(replies(), min_size=1, max_size=4))
+def test_any_reply_costs_at_most_a_retry(invalid: list[dict[str, Any]]) -> None:
     async def main() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Fleet, "behave", _behave)
             async with driven(patch, attempts=100) as driver:
-                await _live_through(driver, fuzzed)
+                await _check_results(driver, invalid)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-async def _live_through(driver: Driven, fuzzed: list[dict[str, Any]]) -> None:
-    codes = [json.dumps(what) for what in fuzzed]
+async def _check_results(driver: Driven, invalid: list[dict[str, Any]]) -> None:
+    codes = [json.dumps(reply) for reply in invalid]
     seqs = driver.submit(*codes)
-    plain = driver.submit(*["null"] * 4)
-    await driver.all_of([*seqs, *plain])
-    for seq in plain:
-        assert (driver.answers[seq].status, driver.answers[seq].stdout) == (Status.OK, "null")
+    undisturbed = driver.submit(*["null"] * 4)
+    await driver.wait_for([*seqs, *undisturbed])
+    for seq in undisturbed:
+        assert (driver.results[seq].status, driver.results[seq].stdout) == (Status.OK, "null")
     for seq, code in zip(seqs, codes, strict=True):
-        result = driver.answers[seq]
-        assert result.attempts == 1 or result.stdout == code, "the answer is its own"
+        result = driver.results[seq]
+        assert result.attempts == 1 or result.stdout == code, "a retried call has the output of its own code"
         assert result.status is not Status.UNAVAILABLE
     assert (await driver.run("null"))[0].status is Status.OK
-    driver.check_at_rest()
+    driver.check_idle()

@@ -19,9 +19,9 @@ from aiohttp import web
 
 from bench.gateway import _serving as stubbed_server
 from bench.probes import processes
-from sandbox.gateway.calls.call_table import Batch, Ticket
+from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.history import STEPS, History, Snapshot
-from sandbox.gateway.http.errors import Refusal
+from sandbox.gateway.http.errors import HttpError
 from sandbox.types import Call, Status
 from tests.gateway.serving import Served, serving, until
 from tests.gateway.test_stats import EMPTY
@@ -52,7 +52,7 @@ def _no_collector() -> Iterator[None]:
 
 
 def _left() -> Counter[str]:
-    kinds = (Batch, Ticket, Call, Refusal, web.Request)
+    kinds = (Batch, PendingCall, Call, HttpError, web.Request)
     return Counter(type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kinds))
 
 
@@ -65,9 +65,9 @@ async def _stream(served: Served) -> None:
 async def _leave(served: Served) -> None:
     """Go before there is an answer."""
     asked = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
-    await until(lambda: served.dispatcher.ledger.running(0) > 0)
+    await until(lambda: served.dispatcher.call_table.running(0) > 0)
     asked.cancel()
-    await until(lambda: served.dispatcher.ledger.calls == 0)
+    await until(lambda: served.dispatcher.call_table.outstanding.calls == 0)
 
 
 @pytest.mark.asyncio

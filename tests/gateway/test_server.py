@@ -21,6 +21,7 @@ import pytest
 
 from sandbox.client import AsyncClient
 from sandbox.config import ServeConfig
+from sandbox.gateway.calls.executor_report import ReadyReport
 from sandbox.gateway.server import _announce, _warn_of_less
 from sandbox.types import Result, Status
 
@@ -70,8 +71,8 @@ def post(url: str, body: object) -> dict[str, object]:
 
 def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
     config = ServeConfig(isolation="landlock", isolation_reason="namespaces: this machine lacks it")
-    about = {"isolation": "landlock", "slots": 4, "python": "3.11.0"}
-    dispatcher: Any = types.SimpleNamespace(config=config, nodes=[types.SimpleNamespace(about=about)])
+    report = ReadyReport(slots=4, isolation="landlock", python="3.11.0")
+    dispatcher: Any = types.SimpleNamespace(config=config, executors=[types.SimpleNamespace(ready_report=report)])
     _announce(dispatcher, "http://localhost:1")
     line = capsys.readouterr().err
     assert line.endswith(
@@ -128,7 +129,7 @@ def test_a_second_signal_does_not_wait() -> None:
             body = b'{"code": "hang"}'
             head = b"POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
             client.sendall(head + body)
-            while b"calls_running 1" not in urllib.request.urlopen(f"{address}/metrics").read():
+            while b"calls_dispatched 1.0" not in urllib.request.urlopen(f"{address}/metrics").read():
                 pass
             process.send_signal(signal.SIGTERM)
             while _is_ready(address):
@@ -154,20 +155,20 @@ def test_too_few_open_files_end_the_start() -> None:
 def test_fewer_connections_than_asked_for_are_said_once() -> None:
     with server(files=1000) as process:
         assert process.stderr is not None
-        said = process.stderr.readline()
-        assert said == (
+        address_of(process)
+        warning = process.stderr.readline()
+        assert warning == (
             "connection limit lowered from 16384 to 644: not enough file descriptors (`ulimit -Hn 16740` is enough)\n"
         )
-        address_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.stderr.read() == ""
 
 
 def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
-    about = {"slots": 12, "long_slots": 0, "wanted_files": 5000, "lacks": ["numpy", "sympy"]}
+    report = ReadyReport(slots=12, long_slots=0, wanted_fds=5000, missing_modules=("numpy", "sympy"))
     config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)
-    nodes = [types.SimpleNamespace(about=about)] * 2
-    dispatcher: Any = types.SimpleNamespace(config=config, nodes=nodes)
+    executors = [types.SimpleNamespace(ready_report=report)] * 2
+    dispatcher: Any = types.SimpleNamespace(config=config, executors=executors)
     _warn_of_less(dispatcher, connections=100)
     slots, lacks = caplog.messages
     assert slots.startswith(
@@ -187,7 +188,7 @@ def test_an_executor_that_cannot_start_ends_the_start() -> None:
 def _waiting(address: str) -> int:
     """How many calls wait there."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
-        found = re.search(r"^rstar_sandbox_calls_waiting (\d+)$", response.read().decode(), re.MULTILINE)
+        found = re.search(r"^rstar_sandbox_calls_waiting (\d+)\.0$", response.read().decode(), re.MULTILINE)
     assert found
     return int(found[1])
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from sandbox.gateway.history import RECENT, STEPS, History, Snapshot, between
-from sandbox.gateway.metrics import BOUNDS_S, SCRAPED, Histogram, quantiles_s
-from sandbox.gateway.stats import NAMES, Stats
+from sandbox.gateway.calls.executor_report import ExecutorStats, ReadyReport
+from sandbox.gateway.history import RECENT, STEPS, History, Snapshot, interval
+from sandbox.gateway.metrics import BOUNDS_S, SCRAPED_BUCKETS, Histogram, quantiles_s
+from sandbox.gateway.stats import MAX_NAMES, Stats
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
@@ -46,7 +47,7 @@ def test_what_lies_outside_the_bounds_counts_as_their_end() -> None:
 
 def test_buckets_rise_and_prometheus_sees_some_of_them() -> None:
     assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
-    seen = [BOUNDS_S[place] for place in SCRAPED]
+    seen = [BOUNDS_S[place] for place in SCRAPED_BUCKETS]
     assert seen[:6] == [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05] and seen[-1] == 500
     scraped = list(Histogram.samples(_filled(0.002, 0.3, 1e6), "x"))
     assert ("x_bucket", {"le": "0.0025"}, 1) in scraped and ("x_bucket", {"le": "0.25"}, 1) in scraped
@@ -54,14 +55,14 @@ def test_buckets_rise_and_prometheus_sees_some_of_them() -> None:
 
 
 def test_a_step_is_what_was_counted_in_it() -> None:
-    step = between(snapshot(1, ok=100, latency=counts_of(9.0)), snapshot(3.5, ok=130, waiting=7, latency=_more()))
+    step = interval(snapshot(1, ok=100, latency=counts_of(9.0)), snapshot(3.5, ok=130, waiting=7, latency=_more()))
     assert step["seconds"] == 2.5 and step["statuses"] == {"ok": 30} and step["events"] == {"retried": 3}
     assert step["waiting"] == 7
     assert step["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the 9 s were before
 
 
 def test_a_quiet_step_has_no_percentiles() -> None:
-    step = between(snapshot(1, ok=5, latency=counts_of(1)), snapshot(2, ok=5, latency=counts_of(1)))
+    step = interval(snapshot(1, ok=5, latency=counts_of(1)), snapshot(2, ok=5, latency=counts_of(1)))
     assert step["run_ms"] is None and step["statuses"] == {} and step["events"] == {}
 
 
@@ -74,7 +75,7 @@ def test_history_is_bounded_and_can_be_asked_for_what_is_new() -> None:
     assert [step["number"] for step in history.after(STEPS + 48)] == [STEPS + 49, STEPS + 50]
     assert history.after(STEPS + 50) == []
     assert len(history.after(10**9)) == STEPS, "a number of another process's history"
-    assert history.recent(snapshot(STEPS + 51, ok=STEPS + 51))["statuses"] == {"ok": RECENT}
+    assert history.last_interval(snapshot(STEPS + 51, ok=STEPS + 51))["statuses"] == {"ok": RECENT}
 
 
 @pytest.mark.asyncio
@@ -93,15 +94,15 @@ async def test_stats_tell_what_was_answered_and_refused() -> None:
 async def test_stats_tell_what_waits_and_runs() -> None:
     async with serving() as served:
         hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
-        await until(lambda: served.dispatcher.ledger.waiting == 12)
+        await until(lambda: served.dispatcher.call_table.waiting == 12)
         served.fleet.last.send("stats", {"running": 4, "running_long": 1, "zygotes": {"bare": 2, "numeric": 1}})
-        await until(lambda: bool(served.dispatcher.nodes[0].stats))
+        await until(lambda: bool(served.dispatcher.executors[0].stats.gauges))
         now = (await _stats(served))["now"]
         hanging.cancel()
         await asyncio.wait([hanging])
         await until(lambda: served.dispatcher.counters.cancelled == 20)
         after = await _stats(served)
-    assert (now["waiting"], now["in_hand"], now["running"], now["running_long"], now["zygotes"]) == (12, 8, 4, 1, 3)
+    assert (now["waiting"], now["dispatched"], now["running"], now["running_long"], now["zygotes"]) == (12, 8, 4, 1, 3)
     assert (after["now"]["waiting"], after["totals"]["events"]) == (0, {"cancelled": 20})
     assert after["executors"][0]["zygotes"] == {"bare": 2, "numeric": 1}
 
@@ -121,10 +122,10 @@ async def test_state_says_why_no_call_is_taken() -> None:
 @pytest.mark.asyncio
 async def test_counts_outlive_the_executor_that_counted() -> None:
     async with serving() as served:
-        stats, node = Stats(served.dispatcher), served.dispatcher.nodes[0]
+        stats, executor = Stats(served.dispatcher), served.dispatcher.executors[0]
         seen = []
         for told in ({"zygote_restarts_total": 3}, {"zygote_restarts_total": 5}, {}, {"zygote_restarts_total": 1}):
-            node.stats = told
+            executor.stats = ExecutorStats.decode(told)
             stats.tick()
             seen.append(stats.build(0)["totals"]["events"]["zygote_restarts"])
         steps = stats.build(0)["steps"]
@@ -135,24 +136,26 @@ async def test_counts_outlive_the_executor_that_counted() -> None:
 @pytest.mark.asyncio
 async def test_nothing_an_executor_says_breaks_the_answer() -> None:
     async with serving() as served:
-        stats, node = Stats(served.dispatcher), served.dispatcher.nodes[0]
-        node.about = {"slots": "many", "isolation": 7, "python": ["3"]}
-        node.stats = {
+        stats, executor = Stats(served.dispatcher), served.dispatcher.executors[0]
+        executor.ready_report = ReadyReport.decode({"slots": 4, "isolation": 7, "python": ["3"]})
+        executor.stats = ExecutorStats.decode({
             "running": float("nan"), "zygotes": [1], "missed_imports": {"x" * 1000: 1, 5: 2, "\ud800": "3"}, 9: 9,
             "restarts_total": "1", "queued": {},
-        }  # fmt: skip
+        })  # fmt: skip
         stats.tick()
         answer = json.loads(json.dumps(stats.build(0), allow_nan=False))
     assert answer["missed_imports"] == {"x" * 60: 1, "": 2}
-    assert answer["now"]["running"] == answer["now"]["slots"] == 0
+    assert answer["now"]["running"] == 0 and answer["service"]["python"] == answer["service"]["isolation"] == ""
 
 
 @pytest.mark.asyncio
 async def test_only_the_most_missed_imports_are_told() -> None:
     async with serving() as served:
         stats = Stats(served.dispatcher)
-        served.dispatcher.nodes[0].stats = {"missed_imports": {f"m{n}": n for n in range(100)}}
-        assert list(stats.build(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - NAMES, -1)]
+        served.dispatcher.executors[0].stats = ExecutorStats.decode(
+            {"missed_imports": {f"m{n}": n for n in range(100)}}
+        )
+        assert list(stats.build(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - MAX_NAMES, -1)]
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""A lean zygote in a real jail, one for each file of tests."""
+"""Fixtures: an executor with real zygotes in a real jail, one per test module."""
 
 from __future__ import annotations
 

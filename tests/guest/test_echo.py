@@ -1,4 +1,4 @@
-"""The last expression's value comes back, as a notebook shows it; nothing else about the script changes."""
+"""The value of the last expression is returned, as a notebook shows it, and the script runs as before otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GUEST = Path(sandbox.__file__).parent / "guest"
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModuleType]:
-    """The runner as a module, loaded by path as the guest loads it."""
+    """The runner as a module, loaded by path."""
     spec = importlib.util.spec_from_file_location("rstar_guest_runner", GUEST / "runner.py")
     assert spec is not None
     assert spec.loader is not None
@@ -112,12 +112,12 @@ def test_without_echo_there_is_no_value(guest: Caller) -> None:
     assert guest.run("1 + 1", echo=False).value is None
 
 
-def test_the_value_is_taken_before_exit_handlers_and_after_output(guest: Caller) -> None:
+def test_the_value_is_from_before_the_exit_handlers(guest: Caller) -> None:
     result = guest.run("import atexit\nx = [1]\natexit.register(x.append, 2)\nprint('out')\nx")
     assert (result.value, result.stdout) == ("[1]", "out\n")
 
 
-def test_a_value_over_the_limit_is_cut_and_said(guest: Caller) -> None:
+def test_a_value_over_the_limit_is_truncated_and_reported(guest: Caller) -> None:
     exact = guest.run("'a' * 1022", output_kb=1)
     assert (exact.value, exact.truncated) == ("'" + "a" * 1022 + "'", ())
     over = guest.run("'a' * 1023", output_kb=1)
@@ -165,17 +165,17 @@ def programs(draw: st.DrawFn) -> str:
 @example("x = '''\n1\n2'''")
 @example("x = 1\n#;")
 @example("(1,\n#c\n2)")
-def test_the_echo_is_that_of_the_syntax_tree(runner: ModuleType, text: str) -> None:
-    assert _shape(runner._compile, text) == _shape(_slowly, text)
+def test_the_echo_is_the_same_as_by_the_syntax_tree(runner: ModuleType, text: str) -> None:
+    assert _comparable(runner._compile, text) == _comparable(_compile_by_tree, text)
 
 
 @given(st.text(alphabet="x1='\"\\;#()\n \t:if,", max_size=25))
-def test_no_text_at_all_is_compiled_differently_from_its_syntax_tree(runner: ModuleType, text: str) -> None:
-    assert _shape(runner._compile, text) == _shape(_slowly, text)
+def test_any_text_is_compiled_as_by_its_syntax_tree(runner: ModuleType, text: str) -> None:
+    assert _comparable(runner._compile, text) == _comparable(_compile_by_tree, text)
 
 
-def _slowly(text: str, echo: bool) -> tuple[Any, Any]:
-    """The obvious version: a trailing semicolon (before comments) hides the value, else the last statement counts."""
+def _compile_by_tree(text: str, echo: bool) -> tuple[Any, Any]:
+    """A simple version by the syntax tree: the last statement is echoed unless a semicolon follows it."""
     tree = compile(text, "main.py", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
     if echo and tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_in_semicolon(text, tree.body[-1]):
@@ -192,19 +192,19 @@ def _ends_in_semicolon(text: str, last: ast.Expr) -> bool:
     return rest.strip(" \t\f\n)").startswith(";")
 
 
-def _shape(compiler: Any, text: str) -> Any:
-    """All of a compilation that a run could tell."""
+def _comparable(compiler: Any, text: str) -> Any:
+    """Return all of a compilation that can change a run."""
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constants that are called, compared by identity
+        warnings.simplefilter("ignore")  # about calls and identity comparisons of constants
         try:
             body, last = compiler(text, True)
-        except (SyntaxError, ValueError) as why:
-            return type(why).__name__, getattr(why, "lineno", None)
-    return _code(body), last and _code(last)
+        except (SyntaxError, ValueError) as error:
+            return type(error).__name__, getattr(error, "lineno", None)
+    return _comparable_code(body), last and _comparable_code(last)
 
 
-def _code(code: Any) -> Any:
-    consts = [_code(const) if hasattr(const, "co_code") else repr(const) for const in code.co_consts]
+def _comparable_code(code: Any) -> Any:
+    consts = [_comparable_code(const) if hasattr(const, "co_code") else repr(const) for const in code.co_consts]
     return code.co_code, consts, code.co_names, code.co_varnames, list(code.co_lines())

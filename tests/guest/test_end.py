@@ -18,18 +18,20 @@ from tests.executor.calling import Caller, executor
         *[("300", 44, ""), ("'text'", 1, "text\n"), ("[1, 2]", 1, "[1, 2]\n"), ("2.0", 1, "2.0\n"), ("''", 1, "\n")],
     ],
 )
-def test_sys_exit_means_what_it_means_to_python(guest: Caller, argument: str, code: int, stderr: str) -> None:
+def test_sys_exit_has_the_exit_code_and_output_that_python_gives_it(
+    guest: Caller, argument: str, code: int, stderr: str
+) -> None:
     result = guest.run(f"import sys\nprint('before')\nsys.exit({argument})\nprint('after')")
     assert (result.status, result.exit_code) == (Status.ERROR if code else Status.OK, code)
     assert (result.stdout, result.stderr) == ("before\n", stderr)
     assert (result.error is not None and result.error.type) == ("SystemExit" if code else False)
 
 
-def test_an_exit_leaves_no_value(guest: Caller) -> None:
+def test_a_call_that_exits_has_no_value(guest: Caller) -> None:
     assert guest.run("import sys\nsys.exit(0)").value is None
 
 
-def test_os_exit_ends_at_once_and_keeps_what_was_written(guest: Caller) -> None:
+def test_os_exit_ends_at_once_and_loses_no_output(guest: Caller) -> None:
     result = guest.run("import os, atexit\natexit.register(print, 'never')\nprint('before', end='')\nos._exit(3)")
     assert (result.status, result.exit_code, result.stdout) == (Status.ERROR, 3, "before")
     assert result.error is not None
@@ -41,10 +43,13 @@ def test_os_exit_ends_at_once_and_keeps_what_was_written(guest: Caller) -> None:
     ("code", "number"),
     [
         ("import ctypes\nctypes.string_at(0)", signal.SIGSEGV),
-        ("import os\nos.abort()", signal.SIGSEGV),  # PID 1 outlives its own SIGABRT; abort(3) then takes a hlt
+        (
+            "import os\nos.abort()",
+            signal.SIGSEGV,
+        ),  # PID 1 ignores SIGABRT; abort(3) then executes an invalid instruction
     ],
 )
-def test_a_crash_is_killed_by_its_signal(guest: Caller, code: str, number: signal.Signals) -> None:
+def test_a_crash_is_reported_as_killed_by_its_signal(guest: Caller, code: str, number: signal.Signals) -> None:
     result = guest.run("print('before')\n" + code)
     assert (result.status, result.signal, result.exit_code) == (Status.KILLED, number, None)
     assert result.stdout == "before\n"
@@ -53,13 +58,13 @@ def test_a_crash_is_killed_by_its_signal(guest: Caller, code: str, number: signa
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSTOP", "SIGHUP", "SIGSEGV"])
-def test_a_call_is_init_so_it_cannot_signal_itself_to_death(guest: Caller, name: str) -> None:
-    """pid_namespaces(7): to PID 1 come only signals that it handles, from inside; no handler, no signal."""
+def test_a_call_cannot_kill_itself_by_a_signal_because_it_is_pid_1(guest: Caller, name: str) -> None:
+    """pid_namespaces(7): from inside its namespace, PID 1 receives only signals that it has a handler for."""
     result = guest.run(f"import os, signal\nos.kill(os.getpid(), signal.{name})\nprint('alive')")
     assert (result.status, result.stdout) == (Status.OK, "alive\n")
 
 
-def test_a_signal_that_is_handled_is_handled(guest: Caller) -> None:
+def test_a_signal_with_a_handler_is_delivered(guest: Caller) -> None:
     code = "import os, signal\nsignal.signal(15, lambda *_: print('caught'))\nos.kill(os.getpid(), 15)"
     assert guest.run(code).stdout == "caught\n"
     interrupted = guest.run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(5)")
@@ -67,7 +72,7 @@ def test_a_signal_that_is_handled_is_handled(guest: Caller) -> None:
     assert (interrupted.error.type, interrupted.exit_code) == ("KeyboardInterrupt", 130)
 
 
-def test_an_alarm_of_the_code_works(guest: Caller) -> None:
+def test_an_alarm_interrupts_the_code(guest: Caller) -> None:
     code = """
 import signal, time
 def late(*_):
@@ -94,20 +99,20 @@ def test_exit_handlers_run_after_an_error_too(guest: Caller) -> None:
 
 
 @pytest.mark.parametrize("profile", ["bare", "scientific"])
-def test_what_logging_holds_is_written_last(guest_python: Path, profile: str) -> None:
-    """Where the zygote has imported logging, too."""
+def test_buffered_log_records_are_written_last(guest_python: Path, profile: str) -> None:
+    """With a zygote that has imported logging, and with one that has not."""
     code = """
 import atexit, logging.handlers, sys
-held = logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stdout))
-logging.getLogger().addHandler(held)
+buffer = logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stdout))
+logging.getLogger().addHandler(buffer)
 atexit.register(logging.warning, "at exit")
-logging.warning("held")
+logging.warning("buffered")
 print("end")
 """
     with executor(guest_python, profiles=(profile,)) as caller:
-        is_there = caller.run("import sys\n'logging' in sys.modules", profile=profile).value
-        assert is_there == str(profile == "scientific")
-        assert caller.run(code, profile=profile).stdout == "end\nheld\nat exit\n"
+        is_imported = caller.run("import sys\n'logging' in sys.modules", profile=profile).value
+        assert is_imported == str(profile == "scientific")
+        assert caller.run(code, profile=profile).stdout == "end\nbuffered\nat exit\n"
         assert caller.run("print('quiet')", profile=profile).stderr == ""
 
 
@@ -117,17 +122,17 @@ def test_an_exit_handler_that_raises_changes_nothing(guest: Caller) -> None:
     assert "ZeroDivisionError" in result.stderr
 
 
-def test_globals_are_let_go(guest: Caller) -> None:
-    code = "class Speaking:\n    def __del__(self):\n        print('gone')\nx = Speaking()\nprint('end')"
+def test_globals_are_deleted_so_finalizers_run(guest: Caller) -> None:
+    code = "class Finalized:\n    def __del__(self):\n        print('gone')\nx = Finalized()\nprint('end')"
     assert guest.run(code).stdout == "end\ngone\n"
 
 
-def test_a_file_that_was_never_closed_is_whole(guest: Caller) -> None:
+def test_a_file_that_was_never_closed_is_complete(guest: Caller) -> None:
     result = guest.run("f = open('out.txt', 'w')\nf.write('kept')\nNone", return_files=("out.txt",))
     assert result.files == {"out.txt": b"kept"}
 
 
-def test_a_closed_or_replaced_stdout_is_survived(guest: Caller) -> None:
+def test_a_closed_or_replaced_stdout_does_no_harm(guest: Caller) -> None:
     assert guest.run("import sys\nprint(1)\nsys.stdout.close()").stdout == "1\n"
     assert guest.run("import os\nprint(1)\nos.close(1)\nos.close(2)").status is Status.OK
     assert guest.run("import sys\nsys.stdout = None\nsys.stderr = None\nprint(2)\n3").value == "3"
@@ -144,19 +149,19 @@ def test_redirected_output_goes_where_it_was_sent(guest: Caller) -> None:
     assert guest.run(code).stdout == "in\n\n"
 
 
-def test_closing_the_report_loses_only_its_words(guest: Caller) -> None:
+def test_closing_the_report_loses_only_value_and_error(guest: Caller) -> None:
     result = guest.run("import os\nos.closerange(3, 10)\nraise ValueError('x')")
     assert result.status is Status.ERROR
     assert "ValueError: x" in result.stderr
 
 
-def test_a_forged_report_is_no_verdict(guest: Caller) -> None:
+def test_a_forged_report_does_not_change_the_status(guest: Caller) -> None:
     forged = "import os, struct\nos.write(3, struct.pack('<6i', 3, -1, 0, 0, -1, 8) + b'yes')\n"
-    assert guest.run(forged + "os._exit(1)").status is Status.MEMORY_LIMIT, "its own loss"
+    assert guest.run(forged + "os._exit(1)").status is Status.MEMORY_LIMIT, "the code only worsens its own status"
     result = guest.run(forged + "os._exit(7)")
     assert (result.exit_code, result.value) == (7, None)
     for junk in ("b'\\xff' * 1000", "struct.pack('<6i', 2**31 - 1, 2**31 - 1, -5, 9, 9, 255)", "b''"):
-        answered = guest.run(f"import os, struct\nos.write(3, {junk})\nos._exit(1)")
-        assert answered.status is Status.ERROR
-        assert answered.error is not None
-        assert (answered.error.type, answered.error.message) == ("SystemExit", "1")
+        result = guest.run(f"import os, struct\nos.write(3, {junk})\nos._exit(1)")
+        assert result.status is Status.ERROR
+        assert result.error is not None
+        assert (result.error.type, result.error.message) == ("SystemExit", "1")

@@ -1,4 +1,4 @@
-"""What is said of an uncaught exception: in `error`, and on stderr as Python says it."""
+"""An uncaught exception is described in `error`, and on stderr as Python prints it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_exception_has_type_message_line_and_traceback(guest: Caller) -> None
         "x = 5\nx +\\\n  'a'",
     ],
 )
-def test_tracebacks_show_the_codes_frames_alone(guest: Caller, code: str) -> None:
+def test_tracebacks_contain_only_frames_of_the_code(guest: Caller, code: str) -> None:
     trace = error_of(guest.run(code)).traceback
     files = [line for line in trace.splitlines() if line.startswith("  File ")]
     assert files
@@ -49,33 +49,33 @@ def test_tracebacks_show_the_codes_frames_alone(guest: Caller, code: str) -> Non
     assert "zygote" not in trace
 
 
-def test_the_line_is_the_innermost_of_the_code(guest: Caller) -> None:
+def test_the_line_is_that_of_the_innermost_frame_of_the_code(guest: Caller) -> None:
     error = error_of(guest.run("import json\ndef f():\n    json.loads('{')\n\nf()"))
     assert error.line == 3
     assert error.traceback.count("File") == 2
 
 
-def test_modules_beside_the_script_are_the_codes_own(guest: Caller) -> None:
+def test_modules_beside_the_script_count_as_the_code(guest: Caller) -> None:
     error = error_of(guest.run("import other\nother.f()", files={"other.py": b"def f():\n    1/0\n"}))
     assert "other.py" in error.traceback
     assert "    1/0" in error.traceback
     assert error.line == 2
 
 
-def test_the_last_expression_has_its_line_too(guest: Caller) -> None:
+def test_an_error_in_the_last_expression_has_its_line(guest: Caller) -> None:
     for code in ("x = 1\n# two\n1/0", "x = 1\nif x:\n    pass\n1/0", "'''a\n'''\n1/0", "x = 1; y = 2\n\n1/0"):
         assert error_of(guest.run(code)).line == 4 - (code.count("\n") == 2), code
 
 
 @pytest.mark.parametrize("blank", ["\f", "\v", "\x1c", "\x85", "\u2028"])
-def test_source_lines_are_pythons_lines(guest: Caller, blank: str) -> None:
+def test_lines_are_counted_as_python_counts_them(guest: Caller, blank: str) -> None:
     error = error_of(guest.run(f"x = 'a{blank}b'\ny = 1\n1/0"))
     assert error.line == 3
     assert "    1/0\n" in error.traceback
 
 
 def test_chained_exceptions_show_both(guest: Caller) -> None:
-    code = "try:\n    1/0\nexcept ZeroDivisionError as why:\n    raise ValueError('outer') from why"
+    code = "try:\n    1/0\nexcept ZeroDivisionError as error:\n    raise ValueError('outer') from error"
     error = error_of(guest.run(code))
     assert error.type == "ValueError"
     assert "The above exception was the direct cause" in error.traceback
@@ -97,7 +97,7 @@ def test_a_cycle_of_causes_ends(guest: Caller) -> None:
     assert error_of(guest.run(code)).type == "ValueError"
 
 
-def test_a_thousand_causes_are_survived(guest: Caller) -> None:
+def test_three_thousand_chained_causes_are_reported(guest: Caller) -> None:
     code = (
         "last = None\nfor n in range(3000):\n    new = ValueError(n)\n    new.__cause__, last = last, new\nraise last"
     )
@@ -105,7 +105,7 @@ def test_a_thousand_causes_are_survived(guest: Caller) -> None:
     assert (error.type, error.message) == ("ValueError", "2999")
 
 
-def test_an_exception_with_odd_attributes_is_an_exception(guest: Caller) -> None:
+def test_an_exception_with_unusual_attributes_is_reported(guest: Caller) -> None:
     code = (
         "class Odd(Exception):\n    exceptions = 5\n    __notes__ = 7\n    __suppress_context__ = True\nraise Odd('x')"
     )
@@ -113,8 +113,8 @@ def test_an_exception_with_odd_attributes_is_an_exception(guest: Caller) -> None
     assert (error.type, error.message, error.line) == ("Odd", "x", 5)
 
 
-def test_an_error_longer_than_the_output_may_be_is_output_over_the_limit(guest: Caller) -> None:
-    """As Python prints it; its last words are still in `error`, were it asked for."""
+def test_a_traceback_over_the_output_limit_is_output_over_the_limit(guest: Caller) -> None:
+    """Python prints the traceback to stderr, so it counts as output."""
     result = guest.run("raise ValueError('a' * 100_000)")
     assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stderr", "traceback"))
 
@@ -155,11 +155,11 @@ def test_code_that_does_not_compile_prints_nothing(guest: Caller, code: str, kin
     assert (error.type, error.line, result.stdout) == (kind, line, "")
 
 
-def test_a_syntax_error_in_code_that_code_compiles_is_on_the_line_that_compiles(guest: Caller) -> None:
+def test_a_syntax_error_in_eval_has_the_line_of_the_eval(guest: Caller) -> None:
     assert error_of(guest.run("x = 1\neval('1 +')")).line == 2
 
 
-def test_endless_recursion_is_said_shortly(guest: Caller) -> None:
+def test_endless_recursion_has_a_short_traceback(guest: Caller) -> None:
     error = error_of(guest.run("def f(n):\n    return f(n + 1)\nf(0)"))
     assert (error.type, error.line) == ("RecursionError", 2)
     assert len(error.traceback) < 20_000
@@ -196,7 +196,7 @@ def test_a_hook_of_the_codes_own_speaks_instead(guest: Caller) -> None:
     assert error_of(result).type == "ZeroDivisionError"
 
 
-def test_a_hook_that_fails_does_not_hide_the_error(guest: Caller) -> None:
+def test_an_excepthook_that_fails_does_not_hide_the_error(guest: Caller) -> None:
     result = guest.run("import sys\nsys.excepthook = lambda *_: {}['k']\n1/0")
     assert error_of(result).type == "ZeroDivisionError"
 
@@ -217,23 +217,25 @@ def test_a_hook_that_fails_does_not_hide_the_error(guest: Caller) -> None:
         ("raise ValueError('\\0')", "ValueError", "\0"),
     ],
 )
-def test_errors_are_named_as_python_names_them(guest: Caller, code: str, kind: str, message: str) -> None:
+def test_errors_have_the_names_that_python_gives_them(guest: Caller, code: str, kind: str, message: str) -> None:
     error = error_of(guest.run(code))
     assert (error.type, error.message) == (kind, message)
 
 
-def test_a_long_message_is_cut_and_the_end_of_a_long_traceback_kept(guest: Caller) -> None:
+def test_a_long_message_is_truncated_and_a_long_traceback_keeps_its_end(guest: Caller) -> None:
     result = guest.run("raise ValueError('a' * 100_000 + 'end')", output_kb=256)
     error = error_of(result)
     assert error.message == "a" * 8192
     assert error.traceback.endswith("aend\n")
-    cut = guest.run("import sys\nsys.excepthook = lambda *_: 0\nraise ValueError('a' * 100_000 + 'end')", output_kb=16)
-    assert error_of(cut).traceback.endswith("aend\n")
-    assert len(error_of(cut).traceback) == 16 << 10
-    assert "traceback" in cut.truncated
+    truncated = guest.run(
+        "import sys\nsys.excepthook = lambda *_: 0\nraise ValueError('a' * 100_000 + 'end')", output_kb=16
+    )
+    assert error_of(truncated).traceback.endswith("aend\n")
+    assert len(error_of(truncated).traceback) == 16 << 10
+    assert "traceback" in truncated.truncated
 
 
-def test_warnings_go_to_stderr_once_for_each_place(guest: Caller) -> None:
+def test_a_warning_is_printed_once_per_line_of_code(guest: Caller) -> None:
     code = "import warnings\nfor _ in range(3):\n    warnings.warn('careful')\nNone"
     for _ in range(2):
         result = guest.run(code)

@@ -1,4 +1,4 @@
-"""Files in before the run, and back after it: regular ones below the working folder, whole or not at all."""
+"""Files are written before the run and returned after it: regular files in the working directory, whole or not."""
 
 from __future__ import annotations
 
@@ -7,32 +7,38 @@ import pytest
 from sandbox.types import Status
 from tests.executor.calling import Caller
 
-ODD = {"a b/ü 東/🐍.bin": bytes(range(256)), "-dash": b"1", "deep/" * 30 + "x": b"2", "x" * 255: b"3", "'\"$;": b"4"}
+UNUSUAL_FILES = {
+    "a b/ü 東/🐍.bin": bytes(range(256)),
+    "-dash": b"1",
+    "deep/" * 30 + "x": b"2",
+    "x" * 255: b"3",
+    "'\"$;": b"4",
+}
 
 
-def test_files_go_in_and_come_back_unchanged(guest: Caller) -> None:
-    result = guest.run("import os\nos.path.exists('deep')", files=ODD, return_files=tuple(ODD))
+def test_files_are_returned_unchanged(guest: Caller) -> None:
+    result = guest.run("import os\nos.path.exists('deep')", files=UNUSUAL_FILES, return_files=tuple(UNUSUAL_FILES))
     assert (result.status, result.value, result.truncated) == (Status.OK, "True", ())
-    assert result.files == ODD
+    assert result.files == UNUSUAL_FILES
 
 
-def test_an_empty_file_is_a_file(guest: Caller) -> None:
+def test_an_empty_file_is_returned(guest: Caller) -> None:
     assert guest.run("", files={"empty": b""}, return_files=("empty",)).files == {"empty": b""}
 
 
-def test_changed_and_new_files_come_back(guest: Caller) -> None:
+def test_changed_and_new_files_are_returned(guest: Caller) -> None:
     code = "import os\nopen('in.txt', 'a').write('+')\nos.makedirs('new/sub')\nopen('new/sub/f', 'wb').write(b'1')"
     result = guest.run(code, files={"in.txt": b"was"}, return_files=("in.txt", "new/sub/f"))
     assert result.files == {"in.txt": b"was+", "new/sub/f": b"1"}
 
 
-def test_files_come_back_however_the_code_ends(guest: Caller) -> None:
+def test_files_are_returned_after_an_error_or_exit(guest: Caller) -> None:
     for end, status in (("1/0", Status.ERROR), ("import sys\nsys.exit(3)", Status.ERROR)):
         result = guest.run(f"f = open('f', 'w')\nf.write('kept')\n{end}", return_files=("f",))
         assert (result.status, result.files) == (status, {"f": b"kept"})
 
 
-def test_files_come_back_from_where_the_call_began(guest: Caller) -> None:
+def test_files_are_returned_from_the_initial_working_directory(guest: Caller) -> None:
     code = "import os\nopen('f', 'w').write('1')\nos.mkdir('d')\nos.chdir('d')\nopen('f', 'w').write('2')\nNone"
     assert guest.run(code, return_files=("f",)).files == {"f": b"1"}
 
@@ -50,26 +56,26 @@ def test_files_come_back_from_where_the_call_began(guest: Caller) -> None:
         "open('f', 'w').write('x')\nos.chmod('f', 0)",
     ],
 )
-def test_what_is_no_readable_file_does_not_come_back(guest: Caller, make: str) -> None:
+def test_only_readable_regular_files_are_returned(guest: Caller, make: str) -> None:
     result = guest.run(f"import os\n{make}\nNone", return_files=("f",))
     assert (result.files, result.missing_files) == ({}, ("f",))
     assert result.truncated == ()
 
 
-def test_every_file_that_does_not_come_back_is_missing(guest: Caller) -> None:
+def test_every_file_that_is_not_returned_is_listed_as_missing(guest: Caller) -> None:
     result = guest.run("open('a', 'w').write('1')\nNone", return_files=("a", "none", "none"))
     assert (result.files, result.missing_files, result.truncated) == ({"a": b"1"}, ("none",), ())
     stopped = guest.run("open('a', 'w').write('1')\nwhile True: pass", return_files=("a",), timeout_s=0.3)
     assert (stopped.status, stopped.files, stopped.missing_files) == (Status.TIMEOUT, {}, ("a",))
 
 
-def test_a_link_in_the_middle_of_a_path_leads_nowhere_else(guest: Caller) -> None:
-    """There is nothing in the jail that the call could not have printed as well."""
+def test_a_link_within_a_path_does_no_harm(guest: Caller) -> None:
+    """The link is followed: it leads only to files that the call could have printed as well."""
     result = guest.run("import os\nos.symlink('/python', 'd')\nNone", return_files=("d/pyvenv.cfg",))
     assert result.status is Status.OK
 
 
-def test_a_file_over_what_may_come_back_is_said(guest: Caller) -> None:
+def test_a_file_over_the_return_limit_is_reported_and_others_are_returned(guest: Caller) -> None:
     code = "open('big', 'wb').truncate(3 << 20)\nopen('small', 'w').write('x')\nNone"
     whole = guest.run(code, return_files=("big", "small"), disk_mb=4)
     assert {name: len(data) for name, data in whole.files.items()} == {"big": 3 << 20, "small": 1}
@@ -79,19 +85,19 @@ def test_a_file_over_what_may_come_back_is_said(guest: Caller) -> None:
     assert "files" in result.truncated
 
 
-def test_a_sparse_file_costs_what_it_seems(guest: Caller) -> None:
+def test_a_sparse_file_counts_with_its_full_size(guest: Caller) -> None:
     result = guest.run("open('big', 'wb').truncate(60 << 20)\nNone", return_files=("big",))
     assert (result.files, result.truncated, result.missing_files) == ({}, ("files",), ("big",))
 
 
-def test_files_that_do_not_fit_are_the_callers_to_see(guest: Caller) -> None:
+def test_given_files_that_do_not_fit_the_disk_are_an_error(guest: Caller) -> None:
     result = guest.run("1", files={"big": bytes(3 << 20)}, disk_mb=1)
     assert result.status is not Status.OK
     assert result.error is not None
     assert result.error.type == "OSError"
 
 
-def test_forged_files_are_only_those_that_were_asked_for(guest: Caller) -> None:
+def test_forged_files_can_only_have_the_requested_names(guest: Caller) -> None:
     forged = "import os, struct\nos.write(4, struct.pack('<IQ', {}, {}) + b'abc')\nos._exit(0)"
     assert guest.run(forged.format(0, 3), return_files=("f",)).files == {"f": b"abc"}
     for index, size in ((1, 3), (2**32 - 1, 3), (0, 4), (0, 2**64 - 1)):

@@ -1,4 +1,4 @@
-"""The interpreter's code in huge pages: it goes on running, and what a fork would fault in is not faulted."""
+"""A zygote's memory is arranged for forks, and the interpreter works as before."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from pathlib import Path
 import pytest
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
-CODE = f"""
+PRELUDE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import os, resource, fork_memory
+import fork_memory
+"""
+
+
+def _run(code: str, *arguments: str, isolation: str = "-I") -> str:
+    command = [sys.executable, isolation, "-c", PRELUDE + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env={}).stdout
+
+
+def test_code_in_huge_pages_runs_on_and_causes_no_more_page_faults() -> None:
+    code = """
+import os, resource
 def work():
     return sum(len(str(n ** 3)) for n in range(2000)), sorted("huge pages"), eval("[n for n in range(9)][::-1]")
 def faults():
@@ -20,125 +31,99 @@ def faults():
         work()
         os._exit(0)
     return os.wait4(child, 0)[2].ru_minflt
-before, cost = work(), min(faults() for _ in range(5))
-replaced = fork_memory.settle_code()
-print(replaced, work() == before, min(faults() for _ in range(5)) <= cost, fork_memory.settle_code())
+result, faults_before = work(), min(faults() for _ in range(5))
+huge_pages = fork_memory.remap_code()
+print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_before, fork_memory.remap_code())
 """
-
-
-def test_code_runs_on_in_huge_pages() -> None:
-    done = subprocess.run([sys.executable, "-I", "-c", CODE], capture_output=True, text=True, check=True, timeout=60)
-    replaced, same, cheaper, again = done.stdout.split()
-    assert (same, cheaper, again) == ("True", "True", "0")
-    if replaced == "0":
+    huge_pages, same, no_more_faults, huge_pages_of_second_run = _run(code).split()
+    assert (same, no_more_faults, huge_pages_of_second_run) == ("True", "True", "0")
+    if huge_pages == "0":
         pytest.skip("this kernel or interpreter has no code that fills huge pages")
 
 
-def test_what_is_allocated_later_lies_together() -> None:
-    code = f"""
-import sys; sys.path.insert(0, {str(GUEST)!r})
-import fork_memory
+def test_objects_that_are_made_later_are_in_pools_of_their_own() -> None:
+    """90 objects of 100 bytes fill less than two pools of 16 KiB."""
+    code = """
 scattered = [bytes(100) for _ in range(100_000)]
 del scattered[::7]
-fork_memory.settle()
-pools = {{id(thing) >> 14 for thing in [bytes(100) for _ in range(90)]}}
+fork_memory.compact_heap()
+pools = {id(later) >> 14 for later in [bytes(100) for _ in range(90)]}
 print(len(pools) <= 2)
 """
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "True\n"
-
-
-LAYOUT = f"""
-import sys; sys.path.insert(0, {str(GUEST)!r})
-import fork_memory
-fork_memory.gather()
-import decimal, email.message, json
-kept = [[str(number)] for number in range(200_000)], bytes(1 << 20)
-huge = fork_memory.settle()
-fork_memory.settle_code()
-import pathlib
-ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
-heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
-libraries = [r[-1] for r in ranges if "lib-dynload" in r[-1]]
-print(sum(id(thing) in heap for thing in kept[0]) > 0.9 * len(kept[0]), id(kept[1]) in heap)
-print(huge, len(heap) >> 21, max(map(libraries.count, libraries), default=0))
-later = [[] for number in range(200_000)]
-print(sum(id(thing) in heap for thing in later) < len(later) / 2)
-"""
+    assert _run(code) == "True\n"
 
 
 def test_what_a_zygote_loads_is_one_heap_of_huge_pages() -> None:
-    done = subprocess.run([sys.executable, "-I", "-c", LAYOUT], capture_output=True, text=True, check=True, timeout=60)
-    is_small_there, is_large_there, huge, size, mappings, calls_have_their_own = done.stdout.split()
-    assert (is_small_there, is_large_there, calls_have_their_own) == ("True", "True", "True")
-    assert int(mappings) <= 2, "code and data of a library take one mapping each"
-    if huge == "0":
+    code = """
+fork_memory.use_one_heap()
+import decimal, email.message, json
+small, large = [[str(number)] for number in range(200_000)], bytes(1 << 20)
+huge_pages = fork_memory.compact_heap()
+fork_memory.remap_code()
+import pathlib
+mappings = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
+heap = next(range(*(int(end, 16) for end in m[0].split("-"))) for m in mappings if m[-1] == "[heap]")
+libraries = [m[-1] for m in mappings if "lib-dynload" in m[-1]]
+print(sum(id(subject) in heap for subject in small) > 0.9 * len(small), id(large) in heap)
+print(huge_pages, len(heap) >> 21, max(map(libraries.count, libraries), default=0))
+later = [[] for number in range(200_000)]
+print(sum(id(subject) in heap for subject in later) < len(later) / 2)
+"""
+    small_in_heap, large_in_heap, huge_pages, heap_size, max_mappings, later_elsewhere = _run(code).split()
+    assert (small_in_heap, large_in_heap, later_elsewhere) == ("True", "True", "True")
+    assert int(max_mappings) <= 2, "code and data of a library take one mapping each"
+    if huge_pages == "0":
         pytest.skip("this kernel does not collapse memory into huge pages")
-    assert int(huge) >= int(size) - 2, "all of the heap but its ends"
+    assert int(huge_pages) >= int(heap_size) - 2, "all of the heap but its two ends"
 
 
-STARTED = f"""
-import sys; sys.path.insert(0, {str(GUEST)!r})
-import fork_memory
-fork_memory.gather()
-fork_memory.restart()
+def test_objects_of_the_interpreters_start_are_in_that_heap_too() -> None:
+    code = """
+fork_memory.use_one_heap()
+fork_memory.reexec_with_malloc()
 import gc, os, pathlib
-ranges = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
-heap = next(range(*(int(end, 16) for end in r[0].split("-"))) for r in ranges if r[-1] == "[heap]")
-there = [id(thing) in heap for thing in gc.get_objects() if type(thing) is not type]
-print(sum(there) > 0.99 * len(there), [name for name in os.environ if name.startswith(("PYTHON", "RSTAR"))], sys.argv)
-small = fork_memory._allocator(2).malloc != fork_memory._allocator(0).malloc
-print(small, sum(len(str(number)) for number in [[n] for n in range(100_000)]), flush=True)
+mappings = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
+heap = next(range(*(int(end, 16) for end in m[0].split("-"))) for m in mappings if m[-1] == "[heap]")
+in_heap = [id(subject) in heap for subject in gc.get_objects() if type(subject) is not type]
+print(sum(in_heap) > 0.99 * len(in_heap), [n for n in os.environ if n.startswith(("PYTHON", "RSTAR"))], sys.argv)
+has_own_allocator = fork_memory._allocator(2).malloc != fork_memory._allocator(0).malloc
+print(has_own_allocator, sum(len(str(number)) for number in [[n] for n in range(100_000)]), flush=True)
 os._exit(0)
 """
+    assert _run(code, "an argument", isolation="-s") == "True [] ['-c', 'an argument']\nTrue 688890\n"
 
 
-def test_what_the_interpreter_itself_takes_is_in_that_heap_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-s", "-c", STARTED, "one"], capture_output=True, text=True, check=True, timeout=60, env={}
-    )
-    assert done.stdout == "True [] ['-c', 'one']\nTrue 688890\n"
-
-
-def test_filling_stops_with_the_holes() -> None:
-    code = f"""
-import sys; sys.path.insert(0, {str(GUEST)!r})
-import fork_memory
+def test_filling_ends_when_no_pool_has_free_blocks() -> None:
+    """2,000 batches of 16 blocks would be far more than the 8,800 free blocks."""
+    code = """
 for size in range(16, 500, 16):
     scattered = [bytes(size) for _ in range(2_000)]
     del scattered[::7]
-fork_memory.settle()
-print(len(fork_memory._filling) < 2_000)
+fork_memory.compact_heap()
+print(len(fork_memory._fillers) < 2_000)
 """
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "True\n"
+    assert _run(code) == "True\n"
 
 
-GATHERED = f"""
-import sys; sys.path.insert(0, {str(GUEST)!r})
-import fork_memory
-fork_memory.gather()
-import frames, runner
-kept = [bytearray(size) for size in range(200, 4000, 8)]
-del kept[::2]
+def test_hot_functions_lie_side_by_side_and_run_on() -> None:
+    code = f"""
+fork_memory.use_one_heap()
+import frames, os, runner
+holes = [bytearray(size) for size in range(200, 4000, 8)]
+del holes[::2]
 def work():
     runner._last_line("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
-    return frames.cut(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
+    return frames.split_blobs(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
 before = [work() for _ in range(200)][0]
-count = fork_memory.gather_code({str(GUEST)!r})
-functions = frames.cut, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
-there = sorted(id(function.__code__) for function in functions)
-print(count, all(work() == before for _ in range(200)), there[-1] - there[0] < 32768, frames.cut.__name__, flush=True)
-import os; os._exit(0)
+count = fork_memory.colocate_bytecode({str(GUEST)!r})
+functions = frames.split_blobs, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
+addresses = sorted(id(function.__code__) for function in functions)
+print(count, all(work() == before for _ in range(200)), addresses[-1] - addresses[0] < 32768, end=" ")
+print(frames.split_blobs.__name__, flush=True)
+os._exit(0)
 """
-
-
-def test_code_that_runs_often_lies_together_and_runs_on() -> None:
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", GATHERED], capture_output=True, text=True, check=True, timeout=60
-    )
-    count, same, together, name = done.stdout.split()
-    assert (same, name) == ("True", "cut")
+    count, same, together, name = _run(code).split()
+    assert (same, name) == ("True", "split_blobs")
     if count == "0":
-        pytest.skip("this interpreter does not adapt its bytecode")
+        pytest.skip("this interpreter does not specialise its bytecode")
     assert together == "True"

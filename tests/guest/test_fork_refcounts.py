@@ -1,4 +1,4 @@
-"""Immortal objects stay, mortal ones go; on Pythons that have no immortal objects nothing is done."""
+"""Objects become immortal where Python supports that; objects that are made later are freed as usual."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.runtime import best_base
+from sandbox.runtime import best_python
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 
@@ -20,67 +20,67 @@ def _run(python: Path | str, code: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def newer() -> Path:
-    python, version = best_base()
+def newer_python() -> Path:
+    python, version = best_python()
     if version < (3, 12):
         pytest.skip("needs a Python 3.12 or later, as python3.12 or python3.13")
     return python
 
 
-def test_using_what_was_there_counts_nothing(newer: Path) -> None:
+def test_a_use_of_an_immortal_object_does_not_change_its_count(newer_python: Path) -> None:
     code = """
 class Thing: pass
 def used(x): return [x] * 100
-here = Thing()
-names = ["Thing", "used", "here"]
+thing = Thing()
+names = ["Thing", "used", "thing"]
 assert fork_refcounts.immortalize() > 1000
 before = [sys.getrefcount(globals()[name]) for name in names]
-more = used(here), Thing(), used
+uses = used(thing), Thing(), used
 print(before == [sys.getrefcount(globals()[name]) for name in names], min(before) > 1 << 30)
 """
-    assert _run(newer, code) == "True True\n"
+    assert _run(newer_python, code) == "True True\n"
 
 
-def test_what_is_made_later_lives_and_dies_as_ever(newer: Path) -> None:
+def test_objects_that_are_made_later_are_freed(newer_python: Path) -> None:
     code = """
 class Thing: pass
 fork_refcounts.immortalize()
 gc.freeze()
-thing = Thing()
-thing.me = thing
-gone = weakref.ref(thing)
-del thing
+cycle = Thing()
+cycle.itself = cycle
+reference = weakref.ref(cycle)
+del cycle
 gc.collect()
-print(gone() is None)
+print(reference() is None)
 simple = Thing()
-gone = weakref.ref(simple)
+reference = weakref.ref(simple)
 del simple
-print(gone() is None)
+print(reference() is None)
 """
-    assert _run(newer, code) == "True\nTrue\n"
+    assert _run(newer_python, code) == "True\nTrue\n"
 
 
-def test_constants_of_functions_are_immortal_too(newer: Path) -> None:
+def test_constants_of_functions_are_immortal_too(newer_python: Path) -> None:
     code = """
 def f(): return ("a constant", 12345678901234567890)
 constant = f.__code__.co_consts[1]
 fork_refcounts.immortalize()
 print(all(sys.getrefcount(part) > 1 << 30 for part in (constant, *constant)))
 """
-    assert _run(newer, code) == "True\n"
+    assert _run(newer_python, code) == "True\n"
 
 
-def test_an_older_python_is_left_alone() -> None:
-    code = "print(fork_refcounts.is_possible(), fork_refcounts.immortalize() > 0)"
-    possible = sys.version_info >= (3, 12)
-    assert _run(sys.executable, code) == f"{possible} {possible}\n"
+def test_a_python_without_immortal_objects_is_left_unchanged() -> None:
+    code = "print(fork_refcounts.is_supported(), fork_refcounts.immortalize() > 0)"
+    is_supported = sys.version_info >= (3, 12)
+    assert _run(sys.executable, code) == f"{is_supported} {is_supported}\n"
 
 
-def test_settling_leaves_a_working_interpreter(guest_python: Path) -> None:
+def test_the_interpreter_works_after_the_heap_is_compacted(guest_python: Path) -> None:
     code = """
 import sympy
-huge = fork_memory.settle()
+huge_pages = fork_memory.compact_heap()
 x = sympy.Symbol("x")
-print(huge >= 0, gc.get_freeze_count() > 1000, sympy.solve(x**2 - 4, x))
+print(huge_pages >= 0, gc.get_freeze_count() > 1000, sympy.solve(x**2 - 4, x))
 """
     assert _run(guest_python, code) == "True True [-2, 2]\n"

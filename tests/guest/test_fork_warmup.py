@@ -1,4 +1,4 @@
-"""A zygote that has rehearsed calls is as it was, and one in which a call would not run as a call does not serve."""
+"""The warm-up leaves a zygote as it was, and fails if its scripts do not run as they do in a call."""
 
 from __future__ import annotations
 
@@ -8,51 +8,61 @@ from pathlib import Path
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 PLAN = {
-    **{"unshare": 0, "unshare_pid": False, "tmpfs": "/tmp", "inodes": 1, "uid_base": None, "drop_caps": True},
-    **{"no_new_privs": True, "seccomp": "", "landlock": None, "drop_bounding": False, "own_pid_at": []},
-    **{"unshare_user": False, "bounds_processes": True},
+    **{
+        "namespaces": 0,
+        "pid_namespace": False,
+        "scratch_mount": "/tmp",
+        "max_files": 1,
+        "uid_base": None,
+        "drop_capabilities": True,
+    },
+    **{"no_new_privs": True, "call_filter": "", "landlock": None, "clear_bounding_set": False, "own_pid_offsets": []},
+    **{"user_namespace": False, "limits_processes": True},
 }
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import os, gc, signal, socket
-import confine, descriptors, frames, fork_warmup, runner, zygote
+import confine, fork_warmup, frames, runner, system_calls, zygote
 ours, theirs = socket.socketpair()
 for fd in range(ours.fileno(), 16): os.dup2(0, fd) if fd not in (ours.fileno(), theirs.fileno()) else None
-one = zygote.Zygote(frames.Frames(ours), confine.Confinement({PLAN!r}))
+confinement = confine.Confinement({{**{PLAN!r}, "pid_namespace": sys.argv[1] == "namespaces"}})
+subject = zygote.Zygote(frames.FrameReader(ours), confinement)
 stdout = sys.stdout
 runner.prepare("/tmp")
 def state():
     fds = [(fd, os.readlink(f"/proc/self/fd/{{fd}}")) for fd in range(40) if os.path.exists(f"/proc/self/fd/{{fd}}")]
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     status = [line for line in open("/proc/self/status") if line.startswith(("Cap", "NoNewPrivs", "Seccomp:", "Uid"))]
-    functions = [os._exit, descriptors._syscall, os.setpgid, gc.freeze, confine._syscall, confine._fork]
-    return [fds, masked, status, functions, os.getcwd(), os.getpid(), os.getpgid(0), sys.path, gc.isenabled(),
-            sorted(runner._main.__dict__), sorted(one.layers.doors), vars(one.layers).keys(), one.running]
+    functions = [os._exit, gc.freeze, gc.enable, system_calls.syscall, subject.batch.execute, subject.batch.invoke]
+    return [fds, masked, status, functions, os.getcwd(), dict(os.environ), os.getpid(), os.getpgid(0), sys.path,
+            gc.isenabled(), sorted(runner.main_module.__dict__), sorted(confinement.cgroup_procs_fds),
+            vars(confinement).copy(), subject.running]
 """
 
 
-def _run(code: str) -> str:
-    command = [sys.executable, "-I", "-c", CODE + code]
+def _run(code: str, level: str = "none") -> str:
+    command = [sys.executable, "-I", "-c", CODE + code, level]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_a_rehearsal_leaves_no_trace_in_the_zygote() -> None:
+def test_the_warm_up_leaves_no_trace_in_the_zygote() -> None:
     code = """
 before = state()
-fork_warmup.play(one, 2)
+fork_warmup.run_scripts(subject, 2)
 after = state()
 theirs.setblocking(False)
-try: said = theirs.recv(1)
-except BlockingIOError: said = b""
-print([(a, b) for a, b in zip(before, after) if a != b], said, file=stdout)
+try: received = theirs.recv(1)
+except BlockingIOError: received = b""
+print([(a, b) for a, b in zip(before, after) if a != b], received, file=stdout)
 """
-    assert _run(code) == "[] b''\n"
+    for level in ("none", "namespaces"):
+        assert _run(code, level) == "[] b''\n"
 
 
-def test_what_would_not_run_as_a_call_does_not_pass_a_rehearsal() -> None:
+def test_a_script_that_does_not_run_as_a_call_fails_the_warm_up() -> None:
     code = """
 runner._compile = None
-try: fork_warmup.play(one, 1)
-except RuntimeError as why: print(why, file=stdout)
+try: fork_warmup.run_scripts(subject, 1)
+except RuntimeError as error: print(error, file=stdout)
 """
-    assert "expected to hear" in _run(code)
+    assert "expected a header that ends in" in _run(code)

@@ -1,7 +1,8 @@
-"""The guest's end of the frames: whole frames whatever their sizes, in memory that no fork gets."""
+"""The guest's end of the frames: frames of any size arrive and leave whole, in memory that a fork does not inherit."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ SIZES = [(0,), (1, 0, 3), (1 << 18,), (300_000, 5), (1 << 21, 0, 1 << 20), (7,)]
 
 @pytest.fixture
 def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The guest's modules, imported as it does: by bare name, from beside each other."""
+    """The guest's modules, imported by bare name from their directory, as the guest imports them."""
     monkeypatch.syspath_prepend(str(GUEST))
     names = ("wiped_memory", "frames")
     assert not set(names) & set(sys.modules)
@@ -35,94 +36,103 @@ def _blobs(sizes: tuple[int, ...]) -> list[bytes]:
     return [bytes([65 + number]) * size for number, size in enumerate(sizes)]
 
 
+def _copy(call_input: Any, body: memoryview) -> None:
+    """Copy a body as `fork_batch` does before it forks, and expose it as the child does."""
+    source, target, size, zeros = call_input.copy_plan(body)
+    ctypes.memmove(target, source, size)
+    ctypes.memset(target + size, 0, zeros)
+    call_input.expose(size)
+
+
 def test_frames_of_any_size_arrive_whole(guest: Any) -> None:
     ours, theirs = socket.socketpair()
     stream = b"".join(zygote_frames.pack(dict(HEADER), _blobs(sizes)) for sizes in SIZES * 2)
     sender = threading.Thread(target=ours.sendall, args=(stream,))
     with ours, theirs:
         sender.start()
-        incoming, got = guest.frames.Frames(theirs), []
-        while len(got) < 2 * len(SIZES):
-            for header, body in incoming.receive():
-                got.append((header, [bytes(blob) for blob in guest.frames.cut(body, header["blobs"])]))
+        reader, received = guest.frames.FrameReader(theirs), []
+        while len(received) < 2 * len(SIZES):
+            for header, body in reader.receive():
+                received.append((header, [bytes(blob) for blob in guest.frames.split_blobs(body, header["blobs"])]))
         sender.join()
         ours.close()
         with pytest.raises(EOFError):
-            incoming.receive()
-    assert got == [({**HEADER, "blobs": list(sizes)}, _blobs(sizes)) for sizes in SIZES * 2]
+            reader.receive()
+    assert received == [({**HEADER, "blobs": list(sizes)}, _blobs(sizes)) for sizes in SIZES * 2]
 
 
 def test_frames_of_any_size_leave_whole_and_in_order(guest: Any, tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    unpacker, got = zygote_frames.Unpacker(), []
+    unpacker, received = zygote_frames.Unpacker(), []
     unpacker.max_body_bytes = 1 << 23
 
     def read() -> None:
         while data := ours.recv(1 << 16):
             unpacker.feed(data)
-            got.extend(unpacker)
+            received.extend(unpacker)
 
-    reader = threading.Thread(target=read)
+    thread = threading.Thread(target=read)
     with ours, theirs:
-        reader.start()
-        outbox = guest.frames.Outbox(theirs)
+        thread.start()
+        writer = guest.frames.FrameWriter(theirs)
         for sizes in SIZES * 2:
             files = []
             for number, blob in enumerate(_blobs(sizes)):
-                (tmp_path / str(number)).write_bytes(blob + b"more than is asked for")
+                (tmp_path / str(number)).write_bytes(blob + b"bytes beyond the given length")
                 files.append((os.open(tmp_path / str(number), os.O_RDONLY), len(blob)))
-            outbox.add(dict(HEADER), files)
+            writer.add(dict(HEADER), files)
             for fd, _ in files:
                 os.close(fd)
-        outbox.flush()
+        writer.flush()
         theirs.close()
-        reader.join()
-    assert got == [({**HEADER, "blobs": list(sizes)}, _blobs(sizes)) for sizes in SIZES * 2]
+        thread.join()
+    assert received == [({**HEADER, "blobs": list(sizes)}, _blobs(sizes)) for sizes in SIZES * 2]
 
 
 def test_a_file_that_is_too_short_is_filled_with_zeros(guest: Any, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"ab")
-    room = memoryview(bytearray(b"other calls"))
+    target = memoryview(bytearray(b"other calls"))
     with (tmp_path / "f").open("rb") as file:
-        guest.frames.read_whole(file.fileno(), room[:5])
-    assert bytes(room) == b"ab\0\0\0 calls"
+        guest.frames.read_into(file.fileno(), target[:5])
+    assert bytes(target) == b"ab\0\0\0 calls"
 
 
-def test_a_fork_finds_zeros_but_for_its_own_input(guest: Any) -> None:
+def test_a_fork_inherits_its_own_input_and_zeros_instead_of_all_else(guest: Any) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        incoming, outbox, inbox = guest.frames.Frames(theirs), guest.frames.Outbox(theirs), guest.wiped_memory.Inbox()
+        reader, writer = guest.frames.FrameReader(theirs), guest.frames.FrameWriter(theirs)
+        call_input = guest.wiped_memory.CallInput()
         long, short = b"other " * 100, b"mine"
         ours.sendall(zygote_frames.pack(dict(HEADER), [long]) + zygote_frames.pack(dict(HEADER), [short]))
-        (_, first), (_, second) = incoming.receive()
-        inbox.put(first)
-        inbox.put(second)
-        outbox.add({"op": "secret"})
-        readable, writable = os.pipe()
+        (_, first), (_, second) = reader.receive()
+        _copy(call_input, first)
+        _copy(call_input, second)
+        writer.add({"op": "secret"})
+        read_fd, write_fd = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                rooms = bytes(incoming._room) + bytes(outbox._room)
-                os.write(writable, b"%d %d %s" % (any(rooms), b"other" in inbox._usual[:], bytes(inbox.body)))
+                buffers = bytes(reader._buffer) + bytes(writer._buffer)
+                inherited = any(buffers), b"other" in call_input._usual[:], bytes(call_input.body)
+                os.write(write_fd, b"%d %d %s" % inherited)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        assert os.read(readable, 100) == b"0 0 mine"
-        assert any(incoming._room)
-        assert any(outbox._room)
-        os.close(readable)
-        os.close(writable)
+        assert os.read(read_fd, 100) == b"0 0 mine"
+        assert any(reader._buffer), "the parent still has the bytes"
+        assert any(writer._buffer), "the parent still has the bytes"
+        os.close(read_fd)
+        os.close(write_fd)
 
 
-def test_large_input_is_held_for_one_call_alone(guest: Any) -> None:
-    inbox = guest.wiped_memory.Inbox()
-    inbox.put(memoryview(bytearray(b"of the call before")))
-    big = bytearray(b"x" * (guest.wiped_memory.ROOM + 1))
-    inbox.put(memoryview(big))
-    assert bytes(inbox.body) == big
-    assert not any(inbox._usual[:])
-    inbox.shrink()
-    assert len(inbox.body) == 0
-    inbox.put(memoryview(bytearray(b"small")))
-    inbox.shrink()
-    assert bytes(inbox.body) == b"small"
+def test_large_input_has_a_buffer_that_is_freed_after_its_fork(guest: Any) -> None:
+    call_input = guest.wiped_memory.CallInput()
+    _copy(call_input, memoryview(bytearray(b"of the call before")))
+    large = bytearray(b"x" * (guest.wiped_memory.USUAL_BYTES + 1))
+    _copy(call_input, memoryview(large))
+    assert bytes(call_input.body) == large
+    assert not any(call_input._usual[:]), "the call must not find the input of the call before"
+    call_input.free_large()
+    assert len(call_input.body) == 0
+    _copy(call_input, memoryview(bytearray(b"small")))
+    assert bytes(call_input.body) == b"small"

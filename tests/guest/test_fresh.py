@@ -1,10 +1,10 @@
-"""Each call starts from the same state: nothing of another is there, and chance is chance."""
+"""Each call starts from the same state, without traces of other calls, and with its own random numbers."""
 
 from __future__ import annotations
 
 import pytest
 
-from sandbox.executor.executor import GUEST
+from sandbox.jail import GUEST_SOURCE_DIR
 from sandbox.types import Status
 from tests.executor.calling import Caller, call
 
@@ -24,7 +24,7 @@ from tests.executor.calling import Caller, call
         "import tempfile\nwith tempfile.NamedTemporaryFile() as f: name = f.name\nname",
     ],
 )
-def test_chance_differs_between_calls(guest: Caller, code: str) -> None:
+def test_random_numbers_differ_between_calls(guest: Caller, code: str) -> None:
     results = guest.run_all([call(code)] * 4)
     assert all(result.status is Status.OK for result in results), results
     assert len({result.value for result in results}) == 4
@@ -35,23 +35,23 @@ def test_chance_differs_between_calls(guest: Caller, code: str) -> None:
     "draw",
     ["random.rand()", "random.default_rng().random()", "random.randint(1 << 60)", "random.RandomState().rand()"],
 )
-def test_chance_of_numpy_differs_between_calls(libraries: Caller, draw: str) -> None:
+def test_random_numbers_of_numpy_differ_between_calls(libraries: Caller, draw: str) -> None:
     results = libraries.run_all([call(f"import numpy as np\nnp.{draw}")] * 4)
     assert len({result.value for result in results}) == 4
 
 
-def test_a_seed_gives_the_same_every_time(guest: Caller) -> None:
+def test_a_seed_gives_the_same_number_in_each_call(guest: Caller) -> None:
     results = guest.run_all([call("import random\nrandom.seed(7)\nrandom.random()")] * 3)
     assert {result.value for result in results} == {"0.32383276483316237"}
 
 
-def test_hashes_are_the_same_every_time(guest: Caller) -> None:
+def test_hashes_are_the_same_in_each_call(guest: Caller) -> None:
     results = guest.run_all([call("list({'a', 'b', 'c', 'd'}), hash('x')")] * 3)
     assert len({result.value for result in results}) == 1
 
 
 @pytest.mark.parametrize(
-    ("leave", "look"),
+    ("change", "query"),
     [
         ("open('left', 'w').write('x')", "import os\nos.listdir('.'), os.listdir('/tmp')"),
         ("import os\nos.mkdir('/tmp/left')", "import os\nos.listdir('/tmp')"),
@@ -80,21 +80,21 @@ def test_hashes_are_the_same_every_time(guest: Caller) -> None:
         ("import socket\nsocket.setdefaulttimeout(1)", "import socket\nsocket.getdefaulttimeout()"),
     ],
 )
-def test_nothing_survives_a_call(guest: Caller, leave: str, look: str) -> None:
-    before = guest.run(look)
+def test_no_change_of_a_call_is_visible_in_the_next(guest: Caller, change: str, query: str) -> None:
+    before = guest.run(query)
     assert before.status is Status.OK, before
-    assert guest.run(f"{leave}\nNone").status is Status.OK
-    after = guest.run(look)
+    assert guest.run(f"{change}\nNone").status is Status.OK
+    after = guest.run(query)
     assert (after.status, after.value, after.stdout) == (before.status, before.value, before.stdout)
 
 
-def test_what_a_call_changes_it_sees(guest: Caller) -> None:
-    """So that the test above is not passed by calls that change nothing."""
+def test_a_call_sees_its_own_changes(guest: Caller) -> None:
+    """Without this, the test above would pass if changes had no effect."""
     code = "import os\nos.environ['A'] = '1'\nos.chdir('/')\nos.environ['A'], os.getcwd()"
     assert guest.run(code).value == "('1', '/')"
 
 
-def test_the_environment_is_the_same_short_list(guest: Caller) -> None:
+def test_the_environment_has_only_these_names(guest: Caller) -> None:
     names = guest.run("import os\nsorted(os.environ)").value
     assert names is not None
     assert set(eval(names)) <= {
@@ -112,13 +112,15 @@ def test_the_environment_is_the_same_short_list(guest: Caller) -> None:
     }
 
 
-def test_the_working_folder_is_empty_private_and_writable(guest: Caller) -> None:
-    code = "import os\nabout = os.stat('.')\nos.getcwd(), os.listdir(), oct(about.st_mode), about.st_uid == os.getuid()"
+def test_the_working_directory_is_empty_private_and_writable(guest: Caller) -> None:
+    code = (
+        "import os\nstatus = os.stat('.')\nos.getcwd(), os.listdir(), oct(status.st_mode), status.st_uid == os.getuid()"
+    )
     assert guest.run(code).value == "('/tmp', [], '0o40700', True)"
 
 
-def test_of_the_zygote_nothing_is_in_sight(guest: Caller) -> None:
-    names = sorted(path.stem for path in GUEST.glob("*.py"))
+def test_a_call_sees_nothing_of_the_zygote(guest: Caller) -> None:
+    names = sorted(path.stem for path in GUEST_SOURCE_DIR.glob("*.py"))
     code = f"import sys\nset({names}) & set(sys.modules)"
     assert "zygote" in names
     assert guest.run(code).value == "set()"
@@ -128,24 +130,24 @@ def test_of_the_zygote_nothing_is_in_sight(guest: Caller) -> None:
     assert guest.run("import threading\nthreading.enumerate() == [threading.main_thread()]").value == "True"
 
 
-def test_the_first_call_and_the_hundredth_are_alike(guest: Caller) -> None:
+def test_the_hundredth_call_has_the_same_state_as_the_first(guest: Caller) -> None:
     code = "import sys, gc\nlen(sys.modules), sys.getrecursionlimit(), len(globals())"
     results = guest.run_all([call(code)] * 100)
     assert len({result.value for result in results}) == 1
     assert {result.attempts for result in results} == {1}
 
 
-def test_locks_are_granted_to_everybody(guest: Caller) -> None:
-    """A call has its files to itself, and those that it shares with others must not tell who holds them."""
+def test_every_lock_is_granted(guest: Caller) -> None:
+    """No other call can open a call's own files, and locks of shared files must not carry information between calls."""
     code = """
 import fcntl, os, sqlite3
 for path in ("own", os.__file__):
-    one, other = (open(path, "a" if path == "own" else "r") for _ in range(2))
+    first, second = (open(path, "a" if path == "own" else "r") for _ in range(2))
     for lock in (fcntl.flock, fcntl.lockf):
         kind = fcntl.LOCK_EX if path == "own" or lock is fcntl.flock else fcntl.LOCK_SH
-        lock(one, kind | fcntl.LOCK_NB), lock(other, kind | fcntl.LOCK_NB), lock(one, fcntl.LOCK_UN)
-base = sqlite3.connect("base.db")
-base.execute("create table t (n)"), base.execute("insert into t values (42)"), base.commit()
+        lock(first, kind | fcntl.LOCK_NB), lock(second, kind | fcntl.LOCK_NB), lock(first, fcntl.LOCK_UN)
+database = sqlite3.connect("base.db")
+database.execute("create table t (n)"), database.execute("insert into t values (42)"), database.commit()
 sqlite3.connect("base.db").execute("select n from t").fetchone()
 """
     assert guest.run(code).value == "(42,)"

@@ -1,4 +1,4 @@
-"""The first process of a jail that another program made, on its own."""
+"""`init.py`, the first process of a jail that another program has built, run without that program."""
 
 from __future__ import annotations
 
@@ -10,44 +10,48 @@ from pathlib import Path
 import pytest
 
 INIT = Path(__file__).parents[2] / "sandbox/guest/init.py"
-DEADLINE_S = 60
+TIMEOUT_S = 60
 
 
-def init(code: str, *, alive: bool = True, program: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    ours, theirs = os.pipe()
-    if not alive:
-        os.close(theirs)
+def init(
+    code: str, *, is_launcher_alive: bool = True, program: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    read_fd, write_fd = os.pipe()
+    if not is_launcher_alive:
+        os.close(write_fd)
     try:
-        argv = [sys.executable, "-I", "-S", str(INIT), str(ours), program, "-c", code]
-        return subprocess.run(argv, pass_fds=[ours], stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
+        argv = [sys.executable, "-I", "-S", str(INIT), str(read_fd), program, "-c", code]
+        return subprocess.run(
+            argv, pass_fds=[read_fd], stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
+        )
     finally:
-        os.close(ours)
-        if alive:
-            os.close(theirs)
+        os.close(read_fd)
+        if is_launcher_alive:
+            os.close(write_fd)
 
 
 @pytest.mark.parametrize(
     ("code", "status"),
     [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 11)", 139), ("", 0)],
 )
-def test_status_is_the_guests(code: str, status: int) -> None:
+def test_the_exit_status_is_that_of_the_guest(code: str, status: int) -> None:
     assert init(code).returncode == status
 
 
-def test_guest_does_not_start_when_what_made_the_jail_is_gone(tmp_path: Path) -> None:
+def test_the_guest_does_not_start_if_the_launcher_is_dead(tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'ran')!r}, 'w')"
-    assert init(code, alive=False).returncode == 1
+    assert init(code, is_launcher_alive=False).returncode == 1
     assert not (tmp_path / "ran").exists()
     init(code)
     assert (tmp_path / "ran").exists()
 
 
-def test_program_that_is_not_there_is_named() -> None:
-    ended = init("", program="/missing/python")
-    assert (ended.returncode, ended.stderr) == (127, "jail: cannot start /missing/python: No such file or directory\n")
+def test_a_missing_program_is_named() -> None:
+    done = init("", program="/missing/python")
+    assert (done.returncode, done.stderr) == (127, "jail: cannot start /missing/python: No such file or directory\n")
 
 
-def test_guest_has_none_of_our_descriptors_and_inherits_no_capability() -> None:
+def test_the_guest_inherits_no_descriptors_and_no_inheritable_capability() -> None:
     code = """
 import ctypes, os, sys
 def is_open(fd):

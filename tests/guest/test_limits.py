@@ -1,4 +1,4 @@
-"""Each limit, reached from both sides: what still fits is fine, what does not is said by its own status or error."""
+"""Each limit from both sides: use up to the limit succeeds, and use beyond it has its own status or error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.executor.calling import Caller, call
 KB = 1024
 
 
-def kind(result: Result) -> str:
-    """The type of an ordinary error."""
+def error_type(result: Result) -> str:
+    """Return the error type of a call with status `error`."""
     assert result.status is Status.ERROR, result
     assert result.error is not None
     return result.error.type
@@ -21,20 +21,20 @@ def kind(result: Result) -> str:
 
 
 @pytest.mark.parametrize("write", ["print('x' * {}, end='')", "import os\nos.write(1, b'x' * {})\nNone"])
-def test_output_of_just_the_limit_is_fine(guest: Caller, write: str) -> None:
+def test_output_of_exactly_the_limit_is_ok(guest: Caller, write: str) -> None:
     result = guest.run(write.format(3 * KB), output_kb=3)
     assert (result.status, result.stdout, result.truncated) == (Status.OK, "x" * 3 * KB, ())
 
 
 @pytest.mark.parametrize("over", [1, 2, 4095, 4096, 4097, 100_000])
-def test_output_over_the_limit_is_cut_and_said(guest: Caller, over: int) -> None:
+def test_output_over_the_limit_is_truncated_and_reported(guest: Caller, over: int) -> None:
     result = guest.run(f"print('x' * {3 * KB + over}, end='')", output_kb=3)
     assert (result.status, result.stdout, result.truncated) == (Status.OUTPUT_LIMIT, "x" * 3 * KB, ("stdout",))
     assert result.value is None
 
 
 @pytest.mark.parametrize(
-    ("code", "cut"),
+    ("code", "truncated"),
     [
         ("while True: print('flood')", ("stdout",)),
         ("while True: print('flood', end='', flush=True)", ("stdout",)),
@@ -49,16 +49,16 @@ def test_output_over_the_limit_is_cut_and_said(guest: Caller, over: int) -> None
         ),
     ],
 )
-def test_a_flood_ends_the_call(guest: Caller, code: str, cut: tuple[str, ...]) -> None:
+def test_endless_output_ends_the_call(guest: Caller, code: str, truncated: tuple[str, ...]) -> None:
     result = guest.run(code, timeout_s=20)
-    assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, cut)
+    assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, truncated)
     assert len(result.stdout + result.stderr) == 64 * KB
     assert result.usage.run_ms < 20_000
 
 
 @pytest.mark.parametrize("output_kb", [1024, 3072])
 @pytest.mark.parametrize("write", ["print({}, end='')", "import os\nos.write(1, {}.encode())"])
-def test_output_has_its_own_limit_where_the_disk_is_smaller(guest: Caller, output_kb: int, write: str) -> None:
+def test_output_may_exceed_the_disk_limit(guest: Caller, output_kb: int, write: str) -> None:
     limits = {"disk_mb": 1, "output_kb": output_kb}
     for over, status in ((0, Status.OK), (1, Status.OUTPUT_LIMIT), (1 << 20, Status.OUTPUT_LIMIT)):
         text = f"'x' * {output_kb * KB + over}"
@@ -66,10 +66,10 @@ def test_output_has_its_own_limit_where_the_disk_is_smaller(guest: Caller, outpu
         assert (result.status, len(result.stdout)) == (status, output_kb * KB), result.error
 
 
-def test_a_value_and_an_error_are_whole_where_the_disk_is_smaller(guest: Caller) -> None:
+def test_value_and_error_may_exceed_the_disk_limit(guest: Caller) -> None:
     limits = {"disk_mb": 1, "output_kb": 3072}
     assert guest.run("'x' * (2 << 20)", **limits).value == repr("x" * (2 << 20))
-    assert kind(guest.run("raise ValueError('x' * (2 << 20))", **limits)) == "ValueError"
+    assert error_type(guest.run("raise ValueError('x' * (2 << 20))", **limits)) == "ValueError"
 
 
 def test_a_returned_file_may_be_as_large_as_the_disk(guest: Caller) -> None:
@@ -78,15 +78,15 @@ def test_a_returned_file_may_be_as_large_as_the_disk(guest: Caller) -> None:
 
 
 @pytest.mark.parametrize("over", [1, 4096, 8192])
-def test_a_returned_file_that_is_little_too_large_is_said(guest: Caller, over: int) -> None:
+def test_a_returned_file_that_is_slightly_too_large_is_reported(guest: Caller, over: int) -> None:
     code = f"open('f', 'wb').truncate((16 << 20) + 4096 - 12 + {over})\nNone"
     result = guest.run(code, return_files=["f"])
     assert (result.status, result.files, result.truncated) == (Status.OK, {}, ("files",))
 
 
 @pytest.mark.parametrize("code", ["os.write(1, b'flood' * 1000)", "os.system('flood')", "print('flood' * 1000)"])
-def test_a_flood_past_our_own_streams_is_refused_and_said(guest: Caller, code: str) -> None:
-    """The descriptor itself is bounded, so what writes elsewhere gets EPERM; the verdict is read off the length."""
+def test_output_that_bypasses_the_python_streams_is_limited_too(guest: Caller, code: str) -> None:
+    """The file behind the descriptor is bounded: direct writes get EPERM, and the status follows from its length."""
     caught = f"import os\nfor _ in range(100):\n    try: {code}\n    except OSError: pass"
     if "system" in code:
         program = "import os\nwhile True: os.write(1, b'flood')"
@@ -97,20 +97,20 @@ def test_a_flood_past_our_own_streams_is_refused_and_said(guest: Caller, code: s
     assert len(result.stdout) == 64 * KB
 
 
-def test_both_streams_have_their_own_limit(guest: Caller) -> None:
+def test_each_stream_has_its_own_limit(guest: Caller) -> None:
     full = f"import sys\nprint('x' * {64 * KB}, end='')\nprint('y' * {64 * KB}, end='', file=sys.stderr)"
     assert guest.run(full).status is Status.OK
     result = guest.run(full + "\nimport os\nos.write(1, b'x')\nos.write(2, b'y')")
     assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stdout", "stderr"))
 
 
-def test_output_can_be_no_more_than_read_by_seeking(guest: Caller) -> None:
+def test_seeking_does_not_return_more_output_than_the_limit(guest: Caller) -> None:
     for code in ("os.lseek(1, 1 << 40, 0)", "os.lseek(1, 1 << 40, 0)\nos.write(2, b'x')"):
         result = guest.run("import os\n" + code)
         assert result.status is Status.OUTPUT_LIMIT
         assert len(result.stdout) <= 66 * KB
     assert guest.run("import os\nprint('secret')\nos.lseek(1, 0, 0)\nNone").stdout == ""
-    assert kind(guest.run("import os\nos.ftruncate(1, 1 << 30)")) in ("PermissionError", "OSError")
+    assert error_type(guest.run("import os\nos.ftruncate(1, 1 << 30)")) in ("PermissionError", "OSError")
 
 
 # time
@@ -119,7 +119,7 @@ def test_output_can_be_no_more_than_read_by_seeking(guest: Caller) -> None:
 @pytest.mark.parametrize(
     "end", ["while True: pass", "import time\ntime.sleep(99)", "input()\ninput = open(0)\nwhile True: pass"]
 )
-def test_time_up_returns_what_was_printed(guest: Caller, end: str) -> None:
+def test_a_timeout_returns_what_was_printed(guest: Caller, end: str) -> None:
     result = guest.run(f"print('one')\nprint('two', end='')\n{end}", timeout_s=0.2, stdin="x")
     assert (result.status, result.stdout) == (Status.TIMEOUT, "one\ntwo")
     assert (result.signal, result.exit_code, result.value) == (9, None, None)
@@ -142,7 +142,7 @@ def test_time_up_returns_what_was_printed(guest: Caller, end: str) -> None:
         "class A:\n    def __repr__(self):\n        while True: pass\nA()",
     ],
 )
-def test_no_code_outlives_its_time(guest: Caller, code: str) -> None:
+def test_no_code_runs_beyond_its_time_limit(guest: Caller, code: str) -> None:
     assert guest.run(code, timeout_s=0.3).status is Status.TIMEOUT
 
 
@@ -160,27 +160,27 @@ def test_no_code_outlives_its_time(guest: Caller, code: str) -> None:
         "def f():\n    x = []\n    while True: x.append([])\nf()",
     ],
 )
-def test_memory_over_the_limit_is_said(guest: Caller, code: str) -> None:
+def test_memory_over_the_limit_is_reported(guest: Caller, code: str) -> None:
     result = guest.run(f"print('before')\n{code}", memory_mb=64)
     assert (result.status, result.stdout, result.exit_code) == (Status.MEMORY_LIMIT, "before\n", 1)
     assert result.error is not None
     assert result.error.type == "MemoryError"
 
 
-def test_memory_within_the_limit_is_there(guest: Caller) -> None:
-    """What the warm interpreter itself maps is not the call's."""
+def test_memory_up_to_the_limit_is_available(guest: Caller) -> None:
+    """The address space of the zygote is added to the limit."""
     result = guest.run("x = bytearray(56 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\nlen(x)", memory_mb=64)
     assert (result.status, result.value) == (Status.OK, str(56 << 20))
     assert result.usage.peak_memory_mb > 56
 
 
-def test_a_memory_error_that_is_caught_is_none(guest: Caller) -> None:
+def test_a_caught_memory_error_is_not_reported(guest: Caller) -> None:
     result = guest.run("try:\n    x = bytearray(1 << 34)\nexcept MemoryError:\n    print('caught')\n1", memory_mb=64)
     assert (result.status, result.stdout, result.value) == (Status.OK, "caught\n", "1")
 
 
 @pytest.mark.runtime
-def test_an_array_over_the_limit_is_said(libraries: Caller) -> None:
+def test_an_array_over_the_memory_limit_is_reported(libraries: Caller) -> None:
     result = libraries.run("import numpy as np\nx = np.ones((1 << 14, 1 << 14))", memory_mb=256)
     assert result.status is Status.MEMORY_LIMIT
     assert libraries.run("import numpy as np\nnp.ones(1 << 24).sum()", memory_mb=256).value == "np.float64(16777216.0)"
@@ -189,38 +189,38 @@ def test_an_array_over_the_limit_is_said(libraries: Caller) -> None:
 # disk, inodes, processes, descriptors
 
 
-@pytest.mark.parametrize("where", ["x", "/tmp/x", "sub/x"])
-def test_a_full_disk_is_the_codes_oserror(guest: Caller, where: str) -> None:
-    code = f"import os\nos.makedirs('sub')\nwith open({where!r}, 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
+@pytest.mark.parametrize("path", ["x", "/tmp/x", "sub/x"])
+def test_a_full_disk_raises_oserror_in_the_code(guest: Caller, path: str) -> None:
+    code = f"import os\nos.makedirs('sub')\nwith open({path!r}, 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
     result = guest.run(code, disk_mb=4)
-    assert kind(result) == "OSError"
+    assert error_type(result) == "OSError"
     assert "Errno 28" in result.stderr or "Errno 27" in result.stderr
     assert guest.run("open('x', 'wb').write(bytes(3 << 20))\nNone", disk_mb=4).status is Status.OK
 
 
-def test_many_files_are_bounded_too(guest: Caller) -> None:
+def test_the_number_of_files_is_limited(guest: Caller) -> None:
     result = guest.run("for n in range(100_000): open(f'f{n}', 'w').close()")
-    assert kind(result) == "OSError"
+    assert error_type(result) == "OSError"
     assert "No space left" in result.stderr
     assert guest.run("for n in range(1000): open(f'f{n}', 'w').close()").status is Status.OK
 
 
-def test_a_file_may_not_seem_larger_than_the_disk(guest: Caller) -> None:
-    assert kind(guest.run("open('x', 'wb').truncate(1 << 40)", disk_mb=4)) == "OSError"
+def test_a_sparse_file_may_not_be_larger_than_the_disk_limit(guest: Caller) -> None:
+    assert error_type(guest.run("open('x', 'wb').truncate(1 << 40)", disk_mb=4)) == "OSError"
 
 
-def test_processes_are_bounded(guest: Caller) -> None:
+def test_the_number_of_processes_is_limited(guest: Caller) -> None:
     code = """
 import os, time
-born = 0
+started = 0
 try:
-    while born < 500:
+    while started < 500:
         if os.fork() == 0:
             time.sleep(1000)
-        born += 1
+        started += 1
 except BlockingIOError:
     print("no more")
-print(born)
+print(started)
 """
     result = guest.run(code, processes=8)
     assert result.status is Status.OK
@@ -244,32 +244,32 @@ gate.set()
     assert guest.run(code, processes=8).stdout == "no more\n"
 
 
-def test_a_fork_bomb_harms_no_neighbour(guest: Caller) -> None:
+def test_a_fork_bomb_does_not_affect_other_calls(guest: Caller) -> None:
     code = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     bomb = guest.submit(call(code, timeout_s=0.5, processes=16))
     for _ in range(5):
         assert guest.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=60).value == "0"
-    assert guest.answer(bomb).status is Status.TIMEOUT
+    assert guest.result_of(bomb).status is Status.TIMEOUT
     assert guest.run("1").attempts == 1
 
 
-def test_descriptors_are_bounded(guest: Caller) -> None:
+def test_the_number_of_descriptors_is_limited(guest: Caller) -> None:
     result = guest.run("import os\nfds = []\nwhile True: fds.append(os.dup(0))")
-    assert kind(result) == "OSError"
+    assert error_type(result) == "OSError"
     assert "Too many open files" in result.stderr
     assert guest.run("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))").status is Status.ERROR
 
 
-def test_a_call_sees_its_own_descriptors_alone(guest: Caller) -> None:
+def test_a_call_has_only_its_own_descriptors(guest: Caller) -> None:
     code = "import os\ns = []\nfor fd in range(4096):\n  try: s += [os.fstat(fd) and fd]\n  except OSError: pass\ns"
     assert guest.run(code).value == "[0, 1, 2, 3]"
     assert guest.run(code, stdin="x").value == "[0, 1, 2, 3]"
     assert guest.run(code, return_files=("x",)).value == "[0, 1, 2, 3, 4]"
 
 
-def test_the_limit_of_core_dumps_stays(guest: Caller) -> None:
+def test_the_core_dump_limit_cannot_be_changed(guest: Caller) -> None:
     for limits in ("(0, 0)", "(1, 1)"):
         result = guest.run(f"import resource\nresource.setrlimit(resource.RLIMIT_CORE, {limits})")
         assert result.error is not None
-        assert result.error.type in ("ValueError", "PermissionError")  # by Python's version
+        assert result.error.type in ("ValueError", "PermissionError")  # depends on the Python version
     assert guest.run("import resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))").status == "ok"

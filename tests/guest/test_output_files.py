@@ -1,4 +1,4 @@
-"""Memory files are no programs, on kernels too that know no flag for that."""
+"""Memory files are not executable, also on kernels without a flag for that."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import output_files, errno, os
 def modes():
-    files = output_files.bounded_file(100), output_files.readable(memoryview(b"input"))
+    files = output_files.bounded_file(100), output_files.input_file(memoryview(b"input"))
     return [oct(os.fstat(fd).st_mode & 0o777) for fd in files]
-create = os.memfd_create
+memfd_create = os.memfd_create
 """
 
 
@@ -22,22 +22,23 @@ def _run(code: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_before_linux_6_3_they_lose_the_right_to_be_executed() -> None:
+def test_before_linux_6_3_their_mode_forbids_execution() -> None:
     code = """
-def older(name, flags):
-    if flags & 8: raise OSError(errno.EINVAL, "Invalid argument")
-    return create(name, flags)
-os.memfd_create = older
+MFD_NOEXEC_SEAL = 8
+def without_the_flag(name, flags):
+    if flags & MFD_NOEXEC_SEAL: raise OSError(errno.EINVAL, "Invalid argument")
+    return memfd_create(name, flags)
+os.memfd_create = without_the_flag
 print(modes())
 """
     assert _run(code) == "['0o600', '0o600']\n"
 
 
-def test_a_shortage_is_no_older_kernel() -> None:
+def test_a_lack_of_descriptors_does_not_count_as_an_older_kernel() -> None:
     code = """
-def lacking(name, flags): raise OSError(errno.EMFILE, "Too many open files")
-os.memfd_create = lacking
+def fail(name, flags): raise OSError(errno.EMFILE, "Too many open files")
+os.memfd_create = fail
 try: modes()
-except OSError as why: print(why.errno == errno.EMFILE, bool(output_files._flags & 8))
+except OSError as error: print(error.errno == errno.EMFILE, bool(output_files._flags & 8))
 """
     assert _run(code) == "True True\n"

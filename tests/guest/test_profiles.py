@@ -1,4 +1,4 @@
-"""What a Python lacks is named once; the work that needs it is not told to have failed, too."""
+"""A missing module is reported once; warm-up code that needs it is not reported as a problem, too."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def load(python: str | Path, profile: str) -> tuple[list[str], list[str]]:
         ("scientific", ["mpmath", "networkx", "numpy", "pandas", "scipy", "sympy"]),
     ],
 )
-def test_a_python_without_packages_lacks_them_and_has_no_other_problem(profile: str, missing: list[str]) -> None:
+def test_missing_packages_are_reported_and_cause_no_other_problem(profile: str, missing: list[str]) -> None:
     assert load(OWN_PYTHON, profile) == (missing, [])
 
 
-def test_a_module_that_is_there_and_does_not_import_is_a_problem(tmp_path: Path) -> None:
+def test_a_module_that_exists_and_cannot_be_imported_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("raise ImportError('libopenblas.so is missing')")
     code = LOAD.replace("import profiles", f"sys.path.append({str(tmp_path)!r}); import profiles")

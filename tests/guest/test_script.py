@@ -1,4 +1,4 @@
-"""A call is a script: the same module, arguments, streams and end as under `python main.py`."""
+"""A call runs as a script: its module, arguments, streams and exit are those of `python main.py`."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from sandbox.types import Result, Status
 from tests.executor.calling import Caller
 
 
-def said(result: Result) -> str:
-    """What an `ok` call printed."""
+def stdout_of(result: Result) -> str:
+    """Return what a call with status `ok` printed."""
     assert result.status is Status.OK, result
     assert result.stderr == ""
     return result.stdout
 
 
-def test_stdout_and_stderr_come_back_apart(guest: Caller) -> None:
+def test_stdout_and_stderr_are_returned_separately(guest: Caller) -> None:
     result = guest.run("import sys\nprint('one')\nprint('two', file=sys.stderr)\nprint('three')")
     assert (result.status, result.stdout, result.stderr) == (Status.OK, "one\nthree\n", "two\n")
     assert (result.exit_code, result.signal, result.error, result.truncated) == (0, None, None, ())
 
 
-def test_text_of_every_plane_comes_back(guest: Caller) -> None:
-    assert said(guest.run("print('π ≈ 3, 東京, 🐍, \\x00')")) == "π ≈ 3, 東京, 🐍, \x00\n"
+def test_text_of_every_unicode_plane_is_returned(guest: Caller) -> None:
+    assert stdout_of(guest.run("print('π ≈ 3, 東京, 🐍, \\x00')")) == "π ≈ 3, 東京, 🐍, \x00\n"
 
 
-def test_bytes_that_are_no_text_are_replaced(guest: Caller) -> None:
-    assert said(guest.run("import os\nos.write(1, b'a\\xff\\xfeb')\nNone")) == "a\ufffd\ufffdb"
+def test_output_that_is_not_utf8_is_replaced(guest: Caller) -> None:
+    assert stdout_of(guest.run("import os\nos.write(1, b'a\\xff\\xfeb')\nNone")) == "a\ufffd\ufffdb"
 
 
-def test_printing_a_lone_surrogate_is_the_codes_error(guest: Caller) -> None:
+def test_printing_a_lone_surrogate_raises_an_error_in_the_code(guest: Caller) -> None:
     result = guest.run("print('\\ud800')")
     assert result.status is Status.ERROR
     assert result.error is not None
     assert result.error.type == "UnicodeEncodeError"
 
 
-def test_a_script_is_main(guest: Caller) -> None:
+def test_the_script_is_the_main_module(guest: Caller) -> None:
     code = "import sys, __main__\nprint(__name__, __file__, sys.argv, __main__.x if 'x' in globals() else None)"
-    assert said(guest.run(f"x = 5\n{code}")) == "__main__ main.py ['main.py'] 5\n"
-    assert said(guest.run("if __name__ == '__main__':\n    print('yes')")) == "yes\n"
+    assert stdout_of(guest.run(f"x = 5\n{code}")) == "__main__ main.py ['main.py'] 5\n"
+    assert stdout_of(guest.run("if __name__ == '__main__':\n    print('yes')")) == "yes\n"
 
 
 def test_a_module_beside_the_script_can_be_imported(guest: Caller) -> None:
     files = {"other.py": b"x = 7", "pack/__init__.py": b"", "pack/deep.py": b"y = 8"}
-    assert said(guest.run("import other\nfrom pack.deep import y\nprint(other.x, y)", files=files)) == "7 8\n"
+    assert stdout_of(guest.run("import other\nfrom pack.deep import y\nprint(other.x, y)", files=files)) == "7 8\n"
 
 
 @pytest.mark.parametrize(
@@ -58,31 +58,31 @@ def test_a_module_beside_the_script_can_be_imported(guest: Caller) -> None:
         "import sys\nprint('|'.join(sys.stdin.buffer.read().decode().split()))",
     ],
 )
-def test_stdin_is_read_in_every_way(guest: Caller, code: str) -> None:
-    assert said(guest.run(code, stdin="äh\n2\n")) == "äh|2\n"
+def test_stdin_can_be_read_in_every_way(guest: Caller, code: str) -> None:
+    assert stdout_of(guest.run(code, stdin="äh\n2\n")) == "äh|2\n"
 
 
-def test_without_stdin_there_is_nothing_to_read(guest: Caller) -> None:
-    assert said(guest.run("import sys\nprint(repr(sys.stdin.read()))")) == "''\n"
+def test_without_input_stdin_is_empty(guest: Caller) -> None:
+    assert stdout_of(guest.run("import sys\nprint(repr(sys.stdin.read()))")) == "''\n"
     result = guest.run("input()")
     assert result.error is not None
     assert (result.error.type, result.error.line) == ("EOFError", 1)
 
 
 def test_a_large_stdin_arrives_whole(guest: Caller) -> None:
-    assert said(guest.run("import sys\nprint(len(sys.stdin.read()))", stdin="x" * (4 << 20))) == f"{4 << 20}\n"
+    assert stdout_of(guest.run("import sys\nprint(len(sys.stdin.read()))", stdin="x" * (4 << 20))) == f"{4 << 20}\n"
 
 
-def test_stdin_that_is_no_text_arrives_as_the_bytes_it_was(guest: Caller) -> None:
+def test_stdin_that_is_not_utf8_arrives_unchanged(guest: Caller) -> None:
     stdin = b"a\xff\xc3b".decode("utf-8", "surrogateescape")
-    assert said(guest.run("import sys\nprint(sys.stdin.buffer.read())", stdin=stdin)) == "b'a\\xff\\xc3b'\n"
+    assert stdout_of(guest.run("import sys\nprint(sys.stdin.buffer.read())", stdin=stdin)) == "b'a\\xff\\xc3b'\n"
 
 
 def test_a_prompt_is_printed(guest: Caller) -> None:
-    assert said(guest.run("x = input('n? ')\nprint(x)", stdin="4\n")) == "n? 4\n"
+    assert stdout_of(guest.run("x = input('n? ')\nprint(x)", stdin="4\n")) == "n? 4\n"
 
 
-def test_empty_code_is_fine(guest: Caller) -> None:
+def test_empty_code_is_ok(guest: Caller) -> None:
     for code in ("", "\n\n", "# nothing", "   \n\t\n", "\ufeff"):
         result = guest.run(code)
         assert (result.status, result.stdout, result.value) == (Status.OK, "", None), repr(code)
@@ -91,7 +91,7 @@ def test_empty_code_is_fine(guest: Caller) -> None:
 def test_a_megabyte_of_code_runs(guest: Caller) -> None:
     code = "x = 0\n" + "x += 1\n" * 40_000 + f"# {'-' * 800_000}\nprint(x)"
     assert len(code) > 1 << 20
-    assert said(guest.run(code)) == "40000\n"
+    assert stdout_of(guest.run(code)) == "40000\n"
 
 
 @pytest.mark.parametrize(
@@ -102,24 +102,24 @@ def test_a_megabyte_of_code_runs(guest: Caller) -> None:
         ("x = \udcff", ("UnicodeEncodeError", "SyntaxError")),
     ],
 )
-def test_code_that_is_no_text_is_the_codes_error(guest: Caller, code: str, kinds: tuple[str, ...]) -> None:
+def test_code_that_cannot_be_decoded_is_an_error(guest: Caller, code: str, kinds: tuple[str, ...]) -> None:
     result = guest.run(code)
     assert result.status is Status.ERROR
     assert result.error is not None
     assert result.error.type in kinds
 
 
-def test_line_endings_of_all_systems_are_lines(guest: Caller) -> None:
+def test_line_endings_of_all_systems_are_accepted(guest: Caller) -> None:
     result = guest.run("x = 1\r\ny = 2\rz = 3\n1/0")
     assert result.error is not None
     assert (result.error.type, result.error.line) == ("ZeroDivisionError", 4)
 
 
-def test_a_coding_line_is_no_obstacle(guest: Caller) -> None:
-    assert said(guest.run("# -*- coding: latin-1 -*-\nprint('é')")) == "é\n"
+def test_a_coding_line_is_ignored(guest: Caller) -> None:
+    assert stdout_of(guest.run("# -*- coding: latin-1 -*-\nprint('é')")) == "é\n"
 
 
-def test_threads_work_and_are_waited_for(guest: Caller) -> None:
+def test_threads_run_and_are_joined_at_exit(guest: Caller) -> None:
     code = """
 import threading
 gate = threading.Event()
@@ -130,15 +130,15 @@ threading.Thread(target=work).start()
 threading.Timer(0.01, gate.set).start()
 print("end")
 """
-    assert said(guest.run(code)) == "end\nworked\n"
+    assert stdout_of(guest.run(code)) == "end\nworked\n"
 
 
-def test_daemon_threads_are_not_waited_for(guest: Caller) -> None:
+def test_daemon_threads_are_not_joined_at_exit(guest: Caller) -> None:
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\nprint('end')"
-    assert said(guest.run(code)) == "end\n"
+    assert stdout_of(guest.run(code)) == "end\n"
 
 
-def test_an_exception_in_a_thread_is_printed_and_no_more(guest: Caller) -> None:
+def test_an_exception_in_a_thread_is_printed_and_does_not_change_the_status(guest: Caller) -> None:
     result = guest.run("import threading\nt = threading.Thread(target=lambda: 1/0)\nt.start()\nt.join()\nprint('end')")
     assert (result.status, result.stdout) == (Status.OK, "end\n")
     assert "ZeroDivisionError" in result.stderr
@@ -146,25 +146,24 @@ def test_an_exception_in_a_thread_is_printed_and_no_more(guest: Caller) -> None:
     assert (quiet.status, quiet.exit_code) == (Status.OK, 0)
 
 
-def test_pools_of_threads_work(guest: Caller) -> None:
+def test_thread_pools_work(guest: Caller) -> None:
     code = (
         "from concurrent.futures import ThreadPoolExecutor as Pool\nwith Pool(4) as p: print(list(p.map(abs, [-1, 2])))"
     )
-    assert said(guest.run(code)) == "[1, 2]\n"
+    assert stdout_of(guest.run(code)) == "[1, 2]\n"
 
 
 def test_asyncio_works(guest: Caller) -> None:
     code = """
 import asyncio
-async def one(n):
+async def sleep_and_return(n):
     await asyncio.sleep(0.001 * n)
     return n
 async def main():
-    reader, writer = None, None
-    print(await asyncio.gather(*map(one, range(4))), await asyncio.to_thread(abs, -3))
+    print(await asyncio.gather(*map(sleep_and_return, range(4))), await asyncio.to_thread(abs, -3))
 asyncio.run(main())
 """
-    assert said(guest.run(code)) == "[0, 1, 2, 3] 3\n"
+    assert stdout_of(guest.run(code)) == "[0, 1, 2, 3] 3\n"
 
 
 def test_multiprocessing_by_fork_works(guest: Caller) -> None:
@@ -181,32 +180,32 @@ if __name__ == "__main__":
     with multiprocessing.get_context("fork").Pool(2) as pool:
         print(pool.map(double, range(4)))
 """
-    assert said(guest.run(code)) == "8\n[0, 2, 4, 6]\n"
+    assert stdout_of(guest.run(code)) == "8\n[0, 2, 4, 6]\n"
 
 
-def test_a_python_in_the_call_works(guest: Caller) -> None:
+def test_a_subprocess_with_python_works(guest: Caller) -> None:
     code = """
 import subprocess, sys
 print(sys.version_info[0])
 done = subprocess.run([sys.executable, "-c", "print(input() * 2)"], input="ab", capture_output=True, text=True)
 print(done.stdout, done.stderr, done.returncode)
-subprocess.run([sys.executable, "-c", "print('straight through')"])
+subprocess.run([sys.executable, "-c", "print('inherited stdout')"])
 """
-    assert said(guest.run(code)) == "3\nabab\n  0\nstraight through\n"
+    assert stdout_of(guest.run(code)) == "3\nabab\n  0\ninherited stdout\n"
 
 
-def test_a_forked_child_that_runs_on_to_the_end_is_not_the_call(guest: Caller) -> None:
+def test_the_error_of_a_forked_child_is_not_that_of_the_call(guest: Caller) -> None:
     result = guest.run("import os\nif os.fork() == 0:\n    1/0\nelse:\n    os.wait()\n    print('parent')")
     assert (result.status, result.stdout) == (Status.OK, "parent\n")
 
 
-def test_what_is_left_running_ends_with_the_call(guest: Caller) -> None:
+def test_processes_that_are_left_are_killed_with_the_call(guest: Caller) -> None:
     code = "import os, time\npid = os.fork()\nif pid == 0:\n    time.sleep(1000)\nprint('end')"
-    assert said(guest.run(code)) == "end\n"
+    assert stdout_of(guest.run(code)) == "end\n"
 
 
 @pytest.mark.runtime
-def test_libraries_are_there_without_a_sign_of_how(libraries: Caller) -> None:
+def test_libraries_are_preloaded_and_import_as_usual(libraries: Caller) -> None:
     code = "import sys\nwarm = 'numpy' in sys.modules\nimport numpy as np\nprint(warm, np.arange(6).sum())"
-    assert said(libraries.run(code)) == "True 15\n"
-    assert said(libraries.run("import sympy\nprint(sympy.factor('x**2 - 1'))")) == "(x - 1)*(x + 1)\n"
+    assert stdout_of(libraries.run(code)) == "True 15\n"
+    assert stdout_of(libraries.run("import sympy\nprint(sympy.factor('x**2 - 1'))")) == "(x - 1)*(x + 1)\n"

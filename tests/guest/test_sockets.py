@@ -1,4 +1,4 @@
-"""Sockets of a pair carry data of any size, though the filter refuses sendmsg."""
+"""Socket pairs carry data of any size, although the filter refuses sendmsg."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ asyncio.run(main())
 
 
 @pytest.fixture(scope="module", params=["own", "runtime"])
-def pythons(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    """asyncio sends by sendmsg from Python 3.12 on."""
+def each_python(request: pytest.FixtureRequest) -> Iterator[Caller]:
+    """Both Pythons, because asyncio uses sendmsg since Python 3.12."""
     python: str | Path = OWN_PYTHON if request.param == "own" else request.getfixturevalue("guest_python")
     with executor(python) as caller:
         yield caller
 
 
-def test_streams_of_asyncio(pythons: Caller) -> None:
-    assert pythons.run(STREAMS).value == str((1 << 20) + 3000)
+def test_asyncio_streams_work(each_python: Caller) -> None:
+    assert each_python.run(STREAMS).value == str((1 << 20) + 3000)
 
 
 SENDING = """
 import socket
-def sent(timeout, flags):
+def send_and_receive(timeout, flags):
     ours, theirs = socket.socketpair()
     ours.settimeout(timeout)
     return ours.sendmsg([b"x", bytearray(b"yz")], (), flags), theirs.recvmsg(9)[0]
-[sent(timeout, flags) for timeout in (None, 0, 1) for flags in (0, socket.MSG_DONTWAIT)]
+[send_and_receive(timeout, flags) for timeout in (None, 0, 1) for flags in (0, socket.MSG_DONTWAIT)]
 """
 
 
-def test_sendmsg_sends_data_and_no_descriptors(pythons: Caller) -> None:
-    assert pythons.run(SENDING).value == repr([(3, b"xyz")] * 6)
-    error = pythons.run("import socket\nsocket.send_fds(socket.socketpair()[0], [b'x'], [1])").error
+def test_sendmsg_sends_data_but_no_descriptors(each_python: Caller) -> None:
+    assert each_python.run(SENDING).value == repr([(3, b"xyz")] * 6)
+    error = each_python.run("import socket\nsocket.send_fds(socket.socketpair()[0], [b'x'], [1])").error
     assert error is not None
     assert (error.type, error.message[:9]) == ("PermissionError", "[Errno 1]")

@@ -1,4 +1,4 @@
-"""The ways in which a jail comes to be, as fixtures: every claim about jails is tested in each."""
+"""Fixtures: jails at levels nsjail and namespaces, with each kind of uids and started by each kind of user."""
 
 from __future__ import annotations
 
@@ -18,80 +18,81 @@ from sandbox.jail import Interpreter, JailSpec, Level, choose_level, host_uids
 from sandbox.runtime import default_python
 from tests.jail import jails
 
-find = cache(Interpreter.find)
+find_interpreter = cache(Interpreter.find)
 
 
 @dataclass(frozen=True)
-class Way:
-    """A spec, and who starts it."""
-
+class JailSetup:
     name: str
     spec: JailSpec
-    ordinary: bool
+    as_nobody: bool
+    """Whether user nobody starts the jail, and not the user of the tests."""
 
-    def ask(self, code: str) -> Any:
-        return jails.ask(self.spec, code, ordinary=self.ordinary)
+    def run(self, code: str) -> Any:
+        """Run `code` in a jail and return its first message."""
+        return jails.run(self.spec, code, as_nobody=self.as_nobody)
 
-    def started(self, code: str) -> Any:
-        return jails.started(self.spec, code, ordinary=self.ordinary)
+    def running(self, code: str) -> Any:
+        return jails.running(self.spec, code, as_nobody=self.as_nobody)
 
 
 @pytest.fixture(scope="session")
-def machine() -> None:
+def isolation() -> None:
+    """Skip if this machine supports no isolation level."""
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
 def python() -> Interpreter:
-    """The guest runtime, or this test's own Python where that is not built."""
+    """The guest runtime, or the Python of the tests if that is not built."""
     try:
-        return find(str(default_python()))
+        return find_interpreter(str(default_python()))
     except ConfigError:
-        return find(sys.executable)
+        return find_interpreter(sys.executable)
 
 
 @pytest.fixture
 def guest_dir() -> Iterator[Path]:
-    """A guest that ends at once, which all users can read."""
-    with jails.open_folder() as folder:
-        guest = folder / "guest"
+    """A directory of a guest that exits with 3 at once, readable for all users."""
+    with jails.dir_for_all_users() as directory:
+        guest = directory / "guest"
         guest.mkdir()
         (guest / "zygote.py").write_text("raise SystemExit(3)")
         shutil.copy(jails.REPOSITORY / "sandbox/guest/init.py", guest)
         yield guest
 
 
-WAYS = ("root with a range of uids", "root with one uid", "ordinary user")
+SETUPS = ("root with a range of uids", "root with one uid", "ordinary user")
 
 
 @pytest.fixture(scope="session")
-def nsjail(machine: None) -> None:
+def nsjail_available(isolation: None) -> None:
     try:
         choose_level("nsjail")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
 
 
-@pytest.fixture(params=[*WAYS, *(f"nsjail, {name}" for name in WAYS)])
-def way(request: pytest.FixtureRequest, machine: None, python: Interpreter, guest_dir: Path) -> Way:
+@pytest.fixture(params=[*SETUPS, *(f"nsjail, {name}" for name in SETUPS)])
+def jail_setup(request: pytest.FixtureRequest, isolation: None, python: Interpreter, guest_dir: Path) -> JailSetup:
     name: str = request.param
     level = Level.NAMESPACES
     if name.startswith("nsjail"):
-        request.getfixturevalue("nsjail")
+        request.getfixturevalue("nsjail_available")
         level = Level.NSJAIL
     if name.endswith("ordinary user"):
         system = jails.system_python()
         if os.geteuid() != 0:
-            return Way(name, jails.spec_for(python, (None, 0), guest_dir, level), ordinary=False)
+            return JailSetup(name, jails.make_spec(python, (None, 0), guest_dir, level), as_nobody=False)
         if system is None:
             pytest.skip("ordinary user: needs a Python 3.11 in /usr/bin or /usr/local/bin")
-        return Way(name, jails.spec_for(find(system), (None, 0), guest_dir, level), ordinary=True)
+        return JailSetup(name, jails.make_spec(find_interpreter(system), (None, 0), guest_dir, level), as_nobody=True)
     if os.geteuid() != 0:
         pytest.skip(f"{name}: needs root")
     uids = host_uids(7, 10) if "range" in name else (None, 0)
     if "range" in name and uids[0] is None:
         pytest.skip("range of uids: this container has too few")
-    return Way(name, jails.spec_for(python, uids, guest_dir, level), ordinary=False)
+    return JailSetup(name, jails.make_spec(python, uids, guest_dir, level), as_nobody=False)

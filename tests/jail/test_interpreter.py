@@ -1,4 +1,4 @@
-"""Finding a Python's files, and saying what is wrong with one."""
+"""Finding the files of a Python, and errors that name what is wrong with it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from sandbox.errors import ConfigError
 from sandbox.jail import Interpreter, elf
 
 
-def script(path: Path, text: str) -> str:
+def write_script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_program_that_is_missing_is_named() -> None:
+def test_a_missing_python_is_named() -> None:
     with pytest.raises(ConfigError, match=r"python='/missing/python': expected a Python that starts"):
         Interpreter.find("/missing/python")
 
 
-def test_program_that_is_no_python_is_refused(tmp_path: Path) -> None:
+def test_a_program_other_than_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="but it failed with 'what is -I'"):
-        Interpreter.find(script(tmp_path / "python", "echo 'what is -I' >&2; exit 2"))
+        Interpreter.find(write_script(tmp_path / "python", "echo 'what is -I' >&2; exit 2"))
 
 
-def test_python_that_is_too_old_is_refused_with_its_version(tmp_path: Path) -> None:
-    answer = """echo '{"version": [3, 8, 18], "base": "/p", "prefix": "/", "base_prefix": "/"}'"""
+def test_a_too_old_python_is_refused_with_its_version(tmp_path: Path) -> None:
+    output = """echo '{"version": [3, 8, 18], "base": "/p", "prefix": "/", "base_prefix": "/"}'"""
     with pytest.raises(ConfigError, match=r"expected Python 3\.9 or newer, got 3\.8\.18"):
-        Interpreter.find(script(tmp_path / "python", answer))
+        Interpreter.find(write_script(tmp_path / "python", output))
 
 
-def test_environment_of_the_server_does_not_reach_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_ignores_the_environment_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "json.py").write_text("raise SystemExit('not the standard library')")
     assert Interpreter.find(sys.executable).version == sys.version_info[:3]
 
 
-def test_environment_brings_its_own_packages_and_hides_its_base(tmp_path: Path) -> None:
+def test_virtual_environment_has_its_own_packages_only(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = Interpreter.find(str(tmp_path / "env" / "bin" / "python"))
     packages = [(source, target) for source, target in found.mounts if "env" in source.split("/")]
@@ -59,17 +59,17 @@ def test_libraries_include_libc_and_the_loader() -> None:
     assert any(name.startswith("ld-") for name in names)
 
 
-def test_python_reads_as_elf_and_text_does_not(tmp_path: Path) -> None:
+def test_elf_reader_accepts_python_and_rejects_text(tmp_path: Path) -> None:
     found = elf.read(str(Path(sys.executable).resolve()))
     assert found is not None
-    assert found.interpreter is not None
+    assert found.loader is not None
     assert found.needed
     (tmp_path / "text").write_text("x" * 100)
     assert elf.read(str(tmp_path / "text")) is elf.read(str(tmp_path)) is elf.read("/missing") is None
 
 
 @given(st.integers(0, 5000), st.binary(max_size=16))
-def test_damaged_file_is_no_library_and_no_error(at: int, damage: bytes) -> None:
+def test_a_damaged_elf_file_raises_no_error(at: int, damage: bytes) -> None:
     original = _head_of_python()
     with tempfile.NamedTemporaryFile() as file:
         file.write(original[:at] + damage + original[at + len(damage) :])
@@ -82,6 +82,6 @@ def _head_of_python() -> bytes:
         return file.read(16_384)
 
 
-def test_python_named_as_on_the_command_line_is_looked_up_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_name_is_looked_up_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert Interpreter.find(Path(sys.executable).name).executable == sys.executable

@@ -1,4 +1,4 @@
-"""Level `none`: what is left of a jail when its guest is an ordinary process."""
+"""Level `none`: the guest is an ordinary process with a clean environment that dies with its launcher."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def spec(python: Interpreter, guest_dir: Path) -> JailSpec:
 
 def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "of the server")
-    assert jails.ask(spec, "tell(dict(os.environ))") == jails.ENV
+    assert jails.run(spec, "send(dict(os.environ))") == jails.ENV
 
 
-def test_session_is_its_own(spec: JailSpec) -> None:
-    assert jails.ask(spec, "tell(os.getsid(0))") != os.getsid(0)
+def test_guest_has_a_session_of_its_own(spec: JailSpec) -> None:
+    assert jails.run(spec, "send(os.getsid(0))") != os.getsid(0)
 
 
 def test_exit_status_is_forwarded(spec: JailSpec) -> None:
-    with jails.started(spec, None) as jail:
+    with jails.running(spec, None) as jail:
         assert jail.process.wait(jails.DEADLINE_S) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_guest_dies_with_its_launcher(spec: JailSpec, number: signal.Signals) -> None:
-    with jails.started(spec, "tell(os.getpid()); wait()") as jail:
-        guest = os.pidfd_open(jail.answer())
+    with jails.running(spec, "send(os.getpid()); wait()") as jail:
+        guest = os.pidfd_open(jail.receive())
         jail.process.send_signal(number)
         assert select.select([guest], [], [], jails.DEADLINE_S)[0]
         os.close(guest)

@@ -1,4 +1,4 @@
-"""The text that nsjail is started with, as data."""
+"""The text of nsjail's configuration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.jail import JailSpec, Level, kernel, launch_namespaces
-from sandbox.jail.nsjail_config import CAPABILITIES, StartParameters, config, quoted
+from sandbox.jail import JailSpec, Level
+from sandbox.jail.nsjail_config import StartParameters, config, quoted
 from tests.jail.test_plan import PYTHON
 
-START = StartParameters(fd=7, alive=9, root="/run/root", log="/run/nsjail.log", id_map="0 1381171200 1064", nice=5)
+START = StartParameters(
+    socket_fd=7,
+    launcher_alive_fd=9,
+    root_dir="/run/root",
+    log_file="/run/nsjail.log",
+    id_map="0 1381171200 1064",
+    nice=5,
+)
 
 GOLDEN = """\
 name: "rstar-sandbox"
@@ -54,20 +61,16 @@ arg: "/python/bin/python3" arg: "-s" arg: "-B" arg: "/guest/zygote.py" arg: "--f
 """
 
 
-def spec(**more: object) -> JailSpec:
-    return JailSpec(Level.NSJAIL, PYTHON, "/src/guest", **more)  # type: ignore[arg-type]
+def spec(**fields: object) -> JailSpec:
+    return JailSpec(Level.NSJAIL, PYTHON, "/src/guest", **fields)  # type: ignore[arg-type]
 
 
-def test_whole_text() -> None:
+def test_configuration_text_is_complete() -> None:
     assert config(spec(env={"GREETING": '"h\u00e9"\n'}), START) == GOLDEN
 
 
-def test_capabilities_are_those_that_calls_need() -> None:
-    assert {getattr(kernel, name) for name in CAPABILITIES} == launch_namespaces.ZYGOTE_CAPABILITIES
-
-
 def unquoted(literal: str) -> str:
-    """What protobuf's text format reads, slowly."""
+    """Parse a string literal of protobuf's text format, slowly and obviously."""
     assert literal[0] == literal[-1] == '"'
 
     def read(text: str) -> Iterator[int]:
@@ -80,12 +83,12 @@ def unquoted(literal: str) -> str:
 
 
 @given(st.text())
-def test_any_text_is_one_literal(text: str) -> None:
+def test_any_text_is_one_string_literal(text: str) -> None:
     assert unquoted(quoted(text)) == text
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()), st.lists(st.text(), min_size=1))
-def test_no_text_adds_a_field(env: dict[str, str], argv: list[str]) -> None:
+def test_no_text_adds_a_field_to_the_configuration(env: dict[str, str], argv: list[str]) -> None:
     lines = config(spec(env=env, argv=tuple(argv)), START).splitlines()
     names = [line.split()[0] for line in lines]
     expected = [line.split()[0] for line in GOLDEN.splitlines() if not line.startswith('envar: "GREETING')]
@@ -94,7 +97,7 @@ def test_no_text_adds_a_field(env: dict[str, str], argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("id_map", ["0 65534 1", "0 0 1"])
-def test_one_id_is_mapped_as_said(id_map: str) -> None:
+def test_a_single_id_is_mapped(id_map: str) -> None:
     inside, outside, count = id_map.split()
     fields = f'{{ inside_id: "{inside}" outside_id: "{outside}" count: {count} }}'
     text = config(spec(), StartParameters(7, 9, "/run/root", "/run/nsjail.log", id_map, 0))

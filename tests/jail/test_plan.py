@@ -1,4 +1,4 @@
-"""Specs, plans and uids, as data."""
+"""Specs, plans and ranges of uids, as data."""
 
 from __future__ import annotations
 
@@ -26,125 +26,124 @@ PYTHON = Interpreter(
 )
 
 
-def spec(level: Level = Level.NAMESPACES, **more: object) -> JailSpec:
-    return JailSpec(level, PYTHON, "/src/guest", **more)  # type: ignore[arg-type]
+def spec(level: Level = Level.NAMESPACES, **fields: object) -> JailSpec:
+    return JailSpec(level, PYTHON, "/src/guest", **fields)  # type: ignore[arg-type]
 
 
 @given(st.dictionaries(st.text(), st.text()), st.lists(st.text()), st.sampled_from([(None, 0), (5000, 2000)]))
-def test_spec_survives_the_trip_to_the_launcher(
+def test_spec_survives_encoding_and_decoding(
     env: dict[str, str], argv: list[str], uids: tuple[int | None, int]
 ) -> None:
-    one = spec(env=env, argv=tuple(argv), uid_base=uids[0], uid_count=uids[1])
-    assert JailSpec.decode(one.encode()) == one
+    original = spec(env=env, argv=tuple(argv), uid_base=uids[0], uid_count=uids[1])
+    assert JailSpec.decode(original.encode()) == original
 
 
-def test_guest_sees_paths_of_its_level() -> None:
+def test_guest_argv_has_the_paths_of_its_level() -> None:
     assert spec().guest_argv(9) == ["/python/bin/python3", "-s", "-B", "/guest/zygote.py", "--fd", "9"]
-    plain = spec(Level.NONE).guest_argv(9)
-    assert plain == ["/opt/guest/bin/python", "-s", "-B", "/src/guest/zygote.py", "--fd", "9"]
+    without_jail = spec(Level.NONE).guest_argv(9)
+    assert without_jail == ["/opt/guest/bin/python", "-s", "-B", "/src/guest/zygote.py", "--fd", "9"]
 
 
-def test_guest_environment_is_the_spec_and_the_packages() -> None:
+def test_guest_environment_is_that_of_the_spec_and_pythonpath() -> None:
     assert spec(env={"A": "1"}).guest_env() == {"A": "1", "PYTHONPATH": "/python/packages0"}
     assert spec(Level.NONE, env={"A": "1"}).guest_env() == {"A": "1"}
 
 
-@pytest.mark.parametrize(("level", "scratch"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
-def test_level_landlock_alone_has_a_folder_of_calls(level: Level, scratch: str | None) -> None:
-    with pytest.raises(ConfigError, match="scratch="):
-        spec(level, scratch=scratch)
+@pytest.mark.parametrize(("level", "scratch_root"), [(Level.LANDLOCK, None), (Level.NAMESPACES, "/tmp/x")])
+def test_only_level_landlock_has_a_scratch_root(level: Level, scratch_root: str | None) -> None:
+    with pytest.raises(ConfigError, match="scratch_root="):
+        spec(level, scratch_root=scratch_root)
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
-def test_plan_is_json_and_has_every_layer(level: Level) -> None:
+def test_plan_is_json_with_all_steps(level: Level) -> None:
     plan = json.loads(json.dumps(confinement_plan(spec(level, uid_base=RANGE_START, uid_count=2000))))
-    assert plan.pop("unshare") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
-    assert b64decode(plan.pop("zygote_seccomp")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
-    assert b64decode(plan.pop("seccomp")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
+    assert plan.pop("namespaces") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
+    assert b64decode(plan.pop("zygote_filter")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
+    assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
     assert plan == {
-        "level": level.value,
-        "unshare_pid": True,
-        "unshare_user": False,
-        "bounds_processes": True,
-        "tmpfs": "/tmp",
-        "inodes": 4096,
+        "pid_namespace": True,
+        "user_namespace": False,
+        "limits_processes": True,
+        "scratch_mount": "/tmp",
+        "max_files": 4096,
         "uid_base": FIRST_SLOT_UID,
-        "drop_caps": True,
-        "drop_bounding": True,
+        "drop_capabilities": True,
+        "clear_bounding_set": True,
         "no_new_privs": True,
-        "own_pid_at": [],
+        "own_pid_offsets": [],
         "landlock": None,
     }
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
-def test_no_machine_but_x86_64_gets_machine_code_for_it(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only with namespaces do zygotes have any (`guest/fork_batch.py`), and the filter is refused before one starts."""
-    assert confinement_plan(spec(level))["unshare_pid"] and not confinement_plan(spec(Level.NONE))["unshare_pid"]
+def test_machine_code_is_never_used_on_other_machines_than_x86_64(
+    level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zygotes use it only with namespaces (`guest/fork_batch.py`), where the seccomp filter is refused first."""
+    assert confinement_plan(spec(level))["pid_namespace"] and not confinement_plan(spec(Level.NONE))["pid_namespace"]
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()
     with pytest.raises(IsolationError, match="expected an x86_64 machine"):
         confinement_plan(spec(level))
 
 
-def test_plan_of_one_uid_leaves_calls_at_it() -> None:
+def test_plan_of_a_single_uid_keeps_it() -> None:
     assert confinement_plan(spec())["uid_base"] is None
 
 
 @pytest.mark.parametrize("user_namespace_per_call", [True, False])
-def test_calls_that_share_a_uid_have_a_limit_of_processes_only_where_each_is_counted_apart(
+def test_calls_with_a_shared_uid_have_process_limits_only_in_own_user_namespaces(
     user_namespace_per_call: bool,
 ) -> None:
     plan = confinement_plan(spec(user_namespace_per_call=user_namespace_per_call))
-    assert plan["unshare_user"] == plan["bounds_processes"] == user_namespace_per_call
+    assert plan["user_namespace"] == plan["limits_processes"] == user_namespace_per_call
 
 
-def test_plan_of_none_does_nothing() -> None:
+def test_plan_of_level_none_is_empty() -> None:
     assert not any(
-        value for name, value in confinement_plan(spec(Level.NONE)).items() if name not in ("level", "inodes")
+        value for name, value in confinement_plan(spec(Level.NONE)).items() if name not in ("level", "max_files")
     )
 
 
 @pytest.mark.parametrize("uids", [(0, 2000), (5000, 0), (5000, FIRST_SLOT_UID)])
-def test_range_that_leaves_no_uid_for_calls_is_refused(uids: tuple[int, int]) -> None:
+def test_a_range_without_uids_for_calls_is_refused(uids: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="host_uids"):
         spec(uid_base=uids[0], uid_count=uids[1])
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**32), st.integers(0, 2**32), st.integers(0, 2**28))
-def test_ranges_are_disjoint_and_exist(count: int, first: int, length: int, shift: int) -> None:
+def test_ranges_of_jails_are_disjoint_and_exist(count: int, first: int, length: int, shift: int) -> None:
     seen: list[range] = []
     for jail in range(5):
-        base, given_count = choose_range(jail, count, first, first + length, shift)
+        base, count_returned = choose_range(jail, count, first, first + length, shift)
         if base is None:
-            assert given_count == 0
+            assert count_returned == 0
             continue
-        ids = range(base, base + given_count)
-        assert given_count == count
+        ids = range(base, base + count_returned)
+        assert count_returned == count
         assert ids.start >= max(first, MIN_UID)
         assert ids.stop <= first + length
         assert all(ids.start >= other.stop or ids.stop <= other.start for other in seen)
         seen.append(ids)
 
 
-def test_subordinate_ids_are_those_that_a_user_has_as_uids_and_as_gids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_subordinate_ids_are_listed_as_both_uids_and_gids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tmp_path / "subuid", tmp_path / "subgid"
-    monkeypatch.setattr(userns, "SUBORDINATE", tuple(map(str, files)))
+    monkeypatch.setattr(userns, "SUBORDINATE_ID_FILES", tuple(map(str, files)))
     monkeypatch.setattr("os.geteuid", lambda: 4242)
-    assert userns.subordinate() == (0, 0), "there are no such files"
+    assert userns.subordinate_ids() == (0, 0), "the files are missing"
     files[0].write_text("other:1:9\n4242:100000:65536\n4242:300000:10\nnonsense\n4242:x:5\n")
     files[1].write_text("4242:120000:65536\n")
-    assert userns.subordinate() == (120_000, 165_536)
+    assert userns.subordinate_ids() == (120_000, 165_536)
     monkeypatch.setattr("pwd.getpwuid", lambda _uid: SimpleNamespace(pw_name="other"))
     files[1].write_text("other:1:5\n")
-    assert userns.subordinate() == (1, 6)
+    assert userns.subordinate_ids() == (1, 6)
     files[1].write_text("4242:400000:65536\n")
-    assert userns.subordinate() == (0, 0)
+    assert userns.subordinate_ids() == (0, 0)
 
 
-def test_servers_begin_at_places_of_their_own() -> None:
+def test_the_shift_moves_the_first_range() -> None:
     assert choose_range(0, 1000, 0, 2**32 - 1, 77) == (RANGE_START + 77, 1000)
     assert choose_range(0, 1000, 0, 65_536, 77) == (64_459, 1000)
     assert all(choose_range(0, 1000, 0, 65_536, shift)[0] for shift in range(0, 100_000, 999))

@@ -1,4 +1,4 @@
-"""Finding out what the machine grants, and refusing by name what it does not."""
+"""Probing layers, repeating attempts after transient failures, and choosing a level."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import pytest
 
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import Level, LevelChoice, ProbedLayer, choose_level, probe
-from sandbox.jail.probe import TRIES, _probe_in_child
+from sandbox.jail.probe import MAX_TRIES, _probe_in_child
 from tests.jail import jails
 
 
 def without(name: str) -> tuple[ProbedLayer, ...]:
+    """Return the layers of a machine that lacks Landlock and the named layer."""
     landlock = ProbedLayer("Landlock", False, "refused too", "for a test")
     return (ProbedLayer("seccomp", True, "", ""), ProbedLayer(name, False, "refused here", "for a test"), landlock)
 
 
-def test_every_layer_says_what_was_found_and_what_it_is_for() -> None:
+def test_every_layer_has_a_finding_and_a_purpose() -> None:
     layers = probe()
     assert len({layer.name for layer in layers}) == len(layers) >= 15
     assert all(layer.found and layer.purpose for layer in layers)
@@ -38,13 +39,13 @@ def test_probing_leaves_nothing_behind() -> None:
     assert state() == before
 
 
-def test_auto_never_falls_to_none() -> None:
+def test_auto_never_chooses_none() -> None:
     for name in ("user namespace", "seccomp", "pivot_root", "capability drop"):
         with pytest.raises(IsolationError, match=rf"{name} \(refused here\)"):
             choose_level("auto", without(name))
 
 
-def test_missing_layer_of_no_weight_does_not_stop_the_start() -> None:
+def test_a_missing_optional_layer_does_not_prevent_a_level() -> None:
     assert (
         choose_level("auto", without("uid range")).level
         is choose_level("namespaces", without("schedstat")).level
@@ -52,37 +53,37 @@ def test_missing_layer_of_no_weight_does_not_stop_the_start() -> None:
     )
 
 
-def test_none_is_taken_only_by_name() -> None:
+def test_none_is_chosen_only_by_name() -> None:
     assert choose_level("none", without("user namespace")).level is Level.NONE
 
 
-def test_auto_takes_landlock_where_namespaces_are_refused() -> None:
+def test_auto_chooses_landlock_where_namespaces_are_refused() -> None:
     layers = (ProbedLayer("user namespace", False, "refused here", ""), ProbedLayer("Landlock", True, "ABI 4", ""))
     assert choose_level("auto", layers).level is choose_level("landlock", layers).level is Level.LANDLOCK
 
 
-def test_landlock_that_is_missing_is_refused_by_name() -> None:
+def test_a_missing_landlock_is_named() -> None:
     with pytest.raises(
         IsolationError, match=r"^isolation=landlock: this machine lacks Landlock \(refused too\)\. Start"
     ):
         choose_level("landlock", without("user namespace"))
 
 
-def test_unknown_level_names_the_known() -> None:
+def test_an_unknown_level_is_an_error_that_lists_the_levels() -> None:
     with pytest.raises(ConfigError, match="expected one of auto, nsjail, namespaces, landlock, none"):
         choose_level("docker")
 
 
-def test_auto_says_why_it_takes_nothing_stronger() -> None:
+def test_auto_gives_the_reason_for_not_choosing_a_stronger_level() -> None:
     landlock = ProbedLayer("Landlock", True, "ABI 7", "")
     refused = (ProbedLayer("user namespace", False, "refused here", ""), landlock)
-    why = "namespaces: this machine lacks user namespace (refused here)"
-    assert choose_level("auto", refused, {}) == LevelChoice(Level.LANDLOCK, why)
+    reason = "namespaces: this machine lacks user namespace (refused here)"
+    assert choose_level("auto", refused, {}) == LevelChoice(Level.LANDLOCK, reason)
     assert choose_level("landlock", refused, {}) == LevelChoice(Level.LANDLOCK)
     assert choose_level("auto", (ProbedLayer("seccomp", True, "", ""),), {}) == LevelChoice(Level.NAMESPACES)
 
 
-def test_auto_says_why_it_does_not_take_an_nsjail_that_a_setting_names() -> None:
+def test_auto_gives_the_reason_for_not_choosing_a_configured_nsjail() -> None:
     layers = (ProbedLayer("nsjail", False, "a trial failed: here", ""),)
     assert choose_level("auto", layers, {"RSTAR_NSJAIL": sys.executable}).reason == "nsjail: a trial failed: here"
 
@@ -104,7 +105,7 @@ def raising(error: Exception) -> Callable[[], str]:
 
 
 def wrapped(error: OSError) -> Callable[[], str]:
-    """As `userns.layer` refuses by name."""
+    """Raise an `IsolationError` as `userns.layer_errors` does."""
 
     def attempt() -> str:
         try:
@@ -115,14 +116,14 @@ def wrapped(error: OSError) -> Callable[[], str]:
     return attempt
 
 
-PASSING = {
+TRANSIENT = {
     "killed": killed(signal.SIGKILL),
     "terminated": killed(signal.SIGTERM),
     "no memory": raising(OSError(errno.ENOMEM, "no memory")),
     "no process": wrapped(OSError(errno.EAGAIN, "no process")),
     "no object": raising(MemoryError("no object")),
 }
-LASTING = {
+FINAL = {
     "a filter kills": killed(signal.SIGSYS),
     "refused": raising(PermissionError(errno.EPERM, "refused")),
     "refused by name": wrapped(OSError(errno.EPERM, "refused")),
@@ -130,37 +131,37 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize("reason", PASSING)
-@pytest.mark.parametrize("failures", [1, TRIES - 1, TRIES])
-def test_attempt_that_fails_for_a_passing_reason_is_made_again(
+@pytest.mark.parametrize("reason", TRANSIENT)
+@pytest.mark.parametrize("failures", [1, MAX_TRIES - 1, MAX_TRIES])
+def test_an_attempt_is_repeated_after_a_transient_failure(
     reason: str, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[_probe_in_child.__module__], "RETRY_S", 0)
-    attempts = mmap.mmap(-1, 1)  # shared with the children that make them
+    monkeypatch.setattr(sys.modules[_probe_in_child.__module__], "RETRY_DELAY_S", 0)
+    attempts = mmap.mmap(-1, 1)  # shared memory: each attempt runs in a child process
 
     def attempt() -> str:
         attempts[0] += 1
-        return PASSING[reason]() if attempts[0] <= failures else "there"
+        return TRANSIENT[reason]() if attempts[0] <= failures else "there"
 
     layer = _probe_in_child("seccomp", attempt, "for a test")
-    assert (layer.ok, attempts[0]) == (failures < TRIES, min(failures + 1, TRIES)), layer
+    assert (layer.ok, attempts[0]) == (failures < MAX_TRIES, min(failures + 1, MAX_TRIES)), layer
     assert layer.found
 
 
-@pytest.mark.parametrize("reason", LASTING)
-def test_what_the_kernel_refuses_is_not_tried_again(reason: str) -> None:
+@pytest.mark.parametrize("reason", FINAL)
+def test_a_refusal_by_the_kernel_is_not_repeated(reason: str) -> None:
     attempts = mmap.mmap(-1, 1)
 
     def attempt() -> str:
         attempts[0] += 1
-        return LASTING[reason]()
+        return FINAL[reason]()
 
     layer = _probe_in_child("seccomp", attempt, "for a test")
     assert (layer.ok, attempts[0], bool(layer.found)) == (False, 1, True)
 
 
-def test_child_of_an_attempt_that_is_killed_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that writes the id map dies in the place of its parent's first attempt."""
+def test_a_killed_child_of_an_attempt_is_a_transient_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first attempt the child that writes the id map is killed."""
     from sandbox.jail import userns
 
     attempts = mmap.mmap(-1, 1)
@@ -179,11 +180,11 @@ def test_child_of_an_attempt_that_is_killed_is_no_refusal(monkeypatch: pytest.Mo
     assert (layer.ok, attempts[0]) == (True, 2), layer
 
 
-def test_auto_takes_landlock_where_groups_cannot_be_changed(machine: None) -> None:
+def test_auto_chooses_landlock_where_groups_cannot_be_changed(isolation: None) -> None:
     code = (
         "from sandbox.jail import choose_level as f; choice = f('auto', None, {}); print(choice.level, choice.reason)"
     )
-    run = jails.inside_a_user_namespace(sys.executable, "-c", code)
+    run = jails.run_in_user_namespace(sys.executable, "-c", code)
     if "isolation=landlock: this machine lacks" in run.stderr:
         pytest.skip(run.stderr.splitlines()[-1])
     level, _, reason = run.stdout.partition(" ")

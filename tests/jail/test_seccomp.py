@@ -1,4 +1,4 @@
-"""The filter: the compiled program says what the policy says, hostile calls are refused, and Python does not notice."""
+"""The filter: compiled programs equal their policies, hostile system calls are refused, and Python works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sandbox.jail import bpf, seccomp
 from sandbox.jail.syscalls import X86_64
-from tests.jail.jails import interpreter_of_minor
+from tests.jail.jails import find_python_minor
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
 
@@ -31,71 +31,73 @@ registers = st.lists(words, min_size=6, max_size=6)
 
 
 def emulate(program: bytes, number: int, arguments: Sequence[int], arch: int = seccomp.ARCH_X86_64) -> tuple[int, int]:
-    """What the kernel's classic BPF machine returns for one system call, and in how many instructions."""
+    """Run a program as the kernel's BPF machine does. Returns its result and the number of instructions."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments)
     code = list(struct.iter_unpack("<HBBI", program))
-    accumulator, place, steps = 0, 0, 0
+    accumulator, index, steps = 0, 0, 0
     while True:
-        operation, yes, no, k = code[place]
-        place, steps = place + 1, steps + 1
+        operation, yes, no, k = code[index]
+        index, steps = index + 1, steps + 1
         match operation:
             case bpf.LOAD:
                 (accumulator,) = struct.unpack_from("<I", data, k)
             case bpf.AND:
                 accumulator &= k
             case bpf.IF_EQUAL:
-                place += yes if accumulator == k else no
+                index += yes if accumulator == k else no
             case bpf.IF_AT_LEAST:
-                place += yes if accumulator >= k else no
+                index += yes if accumulator >= k else no
             case bpf.RETURN:
                 return k, steps
             case _:
-                raise AssertionError(f"instruction {operation:#x} is none of ours")
+                raise AssertionError(f"instruction {operation:#x} is not one of sandbox.jail.bpf")
 
 
 @given(registers)
-def test_program_says_what_the_policy_says_for_every_number(arguments: list[int]) -> None:
+def test_program_equals_the_policy_for_every_number(arguments: list[int]) -> None:
     program = seccomp.program()
     for number in range(1024):
         assert emulate(program, number, arguments)[0] == seccomp.evaluate(number, arguments), number
 
 
 @given(st.sampled_from(sorted(seccomp._CHECKED_ARGUMENTS)), registers)
-def test_program_says_what_the_policy_says_for_checked_arguments(name: str, arguments: list[int]) -> None:
+def test_program_equals_the_policy_for_checked_arguments(name: str, arguments: list[int]) -> None:
     number = X86_64[name]
     assert emulate(seccomp.program(), number, arguments)[0] == seccomp.evaluate(number, arguments)
 
 
-@pytest.mark.parametrize("policy", list(seccomp.FilterKind))
+@pytest.mark.parametrize("kind", list(seccomp.FilterKind))
 @given(registers=registers)
 @settings(max_examples=20)
-def test_program_says_what_its_policy_says(policy: seccomp.FilterKind, registers: list[int]) -> None:
+def test_every_program_equals_its_policy(kind: seccomp.FilterKind, registers: list[int]) -> None:
     for number in range(512):
-        said = emulate(seccomp.program(policy), number, registers)[0]
-        assert said == seccomp.evaluate(number, registers, policy=policy), number
+        result = emulate(seccomp.program(kind), number, registers)[0]
+        assert result == seccomp.evaluate(number, registers, kind=kind), number
 
 
 @given(registers)
-def test_a_zygotes_filter_and_what_each_call_adds_are_the_policy(registers: list[int]) -> None:
+def test_zygote_filter_and_call_filter_together_equal_the_policy(registers: list[int]) -> None:
     for number in range(512):
-        both = [seccomp.evaluate(number, registers, policy=seccomp.FilterKind(name)) for name in ("zygote", "added")]
+        both = [
+            seccomp.evaluate(number, registers, kind=seccomp.FilterKind(name)) for name in ("zygote", "call on top")
+        ]
         stricter = min(both)  # a refusal's value is below that of ALLOW
         if seccomp.ENOSYS in both and seccomp.EPERM in both:  # the later filter's errno counts
             stricter = both[1]
         assert stricter == seccomp.evaluate(number, registers), number
 
 
-def test_what_each_call_loads_is_small() -> None:
+def test_the_filter_that_each_call_loads_is_small() -> None:
     assert len(seccomp.program(seccomp.FilterKind.CALL_ON_TOP)) < len(seccomp.program()) / 3
 
 
-@pytest.mark.parametrize("policy", [seccomp.FilterKind.NAMESPACED, seccomp.FilterKind.ZYGOTE])
-def test_nothing_is_left_in_the_namespaces_that_calls_share(policy: seccomp.FilterKind) -> None:
-    """IPC and UTS: calls have none of their own, since nobody can make, find or change anything there."""
+@pytest.mark.parametrize("kind", [seccomp.FilterKind.NAMESPACED, seccomp.FilterKind.ZYGOTE])
+def test_ipc_and_uts_calls_are_refused(kind: seccomp.FilterKind) -> None:
+    """Calls share these namespaces, in which no call can create, find or change anything."""
     names = [name for name in X86_64 if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))]
     assert len(names) == 20
     for name in names:
-        assert emulate(seccomp.program(policy), X86_64[name], [0] * 6)[0] == seccomp.EPERM
+        assert emulate(seccomp.program(kind), X86_64[name], [0] * 6)[0] == seccomp.EPERM
 
 
 OWN = seccomp.OWN_PID
@@ -118,16 +120,16 @@ SHARED: list[tuple[str, tuple[int, ...], bool]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "is_allowed"), SHARED)
-def test_who_shares_the_servers_uid_reaches_only_itself(
+def test_a_call_with_the_servers_uid_reaches_only_itself(
     name: str, arguments: tuple[int, ...], is_allowed: bool
 ) -> None:
     words = [argument & 2**64 - 1 for argument in (*arguments, *(0,) * 6)][:6]
-    verdict = seccomp.evaluate(X86_64[name], words, policy=seccomp.FilterKind.SHARED_UID)
-    assert verdict == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
+    result = seccomp.evaluate(X86_64[name], words, kind=seccomp.FilterKind.SHARED_UID)
+    assert result == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), registers)
-def test_other_architectures_and_x32_do_not_exist(number: int, arch: int, arguments: list[int]) -> None:
+def test_other_architectures_and_x32_fail_with_enosys(number: int, arch: int, arguments: list[int]) -> None:
     program = seccomp.program()
     assert emulate(program, number, arguments, arch)[0] == seccomp.evaluate(number, arguments, arch)
     assert emulate(program, number | seccomp.X32_BIT, arguments)[0] == seccomp.ENOSYS
@@ -135,12 +137,12 @@ def test_other_architectures_and_x32_do_not_exist(number: int, arch: int, argume
         assert emulate(program, number, arguments, arch)[0] == seccomp.ENOSYS
 
 
-def test_every_path_is_short() -> None:
+def test_every_path_through_the_program_is_short() -> None:
     steps = [emulate(seccomp.program(), number, (0,) * 6)[1] for number in range(512)]
-    assert max(steps) <= 3 + 7 + 9  # the head, a tree over 103 ranges, and the longest check of an argument
+    assert max(steps) <= 3 + 7 + 9  # the start, a tree over 103 ranges, and the longest check of arguments
 
 
-def test_policy_names_only_calls_that_exist() -> None:
+def test_policy_names_existing_system_calls_only() -> None:
     assert seccomp.CALL_POLICY.keys() <= X86_64.keys()
     assert (X86_64["read"], X86_64["rseq"], X86_64["pidfd_send_signal"], X86_64["file_setattr"]) == (0, 334, 424, 469)
 
@@ -154,29 +156,35 @@ def test_policy_names_only_calls_that_exist() -> None:
     tee sendfile sync syncfs move_mount open_tree fsopen mount_setattr seccomp personality modify_ldt kcmp syslog
     quotactl swapon reboot sched_setscheduler setpriority process_madvise iopl io_submit""".split(),  # noqa: SIM905
 )
-def test_dangerous_call_is_refused(name: str) -> None:
+def test_dangerous_system_call_is_refused(name: str) -> None:
     assert seccomp.rule_for(X86_64[name]) == seccomp.EPERM
 
 
-def under_filter(python: str | Path, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a Python that has loaded the filter, in `folder`."""
+def under_filter(python: str | Path, code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in `directory` by a Python that has loaded the filter."""
     program = b64encode(seccomp.program()).decode()
     load = f"""
 import base64, ctypes
 program = base64.b64decode({program!r})
 class Program(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
 libc = ctypes.CDLL(None, use_errno=True)
-described = Program(len(program) // 8, program)
-assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(described)), 0, 0) == 0
+header = Program(len(program) // 8, program)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0) == 0
 def raw(number, *arguments):
     ctypes.set_errno(0)
     libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     return ctypes.get_errno()
 """
-    path = folder / "under_filter.py"  # a file, since multiprocessing's children import the main module
+    path = directory / "under_filter.py"  # a file, since children of multiprocessing import the main module
     path.write_text(load + code)
     return subprocess.run(
-        [python, path], capture_output=True, text=True, check=False, timeout=60, cwd=folder, env={"TMPDIR": str(folder)}
+        [python, path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=directory,
+        env={"TMPDIR": str(directory)},
     )
 
 
@@ -229,7 +237,7 @@ import os, shutil, tempfile
 with tempfile.TemporaryDirectory() as folder:
     open(f"{folder}/a", "w").write("x" * 100000)
     shutil.copy2(f"{folder}/a", f"{folder}/b"), os.rename(f"{folder}/b", f"{folder}/c"), os.chmod(f"{folder}/c", 0o600)
-    os.mkfifo(f"{folder}/pipe"), os.symlink("a", f"{folder}/link"), os.truncate(f"{folder}/a", 5)
+    os.mkfifo(f"{folder}/pipe"), os.symlink("a", f"{folder}/sock"), os.truncate(f"{folder}/a", 5)
     assert os.path.getsize(f"{folder}/c") == 100000 and len(os.listdir(folder)) == 4
     shutil.copytree(folder, f"{folder}/tree", ignore=lambda *_: ["tree", "pipe"])
 with tempfile.NamedTemporaryFile() as file: file.write(b"x")""",
@@ -272,9 +280,9 @@ assert len(os.urandom(8)) == 8 and secrets.token_hex(4) and uuid.uuid4() and has
 }
 
 
-@pytest.mark.parametrize("what", WORKS)
-def test_python_works_under_the_filter(what: str, tmp_path: Path) -> None:
-    run = under_filter(sys.executable, WORKS[what], tmp_path)
+@pytest.mark.parametrize("feature", WORKS)
+def test_python_works_under_the_filter(feature: str, tmp_path: Path) -> None:
+    run = under_filter(sys.executable, WORKS[feature], tmp_path)
     assert run.returncode == 0, run.stderr
 
 
@@ -300,13 +308,13 @@ def test_library_works_under_the_filter(name: str, guest_python: Path, tmp_path:
 
 
 @pytest.mark.parametrize("minor", [9, 10, 12, 13])
-def test_other_pythons_work_under_the_filter(minor: int, tmp_path: Path) -> None:
-    path = interpreter_of_minor(minor)
+def test_other_python_versions_work_under_the_filter(minor: int, tmp_path: Path) -> None:
+    path = find_python_minor(minor)
     if path is None:
         pytest.skip(f"needs a Python 3.{minor} on PATH or from pyenv")
-    for what in ("process and queue", "subprocess", "asyncio", "temporary files"):
-        run = under_filter(path, WORKS[what], tmp_path)
-        assert run.returncode == 0, (what, run.stderr)
+    for feature in ("process and queue", "subprocess", "asyncio", "temporary files"):
+        run = under_filter(path, WORKS[feature], tmp_path)
+        assert run.returncode == 0, (feature, run.stderr)
 
 
 REFUSED = {
@@ -322,13 +330,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_attack_is_refused(what: str, tmp_path: Path) -> None:
-    run = under_filter(sys.executable, REFUSED[what], tmp_path)
+@pytest.mark.parametrize("attack", REFUSED)
+def test_attack_is_refused_by_the_filter(attack: str, tmp_path: Path) -> None:
+    run = under_filter(sys.executable, REFUSED[attack], tmp_path)
     assert "PermissionError" in run.stderr, run.stderr
 
 
-def test_new_user_namespace_is_refused_by_every_road(tmp_path: Path) -> None:
+def test_new_user_namespaces_are_refused_by_every_system_call(tmp_path: Path) -> None:
     new_user = 0x10000000
     code = f"""
 assert raw({X86_64["unshare"]}, {new_user}) == 1
@@ -340,12 +348,12 @@ assert raw({X86_64["clone3"]}, 0, 0) == 38
     assert run.returncode == 0, run.stderr
 
 
-def test_x32_call_does_not_exist(tmp_path: Path) -> None:
+def test_x32_system_call_fails_with_enosys(tmp_path: Path) -> None:
     run = under_filter(sys.executable, f"assert raw({seccomp.X32_BIT} | {X86_64['getpid']}) == 38", tmp_path)
     assert run.returncode == 0, run.stderr
 
 
-def test_filter_cannot_be_loosened_by_another(tmp_path: Path) -> None:
-    again = "assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(described)), 0, 0) == -1"
+def test_filter_cannot_be_replaced(tmp_path: Path) -> None:
+    again = "assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0) == -1"
     run = under_filter(sys.executable, again, tmp_path)
     assert run.returncode == 0, run.stderr

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from trainer.engines.vllm_client import Capacity, EngineFailed, Generation, Sampling
-from trainer.scheduling.scheduler import Gauge
+from trainer.scheduling.scheduler import EngineStats
 
 
 @dataclass
@@ -96,9 +96,9 @@ class TableEngine:
         await self.scraped()
         return self.room
 
-    async def gauge(self) -> Gauge:
+    async def gauge(self) -> EngineStats:
         await self.scraped()
-        return Gauge(self.preemptions, tokens=self.computed)
+        return EngineStats(self.preemptions, computed_tokens=self.computed)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -116,11 +116,11 @@ METRICS = """# HELP vllm:num_preemptions_total Cumulative number of preemption f
 # TYPE vllm:num_preemptions_total counter
 vllm:num_preemptions_total{{engine="0",model_name="a{{b}} c"}} {0.preemptions}.0
 vllm:num_preemptions_created{{engine="0",model_name="a{{b}} c"}} 1.7e+09
-vllm:num_requests_waiting{{engine="0",model_name="a{{b}} c"}} {0.waiting}.0
+vllm:num_requests_waiting{{engine="0",model_name="a{{b}} c"}} {0.num_waiting}.0
 vllm:num_requests_waiting_by_reason{{engine="0",model_name="a{{b}} c",reason="capacity"}} 7.0
-vllm:kv_cache_usage_perc{{engine="0",model_name="a{{b}} c"}} {0.used}
+vllm:kv_cache_usage_perc{{engine="0",model_name="a{{b}} c"}} {0.kv_usage}
 vllm:prompt_tokens_total{{engine="0",model_name="a{{b}} c"}} 1.0
-vllm:generation_tokens_total{{engine="0",model_name="a{{b}} c"}} {0.tokens}.0
+vllm:generation_tokens_total{{engine="0",model_name="a{{b}} c"}} {0.computed_tokens}.0
 vllm:iteration_tokens_total_bucket{{engine="0",le="1.0",model_name="a{{b}} c"}} 5.0
 vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="{1}"}} 1.0
 """
@@ -190,7 +190,7 @@ class FakeVllm:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        said, room = await self.engine.gauge() or Gauge(0), await self.engine.capacity()
+        said, room = await self.engine.gauge() or EngineStats(0), await self.engine.capacity()
         return web.Response(text=self.twist("/metrics", METRICS.format(said, room.tokens // 16)))
 
     async def _completions(self, body: Mapping[str, Any]) -> Any:

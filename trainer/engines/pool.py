@@ -29,7 +29,7 @@ from secrets import token_hex
 from typing import Any, Protocol, Self
 
 from trainer.engines.vllm_client import Capacity, EngineFailed, Generation, Sampling, TurnFailed
-from trainer.scheduling.scheduler import Gauge, Placement, Scheduler
+from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Engine(Protocol):
 
     async def capacity(self) -> Capacity: ...
 
-    async def gauge(self) -> Gauge | None: ...
+    async def gauge(self) -> EngineStats | None: ...
 
     async def interrupt(self, requests: Collection[str]) -> None: ...
 
@@ -167,7 +167,7 @@ class Pool:
     """A context manager that owns its engines. `carry` and `reference` are needed only for `sync`.
 
     `keep`: where weights stay for engines that come back; without it they wait for the next sync.
-    `most_tokens`: the longest context of any episode. `turn_s`: what any turn may take, however fast its engine is.
+    `scheduler`: for this pool alone. `turn_s`: what any turn may take, however fast its engine is.
     `rest_s`: until an engine that failed is tried again. `patience_s`: how long episodes wait for one when all are
     down. `log` is told of every turn.
     """
@@ -176,8 +176,7 @@ class Pool:
         self,
         engines: Sequence[Engine],
         *,
-        most_tokens: int,
-        policy: str = "kv",
+        scheduler: Scheduler,
         carry: Carry | None = None,
         keep: Keep | None = None,
         reference: Reference | None = None,
@@ -189,7 +188,7 @@ class Pool:
     ) -> None:
         if not engines or len({engine.name for engine in engines}) < len(engines):
             raise ValueError(f"expected engines with names of their own, got {[engine.name for engine in engines]}")
-        self.scheduler = Scheduler(most_tokens, policy)
+        self.scheduler = scheduler
         self.desks = {engine.name: Desk(engine) for engine in engines}
         self.version = 0
         self.log = log
@@ -272,9 +271,9 @@ class Pool:
             raise ValueError(
                 "expected a pool with carry and reference to sync, got one without; see trainer.engines.weight_sync"
             )
-        if self.scheduler.is_held:
+        if self.scheduler.is_paused:
             raise RuntimeError("expected one sync at a time; await the first")
-        self.scheduler.is_held = True
+        self.scheduler.is_paused = True
         try:
             await self._drain()
             expected = await asyncio.to_thread(self._reference.logprobs, weights)
@@ -292,9 +291,9 @@ class Pool:
             for end in filter(None, ends):
                 raise end
         finally:
-            self.scheduler.is_held = False
+            self.scheduler.is_paused = False
             self.has_changed.set()
-        self.scheduler.new_step()
+        self.scheduler.start_training_step()
         self._down_since = self.now()
         while not self._is_any_up():
             if not may_wait or self.is_hopeless():
@@ -311,7 +310,7 @@ class Pool:
 
     def limit_s(self, desk: Desk, tokens: int) -> float:
         """After which an engine that has not answered with `tokens` counts as lost."""
-        rate = self.scheduler.rate(desk.engine.name)
+        rate = self.scheduler.engines[desk.engine.name].tokens_per_s
         return max(self._turn_s, SLACK * tokens / rate if rate else 0.0)
 
     @asynccontextmanager
@@ -332,7 +331,7 @@ class Pool:
 
     def is_hopeless(self) -> bool:
         """Whether all engines are down, and have been for too long."""
-        is_down = not (self.scheduler.is_held or self._is_any_up())
+        is_down = not (self.scheduler.is_paused or self._is_any_up())
         return is_down and self.now() - self._down_since >= self._patience_s
 
     def none_left(self) -> EngineFailed:
@@ -353,7 +352,7 @@ class Pool:
         if not desk.is_up:
             return
         desk.is_up = False
-        for key in self.scheduler.lost(desk.engine.name):
+        for key in self.scheduler.remove_engine(desk.engine.name):
             self.seats[key].placement = None
         if not self._is_any_up():
             self._down_since = now
@@ -386,7 +385,9 @@ class Pool:
             room, gauge = await engine.capacity(), await engine.gauge()
         now = self.now()
         preemptions = 0 if gauge is None else gauge.preemptions
-        self.scheduler.up(engine.name, room.tokens, room.running, block=room.block, preemptions=preemptions)
+        self.scheduler.add_engine(
+            engine.name, room.tokens, room.running, block_size=room.block, preemptions=preemptions
+        )
         desk.is_up, desk.is_silent, desk.misses, desk.moved_at = True, False, 0, now
         desk.broken.clear()
         self.has_changed.set()
@@ -397,7 +398,7 @@ class Pool:
                 await self._give_again(desk)
             await self._admit(desk, PROOF_S)
         except Exception as why:  # whatever it is, this engine is not used for now, and why is said where none is left
-            if not self.scheduler.is_held:  # else a sync cut it short
+            if not self.scheduler.is_paused:  # else a sync cut it short
                 self._rest(desk, str(why) or repr(why))
 
     async def _give_again(self, desk: Desk) -> None:
@@ -419,7 +420,7 @@ class Pool:
         while True:
             if desk.is_up:
                 await self._scrape(desk)
-            elif self.scheduler.is_held:
+            elif self.scheduler.is_paused:
                 pass  # what it is asked would keep the sync waiting
             elif desk.is_silent:
                 await self._listen(desk)
@@ -446,8 +447,8 @@ class Pool:
         now = self.now()
         self.scheduler.observe(desk.engine.name, gauge, now)
         self.has_changed.set()
-        if gauge.tokens != desk.computed or not desk.requests:
-            desk.computed, desk.moved_at = gauge.tokens, now
+        if gauge.computed_tokens != desk.computed or not desk.requests:
+            desk.computed, desk.moved_at = gauge.computed_tokens, now
         elif now - desk.moved_at > STALL_S:
             self.fail(desk, f"not one token in {STALL_S:g} s")
 
@@ -466,7 +467,7 @@ class Pool:
         for desk in self.desks.values():
             if not desk.is_up:
                 desk.cut(self.now())
-        while any(desk.requests for desk in self.desks.values()) or self.scheduler.running:
+        while any(desk.requests for desk in self.desks.values()) or self.scheduler.num_running:
             self.has_ended.clear()
             await self.has_ended.wait()
 
@@ -509,7 +510,7 @@ class Seat:
         self.placement, self.length = None, length
         pool.has_changed.set()
         if pool.log is not None:
-            about = (placement.engine, wanted, began, ended, context, len(made.ids), placement.has_moved)
+            about = (placement.engine, wanted, began, ended, context, len(made.ids), placement.is_migration)
             pool.log(Served(self.key, self._group, *about))
         return made
 
@@ -536,7 +537,7 @@ class Seat:
     def _want(self, length: int) -> None:
         pool = self._pool
         if self._is_in:
-            pool.scheduler.wake(self.key, length, pool.now())
+            pool.scheduler.resume(self.key, length, pool.now())
         else:
             pool.scheduler.submit(self.key, self._group, length, self._most)
             pool.seats[self.key] = self

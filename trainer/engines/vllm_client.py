@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import aiohttp
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from trainer.scheduling.scheduler import Gauge
+from trainer.scheduling.scheduler import EngineStats
 
 CONNECTIONS = 1024
 """Turns that one server is asked for at a time; others wait here, in order."""
@@ -217,14 +217,14 @@ class VllmEngine:
             raise self._failed("vllm:cache_config_info in /metrics (start it without --disable-log-stats)", about)
         return Capacity(tokens, self._slots, block)
 
-    async def gauge(self) -> Gauge:
+    async def gauge(self) -> EngineStats:
         """What it says of itself now. Raises `EngineFailed`."""
         values = {name: [value for _, value in said] for name, said in (await self._metrics()).items()}
-        return Gauge(
+        return EngineStats(
             preemptions=int(sum(values["num_preemptions"])),
-            waiting=int(sum(values["num_requests_waiting"])),
-            used=max(values["kv_cache_usage_perc"], default=0.0),
-            tokens=int(sum(values["prompt_tokens"] + values["generation_tokens"])),
+            num_waiting=int(sum(values["num_requests_waiting"])),
+            kv_usage=max(values["kv_cache_usage_perc"], default=0.0),
+            computed_tokens=int(sum(values["prompt_tokens"] + values["generation_tokens"])),
         )
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from trainer.episodes.chat_format import ChatFormat, rstar2_format, tokenizer_fo
 from trainer.recipe.phases import RecipeRun
 from trainer.rollout.collector import Collector
 from trainer.rollout.loop_thread import Background
+from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import model_errors_as_config_errors
 from trainer.training.grpo import RolloutRuntime
 
@@ -70,8 +71,7 @@ async def _open_engine_pool(run: RecipeRun, model: Path) -> AsyncIterator[Pool]:
             served,
             **options,
             reference=Reference(model, dtype),
-            policy=engines.placement_policy,
-            most_tokens=engines.max_model_len,
+            scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
             turn_s=engines.turn_timeout_s,
         )
         await stack.enter_async_context(pool)

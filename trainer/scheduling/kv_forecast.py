@@ -1,12 +1,18 @@
-"""What an engine's cache holds and will hold: the contexts of its episodes, laid out over the tokens yet to come. Pure.
+"""Forecasts how many tokens of an engine's KV cache its episodes will use. Pure.
 
-All that run on an engine grow by a token a step, so steps are the time here (`tick`). An episode is not expected to end
-at its mean length but, in equal parts, at the quantiles of the lengths that it may still have: of a hundred episodes
-that begin together few will ever be long together, and a hundred reservations of the mean would leave half of the cache
-empty. `peak` is the most that the cache is expected to hold at any tick from now on, and some for chance.
+Time is measured in decode steps, because every running context grows by one token per step. An episode may still end at
+several lengths; the forecast lets an equal share of it end at each of them. Reserving every episode's mean length
+instead would leave half of the cache empty, because few of many episodes are long at the same time.
 
-Each part is in the bucket of the tick at which it ends, as (count, sum of context - tick): their sum at tick t is
-`sum + count * t`. Ticks never go back, so buckets that are over are given up.
+Example: `reserve(context=100, step=0, growths=[50, 150])` with a bucket width of 100 steps
+
+    bucket       0 (steps 0-99)     1 (steps 100-199)
+    count        0.5                0.5
+    offset       0.5 * (100 - 0)    0.5 * (100 - 0)
+
+    tokens at step t = sum of (offset + count * t) over the buckets that end after t
+
+Steps never decrease, so buckets in the past are dropped.
 """
 
 from __future__ import annotations
@@ -16,95 +22,103 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SPREAD = 1.5
-"""Standard deviations of all lengths together that are kept free: chance does more to a few episodes than to many."""
+HEADROOM_SIGMAS = 1.5
+"""Headroom above the expected peak, in standard deviations of the summed lengths. Its share of the peak is larger for a
+few episodes than for many."""
 
 
 @dataclass(slots=True)
-class Entry:
-    """An episode: its context was `context` at `tick`, and it ends in `buckets`, in equal parts."""
+class Reservation:
+    """The tokens reserved for one episode."""
 
     context: int
-    tick: float
+    """Tokens of the episode's context at `step`."""
+    step: float
     buckets: list[int]
+    """The buckets in which equal shares of the episode end."""
     variance: float
-    """Of the bucket that it ends in."""
+    """Variance of `buckets`."""
 
 
-class Ledger:
-    """`width`: ticks in a bucket."""
+class KvForecast:
+    """The reservations of one engine. `bucket_width` is in decode steps."""
 
-    def __init__(self, width: float) -> None:
-        self._width = width
+    def __init__(self, bucket_width: float) -> None:
+        self._bucket_width = bucket_width
         self._variance = 0.0
-        self.margin = 0.0
-        """Tokens of room that each takes beyond its context, as an engine keeps whole blocks."""
-        self._first = 0
-        self._parts, self._sums = array("d"), array("d")
-        """Of each bucket from `first` on, the parts in it, and their sum of context - tick. Those before are over."""
-        self._base = 0.0
-        self.episodes = 0
-        self.held = 0
-        """Tokens of all contexts, each as of its entry."""
+        self.block_slack = 0.0
+        """Tokens that each context occupies beyond its length, because the engine allocates whole blocks."""
+        self._first_bucket = 0
+        self._counts, self._offsets = array("d"), array("d")
+        """Number of episodes that end in each bucket from `_first_bucket` on, and their sum of context - step."""
+        self._total_offset = 0.0
+        self.num_episodes = 0
+        self.resident_tokens = 0
+        """Sum of all contexts, each as of its reservation."""
 
-    def enter(self, context: int, tick: float, growths: Sequence[float]) -> Entry:
-        """An episode with `context` tokens is to grow by one of `growths`, each as likely."""
-        width, share, parts, sums = self._width, 1 / len(growths), self._parts, self._sums
-        if not self.episodes:
-            self._first = int(tick / width)
-        buckets = [int((tick + growth) / width) for growth in growths]
-        first, base = self._first, (context - tick) * share
-        if (more := max(buckets) + 1 - first - len(parts)) > 0:
-            parts.extend([0.0] * more)
-            sums.extend([0.0] * more)
+    def reserve(self, context: int, step: float, growths: Sequence[float]) -> Reservation:
+        """Add an episode with `context` tokens that will grow by one of the equally likely `growths`."""
+        width, share, counts, offsets = self._bucket_width, 1 / len(growths), self._counts, self._offsets
+        if not self.num_episodes:
+            self._first_bucket = int(step / width)
+        buckets = [int((step + growth) / width) for growth in growths]
+        first, offset = self._first_bucket, (context - step) * share
+        if (missing := max(buckets) + 1 - first - len(counts)) > 0:
+            counts.extend([0.0] * missing)
+            offsets.extend([0.0] * missing)
         for bucket in buckets:
-            parts[bucket - first] += share
-            sums[bucket - first] += base
-        middle = sum(buckets) * share
-        entry = Entry(context, tick, buckets, sum([bucket * bucket for bucket in buckets]) * share - middle * middle)
-        self._count(entry, 1)
-        return entry
+            counts[bucket - first] += share
+            offsets[bucket - first] += offset
+        mean = sum(buckets) * share
+        variance = sum([bucket * bucket for bucket in buckets]) * share - mean * mean
+        reservation = Reservation(context, step, buckets, variance)
+        self._add_to_totals(reservation, 1)
+        return reservation
 
-    def leave(self, entry: Entry) -> None:
-        first, parts, sums, share = self._first, self._parts, self._sums, 1 / len(entry.buckets)
-        base = (entry.context - entry.tick) * share
-        for bucket in entry.buckets:
-            if (at := bucket - first) >= 0:
-                parts[at] -= share
-                sums[at] = sums[at] - base if parts[at] else 0.0
-        self._count(entry, -1)
-        if not self.episodes:  # rounding ends with the last
-            self._base = 0.0
-            del self._parts[:], self._sums[:]
+    def release(self, reservation: Reservation) -> None:
+        """Remove an episode."""
+        first, counts, offsets, share = self._first_bucket, self._counts, self._offsets, 1 / len(reservation.buckets)
+        offset = (reservation.context - reservation.step) * share
+        for bucket in reservation.buckets:
+            if (index := bucket - first) >= 0:
+                counts[index] -= share
+                offsets[index] = offsets[index] - offset if counts[index] else 0.0
+        self._add_to_totals(reservation, -1)
+        if not self.num_episodes:  # removes what rounding has left
+            self._total_offset = 0.0
+            del self._counts[:], self._offsets[:]
             self._variance = 0.0
 
-    def peak(self, tick: float) -> float:
-        """The most tokens that are expected at any time from `tick` on; parts that are overdue end at once."""
-        width, now = self._width, int(tick / self._width)
-        if (gone := now - self._first) > 0:
-            del self._parts[:gone], self._sums[:gone]
-            self._first = now
-        bucket, middle = self._first + len(self._parts), 0.5 * width + self.margin
-        count = base = peak = 0.0
-        for parts, contexts in zip(self._parts[:0:-1], self._sums[:0:-1], strict=True):
-            bucket -= 1
-            count += parts
-            base += contexts
-            held = base + count * (bucket * width + middle)
-            if held > peak:
-                peak = held
-        peak = max(peak, self._base + self.episodes * (tick + self.margin))
-        return peak + SPREAD * width * math.sqrt(max(0.0, self._variance))
+    def peak(self, step: float) -> float:
+        """Return the largest expected number of tokens at or after `step`, headroom included.
 
-    def peak_with(self, context: int, tick: float, growths: Sequence[float]) -> float:
-        """The same if such an episode were entered."""
-        entry = self.enter(context, tick, growths)
-        peak = self.peak(tick)
-        self.leave(entry)
+        Shares that should have ended before `step` count at `step` and not later.
+        """
+        width, current = self._bucket_width, int(step / self._bucket_width)
+        if (num_past := current - self._first_bucket) > 0:
+            del self._counts[:num_past], self._offsets[:num_past]
+            self._first_bucket = current
+        bucket, to_middle = self._first_bucket + len(self._counts), 0.5 * width + self.block_slack
+        count = offset = peak = 0.0
+        for bucket_count, bucket_offset in zip(self._counts[:0:-1], self._offsets[:0:-1], strict=True):
+            bucket -= 1
+            count += bucket_count
+            offset += bucket_offset
+            tokens = offset + count * (bucket * width + to_middle)
+            if tokens > peak:
+                peak = tokens
+        peak = max(peak, self._total_offset + self.num_episodes * (step + self.block_slack))
+        return peak + HEADROOM_SIGMAS * width * math.sqrt(max(0.0, self._variance))
+
+    def peak_with(self, context: int, step: float, growths: Sequence[float]) -> float:
+        """Return the peak as it would be with one more episode (see `reserve`)."""
+        reservation = self.reserve(context, step, growths)
+        peak = self.peak(step)
+        self.release(reservation)
         return peak
 
-    def _count(self, entry: Entry, sign: int) -> None:
-        self._variance += sign * entry.variance
-        self._base += sign * (entry.context - entry.tick)
-        self.episodes += sign
-        self.held += sign * entry.context
+    def _add_to_totals(self, reservation: Reservation, sign: int) -> None:
+        self._variance += sign * reservation.variance
+        self._total_offset += sign * (reservation.context - reservation.step)
+        self.num_episodes += sign
+        self.resident_tokens += sign * reservation.context

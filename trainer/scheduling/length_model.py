@@ -1,10 +1,11 @@
-"""How long an episode will be: learnt from those that are over, from those that are not, and from siblings of the same
-prompt. Pure.
+"""Learns how long episodes become: from finished and running episodes, and from the other episodes of a group. Pure.
 
-The first to be over are the short ones, so means of what is over mislead most when they matter most. Hence the
-product-limit estimate (Kaplan and Meier, 1958): for each length, which share of those that were known to come so far
-ended there. Siblings tell more than the stage (a hard problem is long sixteen times); those that still run count among
-them with what is expected of them.
+Short episodes finish first, so the mean of the finished ones is too small while most still run. The model therefore
+uses the product-limit estimate (Kaplan and Meier, 1958): for each length, the share of the episodes that reached it and
+ended there. A group's own mean says more than the stage's, since all episodes of a hard problem tend to be long;
+running episodes count in it with their expected length.
+
+Lengths are tokens of a whole context, in `NUM_BUCKETS` buckets.
 """
 
 from __future__ import annotations
@@ -13,151 +14,158 @@ from bisect import bisect_left
 from collections.abc import Hashable
 from itertools import accumulate
 
-BUCKETS = 64
-PRIOR = 4.0
-"""Observations that the prior, all lengths alike, counts for."""
-KINSHIP = 2.0
-"""Siblings that the stage's mean counts for."""
-PARTS = 4
-FRESH = 50
-"""What is worked out of what was observed is worked out again after each of so many parts of it."""
-FADING = 0.5
-"""What a step's lengths count for in the next one: they change as a policy learns."""
-ENDED = [PRIOR / BUCKETS] * BUCKETS
-PASSED = [PRIOR * (BUCKETS - 1 - bucket) / BUCKETS for bucket in range(BUCKETS)]
-"""The prior, in each bucket."""
+NUM_BUCKETS = 64
+PRIOR_WEIGHT = 4.0
+"""Number of observations that the prior counts for. In the prior all lengths are equally likely."""
+GROUP_PRIOR_WEIGHT = 2.0
+"""The stage's mean length weighs as much as this many episodes in a group's mean (shrinkage)."""
+NUM_QUANTILES = 4
+REFRESH_DIVISOR = 50
+"""The distribution is recomputed once the new observations are 1/REFRESH_DIVISOR of all observations."""
+STEP_DECAY = 0.5
+"""Factor on the weight of all observations at each training step, since lengths change while the model learns."""
+PRIOR_ENDED = [PRIOR_WEIGHT / NUM_BUCKETS] * NUM_BUCKETS
+PRIOR_PASSED = [PRIOR_WEIGHT * (NUM_BUCKETS - 1 - bucket) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
+"""The prior's observations per bucket: episodes that ended in it, and episodes that grew beyond it."""
 
 
-class Lengths:
-    """Expectations of final lengths up to `most` tokens."""
+class LengthModel:
+    """Expected final lengths of up to `max_length` tokens."""
 
-    def __init__(self, most: int) -> None:
-        self._width = max(1.0, most / BUCKETS)
-        self._ended, self._passed = list(ENDED), list(PASSED)
-        self._inside = [0] * BUCKETS
+    def __init__(self, max_length: int) -> None:
+        self._bucket_width = max(1.0, max_length / NUM_BUCKETS)
+        self._ended, self._passed = list(PRIOR_ENDED), list(PRIOR_PASSED)
+        self._in_bucket = [0] * NUM_BUCKETS
+        """Number of unfinished episodes whose length is in each bucket."""
         self._density: list[float] = []
-        self._tails: list[float] = []
-        self._count = self._news = 0.0
+        self._mean_above: list[float] = []
+        """Mean final length of the episodes that end in each bucket or above. Empty until it is recomputed."""
+        self._num_observations = self._new_observations = 0.0
         self._quantiles: dict[int, list[float]] = {}
-        self._siblings: dict[Hashable, list[float]] = {}
+        self._groups: dict[Hashable, list[float]] = {}
+        """Sum of the expected lengths and number of episodes, by group."""
 
-    def began(self, length: int) -> None:
-        """An episode begins at `length`."""
-        self._count += 1
-        self._inside[self._bucket(length)] += 1
+    def on_start(self, length: int) -> None:
+        """Count an episode that starts with `length` tokens."""
+        self._num_observations += 1
+        self._in_bucket[self._bucket(length)] += 1
 
-    def grew(self, before: int, now: int) -> None:
-        """An episode that was at `before` has come to `now`, and goes on."""
+    def on_growth(self, before: int, now: int) -> None:
+        """Move an unfinished episode from length `before` to `now`."""
         if (last := self._bucket(now)) > (first := self._bucket(before)):
-            self._inside[first] -= 1
-            self._inside[last] += 1
+            self._in_bucket[first] -= 1
+            self._in_bucket[last] += 1
             for bucket in range(first, last):
                 self._passed[bucket] += 1
-            self._forget()
+            self._invalidate()
 
-    def ended(self, before: int, length: int) -> None:
-        """An episode that was, or was thought to be, at `before` ended with `length`."""
-        self.grew(before, length)
+    def on_finish(self, before: int, length: int) -> None:
+        """Count an episode that ended with `length`. `before` is its last known or extrapolated length, which may be
+        larger."""
+        self.on_growth(before, length)
         for bucket in range(self._bucket(length), self._bucket(before)):
-            self._passed[bucket] = max(0.0, self._passed[bucket] - 1)  # what was seen of it may have faded
+            self._passed[bucket] = max(0.0, self._passed[bucket] - 1)  # `decay` may have reduced the 1 since
         self._ended[self._bucket(length)] += 1
-        self.left(max(before, length))
+        self.on_removed(max(before, length))
 
-    def left(self, length: int) -> None:
-        """An episode at `length` is not heard of any more."""
-        self._inside[self._bucket(length)] -= 1
-        self._forget()
+    def on_removed(self, length: int) -> None:
+        """Drop an unfinished episode whose last known length is `length`. It says that it became at least as long."""
+        self._in_bucket[self._bucket(length)] -= 1
+        self._invalidate()
 
-    def fade(self) -> None:
-        """A new step: other prompts, and a policy that may have changed."""
-        self._ended = _faded(self._ended, ENDED)
-        self._passed = _faded(self._passed, PASSED)
-        self._siblings.clear()
-        self._count *= FADING
-        self._news = self._count
-        self._forget()
+    def decay(self) -> None:
+        """Start a training step: reduce the weight of all observations and drop all groups."""
+        self._ended = _decayed(self._ended, PRIOR_ENDED)
+        self._passed = _decayed(self._passed, PRIOR_PASSED)
+        self._groups.clear()
+        self._num_observations *= STEP_DECAY
+        self._new_observations = self._num_observations
+        self._invalidate()
 
-    def beyond(self, length: int) -> float:
-        """The mean final length of those in the stage that are longer than `length`."""
-        mean = (self._tails or self._work_out())[self._bucket(length)]
+    def mean_length_above(self, length: int) -> float:
+        """Return the stage's mean final length of the episodes that become longer than `length`."""
+        mean = (self._mean_above or self._recompute())[self._bucket(length)]
         return mean if mean > length else float(length)
 
-    def tell(self, group: Hashable, before: float | None, now: float) -> None:
-        """A sibling in `group`, of which `before` was expected (None: it is new), is expected to have `now`, or has."""
-        total = self._siblings.setdefault(group, [0.0, 0.0])
+    def update_group(self, group: Hashable, before: float | None, now: float) -> None:
+        """Change one episode's expected length in `group` from `before` to `now`. `before` is None for a new
+        episode."""
+        total = self._groups.setdefault(group, [0.0, 0.0])
         if before is None:
             total[1] += 1
         total[0] += now - (before or 0.0)
 
-    def of_group(self, group: Hashable) -> float:
-        """What is expected of a new episode in `group`."""
-        mean = (self._tails or self._work_out())[0]
-        total, count = self._siblings.get(group, (0.0, 0.0))
-        return (total + KINSHIP * mean) / (count + KINSHIP)
+    def group_mean(self, group: Hashable) -> float:
+        """Return the expected length of a new episode in `group`."""
+        mean = (self._mean_above or self._recompute())[0]
+        total, count = self._groups.get(group, (0.0, 0.0))
+        return (total + GROUP_PRIOR_WEIGHT * mean) / (count + GROUP_PRIOR_WEIGHT)
 
-    def growths(self, group: Hashable, length: int, most: int) -> list[float]:
-        """By how much an episode of `group` with `length` may grow yet until it ends or has `most`, at the middles of
-        `PARTS` equally likely parts."""
-        scale = self.of_group(group) / self._tails[0]
-        room = float(most - length)
+    def growth_quantiles(self, group: Hashable, length: int, max_length: int) -> list[float]:
+        """Return `NUM_QUANTILES` equally likely numbers of tokens by which an episode of `group` with `length` tokens
+        still grows, at most to `max_length`."""
+        scale = self.group_mean(group) / self._mean_above[0]
+        max_growth = float(max_length - length)
         bucket = self._bucket(length)
-        known = self._quantiles.get(bucket)
-        if known is None:
-            known = self._quantiles[bucket] = _quantiles(self._density[bucket:], self._width)
-        return [far if (far := growth * scale) < room else room for growth in known]
+        quantiles = self._quantiles.get(bucket)
+        if quantiles is None:
+            quantiles = self._quantiles[bucket] = _quantiles(self._density[bucket:], self._bucket_width)
+        return [scaled if (scaled := growth * scale) < max_growth else max_growth for growth in quantiles]
 
-    def _work_out(self) -> list[float]:
-        self._density = _density(self._ended, self._passed, self._inside)
-        self._tails = _tails(self._density, self._width)
-        return self._tails
+    def _recompute(self) -> list[float]:
+        self._density = _density(self._ended, self._passed, self._in_bucket)
+        self._mean_above = _mean_above(self._density, self._bucket_width)
+        return self._mean_above
 
-    def _forget(self) -> None:
-        self._news += 1
-        if self._news * FRESH >= self._count:
-            self._news = 0.0
-            self._tails = []
+    def _invalidate(self) -> None:
+        self._new_observations += 1
+        if self._new_observations * REFRESH_DIVISOR >= self._num_observations:
+            self._new_observations = 0.0
+            self._mean_above = []
             self._quantiles = {}
 
     def _bucket(self, length: int) -> int:
-        bucket = int(length / self._width)
-        return bucket if bucket < BUCKETS else BUCKETS - 1
+        bucket = int(length / self._bucket_width)
+        return bucket if bucket < NUM_BUCKETS else NUM_BUCKETS - 1
 
 
-def _faded(counts: list[float], prior: list[float]) -> list[float]:
-    return [least + (count - least) * FADING for count, least in zip(counts, prior, strict=True)]
+def _decayed(counts: list[float], prior: list[float]) -> list[float]:
+    """Decay the observations but not the prior."""
+    return [base + (count - base) * STEP_DECAY for count, base in zip(counts, prior, strict=True)]
 
 
-def _density(ended: list[float], passed: list[float], inside: list[int]) -> list[float]:
-    """The share of all that end in each bucket. Those that are inside one have, on average, half of its risk behind
-    them."""
+def _density(ended: list[float], passed: list[float], in_bucket: list[int]) -> list[float]:
+    """Return the share of all episodes that end in each bucket. Episodes that are inside a bucket count by half among
+    those at risk of ending in it."""
     alive = 1.0
     density: list[float] = []
-    for end, on, half in zip(ended, passed, inside, strict=True):
-        density.append(alive * end / (end + on + half / 2))
+    for num_ended, num_passed, num_inside in zip(ended, passed, in_bucket, strict=True):
+        density.append(alive * num_ended / (num_ended + num_passed + num_inside / 2))
         alive -= density[-1]
     density[-1] += alive
     return density
 
 
-def _tails(density: list[float], width: float) -> list[float]:
-    """Of each bucket, the mean length of those that end in it or above."""
-    tails = [0.0] * len(density)
-    count = total = 0.0
+def _mean_above(density: list[float], width: float) -> list[float]:
+    """Return, for each bucket, the mean length of the episodes that end in it or above."""
+    means = [0.0] * len(density)
+    share = total = 0.0
     for bucket in range(len(density) - 1, -1, -1):
-        count += density[bucket]
+        share += density[bucket]
         total += density[bucket] * (bucket + 0.5) * width
-        tails[bucket] = total / count if count else (bucket + 0.5) * width
-    return tails
+        means[bucket] = total / share if share else (bucket + 0.5) * width
+    return means
 
 
 def _quantiles(density: list[float], width: float) -> list[float]:
-    """Of what lies in buckets of `width`, counted from the middle of the first: the middles of `PARTS` equal parts."""
-    seen = [0.0, *accumulate(density)]
-    if not seen[-1]:
-        return [len(density) * width] * PARTS
-    made: list[float] = []
-    for part in range(PARTS):
-        want = (part + 0.5) / PARTS * seen[-1]
-        bucket = bisect_left(seen, want) - 1
-        made.append(max(0.0, (bucket + (want - seen[bucket]) / density[bucket] - 0.5) * width))
-    return made
+    """Return the middles of `NUM_QUANTILES` equally likely parts of `density`, in tokens from the middle of its first
+    bucket. A bucket is `width` tokens wide."""
+    cumulative = [0.0, *accumulate(density)]
+    if not cumulative[-1]:
+        return [len(density) * width] * NUM_QUANTILES
+    quantiles: list[float] = []
+    for part in range(NUM_QUANTILES):
+        target = (part + 0.5) / NUM_QUANTILES * cumulative[-1]
+        bucket = bisect_left(cumulative, target) - 1
+        quantiles.append(max(0.0, (bucket + (target - cumulative[bucket]) / density[bucket] - 0.5) * width))
+    return quantiles

@@ -1,23 +1,29 @@
-"""Where rollouts run: a pure state machine over engines, episodes and their key-value caches (arXiv 2508.20722, 3.2).
+"""Decides which engine runs each turn: a pure state machine over engines, episodes and KV caches (arXiv 2508.20722,
+3.2).
 
-    wants a turn ──place──> running on an engine ──park──> in a tool call ──wake──> wants a turn
-                                  └──complete──> over
+The owner of the engines (the pool, a simulator, a test) reports each event with its time and then calls `place`, which
+returns the turns that start now. The scheduler does not wait, poll or send requests.
 
-Whoever owns engines (the live pool, the simulator, a test) tells the scheduler what happened, with the time at which it
-did, and asks `place` after each event: nothing here waits, polls, or knows a client.
+    episode state    event                 next state
+    -                submit                WAITING   in the admission queue
+    WAITING          returned by place     RUNNING   a first turn is an admission; a change of engine is a migration
+    RUNNING          park                  PARKED    a tool call runs; the context may stay in the KV cache
+    PARKED           resume                WAITING   for the next turn
+    RUNNING          remove_engine         WAITING   displaced: the turn runs again on another engine
+    any              complete              OVER      the scheduler drops the episode
+
+    order of place   1. resumed episodes, on their own engine or a much emptier one: they never wait for tokens
+                     2. displaced episodes, as soon as an engine has free tokens
+                     3. the admission queue, from its head; it stops at the first episode that no engine can take
 
 Invariants:
-- An episode is placed at most once per turn; it is forgotten by `complete` alone, and never lost with an engine.
-- The ledger of an engine holds every episode that was placed there and has not ended: those in a tool call too, whose
-  context the engine may still hold and will need again. It is exact at any time, unlike a scraped gauge, and all zeros
-  once every episode is complete.
-- The next turn of an episode that has a place is never held up: its tokens are in the ledger already.
-- New episodes wait in one queue, and none begins before who is first in it then: "kv" may put another first as it
-  learns lengths. It lets no engine stand without any episode while one waits, however long that may be, so that none
-  starves: what a step hands in has an end.
-- The same events give the same decisions.
+- An episode is placed at most once per turn. Only `complete` drops it; losing its engine does not.
+- A reservation covers every running and parked episode of an engine. So the forecast is exact where the engine's own
+  metrics lag, and it is all zeros once every episode is complete.
+- `kv` never leaves an engine without episodes while one waits, so every episode is admitted at some time.
+- The same events lead to the same decisions.
 
-Lengths are in tokens of a whole context: prompt and response, tool tokens included.
+Lengths are tokens of a whole context: prompt and response, tool responses included.
 """
 
 from __future__ import annotations
@@ -25,603 +31,425 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
-from trainer.scheduling.kv_forecast import Entry, Ledger
-from trainer.scheduling.length_model import Lengths
+from trainer.scheduling.admission_queue import AdmissionQueue, FifoQueue, LongestFirstQueue
+from trainer.scheduling.kv_forecast import KvForecast
+from trainer.scheduling.length_model import LengthModel
+from trainer.scheduling.state import (
+    MAX_TARGET_UTILIZATION,
+    MIN_TARGET_UTILIZATION,
+    EpisodeKey,
+    EpisodeState,
+    ScheduledEngine,
+    ScheduledEpisode,
+)
 
-Key = Hashable
-_FREE = attrgetter("free")
+_FREE_TOKENS = attrgetter("free_tokens")
 
-EASE, CUT = 0.01, 0.95
-"""Additive increase and multiplicative decrease of the share of a cache that is promised, per quiet observation and per
-burst of preemptions: to compute some contexts anew costs less than to leave a fifth of a cache empty."""
-APPETITE, LEAST, MOST = 0.95, 0.5, 1.0
-FULL = 0.9
-LIGHTER = 0.7
-"""An episode goes on elsewhere if with it less than this share of what its engine has promised is promised there."""
-BUCKETS = 32
-"""Of the ledgers, in the longest context."""
-LOOKS = 8
-"""Episodes, at most, that an observation asks how far they have come: it takes no longer where many began together.
-With two, kv promised more than it should, and preempted twice as often."""
-RATE_SHARE = 0.05
-"""What a turn's speed counts for in that of its engine."""
+TARGET_INCREASE, TARGET_DECREASE_FACTOR = 0.01, 0.95
+"""`TARGET_INCREASE` is added to the target utilization per observation without preemptions while episodes wait.
+`TARGET_DECREASE_FACTOR` multiplies it once per burst of preemptions. It is close to 1 because recomputing a few
+contexts costs less than leaving a fifth of the cache empty."""
+KV_USAGE_FULL = 0.9
+"""The target utilization does not rise while the engine reports a KV usage of at least this."""
+MIGRATION_RATIO = 0.7
+"""Migrate an episode at a turn boundary if the target's reserved share, with the episode, is below this fraction of its
+engine's."""
+FORECAST_BUCKETS = 32
+"""Number of forecast buckets in the longest context."""
+MAX_EXTRAPOLATIONS = 8
+"""Overdue episodes whose length one `observe` extrapolates, at most. It bounds the CPU time of `observe` when many
+episodes started together. With 2 instead of 8, `kv` over-reserved and preemptions doubled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The next turn of `episode` runs on `engine`."""
+    """The decision to run the next turn of `episode` on `engine`."""
 
-    episode: Key
+    episode: EpisodeKey
     engine: str
-    has_moved: bool = False
-    """Whether its last turn ran elsewhere, so that its context is computed anew."""
+    is_migration: bool = False
+    """True if the last turn ran on another engine, so that this one recomputes the context."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
-    """What an engine says of itself. Late, and blind to contexts whose rollout is in a tool call: it corrects the
-    ledger, and does not replace it."""
+class EngineStats:
+    """Counters that an engine reports. They lag, and they leave out parked contexts, so they only correct the target
+    utilization."""
 
     preemptions: int
-    """Since the engine's start."""
-    waiting: int = 0
-    """Requests that it has taken and cannot run."""
-    used: float = 0.0
-    """Share of its key-value cache."""
-    tokens: int = 0
-    """Computed since its start: how one that hangs is told from one that works."""
+    """Preemptions since the engine's start."""
+    num_waiting: int = 0
+    """Requests that the engine has accepted and cannot run yet."""
+    kv_usage: float = 0.0
+    """Used share of the KV cache."""
+    computed_tokens: int = 0
+    """Tokens computed since the engine's start. An engine that hangs stops increasing it."""
 
 
-@dataclass(slots=True)
-class _Engine:
-    name: str
-    ledger: Ledger
-    capacity: int = 0
-    """Tokens that its cache holds."""
-    most_running: int = 0
-    is_up: bool = False
-    promised: float = 0.0
-    """Tokens, at the time when most are; as of the last change, as is `free`."""
-    free: float = 0.0
-    """Tokens that may be promised yet."""
-    due: list[tuple[float, int, _Episode, Entry]] = field(default_factory=list)
-    """A heap: the tick by which an episode was to be over, if as short as can be, and what was expected of it."""
-    reserved: int = 0
-    """What its episodes hold if each becomes as long as it may."""
-    running: int = 0
-    here: dict[Key, _Episode] = field(default_factory=dict)
-    groups: Counter[Hashable] = field(default_factory=Counter)
-    appetite: float = APPETITE
-    """How much of the capacity is promised: learnt from preemptions."""
-    preemptions: int = 0
-    is_overfull: bool = False
-    """Since preemptions began, and until what is promised fits again."""
-    ticks: float = 0.0
-    ticked_at: float = 0.0
-    rate: float = 0.0
-    """Tokens that a running turn grows by in a second."""
+@dataclass(frozen=True, slots=True)
+class PlacementPolicy:
+    """The rule that places turns."""
 
-    def tick(self, now: float) -> float:
-        return self.ticks + self.rate * (now - self.ticked_at)
-
-    def learn_rate(self, tokens: int, seconds: float, now: float) -> None:
-        """A turn that took `seconds` sampled `tokens`."""
-        if tokens <= 0 or seconds <= 0:
-            return
-        self.ticks, self.ticked_at = self.tick(now), now
-        rate = tokens / seconds
-        self.rate += (rate - self.rate) * (RATE_SHARE if self.rate else 1.0)
-
-    def forget(self) -> None:
-        """What is due first is still expected."""
-        while self.due and self.due[0][2].entry is not self.due[0][3]:
-            heapq.heappop(self.due)
-
-    def reckon(self, now: float) -> None:
-        """Its books have changed."""
-        self.promised = self.ledger.peak(self.tick(now))
-        self.free = self.capacity * self.appetite - self.promised
-
-
-@dataclass(slots=True)
-class _Episode:
-    key: Key
-    group: Hashable
-    order: int
-    length: int
-    most: int
-    engine: _Engine | None = None
-    entry: Entry | None = None
-    """What it is in its engine's ledger for."""
-    is_waiting: bool = True
-    is_running: bool = False
-    is_over: bool = False
-    began: float = 0.0
-    """Its turn that runs."""
-    told: int = 0
-    """The length that is known, or thought, to have been reached."""
-    guess: float | None = None
-    """What its siblings are told of it, once it has begun."""
-    last: str = ""
-    """The engine of its last turn."""
+    pick: Callable[[Scheduler, ScheduledEpisode, float], ScheduledEngine | None]
+    """Chooses an engine for an episode that has none, at the given time. None means that no engine can take it."""
+    queue: Callable[[LengthModel], AdmissionQueue] = FifoQueue
+    migrates: bool = False
+    """Whether an episode may leave a full engine between two turns."""
 
 
 class Scheduler:
-    """Decides where turns run. `policy` is one of `POLICIES`; those but "kv" are there to be compared with."""
+    """Places turns by `policy` (default: `kv`). `max_context_tokens` bounds every episode's context.
 
-    def __init__(self, most_tokens: int, policy: str = "kv") -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
-        self.policy = policy
-        self.lengths = Lengths(most_tokens)
-        self.is_held = False
-        """While set, nothing is placed: the weights are being changed."""
-        self._width = max(1.0, most_tokens / BUCKETS)
-        self._pick, queue = POLICIES[policy]
-        self._engines: dict[str, _Engine] = {}
-        self.engines: list[_Engine] = []
-        """Those that take turns, in the order in which they came."""
-        self._changed: dict[str, _Engine] = {}
-        """Those whose room has to be worked out anew."""
-        self._open: dict[str, _Engine] = {}
-        self._refused: _Episode | None = None
-        """A new one that none but those in `_open` could take: who waits costs nothing until something changes."""
-        self._episodes: dict[Key, _Episode] = {}
-        self._woken: deque[_Episode] = deque()
-        self._homeless: deque[_Episode] = deque()
-        """Those of them whose engine was lost: before what is new, since they have begun."""
-        self._queue: _Queue = queue(self)
-        self._orders = itertools.count()
-        self._ties = itertools.count()
-        """Of the heaps of what is due: who is expected to be over at the same tick."""
-        self._numbers: dict[Hashable, int] = {}
+    `lengths` replaces the length model, for simulations that know the lengths.
+    """
 
-    # --- what happened ---
-
-    def new_step(self) -> None:
-        """Other prompts, and a policy that may have changed: what was learnt of lengths counts for less."""
-        self.lengths.fade()
-        self._numbers.clear()
-        for episode in self._episodes.values():
-            if episode.guess is not None:  # it goes on in this step, too
-                episode.guess = self.lengths.beyond(episode.length)
-                self.lengths.tell(episode.group, None, episode.guess)
-
-    def up(
-        self, name: str, capacity: int, most_running: int = 1 << 30, *, block: int = 1, preemptions: int = 0
+    def __init__(
+        self, max_context_tokens: int, policy: PlacementPolicy | None = None, *, lengths: LengthModel | None = None
     ) -> None:
-        """An engine takes part (again): its cache holds `capacity` tokens in blocks of `block`, and it runs
-        `most_running` turns at once. It has had `preemptions`, of which nothing is learnt."""
-        engine = self._engines.setdefault(name, _Engine(name, Ledger(self._width)))
-        engine.capacity, engine.most_running, engine.is_up = capacity, most_running, True
-        engine.preemptions, engine.ledger.margin = preemptions, block / 2
-        self._changed[name] = engine
-        self._count_up()
+        self.policy = policy or POLICIES["kv"]
+        self.lengths = lengths or LengthModel(max_context_tokens)
+        self.is_paused = False
+        """While true, `place` returns nothing. Set during a weight sync."""
+        self.engines: dict[str, ScheduledEngine] = {}
+        """All engines that were ever added, by name."""
+        self.up_engines: list[ScheduledEngine] = []
+        self._bucket_width = max(1.0, max_context_tokens / FORECAST_BUCKETS)
+        self._dirty: dict[str, ScheduledEngine] = {}
+        """Engines whose free tokens have to be recomputed."""
+        self._changed_since_refusal: dict[str, ScheduledEngine] = {}
+        self._refused_head: ScheduledEpisode | None = None
+        """The head of the queue that no engine could admit. Until it changes, only engines in `_changed_since_refusal`
+        are tried again, so a waiting queue costs no CPU time."""
+        self._episodes: dict[EpisodeKey, ScheduledEpisode] = {}
+        self._resumed: deque[ScheduledEpisode] = deque()
+        self._displaced: deque[ScheduledEpisode] = deque()
+        self._queue = self.policy.queue(self.lengths)
+        self._arrivals = itertools.count()
+        self._tie_breakers = itertools.count()
+        """Orders entries of `predicted_ends` with the same decode step."""
 
-    def drain(self, name: str) -> None:
-        """The engine takes no more turns; those that run there end there."""
-        self._engines[name].is_up = False
-        self._count_up()
+    # --- events ---
 
-    def lost(self, name: str) -> list[Key]:
-        """The engine is gone, with all contexts. The turns that ran there, which want a place again."""
-        engine = self._engines[name]
-        self.drain(name)
-        orphans = list(engine.here.values())
-        running = [episode for episode in orphans if episode.is_running]
-        for episode in orphans:
-            self._leave(episode)
-        for episode in running:
-            engine.running -= 1
-            episode.is_running, episode.is_waiting = False, True
-            self._homeless.append(episode)
-        return [episode.key for episode in running]
+    def start_training_step(self) -> None:
+        """Reduce the weight of the lengths learned so far: the problems are new, and the model has changed."""
+        self.lengths.decay()
+        for episode in self._episodes.values():
+            if episode.reported_length is not None:  # it continues in the new step
+                episode.reported_length = self.lengths.mean_length_above(episode.length)
+                self.lengths.update_group(episode.group, None, episode.reported_length)
 
-    def submit(self, key: Key, group: Hashable, length: int, most: int) -> None:
-        """A new episode with a prompt of `length` wants its first turn; its context never exceeds `most`."""
+    def add_engine(
+        self, name: str, kv_capacity: int, max_running: int = 1 << 30, *, block_size: int = 1, preemptions: int = 0
+    ) -> None:
+        """Place turns on an engine from now on, for the first time or again.
+
+        Its cache has `kv_capacity` tokens in blocks of `block_size`, and it runs `max_running` turns at once.
+        `preemptions` is its counter now.
+        """
+        engine = self.engines.setdefault(name, ScheduledEngine(name, KvForecast(self._bucket_width)))
+        engine.kv_capacity, engine.max_running, engine.is_up = kv_capacity, max_running, True
+        engine.preemptions, engine.forecast.block_slack = preemptions, block_size / 2
+        self._dirty[name] = engine
+        self._refresh_up()
+
+    def remove_engine(self, name: str) -> list[EpisodeKey]:
+        """Stop using an engine that has lost all its contexts. Return the episodes whose turns ran there; they are
+        placed again."""
+        engine = self.engines[name]
+        engine.is_up = False
+        self._refresh_up()
+        episodes = list(engine.episodes.values())
+        for episode in episodes:
+            self._unassign(episode)
+        displaced = [episode for episode in episodes if episode.state is EpisodeState.RUNNING]
+        for episode in displaced:
+            engine.num_running -= 1
+            episode.state = EpisodeState.WAITING
+        self._displaced += displaced
+        return [episode.key for episode in displaced]
+
+    def submit(self, key: EpisodeKey, group: Hashable, length: int, max_context_tokens: int) -> None:
+        """Queue a new episode with a prompt of `length` tokens.
+
+        Raises `ValueError` if the key is in use or the prompt is empty or too long.
+        """
         if key in self._episodes:
-            raise ValueError(f"episode {key!r} is here already")
-        if not 0 < length <= most:
-            raise ValueError(f"episode {key!r}: expected a prompt of 1 to {most} tokens, got {length}")
-        episode = _Episode(key, group, next(self._orders), length, most)
+            raise ValueError(f"episode {key!r}: expected a new key, got one that is in use")
+        if not 0 < length <= max_context_tokens:
+            raise ValueError(f"episode {key!r}: expected a prompt of 1 to {max_context_tokens} tokens, got {length}")
+        episode = ScheduledEpisode(key, group, next(self._arrivals), length, max_context_tokens)
         self._episodes[key] = episode
         self._queue.push(episode)
 
-    def park(self, key: Key, length: int, now: float) -> None:
-        """The turn is over, the context has `length`, and a tool call runs."""
-        episode = self._running(key)
-        self._check(episode, length)
-        self._stop(episode, length, now)
-        self._grow(episode, length, now)
+    def park(self, key: EpisodeKey, length: int, now: float) -> None:
+        """End a turn that leads to a tool call. The context has `length` tokens now."""
+        episode = self._running_episode(key)
+        self._check_length(episode, length)
+        self._stop_turn(episode, length, now)
+        self._set_length(episode, length, now)
 
-    def wake(self, key: Key, length: int, now: float) -> None:
-        """The tool has answered; with that the context has `length`, and the episode wants its next turn."""
+    def resume(self, key: EpisodeKey, length: int, now: float) -> None:
+        """Request the next turn of a parked episode. The context, tool responses included, has `length` tokens now."""
         episode = self._episodes[key]
-        if episode.is_running or episode.is_waiting:
-            raise ValueError(f"episode {key!r} is not in a tool call")
-        self._check(episode, length)
-        self._grow(episode, length, now)
-        episode.is_waiting = True
-        self._woken.append(episode)
+        if episode.state is not EpisodeState.PARKED:
+            raise ValueError(f"episode {key!r}: expected a parked episode, got a {episode.state.name.lower()} one")
+        self._check_length(episode, length)
+        self._set_length(episode, length, now)
+        episode.state = EpisodeState.WAITING
+        self._resumed.append(episode)
 
-    def complete(self, key: Key, now: float, length: int | None = None) -> None:
-        """The episode is over, with `length`; None if it was cut short: it would have been as long, at least."""
+    def complete(self, key: EpisodeKey, now: float, length: int | None = None) -> None:
+        """Drop an episode that ended with `length` tokens. None means that it was cancelled: the length model then
+        counts it as longer than it is."""
         episode = self._episodes[key]
         if length is not None:
-            self._check(episode, length)
-        elif episode.is_running and episode.engine is not None:
-            self._guess_progress(episode, episode.engine.tick(now))
-        if episode.is_running:
-            self._stop(episode, length, now)
+            self._check_length(episode, length)
+        elif episode.state is EpisodeState.RUNNING and episode.engine is not None:
+            self._extrapolate_length(episode, episode.engine.decode_step(now))
+        if episode.state is EpisodeState.RUNNING:
+            self._stop_turn(episode, length, now)
         if episode.engine is not None:
-            self._leave(episode)
+            self._unassign(episode)
         del self._episodes[key]
-        episode.is_over = True
-        if episode.guess is None:
+        episode.state = EpisodeState.OVER
+        if episode.reported_length is None:
             return
         if length is None:
-            self.lengths.left(episode.told)
-            length = int(self.lengths.beyond(episode.told))
+            self.lengths.on_removed(episode.known_length)
+            length = int(self.lengths.mean_length_above(episode.known_length))
         else:
-            self.lengths.ended(episode.told, length)
-        self.lengths.tell(episode.group, episode.guess, length)
-        self._queue.touch(episode.group)
+            self.lengths.on_finish(episode.known_length, length)
+        self.lengths.update_group(episode.group, episode.reported_length, length)
+        self._queue.reprioritize(episode.group)
 
-    def observe(self, name: str, gauge: Gauge, now: float) -> None:
-        """Corrects how much of the engine's cache is promised: less after preemptions, more while there are none and
-        episodes wait."""
-        engine = self._engines[name]
-        fresh, engine.preemptions = gauge.preemptions - engine.preemptions, gauge.preemptions
-        fits = engine.free >= 0
-        if fresh > 0:
-            if fits or not engine.is_overfull:  # one burst of preemptions is one mistake
-                engine.appetite = max(LEAST, engine.appetite * CUT)
-            engine.is_overfull = True
+    def observe(self, name: str, stats: EngineStats, now: float) -> None:
+        """Adjust an engine's target utilization: down after preemptions, up without them while episodes wait."""
+        engine = self.engines[name]
+        new_preemptions, engine.preemptions = stats.preemptions - engine.preemptions, stats.preemptions
+        fits = engine.free_tokens >= 0
+        if new_preemptions > 0:
+            # A burst lasts until the reservations fit the lowered target, so it lowers the target only once.
+            if fits or not engine.in_preemption_burst:
+                target = engine.target_utilization * TARGET_DECREASE_FACTOR
+                engine.target_utilization = max(MIN_TARGET_UTILIZATION, target)
+            engine.in_preemption_burst = True
         elif fits:
-            engine.is_overfull = False
-            if not gauge.waiting and gauge.used < FULL and len(self._queue):
-                engine.appetite = min(MOST, engine.appetite + EASE)
-        self._look(engine, now)
-        self._changed[name] = engine
-        self.settle(now)
+            engine.in_preemption_burst = False
+            if not stats.num_waiting and stats.kv_usage < KV_USAGE_FULL and len(self._queue):
+                target = engine.target_utilization + TARGET_INCREASE
+                engine.target_utilization = min(MAX_TARGET_UTILIZATION, target)
+        self._extrapolate_overdue(engine, now)
+        self._dirty[name] = engine
+        self.refresh_free_tokens(now)
 
-    # --- what to do ---
+    # --- decisions ---
 
     def place(self, now: float) -> list[Placement]:
-        """All turns that can begin now."""
-        if self.is_held or not self.engines:
+        """Return all turns that start now, in the order of the table above."""
+        if self.is_paused or not self.up_engines:
             return []
-        placed: list[Placement] = []
-        while self._woken:
-            episode = self._woken.popleft()
-            if episode.engine is None or not episode.engine.is_up:
-                self._homeless.append(episode)
-            elif not episode.is_over:
-                placed.append(self._begin(episode, self._again(episode, episode.engine, now), now))
-        while self._homeless:
-            if not self._homeless[0].is_over:
-                engine = self._pick(self, self._homeless[0], now)
-                if engine is None:
-                    return placed
-                placed.append(self._begin(self._homeless[0], engine, now))
-            self._homeless.popleft()
-        while (new := self._queue.first()) is not None:
-            engine = self._pick(self, new, now)
-            if engine is None:
-                break
+        placements: list[Placement] = []
+        while self._resumed:
+            episode = self._resumed.popleft()
+            if episode.engine is None:
+                self._displaced.append(episode)
+                continue
+            placements.append(self._start_turn(episode, self._pick_for_next_turn(episode, episode.engine, now), now))
+        while self._displaced:
+            episode = self._displaced[0]
+            if episode.state is not EpisodeState.OVER:
+                if (engine := self.policy.pick(self, episode, now)) is None:
+                    return placements
+                placements.append(self._start_turn(episode, engine, now))
+            self._displaced.popleft()
+        while (head := self._queue.peek()) is not None and (engine := self.policy.pick(self, head, now)) is not None:
             self._queue.pop()
-            placed.append(self._begin(new, engine, now))
-        return placed
-
-    # --- the books ---
-
-    def books(self) -> dict[str, dict[str, int]]:
-        """Of each engine, what it is in for: episodes, turns that run, tokens of contexts, tokens at the very most."""
-        return {
-            name: {
-                "episodes": engine.ledger.episodes,
-                "running": engine.running,
-                "held": engine.ledger.held,
-                "reserved": engine.reserved,
-            }
-            for name, engine in self._engines.items()
-        }
+            placements.append(self._start_turn(head, engine, now))
+        return placements
 
     @property
-    def running(self) -> int:
-        """Turns that have a place."""
-        return sum(engine.running for engine in self._engines.values())
+    def num_running(self) -> int:
+        """Number of turns that are placed and have not ended."""
+        return sum(engine.num_running for engine in self.engines.values())
 
-    def rate(self, name: str) -> float:
-        """Tokens that a turn on the engine samples in a second, lately; 0 where none has ended."""
-        return self._engines[name].rate
+    def refresh_free_tokens(self, now: float) -> None:
+        """Recompute the free tokens of the engines that have changed."""
+        for engine in self._dirty.values():
+            engine.refresh_reserved(now)
+        self._changed_since_refusal.update(self._dirty)
+        self._dirty.clear()
 
-    def appetite(self, name: str) -> float:
-        """The share of an engine's cache that is promised."""
-        return self._engines[name].appetite
+    def pick_most_free(self, episode: ScheduledEpisode, now: float) -> ScheduledEngine | None:
+        """Return the engine with the most free tokens if the episode fits, else an engine without episodes, else None.
 
-    def number_of(self, group: Hashable) -> int:
-        """Of a group, in the order in which they came."""
-        return self._numbers.setdefault(group, len(self._numbers))
-
-    def settle(self, now: float) -> None:
-        """Work out the room of engines whose books have changed."""
-        for engine in self._changed.values():
-            engine.reckon(now)
-        self._open.update(self._changed)
-        self._changed.clear()
-
-    def most_free(self, episode: _Episode, now: float) -> _Engine | None:
-        """The engine with most tokens that are not promised; where its prompt is held already, it needs fewer."""
-        self.settle(now)
-        best, most, group, saved = None, -math.inf, episode.group, episode.length
-        engines = self._open.values() if episode is self._refused else self.engines
+        An engine that already holds the group's prompt counts the prompt's tokens as free.
+        """
+        self.refresh_free_tokens(now)
+        best, most_free, group, prompt_tokens = None, -math.inf, episode.group, episode.length
+        engines = self._changed_since_refusal.values() if episode is self._refused_head else self.up_engines
         for engine in engines:
-            free = engine.free + saved if group in engine.groups else engine.free
-            if free > most and engine.is_up and engine.running < engine.most_running:
-                best, most = engine, free
-        if best is not None and self.fits(episode, best, now):
+            free = engine.free_tokens + prompt_tokens if group in engine.groups else engine.free_tokens
+            if free > most_free and engine.is_up and engine.num_running < engine.max_running:
+                best, most_free = engine, free
+        if best is not None and self._fits(episode, best, now):
             return best
-        idle = [engine for engine in engines if not engine.ledger.episodes and engine.is_up]
+        idle = [engine for engine in engines if not engine.forecast.num_episodes and engine.is_up]
         if idle:
-            return max(idle, key=_FREE)
-        self._refused = episode
-        self._open.clear()
+            return max(idle, key=_FREE_TOKENS)
+        self._refused_head = episode
+        self._changed_since_refusal.clear()
         return None
 
-    def fits(self, episode: _Episode, engine: _Engine, now: float) -> bool:
-        """Whether all of the engine's episodes, and this one, are expected to have room at any time."""
-        ledger, room = engine.ledger, engine.capacity * engine.appetite
-        if engine.reserved + episode.most + 2 * ledger.margin * (ledger.episodes + 1) <= room:
-            return True  # however long they become
-        if engine.free < 0:
-            return False  # even without it
-        growths = self.lengths.growths(episode.group, episode.length, episode.most)
-        return ledger.peak_with(episode.length, engine.tick(now), growths) <= room
+    # --- helpers ---
 
-    def _again(self, episode: _Episode, home: _Engine, now: float) -> _Engine:
-        """Where an episode goes on. A boundary between turns is a free chance to leave a full engine, but for the
-        context that is computed anew."""
-        if self.policy != "kv" or len(self._engines) == 1:
+    def _fits(self, episode: ScheduledEpisode, engine: ScheduledEngine, now: float) -> bool:
+        """Return whether the expected peak, with the episode, is within the engine's target utilization."""
+        forecast, target_tokens = engine.forecast, engine.kv_capacity * engine.target_utilization
+        worst_case_tokens = engine.worst_case_tokens + episode.max_context_tokens
+        if worst_case_tokens + 2 * forecast.block_slack * (forecast.num_episodes + 1) <= target_tokens:
+            return True
+        if engine.free_tokens < 0:
+            return False
+        growths = self.lengths.growth_quantiles(episode.group, episode.length, episode.max_context_tokens)
+        return forecast.peak_with(episode.length, engine.decode_step(now), growths) <= target_tokens
+
+    def _pick_for_next_turn(self, episode: ScheduledEpisode, home: ScheduledEngine, now: float) -> ScheduledEngine:
+        """Return the episode's own engine, or a much emptier one. A migration only costs recomputing the context."""
+        if not self.policy.migrates or len(self.engines) == 1:
             return home
-        self.settle(now)
-        best, most = max(self.engines, key=_FREE), LIGHTER * home.promised / home.capacity
-        if best.running >= best.most_running or best.promised / best.capacity >= most:
+        self.refresh_free_tokens(now)
+        target = max(self.up_engines, key=_FREE_TOKENS)
+        max_share = MIGRATION_RATIO * home.reserved_tokens / home.kv_capacity
+        if target.num_running >= target.max_running or target.reserved_tokens / target.kv_capacity >= max_share:
             return home
-        length = max(episode.length, episode.told)
-        growths = self.lengths.growths(episode.group, length, episode.most)
-        there = best.ledger.peak_with(length, best.tick(now), growths)
-        return best if there / best.capacity < most else home
+        length = max(episode.length, episode.known_length)
+        growths = self.lengths.growth_quantiles(episode.group, length, episode.max_context_tokens)
+        reserved_with_episode = target.forecast.peak_with(length, target.decode_step(now), growths)
+        return target if reserved_with_episode / target.kv_capacity < max_share else home
 
-    def _count_up(self) -> None:
-        self.engines = [engine for engine in self._engines.values() if engine.is_up]
+    def _refresh_up(self) -> None:
+        self.up_engines = [engine for engine in self.engines.values() if engine.is_up]
 
-    def _begin(self, episode: _Episode, engine: _Engine, now: float) -> Placement:
+    def _start_turn(self, episode: ScheduledEpisode, engine: ScheduledEngine, now: float) -> Placement:
         if episode.engine is not engine:
             if episode.engine is not None:
-                self._leave(episode)
-            self._enter(episode, engine, now)
-        if episode.guess is None:
-            episode.guess = self.lengths.beyond(0)  # of who has only begun nothing is known, whatever its prompt
-            self.lengths.tell(episode.group, None, episode.guess)
-            self.lengths.began(episode.length)
-            episode.told = episode.length
-        episode.is_waiting, episode.is_running, episode.began = False, True, now
-        engine.running += 1
-        has_moved = episode.last not in ("", engine.name)
-        episode.last = engine.name
-        return Placement(episode.key, engine.name, has_moved)
+                self._unassign(episode)
+            self._assign(episode, engine, now)
+        if episode.reported_length is None:
+            episode.reported_length = self.lengths.mean_length_above(0)  # a long prompt does not imply a long response
+            self.lengths.update_group(episode.group, None, episode.reported_length)
+            self.lengths.on_start(episode.length)
+            episode.known_length = episode.length
+        episode.state, episode.turn_started_at = EpisodeState.RUNNING, now
+        engine.num_running += 1
+        is_migration = episode.last_engine not in ("", engine.name)
+        episode.last_engine = engine.name
+        return Placement(episode.key, engine.name, is_migration)
 
-    def _stop(self, episode: _Episode, length: int | None, now: float) -> None:
-        """Its turn no longer runs."""
-        engine, episode.is_running = episode.engine, False
+    def _stop_turn(self, episode: ScheduledEpisode, length: int | None, now: float) -> None:
+        engine, episode.state = episode.engine, EpisodeState.PARKED
         assert engine is not None
-        engine.running -= 1
+        engine.num_running -= 1
         if length is not None:
-            engine.learn_rate(length - episode.length, now - episode.began, now)
+            engine.update_rate(length - episode.length, now - episode.turn_started_at, now)
 
-    def _enter(self, episode: _Episode, engine: _Engine, now: float) -> None:
+    def _assign(self, episode: ScheduledEpisode, engine: ScheduledEngine, now: float) -> None:
         episode.engine = engine
-        engine.here[episode.key] = episode
-        engine.reserved += episode.most
+        engine.episodes[episode.key] = episode
+        engine.worst_case_tokens += episode.max_context_tokens
         engine.groups[episode.group] += 1
-        self._reckon(episode, engine, engine.tick(now))
+        self._update_reservation(episode, engine, engine.decode_step(now))
 
-    def _reckon(self, episode: _Episode, engine: _Engine, tick: float) -> None:
-        """What is to be expected of it from here on."""
-        if episode.entry is not None:
-            engine.ledger.leave(episode.entry)
-        length = max(episode.length, episode.told)
-        growths = self.lengths.growths(episode.group, length, episode.most)
-        episode.entry = engine.ledger.enter(length, tick, growths)
-        soon = tick + max(growths[0], self._width / 2)
-        heapq.heappush(engine.due, (soon, next(self._ties), episode, episode.entry))
-        self._changed[engine.name] = engine
-
-    def _leave(self, episode: _Episode) -> None:
-        engine, entry = episode.engine, episode.entry
+    def _unassign(self, episode: ScheduledEpisode) -> None:
+        engine, reservation = episode.engine, episode.reservation
         assert engine is not None
-        assert entry is not None
-        episode.engine = episode.entry = None
-        engine.ledger.leave(entry)
-        del engine.here[episode.key]
-        engine.reserved -= episode.most
+        assert reservation is not None
+        episode.engine = episode.reservation = None
+        engine.forecast.release(reservation)
+        del engine.episodes[episode.key]
+        engine.worst_case_tokens -= episode.max_context_tokens
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.forget()  # nobody looks at an engine that has no gauge
-        self._changed[engine.name] = engine
+        engine.drop_stale_predictions()  # `observe` does so too, but an engine without stats is never observed
+        self._dirty[engine.name] = engine
 
-    def _grow(self, episode: _Episode, length: int, now: float) -> None:
-        self._reached(episode, length)
+    def _update_reservation(self, episode: ScheduledEpisode, engine: ScheduledEngine, step: float) -> None:
+        if episode.reservation is not None:
+            engine.forecast.release(episode.reservation)
+        length = max(episode.length, episode.known_length)
+        growths = self.lengths.growth_quantiles(episode.group, length, episode.max_context_tokens)
+        episode.reservation = engine.forecast.reserve(length, step, growths)
+        earliest_end = step + max(growths[0], self._bucket_width / 2)
+        heapq.heappush(engine.predicted_ends, (earliest_end, next(self._tie_breakers), episode, episode.reservation))
+        self._dirty[engine.name] = engine
+
+    def _set_length(self, episode: ScheduledEpisode, length: int, now: float) -> None:
+        self._record_progress(episode, length)
         episode.length = length
         engine = episode.engine
         if engine is not None:
-            self._reckon(episode, engine, engine.tick(now))
+            self._update_reservation(episode, engine, engine.decode_step(now))
 
-    def _check(self, episode: _Episode, length: int) -> None:
-        if not episode.length <= length <= episode.most:
+    def _check_length(self, episode: ScheduledEpisode, length: int) -> None:
+        if not episode.length <= length <= episode.max_context_tokens:
             raise ValueError(
-                f"episode {episode.key!r}: expected {episode.length} to {episode.most} tokens of context, got {length}"
+                f"episode {episode.key!r}: expected a context of {episode.length} to {episode.max_context_tokens} "
+                f"tokens, got {length}"
             )
 
-    def _look(self, engine: _Engine, now: float) -> None:
-        """Those that end say so at once, those that go on only after a turn. Were they not taken to have come as far as
-        their engine is fast, everything would seem to be short, and they would be promised less than they need."""
-        tick, due = engine.tick(now), engine.due
-        for _ in range(LOOKS):
-            engine.forget()
-            if not due or due[0][0] > tick:
+    def _extrapolate_overdue(self, engine: ScheduledEngine, now: float) -> None:
+        """Extrapolate the lengths of overdue episodes from the engine's decode speed.
+
+        Finished episodes report at once, running ones only at the end of a turn. Without this the length model is
+        biased to short episodes and reserves too few tokens.
+        """
+        step, predicted_ends = engine.decode_step(now), engine.predicted_ends
+        for _ in range(MAX_EXTRAPOLATIONS):
+            engine.drop_stale_predictions()
+            if not predicted_ends or predicted_ends[0][0] > step:
                 break
-            episode = heapq.heappop(due)[2]
-            if episode.is_running:
-                self._guess_progress(episode, tick)
-                self._reckon(episode, engine, tick)
+            episode = heapq.heappop(predicted_ends)[2]
+            if episode.state is EpisodeState.RUNNING:
+                self._extrapolate_length(episode, step)
+                self._update_reservation(episode, engine, step)
 
-    def _guess_progress(self, episode: _Episode, tick: float) -> None:
-        entry = episode.entry
-        assert entry is not None
-        self._reached(episode, min(episode.most, entry.context + int(tick - entry.tick)))
+    def _extrapolate_length(self, episode: ScheduledEpisode, step: float) -> None:
+        reservation = episode.reservation
+        assert reservation is not None
+        length = reservation.context + int(step - reservation.step)
+        self._record_progress(episode, min(episode.max_context_tokens, length))
 
-    def _reached(self, episode: _Episode, length: int) -> None:
-        """Its siblings, too, are expected to be longer the longer it gets."""
-        if length > episode.told:
-            self.lengths.grew(episode.told, length)
-            episode.told = length
-            before, episode.guess = episode.guess, self.lengths.beyond(length)
-            self.lengths.tell(episode.group, before, episode.guess)
-            self._queue.touch(episode.group)
+    def _record_progress(self, episode: ScheduledEpisode, length: int) -> None:
+        """Report a new known length to the length model, which also raises the expectation of the episode's group."""
+        if length > episode.known_length:
+            self.lengths.on_growth(episode.known_length, length)
+            episode.known_length = length
+            before, episode.reported_length = episode.reported_length, self.lengths.mean_length_above(length)
+            self.lengths.update_group(episode.group, before, episode.reported_length)
+            self._queue.reprioritize(episode.group)
 
-    def _running(self, key: Key) -> _Episode:
+    def _running_episode(self, key: EpisodeKey) -> ScheduledEpisode:
         episode = self._episodes[key]
-        if not episode.is_running:
-            raise ValueError(f"episode {key!r} has no turn that runs")
+        if episode.state is not EpisodeState.RUNNING:
+            raise ValueError(f"episode {key!r}: expected a running episode, got a {episode.state.name.lower()} one")
         return episode
 
 
-class _Queue(Protocol):
-    """New episodes."""
-
-    def __len__(self) -> int: ...
-    def push(self, episode: _Episode) -> None: ...
-    def first(self) -> _Episode | None: ...
-    def pop(self) -> None: ...
-    def touch(self, group: Hashable) -> None:
-        """More is known of the lengths in `group`."""
+def _pick_worst_case(scheduler: Scheduler, episode: ScheduledEpisode, _: float) -> ScheduledEngine | None:
+    """Return an engine that has room even if all its episodes grow to their maximum: the paper's rule, which the
+    authors' code applies by polling."""
+    engine = min(scheduler.up_engines, key=lambda engine: engine.worst_case_tokens - engine.kv_capacity)
+    fits = engine.worst_case_tokens + episode.max_context_tokens <= engine.kv_capacity
+    return engine if fits or not engine.forecast.num_episodes else None
 
 
-class _Fifo:
-    """In the order in which they came."""
-
-    def __init__(self, _: Scheduler) -> None:
-        self._episodes: deque[_Episode] = deque()
-
-    def __len__(self) -> int:
-        return len(self._episodes)
-
-    def push(self, episode: _Episode) -> None:
-        self._episodes.append(episode)
-
-    def first(self) -> _Episode | None:
-        while self._episodes and self._episodes[0].is_over:
-            self._episodes.popleft()
-        return self._episodes[0] if self._episodes else None
-
-    def pop(self) -> None:
-        self._episodes.popleft()
-
-    def touch(self, group: Hashable) -> None:
-        pass
-
-
-class _Longest:
-    """The longest expected first, so that none of them is left for the end; as long as nothing is known, the group of
-    which fewest have begun, so that something is."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._lengths = scheduler.lengths
-        self._waiting: dict[Hashable, deque[_Episode]] = {}
-        self._begun: Counter[Hashable] = Counter()
-        self._ranks: dict[Hashable, tuple[float, int, int, Hashable]] = {}
-        self._heap: list[tuple[float, int, int, Hashable]] = []
-        self._count = 0
-        self._orders: dict[Hashable, int] = {}
-
-    def __len__(self) -> int:
-        return self._count
-
-    def push(self, episode: _Episode) -> None:
-        self._orders.setdefault(episode.group, episode.order)
-        self._waiting.setdefault(episode.group, deque()).append(episode)
-        self._count += 1
-        self.touch(episode.group)
-
-    def first(self) -> _Episode | None:
-        while self._heap:
-            rank = self._heap[0]
-            group = rank[-1]
-            waiting = self._waiting.get(group)
-            if waiting and waiting[0].is_over:
-                self._drop(group)
-            elif waiting and self._ranks[group] is rank:
-                return waiting[0]
-            else:
-                heapq.heappop(self._heap)
-        return None
-
-    def pop(self) -> None:
-        group = self._heap[0][-1]
-        self._begun[group] += 1
-        self._drop(group)
-
-    def touch(self, group: Hashable) -> None:
-        if group in self._waiting:
-            rank = (-self._lengths.of_group(group), self._begun[group], self._orders[group], group)
-            self._ranks[group] = rank
-            heapq.heappush(self._heap, rank)
-
-    def _drop(self, group: Hashable) -> None:
-        self._waiting[group].popleft()
-        self._count -= 1
-        if self._waiting[group]:
-            self.touch(group)
-        else:
-            del self._waiting[group], self._begun[group], self._ranks[group], self._orders[group]
-
-
-Pick = Callable[[Scheduler, _Episode, float], _Engine | None]
-
-
-def _least_promised(scheduler: Scheduler, episode: _Episode, _: float) -> _Engine | None:
-    """The authors' rule: room for the longest that every episode could become; they poll, this does not."""
-    best = min(scheduler.engines, key=lambda engine: engine.reserved - engine.capacity)
-    return best if best.reserved + episode.most <= best.capacity or not best.ledger.episodes else None
-
-
-def _fewest(scheduler: Scheduler, _: _Episode, __: float) -> _Engine | None:
-    return min(scheduler.engines, key=lambda engine: engine.ledger.episodes)
-
-
-def _by_turns(scheduler: Scheduler, episode: _Episode, _: float) -> _Engine | None:
-    engines = scheduler.engines
-    return engines[episode.order % len(engines)]
-
-
-def _by_group(scheduler: Scheduler, episode: _Episode, _: float) -> _Engine | None:
-    engines = scheduler.engines
-    return engines[scheduler.number_of(episode.group) % len(engines)]
-
-
-POLICIES: dict[str, tuple[Pick, Callable[[Scheduler], _Queue]]] = {
-    "static": (_by_group, _Fifo),
-    "round_robin": (_by_turns, _Fifo),
-    "least_inflight": (_fewest, _Fifo),
-    "reserve_worst_case": (_least_promised, _Fifo),
-    "kv": (Scheduler.most_free, _Longest),
+POLICIES = {
+    "reserve_worst_case": PlacementPolicy(_pick_worst_case),
+    "kv": PlacementPolicy(Scheduler.pick_most_free, LongestFirstQueue, migrates=True),
 }

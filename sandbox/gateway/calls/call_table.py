@@ -1,56 +1,62 @@
-"""Every admitted call, where it is, and its one answer.
+"""The table of admitted calls: a state machine that admits, assigns, requeues and finishes them.
+
+             admit             assign
+    (batch) ------> waiting ---------> running ---finish--------> result
+                      ^  |                |
+                      |  +--expire,       +---executor_lost, last attempt---> `unavailable`
+                      |     stop_waiting -> `unavailable`
+                      +---executor_lost---+
 
 Invariants:
-- A batch is admitted whole or refused whole; admitted and unanswered calls never exceed `Bounds`, nor those of one
-  tenant its share of them.
-- Results that clients have not read yet are bounded too: past `Bounds.results` no batch is admitted, and a batch that
-  holds more than an equal part of that gets `unavailable` in place of what comes.
-- An admitted call either waits or runs at exactly one node, until it is answered once or dropped with its batch.
-- A node that is lost costs its calls an attempt, not their answer: they go back to the head of the queue, and only
-  after `attempts` of them get `unavailable`.
-- Calls on their last attempt run one per node: one that kills its executor takes no other's last attempt along.
-- No step depends on how many calls wait or run, but for those that say which they are about: `admit` and `drop` go once
-  through their batch, `lose` through the calls of its node.
-- Synchronous, without clock or I/O; `now` (seconds, monotonic) is passed in. What acts on all this is `dispatch`.
+- A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
+  never exceed its share.
+- While unread results exceed `max_result_bytes`, no batch is admitted, and a batch that holds more than an equal part
+  of them gets `unavailable` in place of further results.
+- An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
+- A lost executor costs its calls an attempt each. They go to the head of the queue, and get `unavailable` after
+  `max_attempts`.
+- Each executor runs at most one call on its last attempt, so a call that kills executors cannot use up the last attempt
+  of another call.
+- The cost of a step does not depend on how many calls wait or run. Only `admit` and `cancel` visit each call of their
+  batch, and `executor_lost` each call of the executor.
+- No clock and no I/O: `now` (seconds, monotonic) is an argument. `Dispatcher` acts on what this module decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sandbox.errors import Overloaded, RequestRefused
+from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
 from sandbox.gateway.calls.fair_queue import FairQueue
-from sandbox.types import Call, EncodedResult, unavailable
+from sandbox.types import EncodedResult, unavailable_result
 
-Node = int
-"""A node by its number, as `dispatch` counts them."""
-
-RATE_MEMORY_S = 10.0
-"""How far back the observed drain rate looks."""
+RATE_WINDOW_S = 10.0
+"""Seconds over which the answer rate is averaged."""
 MAX_RETRY_AFTER_S = 60
-EXPIRE_CALLS = 512
-"""Given up in one go, which takes some milliseconds."""
+MAX_EXPIRED_AT_ONCE = 512
+"""Calls that one `expire` finishes, which takes some milliseconds of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """How much may be admitted at once, how many nodes one call may outlive, and which part of all one tenant may have.
+class AdmissionLimits:
+    """Limits on unfinished calls. The server does not verify who a tenant is: a tenant's share protects against a
+    greedy tenant, not against one that uses several names."""
 
-    Tenants are who callers say they are: a share keeps out one that is greedy, not one that lies."""
-
-    calls: int
-    bytes: int
-    attempts: int
+    max_calls: int
+    max_bytes: int
+    max_attempts: int
     tenant_share: float = 1.0
-    results: int = 1 << 30
-    """Bytes of results that are held for clients to read."""
+    """Part of `max_calls` and of `max_bytes` that one tenant may hold."""
+    max_result_bytes: int = 1 << 30
+    """Bytes of results that clients have not read."""
 
 
-class Held:
-    """Calls admitted and unanswered, and their bytes."""
+class Outstanding:
+    """Unfinished calls and their bytes, in total or of one tenant."""
 
     __slots__ = ("bytes", "calls")
 
@@ -58,415 +64,317 @@ class Held:
         self.calls = 0
         self.bytes = 0
 
-
-class Ticket:
-    """One call of a batch, from its admission to its answer."""
-
-    __slots__ = (
-        "attempts", "batch", "call", "clamped", "id", "index", "node", "priority", "queue_ms", "seq", "since", "size",
-        "tenant",
-    )  # fmt: skip
-
-    def __init__(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
-        self.batch: Batch
-        """Set when its batch is admitted."""
-        self.index = index
-        self.call: Call | None = call
-        """None once it is answered or dropped, so that nothing of it is kept."""
-        self.id = call_id
-        self.clamped = clamped
-        self.priority = call.priority
-        self.tenant = call.tenant
-        self.size = call.size
-        self.attempts = 0
-        self.node: Node | None = None
-        """Where it runs; None while it waits."""
-        self.seq = 0
-        self.since = 0.0
-        """When it began to wait, last."""
-        self.queue_ms = 0.0
-        """How long it waited here, all attempts together."""
+    def add(self, calls: int, size_bytes: int) -> None:
+        self.calls += calls
+        self.bytes += size_bytes
 
 
-class Batch:
-    """Calls that came together: their answers in order, and whom to tell.
+@dataclass(frozen=True, slots=True)
+class _CapacityCheck:
+    """Whether `wanted` more calls or bytes fit beside the `held` ones of the queue or of a tenant."""
 
-    `on_answer(index)` is called for each answer, `on_done()` after the last. Slots of calls that were never valid are
-    filled before admission with `fill`.
-    """
-
-    __slots__ = (
-        "admitted_at", "answers", "first", "held", "left", "line", "on_answer", "on_done", "queue_timeout_s", "tickets",
-    )  # fmt: skip
-
-    def __init__(self, size: int, queue_timeout_s: float) -> None:
-        self.queue_timeout_s = queue_timeout_s
-        self.admitted_at = 0.0
-        self.answers: list[EncodedResult | None] = [None] * size
-        self.left = size
-        self.held = 0
-        """Bytes of answers of executors that the client has not read."""
-        self.tickets: list[Ticket] = []
-        self.first = 0
-        """All tickets before this place have been taken once, or need not be."""
-        self.line: deque[tuple[float, Ticket]] = deque()
-        """Since when which call waits again, oldest first; some of them have ceased to."""
-        self.on_answer: Callable[[int], None] | None = None
-        self.on_done: Callable[[], None] | None = None
-
-    def add(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
-        """Make `call` the one in slot `index`."""
-        self.tickets.append(Ticket(index, call, call_id, clamped))
-
-    def fill(self, index: int, answer: EncodedResult) -> None:
-        """Put the one answer for slot `index`."""
-        assert self.answers[index] is None
-        self.answers[index] = answer
-        self.left -= 1
-        if not self.left:
-            self.forget()
-        if self.on_answer is not None:
-            self.on_answer(index)
-        if not self.left and self.on_done is not None:
-            self.on_done()
-
-    def forget(self) -> None:
-        """Drop the tickets, which refer to this batch: no cycle of references outlives the last answer."""
-        self.tickets.clear()
-        self.line.clear()
-        self.first = 0
-
-    def take(self, index: int) -> EncodedResult:
-        """The answer in slot `index`, which is there; it is not kept here any longer."""
-        answer, self.answers[index] = self.answers[index], None
-        assert answer is not None
-        return answer
+    holder: str
+    reason: str
+    unit: str
+    held: int
+    wanted: int
+    maximum: int
 
 
-class Ledger:
-    """The state machine that admits, hands out, takes back and answers calls."""
+class CallTable:
+    """All unfinished calls, and the results that clients have not read."""
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
-        self.all = Held()
-        self._tenants: dict[str, Held] = {}
-        self.results = 0
-        """Bytes of results that clients have not read."""
-        self._readers = 0
-        """Batches that hold some of them."""
-        self.drain = DrainRate()
-        self._queue: FairQueue[Ticket] = FairQueue()
-        self._last_attempts: OrderedDict[Ticket, None] = OrderedDict()
-        """Waiting, but not in the queue."""
-        self._running: dict[Node, dict[int, Ticket]] = {}
-        self._alone: dict[Node, Ticket] = {}
-        """Which of the running ones is on its last attempt; the queue counts all others as running."""
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
+        self.outstanding = Outstanding()
+        self._tenants: dict[str, Outstanding] = {}
+        self.unread_result_bytes = 0
+        self._unread_batches = 0
+        """Number of batches with unread results."""
+        self.answer_rate = AnswerRate()
+        self._queue: FairQueue[PendingCall] = FairQueue()
+        self._waiting_last_attempts: OrderedDict[PendingCall, None] = OrderedDict()
+        """Waiting calls with one attempt left. They are not in the queue."""
+        self._running: dict[ExecutorId, dict[int, PendingCall]] = {}
+        """Running calls by executor and `seq`."""
+        self._running_last_attempt: dict[ExecutorId, PendingCall] = {}
+        """The running call on its last attempt, by executor. The queue counts all others as running."""
         self._seq = 0
 
     @property
-    def calls(self) -> int:
-        """Admitted and unanswered."""
-        return self.all.calls
-
-    @property
-    def bytes(self) -> int:
-        return self.all.bytes
-
-    @property
     def waiting(self) -> int:
-        return len(self._queue) + len(self._last_attempts)
+        """Number of waiting calls."""
+        return len(self._queue) + len(self._waiting_last_attempts)
 
-    def running(self, node: Node) -> int:
-        """How many calls `node` holds."""
-        return len(self._running.get(node, ()))
+    def running(self, executor: ExecutorId) -> int:
+        """Return how many calls an executor has."""
+        return len(self._running.get(executor, ()))
 
     def admit(self, batch: Batch, now: float) -> None:
-        """Queue all calls of `batch`. Raises `Overloaded` when they do not fit now, `RequestRefused` when never."""
-        groups = _alike(batch.tickets)
-        wanted = _by_tenant(groups)
-        self._check_room(wanted, now)
-        for name, more in wanted.items():
-            for held in (self.all, self._tenants.setdefault(name, Held())):
-                held.calls += more.calls
-                held.bytes += more.bytes
+        """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
+        groups = _group_by_tenant(batch.calls)
+        wanted = _load_by_tenant(groups)
+        self._check_capacity(wanted, now)
+        for name, load in wanted.items():
+            self.outstanding.add(load.calls, load.bytes)
+            self._tenants.setdefault(name, Outstanding()).add(load.calls, load.bytes)
         batch.admitted_at = now
-        for ticket in batch.tickets:
-            ticket.batch, ticket.since = batch, now
+        for call in batch.calls:
+            call.batch, call.waiting_since = batch, now
         for group in groups:
             self._queue.push(*group)
 
-    def take(self, node: Node, most: int, most_bytes: int, now: float) -> list[Ticket]:
-        """The next calls, now running at `node`: at most `most`, and no more after `most_bytes` are reached."""
-        taken: list[Ticket] = []
-        held = self._running.setdefault(node, {})
-        size = 0
-        while len(taken) < most and size < most_bytes:
-            if self._last_attempts and node not in self._alone:
-                ticket = self._alone[node] = self._last_attempts.popitem(last=False)[0]
-            elif (popped := self._queue.pop()) is not None:
-                ticket = popped
-            else:
+    def assign(self, executor: ExecutorId, max_calls: int, target_bytes: int, now: float) -> list[PendingCall]:
+        """Assign the next calls to an executor and return them: at most `max_calls`, and none after the one that
+        reaches `target_bytes`."""
+        assigned: list[PendingCall] = []
+        running = self._running.setdefault(executor, {})
+        size_bytes = 0
+        while len(assigned) < max_calls and size_bytes < target_bytes:
+            call: PendingCall | None
+            if self._waiting_last_attempts and executor not in self._running_last_attempt:
+                call = self._running_last_attempt[executor] = self._waiting_last_attempts.popitem(last=False)[0]
+            elif (call := self._queue.pop()) is None:
                 break
             self._seq += 1
-            ticket.seq, ticket.node = self._seq, node
-            ticket.attempts += 1
-            ticket.queue_ms += max(0.0, now - ticket.since) * 1000
-            held[ticket.seq] = ticket
-            size += ticket.size
-            taken.append(ticket)
-        return taken
+            call.seq, call.executor = self._seq, executor
+            call.attempts += 1
+            call.queue_ms += max(0.0, now - call.waiting_since) * 1000
+            running[call.seq] = call
+            size_bytes += call.size_bytes
+            assigned.append(call)
+        return assigned
 
-    def answer(self, node: Node, seq: int, answer: EncodedResult, size: int = 0) -> Ticket | None:
-        """The answer, of so many bytes (`size_of`), that `node` gave for `seq`; None when nobody waits for it any more
-        (cancelled, or never asked)."""
-        held = self._running.get(node)
-        ticket = held.pop(seq, None) if held else None
-        if ticket is None:
+    def finish(self, executor: ExecutorId, seq: int, result: EncodedResult, size_bytes: int = 0) -> PendingCall | None:
+        """Store the result that an executor sent for `seq`, and return its call; None if the call was cancelled or
+        `seq` is unknown. `size_bytes` is `result_bytes(result)`. Changes `result`."""
+        running = self._running.get(executor)
+        call = running.pop(seq, None) if running else None
+        if call is None:
             return None
-        self._end(node, ticket)
-        answer["id"] = ticket.id
-        answer["attempts"] = ticket.attempts - 1 + (answer.get("attempts") or 1)
-        answer["clamped"] = ticket.clamped
-        answer["usage"]["queue_ms"] = round(answer["usage"]["queue_ms"] + ticket.queue_ms, 3)
-        self._hold(ticket.batch, answer, size)
-        self._close(ticket)
-        ticket.batch.fill(ticket.index, answer)
-        return ticket
+        self._stop_running(executor, call)
+        result["id"] = call.id
+        result["attempts"] = call.attempts - 1 + (result.get("attempts") or 1)
+        result["clamped"] = call.clamped
+        result["usage"]["queue_ms"] = round(result["usage"]["queue_ms"] + call.queue_ms, 3)
+        self._buffer_result(call.batch, result, size_bytes)
+        self._forget(call)
+        call.batch.set_result(call.index, result)
+        return call
 
-    def release(self, batch: Batch, size: int | None = None) -> None:
-        """The client of `batch` has read so many bytes (`size_of`) of its results, or needs none of them any more."""
-        if batch.held:
-            read = batch.held if size is None else min(size, batch.held)
-            batch.held -= read
-            self.results -= read
-            self._readers -= not batch.held
+    def results_read(self, batch: Batch, size_bytes: int | None = None) -> None:
+        """Count results of a batch as read by its client: so many bytes, or all if None."""
+        if batch.unread_bytes:
+            read = batch.unread_bytes if size_bytes is None else min(size_bytes, batch.unread_bytes)
+            batch.unread_bytes -= read
+            self.unread_result_bytes -= read
+            self._unread_batches -= not batch.unread_bytes
 
-    def lose(self, node: Node, now: float) -> tuple[list[Ticket], list[Ticket]]:
-        """`node` is gone: its calls wait again, or are given up after their last attempt. Returns both lists."""
-        retried: list[Ticket] = []
-        given_up: list[Ticket] = []
-        alone = self._alone.pop(node, None)
-        for ticket in self._running.pop(node, {}).values():
-            ticket.node, ticket.since = None, now
-            left = self.bounds.attempts - ticket.attempts
-            (retried if left else given_up).append(ticket)
-            if left > 1:
-                self._queue.put_back(ticket)
-            elif ticket is not alone:
-                self._queue.end(ticket)
-            if left == 1:
-                self._last_attempts[ticket] = None
-            if left:
-                ticket.batch.line.append((now, ticket))
-        for ticket in given_up:
-            why = f"its executor died {ticket.attempts} times in a row; the service's log says why"
-            self._refuse(ticket, "ExecutorLost", why)
-        return retried, given_up
+    def executor_lost(self, executor: ExecutorId, now: float) -> tuple[list[PendingCall], list[PendingCall]]:
+        """Requeue the calls of a lost executor. Calls without an attempt left get `unavailable`. Returns both lists."""
+        requeued: list[PendingCall] = []
+        failed: list[PendingCall] = []
+        last_attempt = self._running_last_attempt.pop(executor, None)
+        for call in self._running.pop(executor, {}).values():
+            call.executor, call.waiting_since = None, now
+            attempts_left = self.limits.max_attempts - call.attempts
+            (requeued if attempts_left else failed).append(call)
+            if attempts_left > 1:
+                self._queue.requeue(call)
+            elif call is not last_attempt:
+                self._queue.finished(call)
+            if attempts_left == 1:
+                self._waiting_last_attempts[call] = None
+            if attempts_left:
+                call.batch.requeued.append((now, call))
+        for call in failed:
+            message = f"its executor died {call.attempts} times in a row; the server's log has the reason"
+            self._finish_unavailable(call, "ExecutorLost", message)
+        return requeued, failed
 
-    def expire(self, batch: Batch, now: float) -> list[Ticket]:
-        """Give up calls of `batch` that have waited its `queue_timeout_s` for a slot: `EXPIRE_CALLS` of them at most,
-        since all else waits meanwhile, and the rest when asked again."""
-        timeout_s, late = batch.queue_timeout_s, list[Ticket]()
-        while len(late) < EXPIRE_CALLS and (oldest := _oldest(batch)) and now - oldest.since >= timeout_s:
-            self._stop_waiting(oldest)
-            why = (
-                f"waited {round(now - oldest.since, 3):g} s for a slot, at most {timeout_s:g} s; send fewer calls at "
-                "once, ask for a longer queue_timeout_s, or start the service with a larger --queue-timeout-s"
+    def expire(self, batch: Batch, now: float) -> list[PendingCall]:
+        """Finish calls of a batch that have waited for `queue_timeout_s` with `unavailable`, and return them. At most
+        `MAX_EXPIRED_AT_ONCE`, so that the event loop is not blocked; call it again for the rest."""
+        timeout_s, expired = batch.queue_timeout_s, list[PendingCall]()
+        while len(expired) < MAX_EXPIRED_AT_ONCE:
+            call = batch.longest_waiting()
+            if call is None or now - call.waiting_since < timeout_s:
+                break
+            self._dequeue(call)
+            message = (
+                f"waited {round(now - call.waiting_since, 3):g} s for a slot, at most {timeout_s:g} s; send fewer "
+                "calls at once, set a longer queue_timeout_s, or start the server with a larger --queue-timeout-s"
             )
-            self._refuse(oldest, "QueueTimeout", why)
-            late.append(oldest)
-        return late
+            self._finish_unavailable(call, "QueueTimeout", message)
+            expired.append(call)
+        return expired
 
     def next_expiry(self, batch: Batch) -> float | None:
-        """When the first waiting call of `batch` will have waited too long; None when none waits."""
-        oldest = _oldest(batch)
-        return None if oldest is None else oldest.since + batch.queue_timeout_s
+        """Return when the first waiting call of a batch expires; None if no call waits."""
+        call = batch.longest_waiting()
+        return None if call is None else call.waiting_since + batch.queue_timeout_s
 
-    def drop(self, batch: Batch) -> dict[Node, list[int]]:
-        """Forget the unanswered calls of `batch`, whose client is gone. Returns what runs where, to be cancelled."""
-        cancelled: dict[Node, list[int]] = {}
-        for ticket in _open(batch.tickets):
-            if ticket.node is None:
-                self._stop_waiting(ticket)
+    def cancel(self, batch: Batch) -> dict[ExecutorId, list[int]]:
+        """Forget the unfinished calls of a batch. Returns the `seq`s of the running ones, by executor."""
+        cancelled: dict[ExecutorId, list[int]] = {}
+        for call in batch.calls:
+            if call.call is None:
+                continue
+            if call.executor is None:
+                self._dequeue(call)
             else:
-                del self._running[ticket.node][ticket.seq]
-                self._end(ticket.node, ticket)
-                cancelled.setdefault(ticket.node, []).append(ticket.seq)
-            self._close(ticket)
-        batch.forget()
+                del self._running[call.executor][call.seq]
+                self._stop_running(call.executor, call)
+                cancelled.setdefault(call.executor, []).append(call.seq)
+            self._forget(call)
+        batch.forget_calls()
         return cancelled
 
-    def give_up_waiting(self, kind: str, message: str, most: int) -> list[Ticket]:
-        """Answer calls that wait with `unavailable`, at most so many: no executor will get them."""
-        left: list[Ticket] = []
-        while len(left) < most:
-            if self._last_attempts:
-                ticket = self._last_attempts.popitem(last=False)[0]
+    def fail_waiting(self, error_type: str, message: str, max_calls: int) -> list[PendingCall]:
+        """Finish at most `max_calls` waiting calls with `unavailable`, and return them."""
+        failed: list[PendingCall] = []
+        while len(failed) < max_calls:
+            if self._waiting_last_attempts:
+                call = self._waiting_last_attempts.popitem(last=False)[0]
             elif (popped := self._queue.pop()) is not None:
-                ticket = popped
-                self._queue.end(ticket)
+                call = popped
+                self._queue.finished(call)
             else:
                 break
-            self._refuse(ticket, kind, message)
-            left.append(ticket)
-        return left
+            self._finish_unavailable(call, error_type, message)
+            failed.append(call)
+        return failed
 
-    def give_up(self, kind: str, message: str) -> list[Ticket]:
-        """Answer all that is left with `unavailable`: the service ends."""
-        left = self.give_up_waiting(kind, message, self.waiting)
-        running = [ticket for held in self._running.values() for ticket in held.values()]
+    def fail_all(self, error_type: str, message: str) -> list[PendingCall]:
+        """Finish every call with `unavailable`, and return them."""
+        waiting = self.fail_waiting(error_type, message, self.waiting)
+        running = [call for calls in self._running.values() for call in calls.values()]
         self._running.clear()
-        self._alone.clear()
+        self._running_last_attempt.clear()
         self._queue = FairQueue()
-        for ticket in running:
-            self._refuse(ticket, kind, message)
-        return left + running
+        for call in running:
+            self._finish_unavailable(call, error_type, message)
+        return waiting + running
 
-    def retry_after_s(self, excess: int, now: float) -> int:
-        """Seconds until `excess` calls have been answered, going by the last ones."""
-        rate = self.drain.per_s(now)
-        seconds = excess / rate if rate > 0 else 1.0
+    def retry_after_s(self, calls: int, now: float) -> int:
+        """Return the seconds until so many calls are finished, at the current answer rate."""
+        rate = self.answer_rate.per_s(now)
+        seconds = calls / rate if rate > 0 else 1.0
         return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
 
-    def _hold(self, batch: Batch, answer: EncodedResult, size: int) -> None:
-        """Count `answer` as held for its client. One that is too much becomes `unavailable`, in place."""
-        most = self.bounds.results
-        if self.results + size > most and batch.held + size > most / max(1, self._readers):
-            why = (
-                f"results of {self.results} bytes wait for clients to read them, at most {most}, and {batch.held} of "
-                "them are this batch's; send smaller batches, ask for a stream, or read it faster"
+    def _buffer_result(self, batch: Batch, result: EncodedResult, size_bytes: int) -> None:
+        """Count a result as unread. If it does not fit, it becomes `unavailable`, in place."""
+        maximum, unread_bytes = self.limits.max_result_bytes, self.unread_result_bytes
+        part = maximum / max(1, self._unread_batches)
+        if unread_bytes + size_bytes > maximum and batch.unread_bytes + size_bytes > part:
+            message = (
+                f"clients have not read results of {unread_bytes} bytes, at most {maximum}, and {batch.unread_bytes} "
+                "of them are this batch's; send smaller batches, request a stream, or read it faster"
             )
-            lost = unavailable(answer["id"], "ResultsUnread", why, answer["attempts"]).encode(binary=True)
-            answer.update({**lost, "usage": answer["usage"], "clamped": answer["clamped"]})
-            size = size_of(answer)
-        self._readers += not batch.held and size > 0
-        batch.held += size
-        self.results += size
+            lost = unavailable_result(result["id"], "ResultsUnread", message, result["attempts"]).encode(binary=True)
+            result.update({**lost, "usage": result["usage"], "clamped": result["clamped"]})
+            size_bytes = result_bytes(result)
+        self._unread_batches += not batch.unread_bytes and size_bytes > 0
+        batch.unread_bytes += size_bytes
+        self.unread_result_bytes += size_bytes
 
-    def _check_room(self, wanted: Mapping[str, Held], now: float) -> None:
-        """Raises `RequestRefused` if any bound is too small for this batch alone, `Overloaded` if one is just now."""
-        if self.results > self.bounds.results:
-            after = self.retry_after_s(1, now)
+    def _check_capacity(self, wanted: Mapping[str, Outstanding], now: float) -> None:
+        """Raises `RequestRefused` if a limit is too small for this batch alone, `Overloaded` if one is reached now."""
+        if self.unread_result_bytes > self.limits.max_result_bytes:
+            after_s = self.retry_after_s(1, now)
             raise Overloaded(
-                f"results of {self.results} bytes wait for clients to read them, at most {self.bounds.results}; "
-                f"try again in {after} s",
-                retry_after_s=after,
+                f"clients have not read results of {self.unread_result_bytes} bytes, at most "
+                f"{self.limits.max_result_bytes}; try again in {after_s} s",
+                retry_after_s=after_s,
             )
-        bounds = list(self._bounds_of(wanted))
-        for who, why, unit, _, amount, most in bounds:
-            if amount > most:
+        checks = list(self._capacity_checks(wanted))
+        for check in checks:
+            if check.wanted > check.maximum:
                 raise RequestRefused(
-                    f"{amount} {unit} in one batch, but {who} holds at most {most}{why}; send smaller batches"
+                    f"{check.wanted} {check.unit} in one batch, but {check.holder} holds at most "
+                    f"{check.maximum}{check.reason}; send smaller batches"
                 )
-        for who, why, unit, held, amount, most in bounds:
-            if held + amount > most:
-                part = (held + amount - most) / max(held, 1)
-                after = self.retry_after_s(math.ceil(part * self.calls), now)
+        for check in checks:
+            excess = check.held + check.wanted - check.maximum
+            if excess > 0:
+                after_s = self.retry_after_s(math.ceil(excess / max(check.held, 1) * self.outstanding.calls), now)
                 raise Overloaded(
-                    f"{who} holds {held} of at most {most} {unit}{why}, and this batch has {amount} more; "
-                    f"try again in {after} s",
-                    retry_after_s=after,
+                    f"{check.holder} holds {check.held} of at most {check.maximum} {check.unit}{check.reason}, and "
+                    f"this batch has {check.wanted} more; try again in {after_s} s",
+                    retry_after_s=after_s,
                 )
 
-    def _bounds_of(self, wanted: Mapping[str, Held]) -> Iterator[tuple[str, str, str, int, int, int]]:
-        """Who holds calls or bytes (and why no more), how many, how many more it would be, and how many it may be."""
-        for unit, most in (("calls", self.bounds.calls), ("bytes", self.bounds.bytes)):
-            yield "the queue", "", unit, getattr(self.all, unit), sum(getattr(m, unit) for m in wanted.values()), most
-            share = math.ceil(most * self.bounds.tenant_share)
-            for name, more in wanted.items():
-                held = getattr(self._tenants.get(name) or Held(), unit)
-                yield f"tenant {name!r}", f", a tenant's share of {most}", unit, held, getattr(more, unit), share
+    def _capacity_checks(self, wanted: Mapping[str, Outstanding]) -> Iterator[_CapacityCheck]:
+        """Yield the checks of calls and of bytes: for the queue, then for each tenant."""
+        limits, held = self.limits, self.outstanding
+        calls, size_bytes = sum(load.calls for load in wanted.values()), sum(load.bytes for load in wanted.values())
+        yield _CapacityCheck("the queue", "", "calls", held.calls, calls, limits.max_calls)
+        yield _CapacityCheck("the queue", "", "bytes", held.bytes, size_bytes, limits.max_bytes)
+        max_calls = math.ceil(limits.max_calls * limits.tenant_share)
+        max_bytes = math.ceil(limits.max_bytes * limits.tenant_share)
+        for name, load in wanted.items():
+            tenant, of = self._tenants.get(name) or Outstanding(), ", a tenant's share of "
+            holder = f"tenant {name!r}"
+            yield _CapacityCheck(holder, f"{of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
+            yield _CapacityCheck(holder, f"{of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
 
-    def _stop_waiting(self, ticket: Ticket) -> None:
-        if ticket in self._last_attempts:
-            del self._last_attempts[ticket]
+    def _dequeue(self, call: PendingCall) -> None:
+        if call in self._waiting_last_attempts:
+            del self._waiting_last_attempts[call]
         else:
-            self._queue.remove(ticket)
+            self._queue.remove(call)
 
-    def _end(self, node: Node, ticket: Ticket) -> None:
-        """It runs no longer."""
-        if self._alone.get(node) is ticket:
-            del self._alone[node]
+    def _stop_running(self, executor: ExecutorId, call: PendingCall) -> None:
+        if self._running_last_attempt.get(executor) is call:
+            del self._running_last_attempt[executor]
         else:
-            self._queue.end(ticket)
+            self._queue.finished(call)
 
-    def _refuse(self, ticket: Ticket, kind: str, message: str) -> None:
-        self._close(ticket)
-        result = unavailable(ticket.id, kind, message, attempts=ticket.attempts)
-        ticket.batch.fill(ticket.index, result.encode(binary=True))
+    def _finish_unavailable(self, call: PendingCall, error_type: str, message: str) -> None:
+        self._forget(call)
+        result = unavailable_result(call.id, error_type, message, attempts=call.attempts)
+        call.batch.set_result(call.index, result.encode(binary=True))
 
-    def _close(self, ticket: Ticket) -> None:
-        assert ticket.call is not None
-        ticket.call = None
-        tenant = self._tenants[ticket.tenant]
-        for held in (self.all, tenant):
-            held.calls -= 1
-            held.bytes -= ticket.size
+    def _forget(self, call: PendingCall) -> None:
+        """Count a call as no longer outstanding, and free its code."""
+        assert call.call is not None
+        call.call = None
+        tenant = self._tenants[call.tenant]
+        tenant.add(-1, -call.size_bytes)
+        self.outstanding.add(-1, -call.size_bytes)
         if not tenant.calls:
-            del self._tenants[ticket.tenant]
+            del self._tenants[call.tenant]
 
 
-class DrainRate:
-    """Answers per second, over about the last `RATE_MEMORY_S`."""
+class AnswerRate:
+    """Finished calls per second: an exponential average over about `RATE_WINDOW_S`."""
 
     def __init__(self) -> None:
         self._rate = 0.0
-        self._at: float | None = None
+        self._counted_at: float | None = None
 
-    def count(self, answers: int, now: float) -> None:
-        """`answers` more have been given by `now`."""
-        self._rate = self.per_s(now) + answers / RATE_MEMORY_S
-        self._at = now
+    def count(self, calls: int, now: float) -> None:
+        """Count so many more finished calls."""
+        self._rate = self.per_s(now) + calls / RATE_WINDOW_S
+        self._counted_at = now
 
     def per_s(self, now: float) -> float:
-        if self._at is None:
+        """Return finished calls per second."""
+        if self._counted_at is None:
             return 0.0
-        return self._rate * math.exp(min(0.0, self._at - now) / RATE_MEMORY_S)
+        return self._rate * math.exp(min(0.0, self._counted_at - now) / RATE_WINDOW_S)
 
 
-def size_of(answer: EncodedResult) -> int:
-    """About how many bytes an answer holds. Raises `TypeError` or `KeyError` for what is none."""
-    error, files = answer["error"], answer["files"]
-    size = 1024 + len(answer["stdout"]) + len(answer["stderr"]) + len(answer["value"] or "")
-    if error is not None:
-        size += len(error["traceback"]) + len(error["message"])
-    if files:
-        size += sum(map(len, files.values()))
-    return size
-
-
-def _alike(tickets: Sequence[Ticket]) -> Collection[Sequence[Ticket]]:
-    """`tickets`, those of one priority and tenant together."""
-    groups: defaultdict[tuple[int, str], list[Ticket]] = defaultdict(list)
-    for ticket in tickets:
-        groups[ticket.priority, ticket.tenant].append(ticket)
+def _group_by_tenant(calls: Sequence[PendingCall]) -> Collection[Sequence[PendingCall]]:
+    """Return the calls in groups of one priority and tenant."""
+    groups: defaultdict[tuple[int, str], list[PendingCall]] = defaultdict(list)
+    for call in calls:
+        groups[call.priority, call.tenant].append(call)
     return groups.values()
 
 
-def _by_tenant(groups: Iterable[Sequence[Ticket]]) -> dict[str, Held]:
-    wanted: defaultdict[str, Held] = defaultdict(Held)
+def _load_by_tenant(groups: Iterable[Sequence[PendingCall]]) -> dict[str, Outstanding]:
+    load: defaultdict[str, Outstanding] = defaultdict(Outstanding)
     for group in groups:
-        held = wanted[group[0].tenant]
-        held.calls += len(group)
-        held.bytes += sum(ticket.size for ticket in group)
-    return wanted
-
-
-def _oldest(batch: Batch) -> Ticket | None:
-    """Which waiting call of `batch` has waited longest: one that does since its admission, if there is any."""
-    for place in range(batch.first, len(batch.tickets)):
-        ticket = batch.tickets[place]
-        if ticket.call is not None and not ticket.attempts:
-            batch.first = place
-            return ticket
-    batch.first, line = len(batch.tickets), batch.line
-    while line:
-        since, ticket = line[0]
-        if ticket.call is not None and ticket.node is None and ticket.since == since:
-            return ticket
-        line.popleft()
-    return None
-
-
-def _open(tickets: Sequence[Ticket]) -> Iterable[Ticket]:
-    return (ticket for ticket in tickets if ticket.call is not None)
+        load[group[0].tenant].add(len(group), sum(call.size_bytes for call in group))
+    return load

@@ -1,11 +1,12 @@
-"""Carries calls from the ledger to the executors and answers back, and owns both.
+"""Sends calls from the call table to the executors, and their results back. Owns the table and the executors.
 
 Invariants:
-- All work on one turn of the event loop goes out together: one `_pump` per turn, frames of up to `MAX_FRAME_CALLS`.
-- Once the service stops, no call is handed out: those that wait, and those that an executor loses, are answered
-  `unavailable` with `Stopped` at once, so that their clients can send them to another service.
-- No task, timer or future belongs to a single call; a batch has one of each at most.
-- What happens to a call is decided in `admission.Ledger`; this file has the clock, the nodes and the counters.
+- All calls that become ready in one iteration of the event loop are sent together: `_dispatch` runs at most once per
+  iteration, in frames of up to `wire.MAX_FRAME_CALLS`.
+- Once the server drains, no call is dispatched. Waiting calls, and calls of an executor that dies, get `unavailable`
+  with `Stopped` at once, so that their clients can send them to another server.
+- No task, timer or future belongs to a single call; a batch has at most one timer.
+- The call table decides what happens to a call; this module has the clock, the executors and the counters.
 """
 
 from __future__ import annotations
@@ -14,255 +15,268 @@ import asyncio
 import logging
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
 from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError, NodeError, Overloaded
-from sandbox.gateway.calls.call_table import Batch, Bounds, Ledger, Ticket
-from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch, Node, Sized
+from sandbox.gateway.calls.batch import Batch, PendingCall
+from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable
+from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
 from sandbox.gateway.heap import trim_at_rest
-from sandbox.gateway.metrics import Counters, Sample, executor_samples
+from sandbox.gateway.metrics import Counters, MetricSample
 from sandbox.types import EncodedResult, Status
 from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
-TIMER_S = 0.002
-"""The event loop's clock counts milliseconds, so its timers may be that early by ours."""
-STOPPED = "the service stopped before this call was done; send it again"
-STOP_CALLS = 512
-"""Waiting calls that are answered `Stopped` in one turn of the loop, which takes some milliseconds."""
-LEVEL_CHARS = 60
-DEAD_S = 150.0
-"""No executor for this long, and the service reports itself as not alive: more than one start may take."""
+TIMER_SLACK_S = 0.002
+"""Seconds added to each timer. The event loop's clock has milliseconds, so a timer may fire that early."""
+STOPPED = "the server stopped before this call was done; send it again"
+MAX_STOPPED_AT_ONCE = 512
+"""Waiting calls that get `Stopped` in one iteration of the event loop, which takes some milliseconds."""
+UNHEALTHY_AFTER_S = 150.0
+"""Seconds without any ready executor after which `/health` fails. Longer than one start may take."""
 
 
 class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
 
     def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
-        self.config = config.resolved(machine.cores(), machine.memory_limit() >> 20)
+        self.config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         self.counters = Counters()
-        bounds = Bounds(
-            config.queue_calls, config.queue_mb << 20, config.attempts, config.tenant_share, config.results_mb << 20
+        self.call_table = CallTable(
+            AdmissionLimits(
+                max_calls=config.queue_calls,
+                max_bytes=config.queue_mb << 20,
+                max_attempts=config.attempts,
+                tenant_share=config.tenant_share,
+                max_result_bytes=config.results_mb << 20,
+            )
         )
-        self.ledger = Ledger(bounds)
         self.is_draining = False
-        self.nodes: list[Node] = []
+        self.executors: list[ExecutorHandle] = []
         self._launch = launch
         self._loop: asyncio.AbstractEventLoop
         self._tasks = asyncio.TaskGroup()
-        self._lives: list[asyncio.Task[None]] = []
-        self._timers: dict[Batch, asyncio.TimerHandle] = {}
-        self._pump_is_due = False
+        self._executor_tasks: list[asyncio.Task[None]] = []
+        self._expiry_timers: dict[Batch, asyncio.TimerHandle] = {}
+        self._is_dispatch_scheduled = False
         self._idle = asyncio.Event()
         self._last_alive = 0.0
 
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._last_alive = monotonic()
-        shares = self.config.shares()
-        self.nodes = [Node(n, self._launch, share.settings(), self) for n, share in enumerate(shares)]
+        shares = self.config.per_executor()
+        self.executors = [
+            ExecutorHandle(number, self._launch, share.encode(), self) for number, share in enumerate(shares)
+        ]
         await self._tasks.__aenter__()
-        self._lives = [self._tasks.create_task(node.run()) for node in self.nodes]
-        self._lives.append(self._tasks.create_task(trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)))
+        self._executor_tasks = [self._tasks.create_task(executor.run()) for executor in self.executors]
+        trimming = trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)
+        self._executor_tasks.append(self._tasks.create_task(trimming))
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_draining = True
-        for life in self._lives:
-            life.cancel()
-        for node in self.nodes:
-            node.started.cancel()
-        await self._tasks.__aexit__(None, None, None)  # given `why`, it would wrap it
+        for task in self._executor_tasks:
+            task.cancel()
+        for executor in self.executors:
+            executor.started.cancel()
+        await self._tasks.__aexit__(None, None, None)  # not given `error`, which the task group would wrap
 
     async def started(self) -> None:
-        """Wait until every executor is ready. Raises `ConfigError` with the reason of one that will never be."""
+        """Wait until every executor is ready. Raises `ConfigError` if one cannot start."""
         try:
-            await asyncio.gather(*(node.started for node in self.nodes))
-        except NodeError as why:
-            raise ConfigError(str(why)) from None
+            await asyncio.gather(*(executor.started for executor in self.executors))
+        except NodeError as error:
+            raise ConfigError(str(error)) from None
 
-    async def drain(self, within_s: float) -> None:
-        """Admit nothing more, and answer `unavailable` to what waits. What the executors have may finish within
-        `within_s`; the rest of it gets `unavailable`, too."""
+    async def drain(self, timeout_s: float) -> None:
+        """Reject new calls, answer waiting ones with `unavailable`, and give running ones `timeout_s` to finish; the
+        rest gets `unavailable` too."""
         self.is_draining = True
-        self._schedule_pump()
+        self._schedule_dispatch()
         self._check_idle()
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            left = self.ledger.give_up("Stopped", STOPPED)
-            self._count_unavailable(left)
-            log.warning("stopped with %d calls unfinished after %g s", len(left), within_s)
+            failed = self.call_table.fail_all("Stopped", STOPPED)
+            self._count_unavailable(failed)
+            log.warning("stopped with %d calls unfinished after %g s", len(failed), timeout_s)
 
     def kill(self) -> None:
-        """End all executors at once."""
-        for node in self.nodes:
-            node.kill()
+        """Kill all executors at once."""
+        for executor in self.executors:
+            executor.kill()
 
     @property
     def is_ready(self) -> bool:
-        return not self.is_draining and any(node.is_ready for node in self.nodes)
+        return not self.is_draining and any(executor.is_ready for executor in self.executors)
 
     @property
     def isolation(self) -> dict[str, str]:
-        """The level that the executors report, and why `auto` took no stronger one."""
-        levels = (node.about.get("isolation") for node in self.nodes)
-        level = next((level[:LEVEL_CHARS] for level in levels if isinstance(level, str)), "")
-        return {"isolation": level, "isolation_reason": self.config.isolation_reason}
+        """The isolation level that the executors report, and why `auto` did not choose a stronger one."""
+        levels = (executor.ready_report.isolation for executor in self.executors if executor.ready_report)
+        return {"isolation": next(filter(None, levels), ""), "isolation_reason": self.config.isolation_reason}
 
     @property
     def is_alive(self) -> bool:
-        """False when there has been no executor for `DEAD_S`."""
-        if any(node.is_ready for node in self.nodes):
+        """False if no executor has been ready for `UNHEALTHY_AFTER_S`."""
+        if any(executor.is_ready for executor in self.executors):
             return True
-        return monotonic() - self._last_alive < DEAD_S
+        return monotonic() - self._last_alive < UNHEALTHY_AFTER_S
 
-    def check_is_open(self) -> None:
-        """Raises `Overloaded` once nothing more is admitted."""
+    @property
+    def dispatched(self) -> int:
+        """Calls sent to executors and not finished, those that wait in an executor included."""
+        return sum(self.call_table.running(executor.number) for executor in self.executors)
+
+    def check_accepting(self) -> None:
+        """Raises `Overloaded` if the server drains."""
         if self.is_draining:
-            raise Overloaded("the service is stopping; send this to another one", retry_after_s=1)
+            raise Overloaded("the server is stopping; send this request to another one", retry_after_s=1)
 
-    def turned_away(self) -> None:
-        """There was a connection too many."""
+    def connection_rejected(self) -> None:
+        """Count a connection that exceeded the limit."""
         self.counters.refused[503] += 1
 
     def submit(self, batch: Batch) -> None:
-        """Admit the calls of `batch` and see to their answers. Raises `Overloaded` or `RequestRefused`."""
-        self.check_is_open()
-        if not batch.tickets:
+        """Admit the calls of a batch. Raises `Overloaded` or `RequestRefused`."""
+        self.check_accepting()
+        if not batch.calls:
             return
-        self.ledger.admit(batch, monotonic())
-        self._arm(batch)
-        self._schedule_pump()
+        self.call_table.admit(batch, monotonic())
+        self._arm_expiry_timer(batch)
+        self._schedule_dispatch()
 
     def cancel(self, batch: Batch) -> None:
-        """Nobody waits for `batch` any more. Harmless when all is answered."""
-        self.ledger.release(batch)
-        timer = self._timers.pop(batch, None)
+        """Cancel the unfinished calls of a batch, and drop its unread results. Does nothing if there are none."""
+        self.call_table.results_read(batch)
+        timer = self._expiry_timers.pop(batch, None)
         if timer is not None:
             timer.cancel()
-        if not batch.left:
+        if not batch.unfinished:
             return
-        before = self.ledger.calls
-        for number, seqs in self.ledger.drop(batch).items():
-            self.nodes[number].send(["cancel", seqs])
-        self.counters.cancelled += before - self.ledger.calls
-        self._schedule_pump()
+        before = self.call_table.outstanding.calls
+        for number, seqs in self.call_table.cancel(batch).items():
+            self.executors[number].send(["cancel", seqs])
+        self.counters.cancelled += before - self.call_table.outstanding.calls
+        self._schedule_dispatch()
         self._check_idle()
 
-    def samples(self) -> list[Sample]:
-        """What a scrape sees, gauges read now."""
-        running = sum(self.ledger.running(node.number) for node in self.nodes)
-        found: list[Sample] = [
+    def samples(self) -> list[MetricSample]:
+        """Return all metrics; gauges are read now."""
+        return [
             *self.counters.samples(),
-            ("calls_waiting", {}, self.ledger.waiting),
-            ("calls_running", {}, running),
-            ("calls_bytes", {}, self.ledger.bytes),
-            ("results_bytes", {}, self.ledger.results),
-            ("executors_ready", {}, sum(node.is_ready for node in self.nodes)),
-            ("executor_restarts_total", {}, sum(node.restarts for node in self.nodes)),
+            ("calls_waiting", {}, self.call_table.waiting),
+            ("calls_dispatched", {}, self.dispatched),
+            ("calls_bytes", {}, self.call_table.outstanding.bytes),
+            ("results_bytes", {}, self.call_table.unread_result_bytes),
+            ("executors_ready", {}, sum(executor.is_ready for executor in self.executors)),
+            ("executor_restarts_total", {}, sum(executor.restarts for executor in self.executors)),
+            *(sample for executor in self.executors for sample in executor.stats.samples(executor.number)),
         ]
-        for node in self.nodes:
-            found += executor_samples(node.number, node.stats)
-        return found
 
-    def node_ready(self, node: Node) -> None:
-        self._schedule_pump()
+    def on_executor_ready(self, executor: ExecutorHandle) -> None:
+        self._schedule_dispatch()
 
-    def node_has_room(self, node: Node) -> None:
-        self._schedule_pump()
+    def on_window_grown(self, executor: ExecutorHandle) -> None:
+        self._schedule_dispatch()
 
-    def node_answered(self, node: Node, answers: list[Sized]) -> None:
-        answered, now = 0, monotonic()
-        for seq, answer, size in answers:
-            ticket = self.ledger.answer(node.number, seq, answer, size)
-            if ticket is not None:
-                answered += 1
-                self._count(ticket, answer, now)
-        self.ledger.drain.count(answered, now)
-        self._schedule_pump()
+    def on_results(self, executor: ExecutorHandle, results: list[SizedResult]) -> None:
+        finished, now = 0, monotonic()
+        for seq, result, size_bytes in results:
+            call = self.call_table.finish(executor.number, seq, result, size_bytes)
+            if call is not None:
+                finished += 1
+                self._count(call, result, now)
+        self.call_table.answer_rate.count(finished, now)
+        self._schedule_dispatch()
         self._check_idle()
 
-    def node_lost(self, node: Node) -> None:
+    def on_executor_lost(self, executor: ExecutorHandle) -> None:
         self._last_alive = monotonic()
-        retried, given_up = self.ledger.lose(node.number, monotonic())
-        self.counters.retried += len(retried)
-        self._count_unavailable(given_up)
-        for batch in {ticket.batch for ticket in retried}:
-            self._arm(batch)
-        self._schedule_pump()
+        requeued, failed = self.call_table.executor_lost(executor.number, monotonic())
+        self.counters.retried += len(requeued)
+        self._count_unavailable(failed)
+        for batch in {call.batch for call in requeued}:
+            self._arm_expiry_timer(batch)
+        self._schedule_dispatch()
         self._check_idle()
 
     def _is_at_rest(self) -> bool:
-        return not self.ledger.calls and not self.ledger.results
+        return not self.call_table.outstanding.calls and not self.call_table.unread_result_bytes
 
-    def _schedule_pump(self) -> None:
-        if not self._pump_is_due:
-            self._pump_is_due = True
-            self._loop.call_soon(self._pump)
+    def _schedule_dispatch(self) -> None:
+        if not self._is_dispatch_scheduled:
+            self._is_dispatch_scheduled = True
+            self._loop.call_soon(self._dispatch)
 
-    def _pump(self) -> None:
-        """Hand out as many calls as the executors have room for, to the one with most room first."""
-        self._pump_is_due = False
+    def _dispatch(self) -> None:
+        """Send frames of calls until all windows are full, each time to the executor with the largest free window."""
+        self._is_dispatch_scheduled = False
         if self.is_draining:
-            self._stop_waiting()
+            self._stop_waiting_calls()
             return
-        while self.ledger.waiting and any(map(self._fill, sorted(self.nodes, key=self._room, reverse=True))):
+        while self.call_table.waiting and any(
+            map(self._send_frame, sorted(self.executors, key=self._free_window, reverse=True))
+        ):
             pass
 
-    def _stop_waiting(self) -> None:
-        """Answer some of the waiting calls with `unavailable`, and the rest in later turns of the loop."""
-        self._count_unavailable(self.ledger.give_up_waiting("Stopped", STOPPED, STOP_CALLS))
-        if self.ledger.waiting:
-            self._schedule_pump()
+    def _stop_waiting_calls(self) -> None:
+        """Answer some of the waiting calls with `Stopped`, and the rest in later iterations of the event loop."""
+        self._count_unavailable(self.call_table.fail_waiting("Stopped", STOPPED, MAX_STOPPED_AT_ONCE))
+        if self.call_table.waiting:
+            self._schedule_dispatch()
         self._check_idle()
 
-    def _fill(self, node: Node) -> bool:
-        """Send `node` a frame of calls; whether there were any for it. A last attempt waits for a node without one."""
-        if (room := self._room(node)) <= 0:
+    def _send_frame(self, executor: ExecutorHandle) -> bool:
+        """Send an executor one frame of calls. Returns False if its window is full, or if the only waiting calls are on
+        their last attempt and the executor already runs such a call."""
+        if (free_window := self._free_window(executor)) <= 0:
             return False
-        tickets = self.ledger.take(node.number, min(room, MAX_FRAME_CALLS), TARGET_FRAME_BYTES, monotonic())
-        if tickets:
-            node.send(["calls", [[ticket.seq, _wire(ticket)] for ticket in tickets]])
-        return bool(tickets)
+        max_calls = min(free_window, MAX_FRAME_CALLS)
+        calls = self.call_table.assign(executor.number, max_calls, TARGET_FRAME_BYTES, monotonic())
+        if calls:
+            executor.send(["calls", [[call.seq, _encode_call(call)] for call in calls]])
+        return bool(calls)
 
-    def _room(self, node: Node) -> int:
-        return node.window - self.ledger.running(node.number) if node.takes_calls else 0
+    def _free_window(self, executor: ExecutorHandle) -> int:
+        return executor.window - self.call_table.running(executor.number) if executor.takes_calls else 0
 
-    def _arm(self, batch: Batch) -> None:
-        """One timer per batch, for those of its calls that wait."""
-        expiry = self.ledger.next_expiry(batch)
-        if expiry is not None and batch not in self._timers:
-            self._timers[batch] = self._loop.call_later(expiry - monotonic() + TIMER_S, self._expire, batch)
+    def _arm_expiry_timer(self, batch: Batch) -> None:
+        """Start the timer of a batch for its waiting calls, unless it runs already."""
+        expiry = self.call_table.next_expiry(batch)
+        if expiry is not None and batch not in self._expiry_timers:
+            delay_s = expiry - monotonic() + TIMER_SLACK_S
+            self._expiry_timers[batch] = self._loop.call_later(delay_s, self._expire, batch)
 
     def _expire(self, batch: Batch) -> None:
-        del self._timers[batch]
-        self._count_unavailable(self.ledger.expire(batch, monotonic()))
-        self._arm(batch)
+        del self._expiry_timers[batch]
+        self._count_unavailable(self.call_table.expire(batch, monotonic()))
+        self._arm_expiry_timer(batch)
         self._check_idle()
 
-    def _count(self, ticket: Ticket, answer: EncodedResult, now: float) -> None:
-        usage = answer["usage"]
-        self.counters.by_status[answer["status"]] += 1
+    def _count(self, call: PendingCall, result: EncodedResult, now: float) -> None:
+        usage = result["usage"]
+        self.counters.by_status[result["status"]] += 1
         self.counters.queue_s.observe(usage["queue_ms"] / 1000)
         self.counters.run_s.observe(usage["run_ms"] / 1000)
-        self.counters.answer_s.observe(now - ticket.batch.admitted_at)
+        self.counters.answer_s.observe(now - call.batch.admitted_at)
 
-    def _count_unavailable(self, tickets: list[Ticket]) -> None:
-        if tickets:
-            self.counters.by_status[Status.UNAVAILABLE.value] += len(tickets)
+    def _count_unavailable(self, calls: list[PendingCall]) -> None:
+        if calls:
+            self.counters.by_status[Status.UNAVAILABLE.value] += len(calls)
 
     def _check_idle(self) -> None:
-        if self.is_draining and not self.ledger.calls:
+        if self.is_draining and not self.call_table.outstanding.calls:
             self._idle.set()
 
 
-def _wire(ticket: Ticket) -> dict[str, Any]:
-    assert ticket.call is not None
-    return ticket.call.encode(binary=True)
+def _encode_call(call: PendingCall) -> dict[str, object]:
+    assert call.call is not None
+    return call.call.encode(binary=True)

@@ -1,13 +1,15 @@
-"""One executor: its process, the socket to it, and starting it again when it is gone.
+"""One executor: its process, the socket to it, and its restarts.
+
+    spawn -> "configure" -> wait for "ready" -> is_ready ---lost---> kill, on_executor_lost
+      ^                     (START_S)                                          |
+      +------------------------------- back-off <-------------------------------+
 
 Invariants:
-- A node is `ready` only between the executor's "ready" frame and the first sign of its end: EOF, exit, a broken frame,
-  a refusal to start, or `SILENCE_S` without a frame.
-- Whatever ended it, its process group is killed before the owner hears of the loss.
-- A first start that fails is final, and `started` says why; later ones are tried again with back-off, and in a hurry:
-  calls wait for them.
-
-What the executor is to run is its owner's business (`Owner`, which `dispatch.Dispatcher` is).
+- `is_ready` holds from the executor's "ready" frame to the first sign of its end: EOF, exit, a malformed frame, a
+  "failed" frame, or no frame for `SILENCE_TIMEOUT_S`.
+- The executor's process group is killed before the owner learns of the loss.
+- If the first start fails, `started` gets the reason and there is no further one. Later starts are retried with
+  back-off and `is_replacement`, which makes the executor ready as soon as one zygote is, because calls wait for it.
 """
 
 from __future__ import annotations
@@ -20,206 +22,208 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, cast
 
 from sandbox import wire
 from sandbox.backoff import backoff_s
 from sandbox.errors import NodeError, ProtocolError
-from sandbox.gateway.calls.call_table import size_of
+from sandbox.gateway.calls.batch import result_bytes
+from sandbox.gateway.calls.executor_report import MAX_WINDOW, ExecutorStats, ReadyReport
 from sandbox.types import EncodedResult, Status
 
 log = logging.getLogger(__name__)
 
-EXECUTOR = "sandbox.executor"
-"""Run by name, since this room does not import that one."""
+EXECUTOR_MODULE = "sandbox.executor"
+"""The program of the process. The gateway may not import it."""
 START_S = 120.0
-"""From exec to "ready": jail, zygotes, their warm-up; a cold disk under a large runtime is what takes longest."""
-SILENCE_S = 60.0
-"""Stats come about once a second, so an executor silent for this long hangs."""
-TURN_S = 1.0
-"""How often it is looked whether it has spoken."""
-EXIT_S = 0.5
-"""From EOF to the exit code."""
-STOP_S = 5.0
-"""From "drain" and EOF to the kill."""
+"""Seconds from the exec to the "ready" frame: build the jail, start and warm up the zygotes. A large runtime on a cold
+disk takes longest."""
+SILENCE_TIMEOUT_S = 60.0
+"""Seconds without a frame after which an executor counts as hung. Stats frames come about once a second."""
+SILENCE_CHECK_INTERVAL_S = 1.0
+EXIT_CODE_TIMEOUT_S = 0.5
+"""Seconds to wait for the exit code after EOF, for a better message than "closed its socket"."""
+STOP_TIMEOUT_S = 5.0
+"""Seconds from "drain" and EOF to the kill."""
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
 """Seconds before an executor is restarted: the shortest and the longest wait. It doubles with each start that fails."""
-MAX_WINDOW = 1_000_000
-"""Calls that an executor may ask for at once."""
 HIGH_WATER_BYTES = 1 << 20
-"""Unsent bytes towards an executor above which it gets no more calls."""
+"""Unsent bytes to an executor above which it gets no more calls."""
 _STATUSES = frozenset(status.value for status in Status)
 
 
-class Process(Protocol):
-    """A started executor, and our end of the socket to it."""
+class LaunchedExecutor(Protocol):
+    """A started executor process, and the gateway's end of the socket to it."""
 
     @property
     def socket(self) -> socket.socket: ...
 
     def kill(self) -> None:
-        """End it and all that it started. Harmless when it has ended."""
+        """Kill the process and all that it started. Does nothing if it has exited."""
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the exit and return the exit code."""
         ...
 
 
-Launch = Callable[[], Awaitable[Process]]
-Sized = tuple[int, EncodedResult, int]
-"""The number of a call, its answer, and about how many bytes that is."""
+Launch = Callable[[], Awaitable[LaunchedExecutor]]
+SizedResult = tuple[int, EncodedResult, int]
+"""`seq`, result, and its `result_bytes`."""
 
 
-class Owner(Protocol):
-    """Who hears from a node."""
+class HandleOwner(Protocol):
+    """Callbacks of an executor handle."""
 
-    def node_ready(self, node: Node) -> None: ...
-    def node_answered(self, node: Node, answers: list[Sized]) -> None: ...
-    def node_has_room(self, node: Node) -> None: ...
-    def node_lost(self, node: Node) -> None: ...
+    def on_executor_ready(self, executor: ExecutorHandle) -> None: ...
+    def on_results(self, executor: ExecutorHandle, results: list[SizedResult]) -> None: ...
+    def on_window_grown(self, executor: ExecutorHandle) -> None: ...
+    def on_executor_lost(self, executor: ExecutorHandle) -> None: ...
 
 
-class Node:
-    """One executor, kept alive by `run`."""
+class ExecutorHandle:
+    """One executor, which `run` starts and restarts."""
 
-    def __init__(self, number: int, launch: Launch, settings: dict[str, Any], owner: Owner) -> None:
+    def __init__(self, number: int, launch: Launch, settings: Mapping[str, object], owner: HandleOwner) -> None:
         self.number = number
         self.is_ready = False
         self.window = 0
-        """How many calls it wants in hand at once: twice its slots, until it says otherwise."""
-        self.about: dict[str, Any] = {}
-        """What the executor said when it was ready."""
-        self.stats: dict[str, Any] = {}
-        """The last stats frame."""
+        """Calls that the executor accepts at once: twice its slots until it sends a "window" frame."""
+        self.ready_report: ReadyReport | None = None
+        """The last "ready" frame; None before the first one."""
+        self.stats = ExecutorStats()
         self.restarts = 0
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._launch = launch
         self._settings = settings
         self._owner = owner
-        self._link: _Link | None = None
-        self._process: Process | None = None
+        self._connection: _ExecutorProtocol | None = None
+        self._process: LaunchedExecutor | None = None
         self._failures = 0
+        """Starts in a row that failed."""
 
     @property
     def takes_calls(self) -> bool:
-        return self.is_ready and self._link is not None and not self._link.is_paused
+        return self.is_ready and self._connection is not None and not self._connection.is_paused
 
-    def send(self, message: list[Any]) -> None:
-        """Queue a frame for the executor; lost without a word when it is gone, as `node_lost` tells."""
-        if self._link is not None:
-            self._link.send(message)
+    def send(self, message: list[object]) -> None:
+        """Queue a frame for the executor. Without an executor it is dropped; `on_executor_lost` reports the loss."""
+        if self._connection is not None:
+            self._connection.send(message)
 
     def kill(self) -> None:
-        """Skip the gentle rung."""
+        """Kill the executor without a "drain" frame."""
         if self._process is not None:
             self._process.kill()
 
     async def run(self) -> None:
-        """Keep an executor alive until cancelled; then stop it, gently first."""
+        """Run an executor, and restart it, until cancelled; then stop it."""
         while True:
-            why = await self._live()
+            error = await self._run_process()
             if not self.started.done():
-                self.started.set_exception(NodeError(f"executor {self.number} did not start: {why}"))
+                self.started.set_exception(NodeError(f"executor {self.number} did not start: {error}"))
                 return
-            log.warning("executor %d is lost: %s", self.number, why)
+            log.warning("executor %d lost: %s", self.number, error)
             self.restarts += 1
             await asyncio.sleep(backoff_s(self._failures + 1, MIN_BACKOFF_S, MAX_BACKOFF_S))
 
-    async def _live(self) -> Exception:
-        """One life of the executor, and why it ended."""
+    async def _run_process(self) -> Exception:
+        """Run one executor process to its end, and return the reason of the end."""
         try:
             process = await self._launch()
-        except OSError as why:
-            return why
+        except OSError as error:
+            return error
         self._process = process
         try:
-            link = await self._connect(process)
-            link.send(["configure", self._settings, self.started.done()])
-            async with asyncio.TaskGroup() as watchers:
-                watch = [watchers.create_task(_watch_exit(process, link)), watchers.create_task(_watch_silence(link))]
+            connection = await self._connect(process)
+            connection.send(["configure", self._settings, self.started.done()])
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [
+                    tasks.create_task(_wait_for_exit(process, connection)),
+                    tasks.create_task(_wait_for_silence(connection)),
+                ]
                 try:
-                    return await self._until_lost(link)
+                    return await self._wait_until_lost(connection)
                 except asyncio.CancelledError:
-                    await self._stop(process, link)
+                    await self._stop_gently(process, connection)
                     raise
                 finally:
-                    for task in watch:
+                    for task in watchers:
                         task.cancel()
         finally:
-            self._end(process)
+            self._kill_and_report(process)
 
-    async def _connect(self, process: Process) -> _Link:
+    async def _connect(self, process: LaunchedExecutor) -> _ExecutorProtocol:
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_unix_connection(lambda: _Link(self, self._owner, loop), sock=process.socket)
-        self._link = link
-        return link
+        _, connection = await loop.create_unix_connection(
+            lambda: _ExecutorProtocol(self, self._owner, loop), sock=process.socket
+        )
+        self._connection = connection
+        return connection
 
-    async def _until_lost(self, link: _Link) -> Exception:
-        first: list[asyncio.Future[Any]] = [link.ready, link.lost]
+    async def _wait_until_lost(self, connection: _ExecutorProtocol) -> Exception:
         try:
             async with asyncio.timeout(START_S):
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((connection.ready, connection.lost), return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             return NodeError(f"not ready {START_S:g} s after its start")
-        if not link.lost.done():
-            self._become_ready()
-        return await link.lost
+        if not connection.lost.done():
+            self._mark_ready()
+        return await connection.lost
 
-    def introduce(self, about: dict[str, Any]) -> None:
-        """What the executor says of itself when it is ready. Raises `ProtocolError`."""
-        slots = about.get("slots")
-        if not isinstance(slots, int) or not 1 <= slots <= MAX_WINDOW // 2:
-            raise ProtocolError(f"expected 'ready' with slots from 1 to {MAX_WINDOW // 2}, got {slots!r:.40}")
-        self.about = about
-        self.window = slots * 2
+    def on_ready(self, report: ReadyReport) -> None:
+        """Store the "ready" frame."""
+        self.ready_report = report
+        self.window = report.slots * 2
 
-    def grant(self, window: int) -> None:
-        """The executor wants `window` calls in hand from now on. Raises `ProtocolError`."""
-        slots = self.about["slots"]
+    def on_window(self, window: int) -> None:
+        """Set the number of calls that the executor accepts at once. Raises `ProtocolError`."""
+        assert self.ready_report is not None
+        slots = self.ready_report.slots
         if not slots <= window <= MAX_WINDOW:
             raise ProtocolError(f"expected a window from {slots}, its slots, to {MAX_WINDOW}, got {window}")
-        had, self.window = self.window, window
-        if window > had:
-            self._owner.node_has_room(self)
+        previous, self.window = self.window, window
+        if window > previous:
+            self._owner.on_window_grown(self)
 
-    def _become_ready(self) -> None:
+    def _mark_ready(self) -> None:
         self.is_ready = True
         if not self.started.done():
             self.started.set_result(None)
-        self._owner.node_ready(self)
+        self._owner.on_executor_ready(self)
 
-    async def _stop(self, process: Process, link: _Link) -> None:
-        """The gentle rung: it is told, loses its socket, and has a while to go. `_end` is the next."""
-        link.send(["drain"])
-        link.close()
+    async def _stop_gently(self, process: LaunchedExecutor, connection: _ExecutorProtocol) -> None:
+        """Send "drain", close the socket, and give the executor `STOP_TIMEOUT_S` to exit."""
+        connection.send(["drain"])
+        connection.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
 
-    def _end(self, process: Process) -> None:
+    def _kill_and_report(self, process: LaunchedExecutor) -> None:
         was_ready, self.is_ready = self.is_ready, False
         self._failures = 0 if was_ready else self._failures + 1
-        if self._link is not None:
-            self._link.abort()
-            self._link = None
+        if self._connection is not None:
+            self._connection.abort()
+            self._connection = None
         process.socket.close()
         process.kill()
         self._process = None
-        self.stats = {}
+        self.stats = ExecutorStats()
         if was_ready:
-            self._owner.node_lost(self)
+            self._owner.on_executor_lost(self)
 
 
-class _Link(asyncio.Protocol):
-    """The socket to an executor: frames in and out, and two futures for its beginning and its end."""
+class _ExecutorProtocol(asyncio.Protocol):
+    """The socket to an executor: decodes frames, and completes `ready` and `lost` once each."""
 
-    def __init__(self, node: Node, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, executor: ExecutorHandle, owner: HandleOwner, loop: asyncio.AbstractEventLoop) -> None:
         self.ready: asyncio.Future[None] = loop.create_future()
         self.lost: asyncio.Future[Exception] = loop.create_future()
         self.is_paused = False
-        self.has_spoken = False
-        self._node = node
+        self.received_frame = False
+        """Whether a frame came since the last check for silence."""
+        self._executor = executor
         self._owner = owner
         self._loop = loop
         self._unpacker = wire.Unpacker()
@@ -230,32 +234,33 @@ class _Link(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def data_received(self, data: bytes) -> None:
-        self.has_spoken = True
+        self.received_frame = True
         self._unpacker.feed(data)
         try:
             for message in self._unpacker:
-                self._receive(message)
-        except ProtocolError as why:
-            self.lose(why)
+                self._handle_frame(message)
+        except ProtocolError as error:
+            self.mark_lost(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Most often it has ended, and its exit code, which comes a moment later, says more."""
+        """Usually the process has exited; its exit code arrives a moment later and makes the better message."""
         self.is_paused = True
-        self._loop.call_later(EXIT_S, self.lose, NodeError(f"closed its socket{f' ({exc})' if exc else ''}"))
+        reason = NodeError(f"closed its socket{f' ({exc})' if exc else ''}")
+        self._loop.call_later(EXIT_CODE_TIMEOUT_S, self.mark_lost, reason)
 
     def pause_writing(self) -> None:
         self.is_paused = True
 
     def resume_writing(self) -> None:
         self.is_paused = False
-        self._owner.node_has_room(self._node)
+        self._owner.on_window_grown(self._executor)
 
-    def send(self, message: list[Any]) -> None:
+    def send(self, message: list[object]) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.pack(message))
 
     def close(self) -> None:
-        """Close after what was sent has gone out."""
+        """Close the socket after all queued frames are sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -263,70 +268,71 @@ class _Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def lose(self, why: Exception) -> None:
-        """The first reason to be lost is the one that counts."""
+    def mark_lost(self, reason: Exception) -> None:
+        """Complete `lost`. Only the first reason counts."""
         if not self.lost.done():
-            self.lost.set_result(why)
+            self.lost.set_result(reason)
 
-    def _receive(self, message: list[Any]) -> None:
+    def _handle_frame(self, message: list[object]) -> None:
         if self.lost.done():
             return
         match message:
             case ["results", list(pairs)] if self.ready.done():
-                self._owner.node_answered(self._node, [_answer(pair) for pair in pairs])
+                self._owner.on_results(self._executor, [_check_result(pair) for pair in pairs])
             case ["window", int(window)] if self.ready.done():
-                self._node.grant(window)
+                self._executor.on_window(window)
             case ["stats", dict(stats)]:
-                self._node.stats = stats
-            case ["ready", dict(about)] if not self.ready.done():
-                self._node.introduce(about)
+                self._executor.stats = ExecutorStats.decode(stats)
+            case ["ready", dict(report)] if not self.ready.done():
+                self._executor.on_ready(ReadyReport.decode(report))
                 self.ready.set_result(None)
-            case ["failed", str(why)]:
-                self.lose(NodeError(why))
+            case ["failed", str(reason)]:
+                self.mark_lost(NodeError(reason))
             case _:
-                raise ProtocolError(f"a {message[0]!r:.40} frame with {len(message) - 1} parts is out of place")
+                raise ProtocolError(f"unexpected frame {message[0]!r:.40} with {len(message) - 1} parts")
 
 
-def _answer(pair: Any) -> Sized:
-    """What the gateway itself reads of a result is checked; the rest is passed through."""
+def _check_result(pair: object) -> SizedResult:
+    """Check the parts of a result that the gateway reads; the rest is passed through. Raises `ProtocolError`."""
     try:
-        seq, answer = pair
-        usage = answer["usage"]
-        sound = isinstance(usage["queue_ms"] + usage["run_ms"], (int, float)) and isinstance(answer["files"], dict)
-        if sound and answer["status"] in _STATUSES:
-            return seq, answer, size_of(answer)
+        seq, result = cast(tuple[int, EncodedResult], pair)
+        usage = result["usage"]
+        times_ms = usage["queue_ms"] + usage["run_ms"]
+        if isinstance(times_ms, (int, float)) and isinstance(result["files"], dict) and result["status"] in _STATUSES:
+            return seq, result, result_bytes(result)
     except (TypeError, ValueError, KeyError):
         pass
     raise ProtocolError(f"expected a result as [seq, result], got {pair!r:.120}")
 
 
-async def _watch_exit(process: Process, link: _Link) -> None:
+async def _wait_for_exit(process: LaunchedExecutor, connection: _ExecutorProtocol) -> None:
     code = await process.wait()
-    link.lose(NodeError(f"ended with exit code {code}; what it printed is above"))
+    connection.mark_lost(NodeError(f"exited with code {code}; its output is in the log above"))
 
 
-async def _watch_silence(link: _Link) -> None:
-    """Counts its own turns rather than seconds: if we were stopped, so was this count."""
+async def _wait_for_silence(connection: _ExecutorProtocol) -> None:
+    """Mark the executor as lost after `SILENCE_TIMEOUT_S` without a frame. Counts its own intervals and not the clock:
+    while the gateway itself is stopped, the count stops too."""
     silent_s = 0.0
-    while silent_s < SILENCE_S:
-        await asyncio.sleep(TURN_S)
-        silent_s = 0.0 if link.has_spoken else silent_s + TURN_S
-        link.has_spoken = not link.ready.done()
-    link.lose(NodeError(f"said nothing for {SILENCE_S:g} s"))
+    while silent_s < SILENCE_TIMEOUT_S:
+        await asyncio.sleep(SILENCE_CHECK_INTERVAL_S)
+        silent_s = 0.0 if connection.received_frame else silent_s + SILENCE_CHECK_INTERVAL_S
+        connection.received_frame = not connection.ready.done()  # START_S limits the time before "ready"
+    connection.mark_lost(NodeError(f"sent no frame for {SILENCE_TIMEOUT_S:g} s"))
 
 
 class ExecutorProcess:
-    """The real thing: `python -m sandbox.executor --fd N` in its own process group."""
+    """`python -m sandbox.executor --fd N` in its own process group: the `LaunchedExecutor` of a real server."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
-        self.socket = ours
+    def __init__(self, process: asyncio.subprocess.Process, gateway_end: socket.socket) -> None:
+        self.socket = gateway_end
         self._process = process
 
     @classmethod
-    async def launch(cls, module: str = EXECUTOR) -> ExecutorProcess:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
+    async def launch(cls, module: str = EXECUTOR_MODULE) -> ExecutorProcess:
+        gateway_end, executor_end = socket.socketpair()
+        with executor_end:
+            fd = executor_end.fileno()
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", module, "--fd", str(fd)),
@@ -335,9 +341,9 @@ class ExecutorProcess:
                     start_new_session=True,
                 )
             except BaseException:
-                ours.close()
+                gateway_end.close()
                 raise
-        return cls(process, ours)
+        return cls(process, gateway_end)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -1,15 +1,15 @@
-"""The order in which waiting calls go: priority, then the tenant with fewest running, then first come.
+"""The order of waiting calls: by priority, then from the tenant with the fewest running calls, then oldest first.
 
 Invariants:
-- A lower priority number goes first, whoever it is that waits: calls of one number can wait for ever behind those of a
-  lower one, until their `queue_timeout_s`. Running calls are never interrupted for others.
-- Within one priority the next call is one of the tenant that has fewest running there, and among such tenants they take
-  turns. So a tenant whose calls are long does not get all slots, and one that is new need not wait for a queue to end.
-- A call put back (its executor died) goes before all others of its priority: it had its turn already.
-- No step depends on how many calls or tenants wait. `pop` looks for the least of the priorities in use (201 at most,
-  `types.PRIORITY`), and of the different numbers of running calls that tenants have: with N running, about the root of
-  2N at most.
-- Pure: no clock, no I/O.
+- A lower priority number always goes first. Calls of a higher number may wait until their `queue_timeout_s`; a running
+  call is never interrupted for another one.
+- Within one priority, the next call belongs to a tenant with the fewest running calls of that priority; tenants with
+  equally many take turns. So a tenant with long calls does not get all slots, and a new tenant does not wait for the
+  queue to empty.
+- A requeued call (its executor died) goes before all other calls of its priority.
+- The cost of a step does not depend on how many calls or tenants wait. `pop` searches the priorities in use (at most
+  201, `types.PRIORITY`) and the distinct numbers of running calls per tenant (with N running calls at most sqrt(2N)).
+- No clock and no I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Queued(Protocol):
-    """What the queue needs to know of a call. Told apart by identity."""
+    """The fields of a call that the queue reads. Calls are compared by identity."""
 
     @property
     def priority(self) -> int: ...
@@ -31,37 +31,37 @@ class Queued(Protocol):
 
 Item = TypeVar("Item", bound=Queued)
 
-# Ordered dicts as linked lists: append, pop at the head and removal from the middle all in constant time.
-Line = OrderedDict[Item, None]
+OrderedSet = OrderedDict[Item, None]
+"""A linked list: append, pop from the head and remove from the middle take constant time."""
 
 
 class FairQueue(Generic[Item]):
-    """Waiting calls in the order they are to go. Whatever is popped is `end`ed or `put_back` later."""
+    """Waiting calls in order. Each popped call must later be passed to `finished` or `requeue`."""
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level[Item]] = {}
-        """Those with calls that wait or run."""
-        self._waiting: dict[int, _Level[Item]] = {}
-        """Those with calls that wait."""
+        self._levels: dict[int, _PriorityLevel[Item]] = {}
+        """Levels with waiting or running calls, by priority."""
+        self._waiting: dict[int, _PriorityLevel[Item]] = {}
+        """Levels with waiting calls, by priority."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def push(self, *items: Item) -> None:
-        """Add `items`, all of one priority and one tenant, behind that tenant's other calls."""
+        """Add calls, all of one priority and one tenant, behind that tenant's other calls."""
         self._level(items[0].priority).push(items)
         self._count += len(items)
 
-    def put_back(self, item: Item) -> None:
-        """Add `item`, which was popped and runs no longer, ahead of all new calls of its priority."""
+    def requeue(self, item: Item) -> None:
+        """Add a popped call again, before all new calls of its priority. It counts as running no longer."""
         level = self._level(item.priority)
-        level.end(item)
-        level.returned[item] = None
+        level.finished(item)
+        level.requeued[item] = None
         self._count += 1
 
     def pop(self) -> Item | None:
-        """The call whose turn it is; None when nobody waits."""
+        """Remove and return the next call, which counts as running from now on; None if no call waits."""
         if not self._count:
             return None
         priority = min(self._waiting)
@@ -73,117 +73,120 @@ class FairQueue(Generic[Item]):
         return item
 
     def remove(self, item: Item) -> None:
-        """Take out `item`, which waits, from wherever it stands."""
+        """Remove a waiting call."""
         level = self._levels[item.priority]
         level.remove(item)
         self._count -= 1
         if not level.has_waiting:
             del self._waiting[item.priority]
-            self._forget(item.priority, level)
+            self._remove_if_unused(item.priority, level)
 
-    def end(self, item: Item) -> None:
-        """`item`, which was popped, runs no longer."""
+    def finished(self, item: Item) -> None:
+        """Count a popped call as running no longer."""
         level = self._levels[item.priority]
-        level.end(item)
-        self._forget(item.priority, level)
+        level.finished(item)
+        self._remove_if_unused(item.priority, level)
 
-    def _level(self, priority: int) -> _Level[Item]:
+    def _level(self, priority: int) -> _PriorityLevel[Item]:
         level = self._levels.get(priority)
         if level is None:
-            level = self._levels[priority] = _Level()
+            level = self._levels[priority] = _PriorityLevel()
         self._waiting[priority] = level
         return level
 
-    def _forget(self, priority: int, level: _Level[Item]) -> None:
+    def _remove_if_unused(self, priority: int, level: _PriorityLevel[Item]) -> None:
         if not level.tenants and not level.has_waiting:
             del self._levels[priority]
 
 
-class _Tenant(Generic[Item]):
+class _TenantQueue(Generic[Item]):
     """One tenant's calls of one priority."""
 
-    __slots__ = ("line", "running")
+    __slots__ = ("running", "waiting")
 
     def __init__(self) -> None:
-        self.line: Line[Item] = OrderedDict()
+        self.waiting: OrderedSet[Item] = OrderedDict()
         self.running = 0
 
 
-class _Level(Generic[Item]):
-    """One priority: the calls put back, then a line per tenant. Waiting tenants stand in a ring for each number of
-    running calls; whoever is at the head of the ring of the least number goes next."""
+class _PriorityLevel(Generic[Item]):
+    """One priority: the requeued calls, then a queue per tenant.
+
+    Tenants with waiting calls are in rings, one ring per number of running calls. The next call is that of the first
+    tenant in the ring with the lowest number; the tenant then moves to the end of the ring for its new number.
+    """
 
     def __init__(self) -> None:
-        self.returned: Line[Item] = OrderedDict()
-        self.tenants: dict[str, _Tenant[Item]] = {}
-        """Those with calls that wait in their line, or run."""
-        self._rings: dict[int, OrderedDict[str, _Tenant[Item]]] = {}
+        self.requeued: OrderedSet[Item] = OrderedDict()
+        self.tenants: dict[str, _TenantQueue[Item]] = {}
+        """Tenants with calls that wait (the requeued ones aside) or run."""
+        self._rings: dict[int, OrderedDict[str, _TenantQueue[Item]]] = {}
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self.returned or self._rings)
+        return bool(self.requeued or self._rings)
 
     def push(self, items: Sequence[Item]) -> None:
         name = items[0].tenant
         tenant = self._tenant(name)
-        if not tenant.line:
-            self._stand(name, tenant)
-        tenant.line.update(dict.fromkeys(items))
+        if not tenant.waiting:
+            self._join_ring(name, tenant)
+        tenant.waiting.update(dict.fromkeys(items))
 
     def pop(self) -> Item:
-        if self.returned:
-            item = self.returned.popitem(last=False)[0]
-            self._run(item.tenant, self._tenant(item.tenant), 1)
+        if self.requeued:
+            item = self.requeued.popitem(last=False)[0]
+            self._add_running(item.tenant, self._tenant(item.tenant), 1)
             return item
         ring = self._rings[min(self._rings)]
         name, tenant = next(iter(ring.items()))
-        item = tenant.line.popitem(last=False)[0]
-        self._leave(name, tenant)
+        item = tenant.waiting.popitem(last=False)[0]
+        self._leave_ring(name, tenant)
         tenant.running += 1
-        if tenant.line:
-            self._stand(name, tenant)
+        if tenant.waiting:
+            self._join_ring(name, tenant)
         return item
 
     def remove(self, item: Item) -> None:
-        if item in self.returned:
-            del self.returned[item]
+        if item in self.requeued:
+            del self.requeued[item]
             return
         tenant = self.tenants[item.tenant]
-        del tenant.line[item]
-        if not tenant.line:
-            self._leave(item.tenant, tenant)
-            self._forget(item.tenant, tenant)
+        del tenant.waiting[item]
+        if not tenant.waiting:
+            self._leave_ring(item.tenant, tenant)
+            self._remove_if_unused(item.tenant, tenant)
 
-    def end(self, item: Item) -> None:
+    def finished(self, item: Item) -> None:
         tenant = self.tenants[item.tenant]
-        self._run(item.tenant, tenant, -1)
-        self._forget(item.tenant, tenant)
+        self._add_running(item.tenant, tenant, -1)
+        self._remove_if_unused(item.tenant, tenant)
 
-    def _run(self, name: str, tenant: _Tenant[Item], more: int) -> None:
-        """Count `more` as running, and have the tenant stand where it belongs then."""
-        if tenant.line:
-            self._leave(name, tenant)
-        tenant.running += more
-        if tenant.line:
-            self._stand(name, tenant)
+    def _add_running(self, name: str, tenant: _TenantQueue[Item], count: int) -> None:
+        """Change a tenant's number of running calls, and move it to the ring for the new number."""
+        if tenant.waiting:
+            self._leave_ring(name, tenant)
+        tenant.running += count
+        if tenant.waiting:
+            self._join_ring(name, tenant)
 
-    def _tenant(self, name: str) -> _Tenant[Item]:
+    def _tenant(self, name: str) -> _TenantQueue[Item]:
         tenant = self.tenants.get(name)
         if tenant is None:
-            tenant = self.tenants[name] = _Tenant()
+            tenant = self.tenants[name] = _TenantQueue()
         return tenant
 
-    def _forget(self, name: str, tenant: _Tenant[Item]) -> None:
-        if not tenant.line and not tenant.running:
+    def _remove_if_unused(self, name: str, tenant: _TenantQueue[Item]) -> None:
+        if not tenant.waiting and not tenant.running:
             del self.tenants[name]
 
-    def _stand(self, name: str, tenant: _Tenant[Item]) -> None:
+    def _join_ring(self, name: str, tenant: _TenantQueue[Item]) -> None:
         ring = self._rings.get(tenant.running)
         if ring is None:
             ring = self._rings[tenant.running] = OrderedDict()
         ring[name] = tenant
 
-    def _leave(self, name: str, tenant: _Tenant[Item]) -> None:
+    def _leave_ring(self, name: str, tenant: _TenantQueue[Item]) -> None:
         ring = self._rings[tenant.running]
         del ring[name]
         if not ring:

@@ -1,6 +1,6 @@
-"""How the gateway says no: one exception, one JSON body, for every reason.
+"""HTTP errors: one exception and one JSON body for every request that is rejected.
 
-{"error": {"type": ..., "message": what was expected, what came, what to do}}
+{"error": {"type": "InvalidRequest", "message": "<expected, received, what to do>"}}
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sandbox.gateway.calls.dispatcher import Dispatcher
 
 log = logging.getLogger(__name__)
 
-KINDS = {
+ERROR_TYPES = {
     400: "InvalidRequest",
     401: "Unauthorized",
     403: "Forbidden",
@@ -32,8 +32,8 @@ KINDS = {
 }
 
 
-class Refusal(Exception):
-    """A request that gets no result, with its HTTP status."""
+class HttpError(Exception):
+    """A request that is answered with an error: its HTTP status, message and headers."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -41,47 +41,48 @@ class Refusal(Exception):
         self.headers = headers or {}
 
 
-def refusals_as_json(dispatcher: Dispatcher) -> Middleware:
-    """The outermost middleware: whatever goes wrong below becomes a JSON body and a count."""
+def errors_as_json(dispatcher: Dispatcher) -> Middleware:
+    """Return the outermost middleware, which turns each exception into a JSON body and counts it."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except Refusal as why:
-            refusal = why.with_traceback(None)  # it has this frame, which has it: a cycle that keeps body and request
-        except InvalidCall as why:
-            refusal = Refusal(400, str(why))
-        except Overloaded as why:
-            after_s = str(int(why.retry_after_s or 1))
-            refusal = Refusal(503 if dispatcher.is_draining else 429, str(why), {"Retry-After": after_s})
-        except RequestRefused as why:
-            refusal = Refusal(413, str(why))
-        except web.HTTPException as why:
-            refusal = _of_aiohttp(request, why)
-            why.__traceback__ = None  # likewise: the request has it
+        except HttpError as exception:
+            # The traceback refers to this frame, which refers to `error`: a cycle that would keep the body in memory.
+            error = exception.with_traceback(None)
+        except InvalidCall as exception:
+            error = HttpError(400, str(exception))
+        except Overloaded as exception:
+            after_s = str(int(exception.retry_after_s or 1))
+            error = HttpError(503 if dispatcher.is_draining else 429, str(exception), {"Retry-After": after_s})
+        except RequestRefused as exception:
+            error = HttpError(413, str(exception))
+        except web.HTTPException as exception:
+            error = _from_aiohttp(request, exception)
+            exception.__traceback__ = None  # the same cycle, by way of the request
         except ConnectionError:
             raise
-        except Exception:  # the boundary between a bug of ours and the client, who gets no traceback
+        except Exception:  # boundary between a bug of the server and the client, which gets no traceback
             log.exception("%s %s failed", request.method, request.path)
-            refusal = Refusal(500, "a fault of the service, not of your request; its log has the details")
-        dispatcher.counters.refused[refusal.status] += 1
-        return _render(refusal)
+            error = HttpError(500, "internal error of the server, not caused by the request; the server's log has it")
+        dispatcher.counters.refused[error.status] += 1
+        return _to_response(error)
 
     return middleware
 
 
-def _of_aiohttp(request: web.Request, why: web.HTTPException) -> Refusal:
+def _from_aiohttp(request: web.Request, exception: web.HTTPException) -> HttpError:
     shown = f"{request.method} {request.path!r:.200}"
-    if isinstance(why, web.HTTPMethodNotAllowed):
-        allowed = ", ".join(sorted(why.allowed_methods))
-        return Refusal(405, f"{shown} does not exist; the path takes {allowed}", {"Allow": allowed})
-    if why.status == 404:
-        return Refusal(404, f"{shown} does not exist; /openapi.json lists what does")
-    return Refusal(why.status, why.text or why.reason)
+    if isinstance(exception, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(exception.allowed_methods))
+        return HttpError(405, f"{shown} does not exist; this path accepts {allowed}", {"Allow": allowed})
+    if exception.status == 404:
+        return HttpError(404, f"{shown} does not exist; /openapi.json lists all routes")
+    return HttpError(exception.status, exception.text or exception.reason)
 
 
-def _render(refusal: Refusal) -> web.Response:
-    kind = KINDS.get(refusal.status) or HTTPStatus(refusal.status).phrase.replace(" ", "")
-    body = json.dumps({"error": {"type": kind, "message": str(refusal)}}).encode()
-    return web.Response(body=body, status=refusal.status, content_type="application/json", headers=refusal.headers)
+def _to_response(error: HttpError) -> web.Response:
+    error_type = ERROR_TYPES.get(error.status) or HTTPStatus(error.status).phrase.replace(" ", "")
+    body = json.dumps({"error": {"type": error_type, "message": str(error)}}).encode()
+    return web.Response(body=body, status=error.status, content_type="application/json", headers=error.headers)

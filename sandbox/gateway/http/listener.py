@@ -1,12 +1,12 @@
-"""The way in: the listening socket, how many connections it takes, and how long one may keep us waiting.
+"""The listening socket: limits the number of connections, and the time to send a request head.
 
 Invariants:
-- At most `most` connections are served at once. One more is told so, with 503, and closed; of those who are being told
-  there are `MAX_TOLD` at most, and whoever comes then is closed without a word.
-- A connection that has not sent a whole request head within `stall_s` of its beginning is closed; between requests,
-  aiohttp's own keep-alive timer does the same (`IDLE_S`).
+- At most `max_connections` are served at once. A further one gets 503 and is closed; of these at most `MAX_REJECTED`
+  are open at a time, and any beyond that is closed without a response.
+- A new connection that has not sent a whole request head within `stall_s` is closed. Between requests aiohttp's
+  keep-alive timer (`KEEPALIVE_S`) applies instead.
 
-What is said on a connection is aiohttp's business (`web.Server`, a factory of protocols), which this file wraps.
+The HTTP protocol itself is aiohttp's (`protocol_factory`, a `web.Server`), which this module wraps.
 """
 
 from __future__ import annotations
@@ -19,122 +19,140 @@ from typing import cast
 from sandbox import machine
 from sandbox.errors import ConfigError
 
-IDLE_S = 75.0
-"""A connection without a request is kept so long: longer than clients and proxies do (aiohttp 15 s, nginx 60 s)."""
+KEEPALIVE_S = 75.0
+"""Seconds that a connection is kept without a request. Longer than clients and proxies keep one (aiohttp 15 s,
+nginx 60 s), so that they close first."""
 BACKLOG = 1024
-TOLD_S = 2.0
-"""For a client to read why it is not served. Closed at once, it might see a reset instead."""
-LAST_LOOK_S = 0.1
-MAX_TOLD = 100
-SPARE_FILES = 256 + MAX_TOLD
-"""Descriptors for all else: sockets to executors, pipes, libraries."""
-LEAST_CONNECTIONS = 256
-"""As many as one client of ours opens (`client.MAX_CONNECTIONS`). With fewer it would be turned away all the time."""
+REJECT_LINGER_S = 2.0
+"""Seconds that a rejected connection stays open. Closed at once, the client might see a reset and not the 503."""
+READ_GRACE_S = 0.1
+"""Seconds between the end of `stall_s` and the abort. Bytes that arrived while the event loop was blocked are read in
+this time, before the abort."""
+MAX_REJECTED = 100
+RESERVED_FDS = 256 + MAX_REJECTED
+"""File descriptors for everything but served connections: sockets to executors, pipes, libraries."""
+MIN_CONNECTIONS = 256
+"""Connections that one client opens (`client.MAX_CONNECTIONS`). With a lower limit it would be rejected all the
+time."""
 HEAD_END = b"\r\n\r\n"
 
-Handlers = Callable[[], asyncio.Protocol]
+ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
-class Doors:
-    """Use `open`, later `close`. `on_full` hears of each connection that is turned away."""
+class Listener:
+    """Call `open`, later `close`. `on_rejected` is called for each connection over the limit."""
 
-    def __init__(self, handlers: Handlers, most: int, stall_s: float, on_full: Callable[[], None]) -> None:
-        self.handlers = handlers
-        self.most = most
+    def __init__(
+        self,
+        protocol_factory: ProtocolFactory,
+        max_connections: int,
+        stall_s: float,
+        on_rejected: Callable[[], None],
+    ) -> None:
+        self.protocol_factory = protocol_factory
+        self.max_connections = max_connections
         self.stall_s = stall_s
-        self.on_full = on_full
+        self.on_rejected = on_rejected
         self.connections = 0
-        """Those that are served."""
-        self.told = 0
+        """Served connections that are open."""
+        self.rejected = 0
+        """Rejected connections that are still open."""
         self._server: asyncio.Server | None = None
 
     async def open(self, host: str, port: int) -> str:
-        """Listen; returns the URL, whose port is the real one even if 0 was asked for. Raises `ConfigError`."""
+        """Listen, and return the URL. If `port` is 0, the kernel chooses one. Raises `ConfigError`."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
-        except OSError as why:
-            raise cannot_listen(host, port, why) from None
+            self._server = await loop.create_server(
+                self._new_connection, host, port, backlog=BACKLOG, reuse_address=True
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host} port {port} ({error.strerror or error}); "
+                "is another server running there? Choose another port with --port"
+            ) from None
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def close(self) -> None:
-        """Take no more connections; those that are there stay."""
+        """Stop listening. Open connections stay open."""
         if self._server is not None:
             self._server.close()
 
-    def _connection(self) -> asyncio.Protocol:
-        return _Served(self) if self.connections < self.most else _Told(self)
+    def _new_connection(self) -> asyncio.Protocol:
+        return _Connection(self) if self.connections < self.max_connections else _RejectedConnection(self)
 
 
-class _Served(asyncio.Protocol):
-    """A connection on which aiohttp speaks."""
+class _Connection(asyncio.Protocol):
+    """A served connection: passes everything to aiohttp's protocol, and times the first request head."""
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors = doors
-        self._handler = doors.handlers()
-        self._tail = b""
-        """The last bytes of what came, while the first head is not whole."""
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._protocol = listener.protocol_factory()
+        self._head_tail = b""
+        """The last three bytes received, while the first request head is incomplete."""
         self._timer: asyncio.TimerHandle | None = None
-        doors.connections += 1
+        listener.connections += 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._abort = cast(asyncio.Transport, transport).abort
-        self._timer = asyncio.get_running_loop().call_later(self._doors.stall_s, self._stalled)
-        self._handler.connection_made(transport)
+        self._timer = asyncio.get_running_loop().call_later(self._listener.stall_s, self._on_stalled)
+        self._protocol.connection_made(transport)
 
-    def _stalled(self) -> None:
-        """If it was we who were held up, what it sent has not been read yet; it is before this is called."""
-        self._timer = asyncio.get_running_loop().call_later(LAST_LOOK_S, self._abort)
+    def _on_stalled(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(READ_GRACE_S, self._abort)
 
     def data_received(self, data: bytes) -> None:
         if self._timer is not None:
-            if HEAD_END in self._tail + data:
+            if HEAD_END in self._head_tail + data:
                 self._timer.cancel()
                 self._timer = None
             else:
-                self._tail = (self._tail + data[-3:])[-3:]
-        self._handler.data_received(data)
+                self._head_tail = (self._head_tail + data[-3:])[-3:]
+        self._protocol.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return self._handler.eof_received()
+        return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
-        self._handler.pause_writing()
+        self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        self._handler.resume_writing()
+        self._protocol.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._doors.connections -= 1
+        self._listener.connections -= 1
         if self._timer is not None:
             self._timer.cancel()
-        self._handler.connection_lost(exc)
+        self._protocol.connection_lost(exc)
 
 
-class _Told(asyncio.Protocol):
-    """A connection too many: it hears why, and is closed."""
+class _RejectedConnection(asyncio.Protocol):
+    """A connection over the limit: gets 503 and is closed."""
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors = doors
-        doors.told += 1
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        listener.rejected += 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._doors.on_full()
-        talk = cast(asyncio.Transport, transport)
-        if self._doors.told > MAX_TOLD:
-            talk.abort()
+        self._listener.on_rejected()
+        connection = cast(asyncio.Transport, transport)
+        if self._listener.rejected > MAX_REJECTED:
+            connection.abort()
             return
-        talk.write(_full(self._doors.most))
-        talk.write_eof()
-        asyncio.get_running_loop().call_later(TOLD_S, talk.abort)
+        connection.write(_rejection(self._listener.max_connections))
+        connection.write_eof()
+        asyncio.get_running_loop().call_later(REJECT_LINGER_S, connection.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._doors.told -= 1
+        self._listener.rejected -= 1
 
 
-def _full(most: int) -> bytes:
-    message = f"{most} connections are open, which is all; use fewer, keep them, or start with more --connections"
+def _rejection(max_connections: int) -> bytes:
+    message = (
+        f"{max_connections} connections are open, which is the limit; use fewer and keep them open, or start the "
+        "server with a larger --connections"
+    )
     body = json.dumps({"error": {"type": "NotReady", "message": message}}).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
@@ -143,23 +161,15 @@ def _full(most: int) -> bytes:
     return head.encode() + body
 
 
-def cannot_listen(host: str, port: int, why: OSError) -> ConfigError:
-    """What is said when an address is not to be had."""
-    return ConfigError(
-        f"cannot listen on {host} port {port} ({why.strerror or why}); "
-        "is another server running there? Choose another with --port"
-    )
-
-
-def grant_files(connections: int) -> int:
-    """Raise this process's bound on descriptors for so many connections; how many of them it has room for. Raises
-    `ConfigError` where that is less than a single client needs."""
-    wanted = connections + SPARE_FILES
+def raise_connection_limit(connections: int) -> int:
+    """Raise the limit on file descriptors for so many connections, and return how many are possible. Raises
+    `ConfigError` if that is less than one client needs."""
+    wanted = connections + RESERVED_FDS
     granted = machine.raise_fd_limit(wanted)
-    least = min(connections, LEAST_CONNECTIONS)
-    if granted < least + SPARE_FILES:
+    needed = min(connections, MIN_CONNECTIONS)
+    if granted < needed + RESERVED_FDS:
         raise ConfigError(
-            f"the limit on open files (ulimit -Hn) is {granted}, but {least} connections need {least + SPARE_FILES}; "
-            f"raise it, best to {wanted}, or ask for fewer --connections"
+            f"the limit on open files (ulimit -Hn) is {granted}, but {needed} connections need "
+            f"{needed + RESERVED_FDS}; raise it, best to {wanted}, or lower --connections"
         )
-    return min(connections, granted - SPARE_FILES)
+    return min(connections, granted - RESERVED_FDS)

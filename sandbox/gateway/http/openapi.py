@@ -10,10 +10,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
+from sandbox.fields import NumberRule
 from sandbox.gateway.history import PERCENTILES
-from sandbox.gateway.http.auth import OPEN_PATHS
-from sandbox.gateway.http.codec import QUIET_S
-from sandbox.gateway.http.errors import KINDS
+from sandbox.gateway.http.auth import PUBLIC_PATHS
+from sandbox.gateway.http.codec import HEARTBEAT_S
+from sandbox.gateway.http.errors import ERROR_TYPES
 from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
 from sandbox.types import (
@@ -27,7 +28,6 @@ from sandbox.types import (
     Call,
     CallError,
     Limits,
-    Number,
     Outcome,
     Profile,
     Result,
@@ -38,7 +38,7 @@ from sandbox.types import (
 
 Schema = dict[str, Any]
 
-MOST = 2**53 - 1
+MAX_SAFE_INTEGER = 2**53 - 1
 """The largest whole number in a query; JSON's clients have no larger ones."""
 
 
@@ -48,17 +48,17 @@ class Route:
 
     method: str
     path: str
-    act: Handler
+    handler: Handler
     summary: str
-    gives: Mapping[str, str | None]
+    response_schemas: Mapping[str, str | None]
     """Content type to the name of a schema; None for text that has none."""
-    takes: str | None = None
+    request_schema: str | None = None
     """Name of the body's schema."""
     body_types: tuple[str, ...] = ()
-    refuses: tuple[int, ...] = ()
+    error_statuses: tuple[int, ...] = ()
     query: Mapping[str, str] = field(default_factory=dict)
     """Whole numbers that may follow the path, and what they are."""
-    gives_if_invalid: Mapping[str, str] = field(default_factory=dict)
+    invalid_schemas: Mapping[str, str] = field(default_factory=dict)
     """The same for status 400 where every item of a batch is malformed."""
 
 
@@ -157,9 +157,7 @@ def document(routes: Iterable[Route], needs_token: bool) -> Schema:
         "info": {
             "title": "rstar-sandbox",
             "version": VERSION,
-            "description": "Runs Python that nobody vouches for, each call in a fresh, isolated process. "
-            "What the code did is the result's status; what the service failed to do is an HTTP error or unavailable. "
-            + ("Requests need a token." if needs_token else "This server was started without a token."),
+            "description": _overview(needs_token),
         },
         "paths": paths,
         "components": {"schemas": schemas(), "securitySchemes": {"token": token}},
@@ -167,14 +165,25 @@ def document(routes: Iterable[Route], needs_token: bool) -> Schema:
     }
 
 
+def _overview(needs_token: bool) -> str:
+    """Return the document's description in Markdown, with the table of statuses."""
+    rows = "\n".join(f"| `{status}` | {meaning} |" for status, meaning in MEANINGS[Status].items())
+    return (
+        "Runs untrusted Python code, each call in its own isolated process. The `status` of a result is what the code "
+        "did. A failure of the service is an HTTP error or the status `unavailable`. "
+        f"{'Requests need the token.' if needs_token else 'This server was started without a token.'}\n\n"
+        f"| status | meaning |\n|---|---|\n{rows}\n"
+    )
+
+
 def schemas() -> dict[str, Schema]:
     """Every named schema."""
     timeout = {"type": "number", "exclusiveMinimum": 0, "description": BATCH_FIELDS["queue_timeout_s"]}
-    call = _of_dataclass(Call, CALL_FIELDS)
+    call = _schema_of_dataclass(Call, CALL_FIELDS)
     call["properties"]["priority"] |= _range(PRIORITY)
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
     index = {"type": "integer", "description": "which of the batch's calls this answers"}
-    result = _of_dataclass(Result, RESULT_FIELDS)
+    result = _schema_of_dataclass(Result, RESULT_FIELDS)
     result["additionalProperties"] = True
     result["required"] = [f.name for f in fields(Result)]
     return {
@@ -198,16 +207,16 @@ def schemas() -> dict[str, Schema]:
                 "queue_timeout_s": timeout,
             },
         },
-        "Status": _of_enum(Status),
-        "Profile": _of_enum(Profile),
-        "CallError": _of_dataclass(CallError, CALL_ERROR_FIELDS),
-        "Usage": _of_dataclass(Usage, USAGE_FIELDS),
+        "Status": _schema_of_enum(Status),
+        "Profile": _schema_of_enum(Profile),
+        "CallError": _schema_of_dataclass(CallError, CALL_ERROR_FIELDS),
+        "Usage": _schema_of_dataclass(Usage, USAGE_FIELDS),
         "Result": result,
         "Results": _list_of("Result", "one result for each call, in the order of the calls"),
         "Line": {
             **result,
             "description": "A result. Empty lines between them, in msgpack nil, are to be skipped: signs of life, one "
-            f"for each {QUIET_S:g} s in which there is no result.",
+            f"for each {HEARTBEAT_S:g} s in which there is no result.",
             "properties": {"index": index, **result["properties"]},
             "required": ["index", *result["required"]],
         },
@@ -253,7 +262,7 @@ def schemas() -> dict[str, Schema]:
 
 def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
     """The schemas of `/v1/verify`."""
-    verdict = _of_dataclass(Verdict, VERDICT_FIELDS)
+    verdict = _schema_of_dataclass(Verdict, VERDICT_FIELDS)
     verdict["additionalProperties"] = True
     verdict["required"] = [f.name for f in fields(Verdict)]
     pairs = {"type": "array", "minItems": 1, "items": _ref("Pair"), "description": VERIFY_FIELDS["pairs"]}
@@ -273,7 +282,7 @@ def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
             "additionalProperties": False,
             "properties": {"pairs": pairs, **shared, "queue_timeout_s": timeout},
         },
-        "Outcome": _of_enum(Outcome),
+        "Outcome": _schema_of_enum(Outcome),
         "Verdict": verdict,
         "Verdicts": _list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
     }
@@ -338,27 +347,27 @@ def _stats() -> dict[str, Schema]:
 
 def _operation(route: Route) -> Schema:
     responses: dict[str, Schema] = {
-        "200": {"description": "done", "content": {kind: _media(name) for kind, name in route.gives.items()}}
+        "200": {"description": "done", "content": {kind: _media(name) for kind, name in route.response_schemas.items()}}
     }
-    for code in (*route.refuses, 500):
-        about, content = f"{KINDS[code]}: {REFUSALS[code]}.", {"application/json": _media("Refusal")}
-        if code == 400 and route.gives_if_invalid:
+    for code in (*route.error_statuses, 500):
+        about, content = f"{ERROR_TYPES[code]}: {REFUSALS[code]}.", {"application/json": _media("Refusal")}
+        if code == 400 and route.invalid_schemas:
             about += " Where every item of a batch is malformed: the results, which say what is wrong with each."
-            either = {"anyOf": [_ref("Refusal"), _ref(route.gives_if_invalid["application/json"])]}
-            content |= {kind: _media(name) for kind, name in route.gives_if_invalid.items()}
+            either = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}
+            content |= {kind: _media(name) for kind, name in route.invalid_schemas.items()}
             content["application/json"] = {**_media("Refusal"), "schema": either}
         headers = {"headers": HEADERS[code]} if code in HEADERS else {}
         responses[str(code)] = {"description": about, "content": content, **headers}
     operation: Schema = {"summary": route.summary, "responses": responses}
-    if route.takes is not None:
-        content = {kind: _media(route.takes) for kind in route.body_types}
+    if route.request_schema is not None:
+        content = {kind: _media(route.request_schema) for kind in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}
     if route.query:
-        whole = {"type": "integer", "minimum": 0, "maximum": MOST}
+        whole = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
         operation["parameters"] = [
             {"name": name, "in": "query", "description": doc, "schema": whole} for name, doc in route.query.items()
         ]
-    if route.path in OPEN_PATHS:
+    if route.path in PUBLIC_PATHS:
         operation["security"] = []
     return operation
 
@@ -386,22 +395,22 @@ def _limits() -> Schema:
     return {"type": "object", "description": ABOUT[Limits], "properties": properties, "additionalProperties": False}
 
 
-def _range(rule: Number) -> Schema:
+def _range(rule: NumberRule) -> Schema:
     kind = int if rule.whole else float
     return {"minimum": kind(rule.low), "maximum": kind(rule.high)}
 
 
-def _of_enum(enum: type[StrEnum]) -> Schema:
+def _schema_of_enum(enum: type[StrEnum]) -> Schema:
     meanings = "; ".join(f"{member}: {meaning}" for member, meaning in MEANINGS[enum].items())
     return {"type": "string", "enum": [member.value for member in enum], "description": f"{ABOUT[enum]} {meanings}."}
 
 
-def _of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
+def _schema_of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
     assert is_dataclass(kind)
     hints = get_type_hints(kind)
     properties: dict[str, Schema] = {}
     for one in fields(kind):
-        schema = _of_hint(hints[one.name])
+        schema = _schema_of_hint(hints[one.name])
         if one.name in docs:
             schema["description"] = docs[one.name]
         if isinstance(one.default, (str, int, float, bool)):
@@ -414,7 +423,7 @@ def _of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
     return schema | ({"required": required} if required else {})
 
 
-def _of_hint(hint: Any) -> Schema:
+def _schema_of_hint(hint: Any) -> Schema:
     """The schema of an annotation, of the kinds that `sandbox.types` uses."""
     plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
     if hint in plain:
@@ -425,8 +434,8 @@ def _of_hint(hint: Any) -> Schema:
         return _ref(hint.__name__)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [{"type": "null"} if a is type(None) else _of_hint(a) for a in arguments]}
+        return {"anyOf": [{"type": "null"} if a is type(None) else _schema_of_hint(a) for a in arguments]}
     if origin is tuple:
-        return {"type": "array", "items": _of_hint(arguments[0])}
+        return {"type": "array", "items": _schema_of_hint(arguments[0])}
     assert issubclass(origin, Mapping), hint
-    return {"type": "object", "additionalProperties": _of_hint(arguments[1])}
+    return {"type": "object", "additionalProperties": _schema_of_hint(arguments[1])}

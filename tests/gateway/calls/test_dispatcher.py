@@ -1,4 +1,4 @@
-"""Between ledger and executors: frames, credits, deaths, cancellation and the drain."""
+"""Between call_table and executors: frames, credits, deaths, cancellation and the drain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_no_more_calls_at_the_executor_than_twice_its_slots() -> None:
         asking = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 10)))
         executor = served.fleet.last
         await until(lambda: bool(executor.calls))
-        assert (executor.frames, served.dispatcher.ledger.waiting) == ([6], 4)
+        assert (executor.frames, served.dispatcher.call_table.waiting) == ([6], 4)
         executor.finish(1, 2)
         await until(lambda: len(executor.calls) == 8)
         executor.finish(*range(3, 9))
@@ -91,7 +91,7 @@ async def test_a_last_attempt_waits_for_no_node_that_has_one_already() -> None:
         await until(lambda: any(len(executor.calls) == 2 for executor in served.fleet.executors))
         first, other = sorted(served.fleet.executors, key=lambda executor: -len(executor.calls))
         other.send("window", 50)
-        await until(lambda: any(node.window == 50 for node in served.dispatcher.nodes))
+        await until(lambda: any(node.window == 50 for node in served.dispatcher.executors))
         first.exit()
         await until(lambda: len(served.fleet.executors) == 3 and len(served.fleet.last.calls) == 1)
         for executor in (other, served.fleet.last):
@@ -106,11 +106,11 @@ async def test_a_start_that_fails_later_is_tried_again() -> None:
         fleet.last.exit()
         await until(lambda: len(fleet.executors) == 4)
         assert (await served.post("/v1/execute", {"code": "1"}))[0] == 200
-        assert [executor.hurry for executor in fleet.executors] == [False, True, True, True]
+        assert [executor.is_replacement for executor in fleet.executors] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
-    ("start", "expected"), [("failed", "no isolation to be had"), ("exit", "did not start: ended with exit code 3")]
+    ("start", "expected"), [("failed", "no isolation to be had"), ("exit", "did not start: exited with code 3")]
 )
 async def test_a_first_start_that_fails_ends_the_start(start: str, expected: str) -> None:
     async with serving(FakeFleet(starts=(start,)), wait=False) as served:
@@ -126,8 +126,8 @@ async def test_an_executor_that_never_gets_ready_is_given_up(monkeypatch: pytest
 
 
 async def test_a_silent_executor_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "TURN_S", 0.01)
-    monkeypatch.setattr(node, "SILENCE_S", 0.02)
+    monkeypatch.setattr(node, "SILENCE_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(node, "SILENCE_TIMEOUT_S", 0.02)
     async with serving() as served:
         await until(lambda: len(served.fleet.executors) == 2)
 
@@ -148,7 +148,7 @@ async def test_a_client_that_leaves_takes_its_calls_along() -> None:
         await until(lambda: len(served.fleet.last.calls) == 2)
         asking.cancel()
         await until(lambda: sorted(served.fleet.last.cancelled) == [1, 2])
-        assert served.dispatcher.ledger.calls == 0
+        assert served.dispatcher.call_table.outstanding.calls == 0
         assert served.dispatcher.counters.cancelled == 5
         assert (await served.post("/v1/execute", {"code": "1"}))[1]["status"] == "ok"
 
@@ -160,7 +160,7 @@ async def test_a_stream_that_is_left_takes_its_calls_along() -> None:
             await response.content.readline()
             response.close()
         await until(lambda: len(served.fleet.last.cancelled) == 1)
-        assert served.dispatcher.ledger.calls == 0
+        assert served.dispatcher.call_table.outstanding.calls == 0
 
 
 async def test_waiting_too_long_is_unavailable() -> None:
@@ -209,19 +209,19 @@ async def test_what_waits_when_the_service_stops_is_answered_at_once(
     stop_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a stream, in a batch and in checks, while what the executor has goes on."""
-    monkeypatch.setattr(dispatcher, "STOP_CALLS", stop_calls)
+    monkeypatch.setattr(dispatcher, "MAX_STOPPED_AT_ONCE", stop_calls)
     async with serving(FakeFleet(slots=1)) as served:
         headers = {"Accept": "application/x-ndjson"}
         async with served.http.post(served.url + "/v1/batch", json=batch(*["hang"] * 5), headers=headers) as stream:
-            await until(lambda: served.dispatcher.ledger.waiting == 3)
+            await until(lambda: served.dispatcher.call_table.waiting == 3)
             asking = asyncio.create_task(served.post("/v1/batch", batch("late", "late")))
             checking = asyncio.create_task(served.post("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}]}))
-            await until(lambda: served.dispatcher.ledger.waiting == 6)
+            await until(lambda: served.dispatcher.call_table.waiting == 6)
             draining = asyncio.create_task(served.dispatcher.drain(10))
             stopped = [json.loads(await stream.content.readline()) for _ in range(3)]
             _, late = await asking
             _, checks = await checking
-            assert not draining.done() and served.dispatcher.ledger.running(0) == 2
+            assert not draining.done() and served.dispatcher.call_table.running(0) == 2
             served.fleet.last.finish(1, 2)
             done = [json.loads(await stream.content.readline()) for _ in range(2)]
             await draining
@@ -229,7 +229,7 @@ async def test_what_waits_when_the_service_stops_is_answered_at_once(
             assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Stopped", 0)
         assert sorted(line["index"] for line in stopped) == [2, 3, 4]
         assert checks["results"][0]["outcome"] == "unavailable"
-        assert checks["results"][0]["message"].startswith("Stopped: the service stopped before")
+        assert checks["results"][0]["message"].startswith("Stopped: the server stopped before")
         assert [line["status"] for line in done] == ["ok", "ok"]
         assert served.dispatcher.counters.by_status["unavailable"] == 6
         assert served.fleet.last.frames == [2]
@@ -260,15 +260,15 @@ async def test_health_fails_when_there_is_no_executor_for_long(monkeypatch: pyte
         served.fleet.last.exit()
         await until(lambda: len(served.fleet.executors) == 2)
         assert (await served.get("/health"))[0] == 200
-        monkeypatch.setattr(dispatcher, "DEAD_S", 0.0)
+        monkeypatch.setattr(dispatcher, "UNHEALTHY_AFTER_S", 0.0)
         assert (await served.get("/health"))[0] == 503
         assert (await served.get("/ready"))[0] == 503
 
 
 async def test_the_settings_reach_the_executor() -> None:
-    async with serving(isolation="landlock", executors=2, slots=5, zygotes=3, cores=4) as served:
+    async with serving(isolation="landlock", executors=2, slots=5, zygote_pools=3, cores=4) as served:
         first, second = (executor.settings for executor in served.fleet.executors)
-    parts = ("isolation", "cores", "slots", "zygotes")
+    parts = ("isolation", "cores", "slots", "zygote_pools")
     assert [first[name] for name in parts] == ["landlock", 2, 3, 2]
     assert [second[name] for name in parts] == ["landlock", 2, 2, 1]
     assert set(first) == {field.name for field in fields(ExecutorConfig)}
@@ -283,7 +283,7 @@ async def test_the_executor_says_how_many_calls_it_wants() -> None:
         await until(lambda: len(executor.calls) == 7)
         executor.send("window", 2)
         executor.finish(1, 2, 3, 4, 5)
-        await until(lambda: served.dispatcher.ledger.running(0) == 2)
+        await until(lambda: served.dispatcher.call_table.running(0) == 2)
         assert len(executor.calls) == 7
         executor.finish(6)
         await until(lambda: len(executor.calls) == 8)
@@ -295,7 +295,7 @@ async def test_the_executor_says_how_many_calls_it_wants() -> None:
 
 async def test_a_window_that_comes_along_with_ready_holds() -> None:
     async with serving(FakeFleet(slots=2, window=3)) as served:
-        assert served.dispatcher.nodes[0].window == 3
+        assert served.dispatcher.executors[0].window == 3
 
 
 @pytest.mark.parametrize("window", [1, -1, 1 << 40, "many"])

@@ -34,7 +34,7 @@ class SlowQueue:
             self.stand(item)
         self.items.append(item)
 
-    def put_back(self, item: Item) -> None:
+    def requeue(self, item: Item) -> None:
         self.end(item)
         self.returned.append(item)
 
@@ -72,7 +72,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(-1, 1)),
         st.tuples(st.just("pop")),
-        st.tuples(st.just("put_back"), st.integers(0, 50)),
+        st.tuples(st.just("requeue"), st.integers(0, 50)),
         st.tuples(st.just("end"), st.integers(0, 50)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
     ),
@@ -98,11 +98,11 @@ def test_order_equals_the_slow_version(steps: list[tuple[object, ...]]) -> None:
             if popped is not None:
                 waiting.remove(popped)
                 taken.append(popped)
-        elif kind == "put_back" and taken:
+        elif kind == "requeue" and taken:
             item = taken.pop(int(arguments[0]) % len(taken))  # type: ignore[call-overload]
             waiting.append(item)
-            fast.put_back(item)
-            slow.put_back(item)
+            fast.requeue(item)
+            slow.requeue(item)
         elif kind == "end" and taken:
             item = taken.pop(int(arguments[0]) % len(taken))  # type: ignore[call-overload]
             fast.end(item)
@@ -136,7 +136,7 @@ def test_a_call_put_back_goes_before_all_others() -> None:
     queue.push(lost)
     queue.pop()
     queue.push(Item("b"))
-    queue.put_back(lost)
+    queue.requeue(lost)
     assert queue.pop() is lost
 
 
@@ -150,7 +150,7 @@ def test_a_tenant_whose_calls_are_long_leaves_the_slots_to_others() -> None:
     started: list[str] = []
     for _ in range(20):
         done = next(item for item in held if item and item.tenant == "short")
-        queue.end(done)
+        queue.finished(done)
         held.remove(done)
         held.append(queue.pop())
         started += [item.tenant for item in held[-1:] if item]
@@ -164,5 +164,5 @@ def test_nothing_is_left_of_what_has_ended() -> None:
         queue.push(item)
     queue.remove(items[3])
     while (taken := queue.pop()) is not None:
-        queue.end(taken)
+        queue.finished(taken)
     assert not queue._levels and not queue._waiting

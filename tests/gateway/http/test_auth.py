@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox.gateway.http.auth import check_is_local
-from sandbox.gateway.http.errors import Refusal
+from sandbox.gateway.http.auth import check_local_request
+from sandbox.gateway.http.errors import HttpError
 from tests.gateway.serving import serving
 
 
@@ -59,7 +59,7 @@ async def test_the_token_must_be_right(header: str, status: int) -> None:
     ],
 )
 def test_loopback_and_our_own_pages_get_in(host: str, origin: str | None) -> None:
-    check_is_local(host, origin, "127.0.0.1")
+    check_local_request(host, origin, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_loopback_and_our_own_pages_get_in(host: str, origin: str | None) -> Non
     ],
 )
 def test_rebound_hosts_and_foreign_pages_stay_out(host: str, origin: str | None) -> None:
-    with pytest.raises(Refusal) as why:
-        check_is_local(host, origin, "127.0.0.1")
+    with pytest.raises(HttpError) as why:
+        check_local_request(host, origin, "127.0.0.1")
     assert why.value.status == 403
 
 

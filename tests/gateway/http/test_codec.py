@@ -16,7 +16,7 @@ from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.gateway.http import codec, validation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
-from sandbox.gateway.http.errors import Refusal
+from sandbox.gateway.http.errors import HttpError
 from sandbox.types import CALL_FIELDS, Result, Status
 from tests.gateway.serving import until
 
@@ -35,7 +35,7 @@ BATCHES = st.fixed_dictionaries(
 
 
 def decode(body: bytes, kind: str) -> Any:
-    return asyncio.run(codec.Bodies(1 << 30, 1 << 30, max_calls=8).decode(body, kind))
+    return asyncio.run(codec.BodyReader(1 << 30, 1 << 30, max_calls=8).decode(body, kind))
 
 
 @pytest.mark.asyncio
@@ -48,8 +48,8 @@ async def test_whoever_hangs_up_lets_no_second_large_body_be_decoded(monkeypatch
         return body[0]
 
     monkeypatch.setattr(codec, "_decode_json", slow)
-    bodies = codec.Bodies(1 << 30, 1 << 30, max_calls=8)
-    first, second = (asyncio.create_task(bodies.decode(bytes([n]) * codec.THREAD_BYTES, JSON)) for n in (1, 2))
+    bodies = codec.BodyReader(1 << 30, 1 << 30, max_calls=8)
+    first, second = (asyncio.create_task(bodies.decode(bytes([n]) * codec.THREADED_DECODE_BYTES, JSON)) for n in (1, 2))
     try:
         await until(lambda: begun == [1])
         first.cancel()
@@ -66,7 +66,7 @@ async def test_whoever_hangs_up_lets_no_second_large_body_be_decoded(monkeypatch
 def test_any_bytes_are_a_value_or_a_refusal(body: bytes, kind: str) -> None:
     try:
         decode(body, kind)
-    except Refusal as why:
+    except HttpError as why:
         assert why.status in (400, 413)
         assert str(why)
 
@@ -80,18 +80,18 @@ def test_msgpack_comes_in_as_it_was_sent(value: Any) -> None:
 @given(BATCHES)
 def test_any_decoded_body_is_a_batch_or_a_refusal(raw: Any) -> None:
     try:
-        batch, invalid = asyncio.run(validation.read_batch(raw, ServeConfig()))
+        batch, invalid = asyncio.run(validation.parse_batch(raw, ServeConfig()))
     except (InvalidCall, RequestRefused) as why:
         assert str(why)
         return
-    assert len(batch.tickets) + invalid == len(raw["calls"])
-    assert invalid == len([answer for answer in batch.answers if answer is not None])
+    assert len(batch.calls) + invalid == len(raw["calls"])
+    assert invalid == len([answer for answer in batch.results if answer is not None])
 
 
 @given(VALUES)
 def test_any_decoded_body_is_a_call_or_a_refusal(raw: Any) -> None:
     try:
-        assert len(asyncio.run(validation.read_call(raw, ServeConfig()))[0].tickets) == 1
+        assert len(asyncio.run(validation.parse_call(raw, ServeConfig()))[0].calls) == 1
     except InvalidCall as why:
         assert str(why)
 
@@ -100,7 +100,7 @@ def test_any_decoded_body_is_a_call_or_a_refusal(raw: Any) -> None:
 def test_answers_decode_to_what_they_were_but_for_surrogates(parts: list[tuple[str, str, bytes]], times: int) -> None:
     results = [Result("i", Status.OK, stdout=out, value=value, files={"f": data}) for out, value, data in parts] * times
     for kind in (JSON, MSGPACK):
-        body = asyncio.run(codec.encode_answers([result.encode(binary=True) for result in results], kind))
+        body = asyncio.run(codec.encode_results([result.encode(binary=True) for result in results], kind))
         raw = json.loads(body) if kind == JSON else msgpack.unpackb(body)
         assert [_sound(Result.decode(one)) for one in raw["results"]] == [_sound(result) for result in results]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sandbox.gateway.calls.executor_report import ReadyReport
 from sandbox.gateway.history import History
 from sandbox.gateway.http.routes import STATS
 from sandbox.types import Status
@@ -46,10 +47,8 @@ async def test_the_numbers_are_the_true_ones(browser: Browser) -> None:
         assert statuses["ok"][1:] == ["1,234", "99.9 %"] and statuses["unavailable"][1:] == ["0", "0.0 %"]
         assert executors == {"● 0 up": ["4", "3", "4", "0", "3"]}
         assert await _table(page, "zygotes") == {"bare": ["2"], "symbolic": ["1"]}
-        assert statuses["invalid"][1] == "1" and events["requests refused with 400"][1] == "1"
-        assert re.search(r"Waiting\s+12\s+of at most 5,000", tiles) and re.search(
-            r"Running\s+4\s+3 of them long", tiles
-        )
+        assert statuses["invalid"][1] == "1" and events["requests rejected with 400"][1] == "1"
+        assert re.search(r"Waiting\s+12\s+max 5,000", tiles) and re.search(r"Running\s+4\s+3 long", tiles)
         assert await page.text("h1") == "● Ready" and "isolation none (namespaces: refused)" in await page.text(
             "#about"
         )
@@ -72,7 +71,8 @@ async def test_names_from_hostile_code_are_only_text(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
         stats = {"missed_imports": dict.fromkeys(names, 7), "zygotes": {names[0]: 1}, f"{names[1]}_total": 5}
         served.fleet.last.send("stats", stats)
-        served.dispatcher.nodes[0].about |= {"isolation": names[0], "python": names[1]}
+        executor = served.dispatcher.executors[0]
+        executor.ready_report = ReadyReport(slots=4, isolation=names[0], python=names[1])
         await page.until("document.getElementById('missed').rows.length > 8")
         shown = await _table(page, "missed")
         assert set(shown) == set(names)
@@ -88,9 +88,9 @@ async def test_names_from_hostile_code_are_only_text(browser: Browser) -> None:
 async def test_the_token_is_asked_for_once(browser: Browser) -> None:
     async with serving(token="s3cret") as served, browser.page(served.url) as page:
         await page.until("!document.getElementById('ask').hidden")
-        assert await page.text("h1") == "◌ Waiting for the token" and not await page.run(SHOWN)
+        assert await page.text("h1") == "◌ Token required" and not await page.run(SHOWN)
         await _enter(page, "guess")
-        await page.until("document.getElementById('why').textContent === 'That was not it.'")
+        await page.until("document.getElementById('why').textContent === 'The server rejected this token.'")
         await _enter(page, "s3cret")
         await page.until(SHOWN)
         refused = served.dispatcher.counters.refused[401]
@@ -144,14 +144,32 @@ async def test_the_page_says_when_some_of_the_executors_are_down(browser: Browse
 async def test_the_page_says_when_long_calls_have_no_room(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
         served.fleet.last.send("stats", {"running": 9, "running_long": 7, "long_slots": 8})
-        await page.until("document.querySelector('#tiles').textContent.includes('7 of them long, of at most 8;')")
+        await page.until("document.querySelector('#tiles').textContent.includes('7 long (max 8), ')")
         assert await page.text("h1") == "● Ready"
         served.fleet.last.send("stats", {"running": 10, "running_long": 8, "long_slots": 8})
-        await page.until("document.querySelector('h1').textContent === '● Ready, all long places taken'")
+        await page.until("document.querySelector('h1').textContent === '● Ready, all long slots in use'")
         assert await page.run("document.querySelector('h1').dataset.mood") == "warn"
         _, scraped = await served.get("/metrics")
         for name in ("running_long", "long_slots"):
             assert f'rstar_sandbox_executor_{name}{{executor="0"}} 8' in scraped
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_charts_show_one_or_ten_minutes(browser: Browser) -> None:
+    async with serving() as served, browser.page(served.url) as page:
+        await page.until(SHOWN)
+        for index, period in ((1, "the last 10 min"), (0, "the last 60 s")):
+            await page.run(f"document.getElementById('spans').elements[{index}].click()")
+            await page.until(f"document.getElementById('load').getAttribute('aria-label').includes('{period}')")
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_percentile_has_its_label_also_without_calls(browser: Browser) -> None:
+    async with serving() as served, browser.page(served.url) as page:
+        label = "document.getElementById('latency').textContent.includes(name)"
+        await page.until(f"['p50', 'p90', 'p99'].every(name => {label})")
 
 
 @in_a_browser
@@ -198,7 +216,7 @@ async def _traffic(served: Served) -> asyncio.Task[Any]:
     await served.post("/v1/batch", {"calls": [{"code": "1"}] * 1234 + [{"code": 1}]})
     await served.post("/v1/batch", {})
     hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
-    await until(lambda: served.dispatcher.ledger.waiting == 12)
+    await until(lambda: served.dispatcher.call_table.waiting == 12)
     told = {"running": 4, "running_long": 3, "queued": 4, "zygotes": {"bare": 2, "symbolic": 1}}
     served.fleet.last.send("stats", told)
     return hanging

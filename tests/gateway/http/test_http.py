@@ -108,7 +108,7 @@ BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
     "not UTF-8": ("application/json", b'{"calls": "\xff"}', "not UTF-8: invalid start byte at byte 11"),
     "a byte order mark": ("application/json", b"\xef\xbb\xbf{}", "malformed JSON"),
     "deeply nested JSON": ("application/json", b"[" * 200_000, "nested too deeply"),
-    "a key given twice": ("application/json", b'{"calls": [], "calls": []}', "'calls' is given twice"),
+    "a key given twice": ("application/json", b'{"calls": [], "calls": []}', "the key 'calls' occurs twice"),
     "a long number": (
         "application/json",
         b'{"queue_timeout_s": -' + b"9" * 5000 + b', "calls": [{"code": ""}]}',
@@ -129,7 +129,7 @@ BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
     "arrays in wide arrays": (MSGPACK, (b"\xdd" + struct.pack(">I", 60_000)) * 5000, "malformed msgpack"),
     "deeply nested msgpack": (MSGPACK, b"\x91" * 100_000 + b"\x00", "malformed msgpack"),
     "msgpack text not UTF-8": (MSGPACK, b"\x81\xa5calls\xa1\xff", "not UTF-8"),
-    "a msgpack key given twice": (MSGPACK, b"\x82\xa1a\x01\xa1a\x01", "'a' is given twice"),
+    "a msgpack key given twice": (MSGPACK, b"\x82\xa1a\x01\xa1a\x01", "the key 'a' occurs twice"),
     "a msgpack extension": (MSGPACK, b"\xd4\x01\x00", "malformed msgpack"),
     "a msgpack number as key": (MSGPACK, b"\x81\x01\x01", "malformed msgpack"),
 }
@@ -225,12 +225,12 @@ async def test_bodies_count_until_their_calls_are_admitted(monkeypatch: pytest.M
         try:
             first = asyncio.create_task(served.post("/v1/batch", body, Content_Type="application/json"))
             await until(lambda: served.dispatcher.counters.bytes_in == len(body))
-            assert bodies.held == len(body)
+            assert bodies.buffered_bytes == len(body)
             status, answer = await served.post("/v1/batch", body, Content_Type="application/json")
-            assert status == 429 and "on their way in, at most 2097152" in answer["error"]["message"]
+            assert status == 429 and "being received, at most 2097152" in answer["error"]["message"]
         finally:
             go_on.set()
-        assert (await first)[0] == 200 and bodies.held == 0
+        assert (await first)[0] == 200 and bodies.buffered_bytes == 0
 
 
 async def test_too_many_calls_are_refused() -> None:
@@ -290,7 +290,7 @@ async def test_results_stream_as_they_finish(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["application/x-ndjson", "application/x-msgpack-stream"])
 async def test_a_quiet_stream_gives_signs_of_life(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "QUIET_S", 0.01)
+    monkeypatch.setattr(codec, "HEARTBEAT_S", 0.01)
     async with (
         serving() as served,
         served.http.post(served.url + "/v1/batch", json={"calls": [{"code": "hang"}]}, headers={"Accept": kind}) as got,
@@ -298,7 +298,7 @@ async def test_a_quiet_stream_gives_signs_of_life(kind: str, monkeypatch: pytest
         data = b""
         while len(data) < 3:
             data += await got.content.readany()
-        assert set(data) == {codec.QUIET[kind][0]}
+        assert set(data) == {codec.HEARTBEAT[kind][0]}
         served.fleet.last.finish(1)
         data += await got.read()
     if kind == "application/x-ndjson":
@@ -328,7 +328,7 @@ async def test_unknown_paths_and_methods_are_json() -> None:
         assert (status, answer["error"]["type"]) == (404, "NotFound")
         async with served.http.get(served.url + "/v1/execute") as response:
             assert (response.status, response.headers["Allow"]) == (405, "POST")
-            assert "takes POST" in (await response.json())["error"]["message"]
+            assert "accepts POST" in (await response.json())["error"]["message"]
 
 
 async def test_ready_and_stats_name_the_level_and_what_auto_gave_up() -> None:
@@ -363,15 +363,17 @@ async def test_pages_are_self_contained() -> None:
 async def test_metrics_are_prometheus_text() -> None:
     async with serving() as served:
         await served.post("/v1/batch", {"calls": [{"code": "1"}] * 3})
-        served.fleet.last.send("stats", {"zygote_restarts_total": 2, "slots": 4, "forks": {"bare": 3}, "note": "text"})
-        await until(lambda: bool(served.dispatcher.nodes[0].stats))
+        served.fleet.last.send(
+            "stats", {"zygote_restarts_total": 2, "slots": 4, "zygotes": {"bare": 3}, "note": "text"}
+        )
+        await until(lambda: bool(served.dispatcher.executors[0].stats.totals))
         _, text = await served.get("/metrics")
     lines = text.splitlines()
     names = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
     assert len(names) == len(set(names))
-    assert 'rstar_sandbox_calls_total{status="ok"} 3' in lines
-    assert "rstar_sandbox_queue_seconds_count 3" in lines
-    assert 'rstar_sandbox_run_seconds_bucket{le="0.001"} 3' in lines
-    assert 'rstar_sandbox_executor_zygote_restarts_total{executor="0"} 2' in lines
-    assert 'rstar_sandbox_executor_forks{executor="0",name="bare"} 3' in lines
+    assert 'rstar_sandbox_calls_total{status="ok"} 3.0' in lines
+    assert "rstar_sandbox_queue_seconds_count 3.0" in lines
+    assert 'rstar_sandbox_run_seconds_bucket{le="0.001"} 3.0' in lines
+    assert 'rstar_sandbox_executor_zygote_restarts_total{executor="0"} 2.0' in lines
+    assert 'rstar_sandbox_executor_zygotes{executor="0",name="bare"} 3.0' in lines
     assert "# TYPE rstar_sandbox_executor_zygote_restarts_total counter" in lines

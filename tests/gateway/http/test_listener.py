@@ -26,7 +26,9 @@ LARGE = "x" * (1 << 20)
 
 
 @asynccontextmanager
-async def through_doors(served: Served, *, senders_s: float = 60.0) -> AsyncIterator[tuple[listener.Doors, str, int]]:
+async def through_listener(
+    served: Served, *, senders_s: float = 60.0
+) -> AsyncIterator[tuple[listener.Listener, str, int]]:
     """The same service on a port of its own, whose doors `serve` opens; `stall_s` is for reading alone."""
     app = build_app(served.dispatcher.config, served.dispatcher)
     app[routes.BODIES].stall_s = senders_s
@@ -63,13 +65,13 @@ def head(path: str, length: int, accept: str = "application/json") -> bytes:
 
 
 async def test_a_connection_too_many_is_told_so() -> None:
-    async with serving(port=0, connections=2) as served, through_doors(served) as (opened, host, port):
+    async with serving(port=0, connections=2) as served, through_listener(served) as (opened, host, port):
         first = [await asyncio.open_connection(host, port) for _ in range(2)]
         await until(lambda: opened.connections == 2)
         said = await ask(host, port, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
         _, _, body = said.partition(b"\r\n\r\n")
         assert said.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in said
-        assert "2 connections are open, which is all" in json.loads(body)["error"]["message"]
+        assert "2 connections are open, which is the limit" in json.loads(body)["error"]["message"]
         assert served.dispatcher.counters.refused[503] == 1
         first[0][1].close()
         await until(lambda: opened.connections == 1)
@@ -79,8 +81,8 @@ async def test_a_connection_too_many_is_told_so() -> None:
 
 
 async def test_even_telling_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MAX_TOLD", 0)
-    async with serving(port=0, connections=1) as served, through_doors(served) as (opened, host, port):
+    monkeypatch.setattr(listener, "MAX_REJECTED", 0)
+    async with serving(port=0, connections=1) as served, through_listener(served) as (opened, host, port):
         _, writer = await asyncio.open_connection(host, port)
         await until(lambda: opened.connections == 1)
         assert await ask(host, port, b"") == b""
@@ -88,7 +90,7 @@ async def test_even_telling_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_a_head_that_does_not_come_is_not_waited_for() -> None:
-    async with serving(port=0) as served, through_doors(served, senders_s=0.05) as (opened, host, port):
+    async with serving(port=0) as served, through_listener(served, senders_s=0.05) as (opened, host, port):
         assert await ask(host, port, b"GET /ready HTTP/1.1\r\nHost: local") == b""
         await until(lambda: opened.connections == 0)
 
@@ -114,33 +116,33 @@ class Line(asyncio.Transport):
     ],
 )
 async def test_a_head_is_whole_however_it_comes(pieces: tuple[bytes, ...], is_whole: bool) -> None:
-    connection = listener._Served(listener.Doors(asyncio.Protocol, 1, 0.0, lambda: None))
+    connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
     line = Line()
     connection.connection_made(line)
     for piece in pieces:
         connection.data_received(piece)
     if not is_whole:
         await until(lambda: line.was_cut)
-    await asyncio.sleep(listener.LAST_LOOK_S + 0.05)
+    await asyncio.sleep(listener.READ_GRACE_S + 0.05)
     assert line.was_cut != is_whole
     connection.connection_lost(None)
 
 
 async def test_what_came_while_we_were_held_up_is_read_before_a_connection_is_cut() -> None:
     """As a loop does that was held up: the timers that have passed first, then what there is to read."""
-    connection = listener._Served(listener.Doors(asyncio.Protocol, 1, 0.0, lambda: None))
+    connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
     line = Line()
     connection.connection_made(line)
     timer = connection._timer
     await until(lambda: connection._timer is not timer)
     connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
-    await asyncio.sleep(listener.LAST_LOOK_S + 0.05)
+    await asyncio.sleep(listener.READ_GRACE_S + 0.05)
     assert not line.was_cut
     connection.connection_lost(None)
 
 
 async def test_a_body_that_does_not_come_on_is_a_408() -> None:
-    async with serving(port=0) as served, through_doors(served, senders_s=0.2) as (opened, host, port):
+    async with serving(port=0) as served, through_listener(served, senders_s=0.2) as (opened, host, port):
         opened.stall_s = 60.0
         said = await ask(host, port, head("/v1/execute", 100) + b'{"code": ', end=b"}}")
     assert said.startswith(b"HTTP/1.1 408 ")
@@ -184,9 +186,9 @@ async def test_a_large_body_has_its_time_for_each_piece(monkeypatch: pytest.Monk
             for piece in (b"ab", b"cdef", b"g", b"hijklm"):
                 yield piece
 
-    monkeypatch.setattr(codec, "PIECE", 4)
+    monkeypatch.setattr(codec, "CHUNK_BYTES", 4)
     monkeypatch.setattr(asyncio.Timeout, "reschedule", count)
-    body = await codec.Bodies(100, 100, 1, stall_s=60.0).read(cast(web.Request, Request()))
+    body = await codec.BodyReader(100, 100, 1, stall_s=60.0).read(cast(web.Request, Request()))
     assert body == b"abcdefghijklm"
     assert len(starts) == 3  # the beginning, after 6 bytes, and after 13
 
@@ -205,11 +207,14 @@ async def _never_read(host: str, port: int, request: bytes) -> socket.socket:
 @pytest.mark.parametrize("accept", ["application/json", "application/x-ndjson"])
 async def test_a_client_that_does_not_read_is_cut_off(accept: str) -> None:
     body = json.dumps({"calls": [{"code": LARGE}] * 8}).encode()
-    async with serving(port=0, stall_s=0.1) as served, through_doors(served) as (opened, host, port):
+    async with serving(port=0, stall_s=0.1) as served, through_listener(served) as (opened, host, port):
         client = await _never_read(host, port, head("/v1/batch", len(body), accept) + body)
         await until(lambda: served.dispatcher.counters.stalled == 1)
         await until(lambda: opened.connections == 0)
-        assert served.dispatcher.ledger.results == 0 and served.dispatcher.ledger.calls == 0
+        assert (
+            served.dispatcher.call_table.unread_result_bytes == 0
+            and served.dispatcher.call_table.outstanding.calls == 0
+        )
         client.close()
 
 
@@ -219,12 +224,12 @@ async def test_results_that_nobody_reads_are_bounded() -> None:
     body = json.dumps({"calls": [{"code": "x" * (1 << 18)}] * calls}).encode()
     async with (
         serving(FakeFleet(slots=1), port=0, results_mb=1, stall_s=600) as served,
-        through_doors(served) as (_, host, port),
+        through_listener(served) as (_, host, port),
     ):
-        ledger = served.dispatcher.ledger
+        call_table = served.dispatcher.call_table
         client = await _never_read(host, port, head("/v1/batch", len(body), "application/x-ndjson") + body)
         await until(lambda: served.dispatcher.counters.by_status.total() == calls)
-        assert served.dispatcher.counters.by_status["unavailable"] > 0 and ledger.results < 3 << 20
+        assert served.dispatcher.counters.by_status["unavailable"] > 0 and call_table.unread_result_bytes < 3 << 20
         reader, writer = await asyncio.open_connection(sock=client, limit=1 << 20)
         lines: list[bytes] = []
         while len(lines) < calls:
@@ -232,16 +237,16 @@ async def test_results_that_nobody_reads_are_bounded() -> None:
             lines += [line] if line.startswith(b'{"index"') else []
         given_up = sum(b'"ResultsUnread"' in line for line in lines)
         assert given_up == served.dispatcher.counters.by_status["unavailable"]
-        await until(lambda: ledger.results == 0)
+        await until(lambda: call_table.unread_result_bytes == 0)
         writer.close()
 
 
 async def test_nothing_is_admitted_while_too_many_results_are_held() -> None:
     async with serving(results_mb=1) as served:
-        served.dispatcher.ledger.results = 2 << 20
+        served.dispatcher.call_table.unread_result_bytes = 2 << 20
         status, answer = await served.post("/v1/execute", {"code": "1"})
     assert status == 429
-    assert "results of 2097152 bytes wait for clients to read them, at most 1048576" in answer["error"]["message"]
+    assert "clients have not read results of 2097152 bytes, at most 1048576" in answer["error"]["message"]
 
 
 async def test_the_results_of_a_stream_that_is_read_are_let_go() -> None:
@@ -252,16 +257,16 @@ async def test_the_results_of_a_stream_that_is_read_are_let_go() -> None:
             unpacker = msgpack.Unpacker()
             unpacker.feed(await response.read())
         assert sorted(line["index"] for line in unpacker) == list(range(300))
-        assert served.dispatcher.ledger.results == 0
+        assert served.dispatcher.call_table.unread_result_bytes == 0
 
 
 async def test_more_connections_than_descriptors_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(100, 1000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
-    assert listener.grant_files(10_000) == 1000 - listener.SPARE_FILES
+    assert listener.raise_connection_limit(10_000) == 1000 - listener.RESERVED_FDS
     assert limits[-1] == (1000, 1000)
-    assert listener.grant_files(5) == 5
+    assert listener.raise_connection_limit(5) == 5
 
 
 @pytest.mark.parametrize(("connections", "needed"), [(10_000, 612), (256, 612), (5, 361)])
@@ -271,11 +276,11 @@ async def test_too_few_descriptors_for_a_single_client_are_refused_with_the_numb
     hard = needed
     monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    assert listener.grant_files(connections) == needed - listener.SPARE_FILES
+    assert listener.raise_connection_limit(connections) == needed - listener.RESERVED_FDS
     hard -= 1
     with pytest.raises(ConfigError, match=rf"\(ulimit -Hn\) is {hard}, but \d+ connections need {needed}; raise it"):
-        listener.grant_files(connections)
+        listener.raise_connection_limit(connections)
 
 
 async def test_the_floor_is_what_one_client_opens() -> None:
-    assert listener.LEAST_CONNECTIONS == client.MAX_CONNECTIONS
+    assert listener.MIN_CONNECTIONS == client.MAX_CONNECTIONS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sandbox.gateway.http.auth import OPEN_PATHS
+from sandbox.gateway.http.auth import DOCS_ASSETS, PUBLIC_PATHS
 from sandbox.gateway.http.openapi import EXAMPLES, MEANINGS, document
 from sandbox.gateway.http.routes import ROUTES, build_app
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Call, Limits, Profile, Result, Status
@@ -68,7 +68,8 @@ async def test_the_application_serves_nothing_else() -> None:
     async with serving() as served:
         app = build_app(served.dispatcher.config, served.dispatcher)
         served_routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
-    assert {one for one in served_routes if one[0] != "HEAD"} == {(route.method, route.path) for route in ROUTES}
+    described = {(route.method, route.path) for route in ROUTES}
+    assert {one for one in served_routes if one[0] != "HEAD"} == described | {("GET", path) for path in DOCS_ASSETS}
 
 
 def test_schemas_have_every_field_of_the_types() -> None:
@@ -108,7 +109,7 @@ async def test_real_answers_fit_their_schemas() -> None:
 def test_a_token_is_in_the_description_when_it_is_needed() -> None:
     assert document(ROUTES, needs_token=True)["security"] == [{"token": []}]
     paths = document(ROUTES, needs_token=True)["paths"]
-    assert {path for path in paths if paths[path].get("get", {}).get("security") == []} == OPEN_PATHS
+    assert {path for path in paths if paths[path].get("get", {}).get("security") == []} == PUBLIC_PATHS - DOCS_ASSETS
 
 
 def test_every_field_is_described() -> None:

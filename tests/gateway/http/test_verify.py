@@ -42,8 +42,8 @@ async def test_verdicts_come_in_the_order_of_the_pairs() -> None:
     check(body, SCHEMAS["Verdicts"])
     expected = ["equivalent" if number == 7 else "not_equivalent" for number in range(200)]
     assert [verdict["outcome"] for verdict in body["results"]] == expected
-    like = verify.like({"limits": {"timeout_s": 2}, "tenant": "mine"})
-    assert call == verify.call_of("7", "0", like).encode(binary=True)
+    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert call == verify.check_call("7", "0", shared).encode(binary=True)
 
 
 async def test_msgpack_in_and_out() -> None:

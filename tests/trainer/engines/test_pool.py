@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.simulator.placement import POLICIES
+from tests.trainer.engine_loads import engine_loads
 from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
 from trainer.engines.pool import BROKEN_TURNS, GAUGE_S, MISSES, PROOF_S, STALL_S, TRIES, Busy, Pool
 from trainer.engines.vllm_client import Capacity, EngineFailed, Sampling, TurnFailed
-from trainer.scheduling.scheduler import POLICIES
+from trainer.scheduling.scheduler import Scheduler
 
 MOST = 200
 LOAD_S = 600
-EMPTY = {"episodes": 0, "running": 0, "held": 0, "reserved": 0}
 
 
 def engines(count, **options):
@@ -99,8 +100,9 @@ async def carry(engines, weights, version):
     return [await load_config(engine) for engine in engines]
 
 
-def pool_of(made, **options):
-    return Pool(made, **{"most_tokens": MOST, "carry": carry, "reference": TableReference()} | options)
+def pool_of(made, policy="kv", **options):
+    scheduler = Scheduler(MOST, POLICIES[policy]())
+    return Pool(made, **{"scheduler": scheduler, "carry": carry, "reference": TableReference()} | options)
 
 
 async def episode(pool, number, turns=5, tool_s=0.0):
@@ -121,7 +123,7 @@ async def alone(numbers, turns=5):
 
 
 def is_balanced(pool):
-    return all(book == EMPTY for book in pool.scheduler.books().values()) and not pool.scheduler.running
+    return not any(any(load.values()) for load in engine_loads(pool.scheduler).values())
 
 
 async def served_by(pool):
@@ -168,8 +170,8 @@ async def test_only_turns_that_have_a_place_are_requests(policy):
         while True:
             await asyncio.sleep(0.1)
             running = sum(engine.running for engine in made)
-            assert running == pool.scheduler.running
-            for book in pool.scheduler.books().values():
+            assert running == pool.scheduler.num_running
+            for book in engine_loads(pool.scheduler).values():
                 most.update({name: max(0, value - most[name]) for name, value in book.items()})
 
     async with pool_of(made, policy=policy) as pool:
@@ -178,7 +180,7 @@ async def test_only_turns_that_have_a_place_are_requests(policy):
         assert watching.cancel()
         assert is_balanced(pool)
     assert ended == await alone(range(40))
-    bounded = {"kv": "held", "reserve_worst_case": "reserved"}.get(policy)
+    bounded = {"kv": "resident_tokens", "reserve_worst_case": "worst_case_tokens"}.get(policy)
     assert not bounded or most[bounded] <= room.tokens, "more than fits in an engine's cache"
 
 
@@ -290,7 +292,7 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
         for engine in made:
             engine.before = engine.scraped = failing()
         await asyncio.sleep(20)
-        assert pool.scheduler.running == 0
+        assert pool.scheduler.num_running == 0
         made[1].before = made[1].scraped = steps(3)
         assert await asyncio.gather(*running) == await alone(range(8))
         assert is_balanced(pool)
@@ -470,12 +472,12 @@ async def test_a_turn_that_makes_every_engine_fail_is_given_up():
 
 @jumping
 async def test_a_wrong_request_is_not_the_engines_failure():
-    async with pool_of(engines(1), most_tokens=400) as pool, pool.seat(group="a", most_tokens=400) as seat:
+    async with pool_of(engines(1), scheduler=Scheduler(400)) as pool, pool.seat(group="a", most_tokens=400) as seat:
         with pytest.raises(ValueError, match="expected"):
             await seat.generate([1] * 300, Sampling(4, seed=0))
         assert is_balanced(pool)
         first = await seat.generate([1, 2, 3], Sampling(4, seed=0))
-        with pytest.raises(ValueError, match="expected 7 to 400 tokens of context, got 2"):
+        with pytest.raises(ValueError, match="expected a context of 7 to 400 tokens, got 2"):
             await seat.generate([1, 2], Sampling(4, seed=0))
         assert (await seat.generate([1, 2, 3, *first.ids], Sampling(4, seed=0))).engine == "e0"
 
@@ -485,12 +487,12 @@ async def test_preemptions_correct_what_is_promised_but_for_those_before_the_poo
     made = engines(1, preemptions=50)
     async with pool_of(made) as pool:
         await served_by(pool)
-        before = pool.scheduler.appetite("e0")
+        before = pool.scheduler.engines["e0"].target_utilization
         await asyncio.sleep(5)
-        assert pool.scheduler.appetite("e0") == before
+        assert pool.scheduler.engines["e0"].target_utilization == before
         made[0].preemptions += 1
         await asyncio.sleep(1)
-        assert pool.scheduler.appetite("e0") < before
+        assert pool.scheduler.engines["e0"].target_utilization < before
 
 
 @jumping
@@ -820,7 +822,7 @@ async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
 @pytest.mark.parametrize("made", [[], [TableEngine("same"), TableEngine("same")]])
 def test_a_pool_needs_engines_that_can_be_told_apart(made):
     with pytest.raises(ValueError, match="names of their own"):
-        Pool(made, most_tokens=MOST)
+        Pool(made, scheduler=Scheduler(MOST))
 
 
 @jumping

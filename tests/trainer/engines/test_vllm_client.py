@@ -18,7 +18,7 @@ from aiohttp import web
 
 from tests.trainer.fake_vllm import FakeVllm, TableEngine
 from trainer.engines.vllm_client import Capacity, EngineFailed, Sampling, TurnFailed, VllmEngine
-from trainer.scheduling.scheduler import Gauge
+from trainer.scheduling.scheduler import EngineStats
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 KINDS = ["fake", "local", "vllm"]
@@ -242,7 +242,7 @@ async def test_a_server_says_its_room_and_how_it_does():
     fake = FakeVllm(TableEngine(room=Capacity(4096, 7), preemptions=3, computed=99))
     async with vllm(fake, slots=7) as engine:
         assert await engine.capacity() == Capacity(4096, 7, 16)
-        assert await engine.gauge() == Gauge(3, tokens=100)
+        assert await engine.gauge() == EngineStats(3, computed_tokens=100)
     async with vllm(FakeVllm(TableEngine(), lambda route, answer: "nothing")) as engine:
         with pytest.raises(EngineFailed, match="start it without --disable-log-stats"):
             await engine.capacity()

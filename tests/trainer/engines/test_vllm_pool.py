@@ -16,6 +16,7 @@ from trainer.engines import pool as pool_module
 from trainer.engines.pool import Pool
 from trainer.engines.vllm_client import Sampling, VllmEngine
 from trainer.engines.vllm_servers import Servers
+from trainer.scheduling.scheduler import Scheduler
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 EPISODES, TURNS, TOKENS = 24, 3, 60
@@ -75,7 +76,7 @@ async def test_every_episode_ends_with_the_same_tokens_though_servers_hang_and_d
     async with servers.serve(2, tmp_path / "logs") as urls:
         size = {"vocabulary": VOCABULARY, "max_length": MOST, "slots": 8}
         a, b = (VllmEngine(url, **size, name=name) for url, name in zip(urls, "ab", strict=True))
-        async with Pool([a, b], most_tokens=MOST, rest_s=1.0) as pool:
+        async with Pool([a, b], scheduler=Scheduler(MOST), rest_s=1.0) as pool:
             expected = await asyncio.gather(*(episode(pool, number) for number in range(EPISODES)))
             before = await a.gauge()
             assert before.tokens > EPISODES * TURNS * TOKENS / 4
@@ -93,7 +94,7 @@ async def test_every_episode_ends_with_the_same_tokens_though_servers_hang_and_d
                 for task in running:
                     task.cancel()
             for engine in (a, b):  # vLLM drops what nobody waits for
-                while (await engine.gauge()).used:
+                while (await engine.gauge()).kv_usage:
                     pass
 
             async with while_running(pool, "b", 20) as running:

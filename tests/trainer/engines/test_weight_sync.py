@@ -28,6 +28,7 @@ from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.engines.pool import Pool  # noqa: E402
 from trainer.engines.vllm_client import EngineFailed, Sampling, VllmEngine  # noqa: E402
 from trainer.engines.weight_sync import BOUNDS, ByFile, ByNccl, Reference, SyncFailed, direct  # noqa: E402
+from trainer.scheduling.scheduler import Scheduler  # noqa: E402
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 
@@ -62,7 +63,9 @@ def test_the_reference_says_what_the_model_says_under_any_weights(folder):
 
 @pytest.mark.asyncio
 async def test_engines_in_this_process_take_the_trainers_tensors(folder):
-    async with Pool([local("a"), local("b")], carry=direct, most_tokens=256, reference=Reference(folder)) as pool:
+    async with Pool(
+        [local("a"), local("b")], carry=direct, scheduler=Scheduler(256), reference=Reference(folder)
+    ) as pool:
         trained = model(1)
         assert await pool.sync(trained.state_dict()) == 1
         with torch.no_grad():  # the trainer goes on: the engine has copies
@@ -92,7 +95,9 @@ async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_ar
         (tmp_path / "weights" / killed).mkdir(parents=True)
     async with FakeVllm(behind, load=taking).serve() as url:
         engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=256)
-        async with Pool([engine], carry=direct, keep=keep, most_tokens=256, reference=Reference(folder)) as pool:
+        async with Pool(
+            [engine], carry=direct, keep=keep, scheduler=Scheduler(256), reference=Reference(folder)
+        ) as pool:
             for version, seed in enumerate((1, 2), 1):
                 assert await pool.sync(model(seed).state_dict()) == engine.version == version
                 scores = await engine.logprobs([1, 2, 3])
@@ -130,7 +135,7 @@ async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.05)
-    async with Pool([local()], carry=partly, most_tokens=256, reference=Reference(folder)) as pool:
+    async with Pool([local()], carry=partly, scheduler=Scheduler(256), reference=Reference(folder)) as pool:
         with pytest.raises(SyncFailed, match=r"within \S+ of the trainer's .* got a difference of \d"):
             await pool.sync(trained.state_dict())
 
@@ -215,7 +220,7 @@ async def test_weights_of_the_trainers_own_that_are_no_numbers_are_no_engines_fa
     broken = model()
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
-    async with Pool([local()], carry=direct, most_tokens=256, reference=Reference(folder)) as pool:
+    async with Pool([local()], carry=direct, scheduler=Scheduler(256), reference=Reference(folder)) as pool:
         with pytest.raises(SyncFailed, match="training has diverged"):
             await pool.sync(broken.state_dict())
 
@@ -232,7 +237,7 @@ async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_
             for url, name in ((one, "one"), (two, "two"))
         ]
         async with Pool(
-            servers, carry=direct, keep=ByFile(tmp_path), most_tokens=256, reference=Reference(folder)
+            servers, carry=direct, keep=ByFile(tmp_path), scheduler=Scheduler(256), reference=Reference(folder)
         ) as pool:
             assert await pool.sync(model(1).state_dict()) == 1
             assert "disk full" in pool.desks["two"].why
@@ -267,8 +272,8 @@ async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_t
                 ids, versions = [*ids, *made.ids, 7], [*versions, made.version]
         return ids, versions
 
-    options = {"carry": direct, "most_tokens": 256, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
-    async with Pool([local()], **options) as pool:
+    options = {"carry": direct, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
+    async with Pool([local()], scheduler=Scheduler(256), **options) as pool:
         await pool.sync(model(1).state_dict(), 5)
         expected = await talk(pool)
     async with AsyncExitStack() as stack:
@@ -276,7 +281,7 @@ async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_t
         serving = await stack.enter_async_context(AsyncExitStack())
         url = await serving.enter_async_context(FakeVllm(first, load=take).serve())
         engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
-        pool = Pool([engine], keep=ByFile(tmp_path), patience_s=300, **options)
+        pool = Pool([engine], scheduler=Scheduler(256), keep=ByFile(tmp_path), patience_s=300, **options)
         await stack.enter_async_context(pool)
         await pool.sync(model(1).state_dict(), 5)
         talking = asyncio.create_task(talk(pool))
@@ -294,17 +299,18 @@ async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_t
 
 @pytest.mark.asyncio
 async def test_a_sync_waits_for_the_only_server_that_is_being_started_anew(folder, tmp_path):
-    options = {"carry": direct, "most_tokens": 256, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
+    options = {"carry": direct, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
     behind = local()
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(AsyncExitStack())
         url = await serving.enter_async_context(FakeVllm(behind, load=take).serve())
         engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
-        pool = await stack.enter_async_context(Pool([engine], keep=ByFile(tmp_path), patience_s=300, **options))
+        pool = Pool([engine], scheduler=Scheduler(256), keep=ByFile(tmp_path), patience_s=300, **options)
+        await stack.enter_async_context(pool)
         await pool.sync(model(1).state_dict(), 5)
         await serving.aclose()
         syncing = asyncio.create_task(pool.sync(model(2).state_dict(), 6))
-        while pool.version == 5 or pool.scheduler.is_held:  # noqa: ASYNC110 (no event says that none took them)
+        while pool.version == 5 or pool.scheduler.is_paused:  # noqa: ASYNC110 (no event says that none took them)
             await asyncio.sleep(0.01)
         assert not syncing.done()
         await stack.enter_async_context(FakeVllm(behind, load=take).serve(int(url.rpartition(":")[2])))
@@ -321,7 +327,7 @@ async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path)
     async with real(VLLM, tmp_path) as engine:
         reference = Reference(tmp_path / "model")
         keep = ByFile(tmp_path / "weights")
-        async with Pool([engine], carry=direct, keep=keep, most_tokens=256, reference=reference) as pool:
+        async with Pool([engine], carry=direct, keep=keep, scheduler=Scheduler(256), reference=reference) as pool:
             for seed in (1, 2, 1):
                 trained = model(seed)
                 await pool.sync(trained.state_dict())

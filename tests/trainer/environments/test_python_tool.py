@@ -17,13 +17,13 @@ from sandbox.client import AsyncClient
 from sandbox.errors import ConfigError, IsolationError, Overloaded
 from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
-from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid
+from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid_result
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.environments.python_tool import ServiceFailed, Tools, service
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 from trainer.episodes.reward import VerifyOutcome
 
-LEAN = ("--profiles", "bare", "--zygotes", "1", "--slots", "4")
+LEAN = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
 NAME = TOOL_NAMES[0]
 
 
@@ -132,7 +132,7 @@ def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception
 
 
 def test_a_malformed_call_is_a_bug_of_ours_and_no_reward(caplog: pytest.LogCaptureFixture) -> None:
-    tools = Tools(Refusing(invalid("", "call.limits: expected an object")), limits=Limits())
+    tools = Tools(Refusing(invalid_result("", "call.limits: expected an object")), limits=Limits())
     reply = asyncio.run(tools.run(*code("1")))
     assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
     assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error

@@ -99,7 +99,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with Background() as background:
-        tools = background.enter(service("local", arguments=["--slots", "8", "--zygotes", "1"]))
+        tools = background.enter(service("local", arguments=["--slots", "8", "--zygote-pools", "1"]))
         run = RecipeRun(_guessing(tmp_path_factory.mktemp("taught"), tools.endpoints))
         run_recipe(run.config, run_phase=_until("sft"))
         run.write_result(Phase("eval", "sft"), EvalResult())

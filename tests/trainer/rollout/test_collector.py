@@ -22,6 +22,7 @@ from trainer.episodes.chat_format import rstar2_format
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCallStatus
 from trainer.episodes.turn_parser import parse_turn
 from trainer.rollout.collector import Collector, run_episode, turn_seed
+from trainer.scheduling.scheduler import Scheduler
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
 LIMITS = SamplingConfig(max_response_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
@@ -392,7 +393,7 @@ async def test_an_outage_of_the_sandbox_does_not_teach_that_episodes_are_short(c
             made = tuple(ends if "fine" in chat.decode(ids) else asks)
             return Generation(made, (-1.0,) * len(made), True, self.name, self.version)
 
-    async with Pool([Asking()], most_tokens=2000) as pool:
+    async with Pool([Asking()], scheduler=Scheduler(2000)) as pool:
         complete = pool.scheduler.complete
 
         def told(key, now, length=None):
@@ -635,7 +636,7 @@ async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(ch
             return Generation(tuple(asks), tuple(logprobs[-len(asks) :]), True, self.name, self.version)
 
     limits = SamplingConfig(len(asks) + len(chat.encode_tool_responses(["it printed 1"])) + 12, 9)
-    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)], most_tokens=400) as pool:
+    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)], scheduler=Scheduler(400)) as pool:
         tools = ScriptedTools(lambda code: "it printed 1")
         groups = await collect(pool, chat, tools, [PROBLEM, Problem("p1", "What is it?", "1")], 2, limits)
     for episode in (episode for group in groups for episode in group):

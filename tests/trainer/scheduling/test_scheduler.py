@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.scheduling.kv_forecast import Ledger
-from trainer.scheduling.length_model import Lengths
-from trainer.scheduling.scheduler import APPETITE, CUT, LEAST, POLICIES, Gauge, Placement, Scheduler
+from bench.simulator.placement import POLICIES, round_robin
+from tests.trainer.engine_loads import engine_loads
+from trainer.scheduling.kv_forecast import KvForecast
+from trainer.scheduling.length_model import LengthModel
+from trainer.scheduling.scheduler import TARGET_DECREASE_FACTOR, EngineStats, Placement, Scheduler
+from trainer.scheduling.state import INITIAL_TARGET_UTILIZATION, MIN_TARGET_UTILIZATION
 
 MOST = 400
 CAPACITY = 1000
@@ -57,7 +60,7 @@ class World:
             self.parked.remove(key)
             self.waiting.add(key)
             self._grow(key)
-            self.scheduler.wake(key, self.lengths[key], self.now)
+            self.scheduler.resume(key, self.lengths[key], self.now)
             return
         del self.running[key]
         self._grow(key)
@@ -81,7 +84,7 @@ class World:
             self.over.append(key)
 
     def lose(self, engine: str) -> None:
-        orphans = self.scheduler.lost(engine)
+        orphans = self.scheduler.remove_engine(engine)
         assert sorted(orphans) == sorted(key for key, name in self.running.items() if name == engine)
         for key in orphans:
             del self.running[key]
@@ -92,9 +95,9 @@ class World:
 
 
 def world(policy: str, seed: int, engines: int = 3) -> World:
-    scheduler = Scheduler(MOST, policy)
+    scheduler = Scheduler(MOST, POLICIES[policy]())
     for number in range(engines):
-        scheduler.up(f"e{number}", CAPACITY, 64)
+        scheduler.add_engine(f"e{number}", CAPACITY, 64)
     return World(scheduler, random.Random(seed))
 
 
@@ -112,15 +115,15 @@ def play(policy: str, seed: int, episodes: int = 60, accidents: bool = False) ->
             made.cancel()
             made.place()
             made.cancel()
-            made.scheduler.up(name, CAPACITY, 64)
+            made.scheduler.add_engine(name, CAPACITY, 64)
             if turn % 74 == 73:
-                made.scheduler.new_step()
+                made.scheduler.start_training_step()
         if turn % 5 == 0:
-            gauge = Gauge(made.rng.randint(0, 1) * turn, made.rng.randint(0, 2), made.rng.random())
+            gauge = EngineStats(made.rng.randint(0, 1) * turn, made.rng.randint(0, 2), made.rng.random())
             made.scheduler.observe(f"e{made.rng.randrange(3)}", gauge, made.now)
         made.step()
         made.place()
-        for book in made.scheduler.books().values():
+        for book in engine_loads(made.scheduler).values():
             assert min(book.values()) >= 0, "a ledger that is negative"
     return made
 
@@ -132,9 +135,9 @@ def test_every_episode_ends_once_and_the_books_balance(policy: str, seed: int, a
     made = play(policy, seed, accidents=accidents)
     assert sorted(made.over) == list(range(60))
     assert not made.waiting
-    assert not any(made.scheduler.lengths._inside), "an episode that is not thought to be over"
-    for book in made.scheduler.books().values():
-        assert book == {"episodes": 0, "running": 0, "held": 0, "reserved": 0}
+    assert not any(made.scheduler.lengths._in_bucket), "an episode that is not thought to be over"
+    for book in engine_loads(made.scheduler).values():
+        assert not any(book.values())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -148,38 +151,38 @@ def test_a_turn_goes_on_where_its_context_is() -> None:
     made.place()
     (first,) = made.log
     made.scheduler.park(0, 100, 1.0)
-    made.scheduler.wake(0, 120, 2.0)
+    made.scheduler.resume(0, 120, 2.0)
     (again,) = made.scheduler.place(2.0)
     assert again == Placement(0, first.engine)
 
 
 def test_a_turn_leaves_a_full_engine_for_an_empty_one() -> None:
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("old", CAPACITY)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("old", CAPACITY)
     for key in range(4):
         scheduler.submit(key, key, 50, MOST)
     assert len(scheduler.place(0.0)) == 4
-    scheduler.up("new", CAPACITY)
+    scheduler.add_engine("new", CAPACITY)
     scheduler.park(0, 60, 1.0)
-    scheduler.wake(0, 70, 1.0)
-    assert scheduler.place(1.0) == [Placement(0, "new", has_moved=True)]
+    scheduler.resume(0, 70, 1.0)
+    assert scheduler.place(1.0) == [Placement(0, "new", is_migration=True)]
 
 
 @given(lengths=st.lists(st.integers(2, MOST), max_size=12), turns=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_a_turn_that_is_alone_on_its_engine_has_no_better_place(lengths: list[int], turns: list[int]) -> None:
     """Whatever is kept free for chance is kept free elsewhere, too."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("old", CAPACITY)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("old", CAPACITY)
     for key, length in enumerate(lengths):
         scheduler.submit(key, key, 1, MOST)
         scheduler.place(0.0)
         scheduler.complete(key, 1.0, length)
     scheduler.submit("alone", 0, 1, MOST)
     assert scheduler.place(2.0) == [Placement("alone", "old")]
-    scheduler.up("new", CAPACITY)
+    scheduler.add_engine("new", CAPACITY)
     for turn, length in enumerate(itertools.accumulate(turns, initial=5)):
         scheduler.park("alone", length, 3.0 + turn)
-        scheduler.wake("alone", length, 3.0 + turn)
+        scheduler.resume("alone", length, 3.0 + turn)
         assert scheduler.place(3.0 + turn) == [Placement("alone", "old")]
 
 
@@ -196,69 +199,56 @@ def test_what_an_engine_had_goes_on_elsewhere_when_it_is_lost() -> None:
 
 
 def test_a_turn_that_lost_its_engine_holds_up_none_that_has_one() -> None:
-    scheduler = Scheduler(MOST, "kv")
+    scheduler = Scheduler(MOST)
     for name in ("e0", "e1"):
-        scheduler.up(name, MOST)
+        scheduler.add_engine(name, MOST)
     for key, length in enumerate((MOST - 1, MOST - 2)):
         scheduler.submit(key, key, length, MOST)
     on = {placed.engine: placed.episode for placed in scheduler.place(0.0)}
     scheduler.park(on["e1"], MOST, 1.0)
-    assert scheduler.lost("e0") == [on["e0"]]
+    assert scheduler.remove_engine("e0") == [on["e0"]]
     scheduler.submit("new", 2, 1, MOST)
     assert scheduler.place(2.0) == []
-    scheduler.wake(on["e1"], MOST, 3.0)
+    scheduler.resume(on["e1"], MOST, 3.0)
     assert scheduler.place(3.0) == [Placement(on["e1"], "e1")]
     scheduler.complete(on["e1"], 4.0, MOST)
-    assert scheduler.place(4.0)[0] == Placement(on["e0"], "e1", has_moved=True)
-
-
-def test_a_drained_engine_gets_nothing_new_and_keeps_its_books() -> None:
-    made = world("kv", 3, engines=2)
-    for key in range(4):
-        made.submit(key, 0)
-    made.place()
-    made.scheduler.drain("e0")
-    there = [key for key, name in made.running.items() if name == "e0"]
-    assert made.scheduler.books()["e0"]["running"] == len(there)
-    made.submit(9, 9)
-    made.place()
-    assert made.running[9] == "e1"
+    assert scheduler.place(4.0)[0] == Placement(on["e0"], "e1", is_migration=True)
 
 
 def test_nothing_is_placed_while_weights_change() -> None:
     made = world("kv", 0)
     made.submit(0, 0)
-    made.scheduler.is_held = True
+    made.scheduler.is_paused = True
     assert made.scheduler.place(0.0) == []
-    made.scheduler.is_held = False
+    made.scheduler.is_paused = False
     assert len(made.scheduler.place(0.0)) == 1
 
 
 def test_an_empty_engine_takes_an_episode_that_fits_nowhere() -> None:
-    scheduler = Scheduler(10 * CAPACITY, "kv")
-    scheduler.up("small", CAPACITY)
+    scheduler = Scheduler(10 * CAPACITY)
+    scheduler.add_engine("small", CAPACITY)
     scheduler.submit("long", 0, 5 * CAPACITY, 10 * CAPACITY)
     assert scheduler.place(0.0) == [Placement("long", "small")]
 
 
 def test_no_engine_stands_empty_while_one_waits() -> None:
     """Though another, that is full, has more room."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("large", 10 * MOST)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("large", 10 * MOST)
     for key in range(9):
         scheduler.submit(key, key, MOST, MOST)
     assert len(scheduler.place(0.0)) == 9
     scheduler.submit("next", 9, MOST, MOST)
     assert scheduler.place(1.0) == []
-    scheduler.up("small", MOST // 8)
-    scheduler.observe("large", Gauge(0), 2.0)
+    scheduler.add_engine("small", MOST // 8)
+    scheduler.observe("large", EngineStats(0), 2.0)
     assert scheduler.place(2.0) == [Placement("next", "small")]
 
 
 def test_turns_that_go_on_put_no_episode_out_of_turn() -> None:
-    scheduler = Scheduler(MOST, "round_robin")
+    scheduler = Scheduler(MOST, round_robin())
     for name in ("e0", "e1"):
-        scheduler.up(name, CAPACITY)
+        scheduler.add_engine(name, CAPACITY)
     began = []
     for key in range(6):
         scheduler.submit(key, 0, 10, MOST)
@@ -266,44 +256,44 @@ def test_turns_that_go_on_put_no_episode_out_of_turn() -> None:
         began.append(placed.engine)
         for turn in range(key):
             scheduler.park(key, 20 + 2 * turn, key + 0.5)
-            scheduler.wake(key, 21 + 2 * turn, key + 0.5)
+            scheduler.resume(key, 21 + 2 * turn, key + 0.5)
             scheduler.place(key + 0.5)
     assert began == ["e0", "e1"] * 3
 
 
 def test_what_was_expected_of_turns_is_forgotten_without_a_gauge() -> None:
     """An engine that nobody observes, which is never without an episode."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", 100 * MOST)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", 100 * MOST)
     most = 0
     for key in range(200):
         scheduler.submit(key, key, 10, MOST)
         scheduler.place(float(key))
         for turn in range(5):
             scheduler.park(key, 20 + 2 * turn, key + 0.5)
-            scheduler.wake(key, 21 + 2 * turn, key + 0.5)
+            scheduler.resume(key, 21 + 2 * turn, key + 0.5)
             scheduler.place(key + 0.5)
         if key:
             scheduler.complete(key - 1, key + 0.5, 40)
-        most = max(most, len(scheduler.engines[0].due))
-    assert scheduler.books()["e0"]["episodes"] == 1
+        most = max(most, len(scheduler.engines["e0"].predicted_ends))
+    assert engine_loads(scheduler)["e0"]["episodes"] == 1
     assert most < 100
 
 
 def test_a_cache_is_never_promised_twice() -> None:
     """Contexts that are known to stay as they are: as many are let in as fit."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", CAPACITY)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", CAPACITY)
     for key in range(20):
         scheduler.submit(key, key, MOST, MOST)
-    assert len(scheduler.place(0.0)) == int(CAPACITY * APPETITE) // MOST
-    assert scheduler.books()["e0"]["held"] <= CAPACITY
+    assert len(scheduler.place(0.0)) == int(CAPACITY * INITIAL_TARGET_UTILIZATION) // MOST
+    assert engine_loads(scheduler)["e0"]["resident_tokens"] <= CAPACITY
 
 
 def two_groups_begun() -> Scheduler:
     """Episodes 0 and 1 of one group, 2 and 3 of another: the first of each runs, and nothing is known of either."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", 10 * MOST, 2)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", 10 * MOST, 2)
     for key, group in enumerate(["short", "short", "long", "long"]):
         scheduler.submit(key, group, 10, MOST)
     assert [placed.episode for placed in scheduler.place(0.0)] == [0, 2]
@@ -326,8 +316,8 @@ def test_the_group_whose_episodes_have_come_far_goes_first() -> None:
 
 def test_the_group_whose_turn_goes_on_and_on_goes_first() -> None:
     """Its engine's speed tells, as nothing else does before the turn is over."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", 10 * MOST, 2)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", 10 * MOST, 2)
     for key in ("quick", "long"):
         scheduler.submit(key, key, 10, MOST)
     assert len(scheduler.place(0.0)) == 2
@@ -336,66 +326,67 @@ def test_the_group_whose_turn_goes_on_and_on_goes_first() -> None:
     assert len(scheduler.place(1.25)) == 1
     for group in ("new", "long"):
         scheduler.submit(f"another {group}", group, 10, MOST)
-    scheduler.observe("e0", Gauge(0), 1.3)
-    scheduler.up("e0", 10 * MOST, 3)
+    scheduler.observe("e0", EngineStats(0), 1.3)
+    scheduler.add_engine("e0", 10 * MOST, 3)
     assert [placed.episode for placed in scheduler.place(1.3)] == ["another long"]
 
 
 def test_a_long_prompt_tells_nothing_of_its_group() -> None:
     """As long as nothing is known of lengths, as many of each group begin."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", 10 * MOST, 8)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", 10 * MOST, 8)
     for key in range(16):
         scheduler.submit(key, key // 8, (10, MOST // 2)[key // 8], MOST)
     assert sorted(placed.episode // 8 for placed in scheduler.place(0.0)) == [0] * 4 + [1] * 4
 
 
 def test_preemptions_make_an_engine_take_less_and_quiet_more() -> None:
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", CAPACITY)
-    before = scheduler.appetite("e0")
-    scheduler.observe("e0", Gauge(preemptions=3), 1.0)
-    less = scheduler.appetite("e0")
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", CAPACITY)
+    before = scheduler.engines["e0"].target_utilization
+    scheduler.observe("e0", EngineStats(preemptions=3), 1.0)
+    less = scheduler.engines["e0"].target_utilization
     assert less < before
     scheduler.submit("a", 0, 10, MOST)
-    scheduler.observe("e0", Gauge(preemptions=3), 2.0)
-    assert less < scheduler.appetite("e0") <= before
+    scheduler.observe("e0", EngineStats(preemptions=3), 2.0)
+    assert less < scheduler.engines["e0"].target_utilization <= before
 
 
 def test_each_burst_of_preemptions_counts_once_and_lasting_ones_until_nothing_is_left_to_learn() -> None:
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", CAPACITY)
-    seen = [scheduler.appetite("e0")]
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", CAPACITY)
+    seen = [scheduler.engines["e0"].target_utilization]
     for scrape in range(1, 40):
-        scheduler.observe("e0", Gauge(preemptions=scrape), float(scrape))
-        seen.append(scheduler.appetite("e0"))
-    assert seen[1] == pytest.approx(seen[0] * CUT)
-    assert seen[2] == pytest.approx(seen[0] * CUT * CUT)
-    assert seen[-1] == LEAST
+        scheduler.observe("e0", EngineStats(preemptions=scrape), float(scrape))
+        seen.append(scheduler.engines["e0"].target_utilization)
+    assert seen[1] == pytest.approx(seen[0] * TARGET_DECREASE_FACTOR)
+    assert seen[2] == pytest.approx(seen[0] * TARGET_DECREASE_FACTOR * TARGET_DECREASE_FACTOR)
+    assert seen[-1] == MIN_TARGET_UTILIZATION
 
 
 def test_an_engine_that_is_overfull_is_punished_once() -> None:
     """What it holds cannot be taken from it: until that fits again, preemptions say nothing new."""
-    scheduler = Scheduler(MOST, "kv")
-    scheduler.up("e0", CAPACITY)
+    scheduler = Scheduler(MOST)
+    scheduler.add_engine("e0", CAPACITY)
     for key in range(3):
         scheduler.submit(key, key, CAPACITY // 3, CAPACITY)
     assert len(scheduler.place(0.0)) == 2
     for key, more in enumerate((600, 500)):
         scheduler.park(key, more, 1.0)
     for scrape in range(1, 9):
-        scheduler.observe("e0", Gauge(preemptions=scrape), float(scrape))
-    assert scheduler.appetite("e0") == pytest.approx(APPETITE * CUT)
+        scheduler.observe("e0", EngineStats(preemptions=scrape), float(scrape))
+    assert scheduler.engines["e0"].target_utilization == pytest.approx(
+        INITIAL_TARGET_UTILIZATION * TARGET_DECREASE_FACTOR
+    )
 
 
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda s: s.submit("a", 0, 10, MOST), "here already"),
+        (lambda s: s.submit("a", 0, 10, MOST), "expected a new key"),
         (lambda s: s.submit("b", 0, MOST + 1, MOST), "1 to 400 tokens"),
-        (lambda s: s.park("a", 20, 0.0), "no turn that runs"),
-        (lambda s: s.wake("a", 20, 0.0), "not in a tool call"),
-        (lambda s: Scheduler(MOST, "best"), "expected one of static"),
+        (lambda s: s.park("a", 20, 0.0), "expected a running episode, got a waiting one"),
+        (lambda s: s.resume("a", 20, 0.0), "expected a parked episode, got a waiting one"),
     ],
 )
 def test_what_cannot_have_happened_is_refused(act: object, says: str) -> None:
@@ -411,8 +402,8 @@ def test_what_cannot_have_happened_is_refused(act: object, says: str) -> None:
     later=st.integers(0, 600),
 )
 def test_the_peak_is_that_of_a_walk_over_all_ticks(entries: list[tuple[int, int]], later: int) -> None:
-    ledger, width = Ledger(10.0), 10.0
-    kept = [ledger.enter(context, 0.0, [float(growth)]) for context, growth in entries]
+    ledger, width = KvForecast(10.0), 10.0
+    kept = [ledger.reserve(context, 0.0, [float(growth)]) for context, growth in entries]
 
     def held(tick: float) -> float:
         """Parts end in the middle of their bucket; those that are overdue, at once."""
@@ -428,34 +419,34 @@ def test_the_peak_is_that_of_a_walk_over_all_ticks(entries: list[tuple[int, int]
     slow = max([sum(context + later for context, _ in entries), *(held(tick) for tick in ticks)])
     assert ledger.peak(float(later)) == pytest.approx(slow)
     for entry in kept:
-        ledger.leave(entry)
+        ledger.release(entry)
     assert ledger.peak(0.0) == 0.0
-    assert (ledger.held, ledger.episodes) == (0, 0)
+    assert (ledger.resident_tokens, ledger.num_episodes) == (0, 0)
 
 
 def test_lengths_are_learnt_without_falling_for_those_that_end_first() -> None:
     """Of 100 episodes half end at 50 and half at 350. When only the short ones are over, the mean must not be 50."""
-    lengths = Lengths(MOST)
+    lengths = LengthModel(MOST)
     for _ in range(100):
-        lengths.began(0)
+        lengths.on_start(0)
     for _ in range(50):
-        lengths.ended(0, 50)
+        lengths.on_finish(0, 50)
     for _ in range(50):
-        lengths.grew(0, 200)
-    assert lengths.beyond(0) > 150
-    assert lengths.beyond(100) > 200
+        lengths.on_growth(0, 200)
+    assert lengths.mean_length_above(0) > 150
+    assert lengths.mean_length_above(100) > 200
     for _ in range(50):
-        lengths.ended(200, 350)
-    assert lengths.beyond(0) == pytest.approx(200, rel=0.1)
-    assert lengths.beyond(100) == pytest.approx(350, rel=0.1)
+        lengths.on_finish(200, 350)
+    assert lengths.mean_length_above(0) == pytest.approx(200, rel=0.1)
+    assert lengths.mean_length_above(100) == pytest.approx(350, rel=0.1)
 
 
 def test_who_is_cut_short_would_have_been_as_long_at_least() -> None:
     """Else a step that stops its last ones early would teach that all are short."""
 
     def mean(cut_at: float) -> float:
-        scheduler = Scheduler(MOST, "kv")
-        scheduler.up("e0", 100 * MOST)
+        scheduler = Scheduler(MOST)
+        scheduler.add_engine("e0", 100 * MOST)
         for key in range(60):
             scheduler.submit(key, key, 10, MOST)
         assert len(scheduler.place(0.0)) == 60
@@ -463,31 +454,31 @@ def test_who_is_cut_short_would_have_been_as_long_at_least() -> None:
             scheduler.complete(key, 10.0, 50)
         for key in range(30, 60):
             scheduler.complete(key, cut_at)
-        return scheduler.lengths.beyond(0)
+        return scheduler.lengths.mean_length_above(0)
 
     assert mean(cut_at=70.0) > 1.5 * mean(cut_at=10.0)
 
 
 def test_siblings_tell_more_than_the_stage() -> None:
-    lengths = Lengths(MOST)
+    lengths = LengthModel(MOST)
     for group, length in (("hard", 300), ("easy", 20)):
         for _ in range(8):
-            lengths.began(0)
-            lengths.tell(group, None, lengths.beyond(0))
+            lengths.on_start(0)
+            lengths.update_group(group, None, lengths.mean_length_above(0))
         for _ in range(4):
-            lengths.ended(0, length)
-            lengths.tell(group, lengths.beyond(0), length)
-    assert lengths.of_group("hard") > lengths.beyond(0) > lengths.of_group("easy")
-    assert max(lengths.growths("hard", 0, MOST)) > max(lengths.growths("easy", 0, MOST))
-    assert max(lengths.growths("hard", 390, MOST)) <= 10
+            lengths.on_finish(0, length)
+            lengths.update_group(group, lengths.mean_length_above(0), length)
+    assert lengths.group_mean("hard") > lengths.mean_length_above(0) > lengths.group_mean("easy")
+    assert max(lengths.growth_quantiles("hard", 0, MOST)) > max(lengths.growth_quantiles("easy", 0, MOST))
+    assert max(lengths.growth_quantiles("hard", 390, MOST)) <= 10
 
 
 def test_lengths_stay_sound_over_a_thousand_steps() -> None:
     """What has faded away leaves the prior, and what was thought too long may be taken back a step later."""
-    lengths = Lengths(MOST)
+    lengths = LengthModel(MOST)
     for _ in range(2000):
-        lengths.began(10)
-        lengths.grew(10, MOST)
-        lengths.fade()
-        lengths.ended(MOST, 20)
-        assert 0 < lengths.beyond(0) <= lengths.beyond(MOST // 2) <= MOST
+        lengths.on_start(10)
+        lengths.on_growth(10, MOST)
+        lengths.decay()
+        lengths.on_finish(MOST, 20)
+        assert 0 < lengths.mean_length_above(0) <= lengths.mean_length_above(MOST // 2) <= MOST

@@ -278,9 +278,10 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, ba
     from trainer.engines.weight_sync import Reference, direct
     from trainer.episodes.chat_format import rstar2_format
     from trainer.rollout.collector import Collector
+    from trainer.scheduling.scheduler import Scheduler
 
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=8, max_length=160)
-    pool = background.enter(Pool([engine], most_tokens=160, carry=direct, reference=Reference(model)))
+    pool = background.enter(Pool([engine], scheduler=Scheduler(160), carry=direct, reference=Reference(model)))
     collector = Collector(
         pool, rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go."), ScriptedTools()
     )
@@ -420,7 +421,9 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
 
 
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
-    with pytest.raises(ConfigError, match=r"gpus_per_node=0: expected 2 training processes, got 1; set hardware\.launcher"):
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_node=0: expected 2 training processes, got 1; set hardware\.launcher"
+    ):
         Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(nodes=2))
     with pytest.raises(ConfigError, match=r"nodes=1, gpus_per_node=1: expected GPUs, but torch can use none"):
         Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(gpus_per_node=1))
@@ -434,7 +437,11 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Pa
 def test_of_the_libraries_no_private_names_are_used_but_those_that_are_said(module: Any, names: set[str]) -> None:
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     used = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    theirs = {node.attr for node in used if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "TrainingRow"))}
+    theirs = {
+        node.attr
+        for node in used
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "TrainingRow"))
+    }
     assert {name for name in theirs if name.startswith("_") and not name.endswith("__")} == names
 
 

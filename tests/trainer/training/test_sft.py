@@ -142,9 +142,7 @@ def test_a_pass_is_what_the_plan_says_and_what_is_left_out_is_counted(
 ) -> None:
     own = chat_format.rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Use Python.")
     lengths = sorted(len(own.encode_conversation(talk)[0]) for talk in synthetic.conversations(12, 1, fault_seed=1))
-    config = replace(
-        SFT, epochs=1, gradient_checkpointing=gradient_checkpointing, max_conversation_tokens=lengths[8]
-    )
+    config = replace(SFT, epochs=1, gradient_checkpointing=gradient_checkpointing, max_conversation_tokens=lengths[8])
     assert lengths[8] < lengths[9]
     passes: list[tuple[int, int]] = []
     compute_loss, forward = sft.SFTTrainer.compute_loss, Qwen3MLP.forward

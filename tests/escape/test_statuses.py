@@ -1,6 +1,6 @@
-"""Attacks on the verdict: code that wants to be judged better than it is, or not at all.
+"""Attacks on the status: code that tries to get a better status than it deserves, or none.
 
-`unavailable` is for our own failures and is tried again, or given no reward; so no code may bring it about.
+`unavailable` is the server's own failure and is retried, or gets no reward. So no code may cause it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from sandbox.types import Status
 from tests.escape.targets import Target, canary
 from tests.executor.calling import call
 
-PRETEND = struct.pack("<6i", 5, -1, 0, 0, -1, 0) + b"'win'"
-BROKEN = struct.pack("<6i", 2**31 - 1, 2**31 - 1, -(2**31), 2**31 - 1, 2**31 - 1, -1)
+FORGED_SUCCESS = struct.pack("<6i", 5, -1, 0, 0, -1, 0) + b"'win'"
+MALFORMED_REPORT = struct.pack("<6i", 2**31 - 1, 2**31 - 1, -(2**31), 2**31 - 1, 2**31 - 1, -1)
 
-DODGES: dict[str, tuple[str, str]] = {
+STATUS_TRICKS: dict[str, tuple[str, str]] = {
     "ends at once": ("os._exit(3)", "error"),
     "ends with every bit": ("os._exit(-1)", "error"),
     "ends with the code of a failed start": ("os._exit(70)", "error"),
@@ -27,43 +27,46 @@ DODGES: dict[str, tuple[str, str]] = {
     ),
     "crashes": ("ctypes.string_at(0)", "killed"),
     "aborts": ("os.abort()", "killed error"),
-    "runs out of CPU by its own limit": ("resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", "killed"),
+    "exceeds a CPU limit that it sets itself": (
+        "resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass",
+        "killed",
+    ),
     "is ended by a timer": ("signal.setitimer(signal.ITIMER_REAL, .01); time.sleep(60)\n1/0", "killed error timeout"),
     "is ended by a real-time signal": ("signal.raise_signal(40); os._exit(3)", "killed error"),
     "enters the kernel by x32": ("if libc.syscall(0x40000027) == -1: 1/0", "error"),
     "closes every descriptor": ("os.closerange(0, 4096)\n1/0", "error"),
     "closes every descriptor and ends well": ("os.closerange(0, 4096)", "ok error"),
-    "puts other files in place of its own": (
+    "replaces its descriptors": (
         "for fd in range(5): os.dup2(os.open('/dev/null', os.O_RDWR), fd)\n1/0",
         "error",
     ),
     "moves the offsets of its output": (
-        "for fd in range(1, 5): tried(os.lseek, fd, 2**62, os.SEEK_SET)\n1/0",
+        "for fd in range(1, 5): attempt(os.lseek, fd, 2**62, os.SEEK_SET)\n1/0",
         "error output_limit",
     ),
-    "moves the offsets back": ("for fd in range(1, 5): tried(os.lseek, fd, 0, os.SEEK_SET)\n1/0", "error"),
-    "shrinks its output": ("for fd in range(1, 5): tried(os.ftruncate, fd, 0)\n1/0", "error"),
-    "grows its output": ("for fd in range(1, 5): tried(os.ftruncate, fd, 2**40)\n1/0", "error"),
+    "moves the offsets back": ("for fd in range(1, 5): attempt(os.lseek, fd, 0, os.SEEK_SET)\n1/0", "error"),
+    "shrinks its output": ("for fd in range(1, 5): attempt(os.ftruncate, fd, 0)\n1/0", "error"),
+    "grows its output": ("for fd in range(1, 5): attempt(os.ftruncate, fd, 2**40)\n1/0", "error"),
     "punches holes into its output": ("for fd in range(1, 5): raw(285, fd, 3, 0, 4096)\n1/0", "error"),
-    "seals its output against us": ("for fd in range(1, 5): tried(fcntl.fcntl, fd, 1033, 15)\n1/0", "error"),
+    "seals its output": ("for fd in range(1, 5): attempt(fcntl.fcntl, fd, 1033, 15)\n1/0", "error"),
     "makes its output slow to read": (
-        "for fd in range(1, 5): tried(fcntl.fcntl, fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT | os.O_APPEND)\n1/0",
+        "for fd in range(1, 5): attempt(fcntl.fcntl, fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT | os.O_APPEND)\n1/0",
         "error",
     ),
-    "locks its output": ("for fd in range(1, 5): tried(fcntl.lockf, fd, fcntl.LOCK_EX)\n1/0", "error"),
-    "fills the report": ("tried(os.write, 3, b'\\xff' * (1 << 20))\nos._exit(3)", "error"),
-    "reports nonsense": (f"os.write(3, {BROKEN!r})\nos._exit(3)", "error"),
-    "reports a success and fails": (f"os.write(3, {PRETEND!r})\nos._exit(3)", "error"),
-    "fills the report and raises": ("tried(os.write, 3, bytes(1 << 20))\n1/0", "error"),
-    "raises what exits when shown": (
+    "locks its output": ("for fd in range(1, 5): attempt(fcntl.lockf, fd, fcntl.LOCK_EX)\n1/0", "error"),
+    "fills the report": ("attempt(os.write, 3, b'\\xff' * (1 << 20))\nos._exit(3)", "error"),
+    "reports nonsense": (f"os.write(3, {MALFORMED_REPORT!r})\nos._exit(3)", "error"),
+    "reports a success and fails": (f"os.write(3, {FORGED_SUCCESS!r})\nos._exit(3)", "error"),
+    "fills the report and raises": ("attempt(os.write, 3, bytes(1 << 20))\n1/0", "error"),
+    "raises an error whose text exits": (
         "class E(Exception):\n    def __str__(self): raise SystemExit(0)\nraise E",
         "ok error",
     ),
-    "raises what ends the process when shown": (
+    "raises an error whose text ends the process": (
         "class E(Exception):\n    def __str__(self): os._exit(3)\nraise E",
         "error",
     ),
-    "raises what interrupts when shown": (
+    "raises an error whose text raises KeyboardInterrupt": (
         "class E(BaseException):\n    def __str__(self): raise KeyboardInterrupt\nraise E",
         "error",
     ),
@@ -100,35 +103,35 @@ DODGES: dict[str, tuple[str, str]] = {
         "if frame: frame.f_locals['report'].value = object(); frame.f_locals['report'].error = 1\n1/0",
         "error",
     ),
-    "loses its working folder": ("os.rmdir(os.getcwd()) if 0 else os.chdir('/')\n1/0", "error"),
-    "closes the door of its folder": ("os.chmod('.', 0)\n1/0", "error"),
+    "leaves its scratch directory": ("os.rmdir(os.getcwd()) if 0 else os.chdir('/')\n1/0", "error"),
+    "makes its scratch directory inaccessible": ("os.chmod('.', 0)\n1/0", "error"),
     "leaves threads that print for ever": (
         "def talk():\n    while True: print('x' * 100)\nthreading.Thread(target=talk).start()\n1/0",
         "output_limit error",
     ),
     "prints what is not UTF-8": ("os.write(1, bytes(range(256))); os.write(2, b'\\xff' * 100)\n1/0", "error"),
-    "ends all that it may": ("os.kill(-1, 9)\n1/0", "error killed"),
+    "kills all processes it can": ("os.kill(-1, 9)\n1/0", "error killed"),
     "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)\n1/0", "error timeout"),
-    "changes what it is": ("os.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(3)'])", "error"),
-    "uses up its memory when it is judged": (
+    "executes another program": ("os.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(3)'])", "error"),
+    "uses up its memory while its error is formatted": (
         "class E(Exception):\n    def __str__(self): return 'x' * 2**33\nraise E",
         "error memory_limit",
     ),
-    "sleeps in its last words": ("import atexit\natexit.register(time.sleep, 1000)\n1/0", "timeout"),
-    "exits when its globals go": ("class C:\n    def __del__(self, os=os): os._exit(3)\nc = C()", "error"),
+    "sleeps in an atexit handler": ("import atexit\natexit.register(time.sleep, 1000)\n1/0", "timeout"),
+    "exits in a destructor": ("class C:\n    def __del__(self, os=os): os._exit(3)\nc = C()", "error"),
 }
 
 
-@pytest.mark.parametrize("what", DODGES)
-def test_code_that(what: str, target: Target) -> None:
-    code, statuses = DODGES[what]
+@pytest.mark.parametrize("attack", STATUS_TRICKS)
+def test_code_that(attack: str, target: Target) -> None:
+    code, statuses = STATUS_TRICKS[attack]
     result = target.run(code, timeout_s=2.0, memory_mb=256, processes=16)
     assert result.status in statuses.split(), result
     assert result.attempts == 1
-    target.is_well()
+    target.check_healthy()
 
 
-def test_echo_that_does_not_end(target: Target) -> None:
+def test_echo_that_ends_the_process(target: Target) -> None:
     for body, status in (("raise SystemExit(0)", "ok error"), ("os._exit(3)", "error"), ("return 5", "error")):
         shown = target.caller.run(f"import os\nclass C:\n    def __repr__(self): {body}\nC()", timeout_s=2.0)
         assert (shown.status in status.split(), shown.attempts) == (True, 1), shown
@@ -140,11 +143,11 @@ def test_forged_files(target: Target) -> None:
     result = target.run(f"os.write(4, {stream!r}); os._exit(0)", return_files=("a", "b"))
     assert (result.status, dict(result.files)) == (Status.OK, {"a": b"abc"})
     tricks = """
-os.symlink(HOST["file"], "link"); os.mkfifo("pipe"); os.mkdir("folder"); os.symlink(HOST["folder"], "way")
+os.symlink(HOST["file"], "link"); os.mkfifo("pipe"); os.mkdir("directory"); os.symlink(HOST["directory"], "way")
 with open("sparse", "wb") as file: file.truncate(1 << 24)
 os.symlink("/dev/zero", "zero"); os.symlink("loop", "loop")
 """
-    names = ("link", "pipe", "folder", "way/secret", "sparse", "zero", "loop", "way/../secret2")[:-1]
+    names = ("link", "pipe", "directory", "way/secret", "sparse", "zero", "loop", "way/../secret2")[:-1]
     result = target.run(tricks, return_files=names, timeout_s=5.0)
     assert result.status is Status.OK, result
     assert target.host.secret.encode() not in b"".join(result.files.values())
@@ -152,8 +155,8 @@ os.symlink("/dev/zero", "zero"); os.symlink("loop", "loop")
     assert secret not in str(result)
 
 
-def test_answers_are_not_exchanged(target: Target) -> None:
-    """Calls that end at once, in every way, among many: each gets its own answer."""
+def test_each_call_gets_its_own_result(target: Target) -> None:
+    """Many calls that end at the same time, in different ways, each get their own result."""
     ways = ("print({n})", "print({n}, flush=True); 1/0", "import os; os.write(1, b'{n}\\n'); os._exit(0)")
     calls = [call(ways[n % 3].format(n=n)) for n in range(60)]
     assert [result.stdout for result in target.caller.run_all(calls)] == [f"{n}\n" for n in range(60)]

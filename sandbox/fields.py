@@ -1,0 +1,155 @@
+"""Checks of single input fields. Each raises `InvalidCall` with the field's name, the expectation and what came.
+
+- A hostile value may be of any type, size and nesting: nothing but `InvalidCall` is raised, and its text is short.
+- Bytes are base64 text in JSON and raw `bin` in msgpack; `decode_bytes` takes both.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sandbox.errors import InvalidCall
+
+MAX_FILES = 256
+MAX_PATH_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRule:
+    """The accepted range of a number, both ends included, and whether the number must be whole."""
+
+    low: float
+    high: float
+    whole: bool = True
+    default: float = 0
+    doc: str = ""
+
+    @property
+    def expected(self) -> str:
+        return f"a{' whole' if self.whole else ''} number from {self.low:.12g} to {self.high:.12g}"
+
+    def parse(self, text: str) -> float | str:
+        """Return the number that `text` spells, or `text` itself, which `accepts` refuses."""
+        try:
+            return int(text) if self.whole else float(text)
+        except ValueError:
+            return text
+
+    def accepts(self, value: Any) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and self.low <= value <= self.high and (not self.whole or value == int(value))
+
+    def convert(self, value: Any) -> float:
+        """Return an accepted value as an `int` or a `float`, by the rule."""
+        return int(value) if self.whole else float(value)
+
+
+def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidCall(f"{where}: expected an object, got {shown(value)}")
+    return value
+
+
+def check_names(
+    mapping: Mapping[Any, Any],
+    known: Mapping[str, Any],
+    where: str,
+    nested: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Refuse a mapping with a field that is not in `known`. The message suggests a field with a similar name, also one
+    of the `nested` objects, by the name of their field."""
+    if mapping.keys() <= known.keys():
+        return
+    unknown = next(name for name in mapping if name not in known)
+    parent = where.rpartition(".")[2] + "." if "." in where else ""
+    paths = {name: parent + name for name in known}
+    for outer, names in (nested or {}).items():
+        paths = {name: f"{outer}.{name}" for name in names} | paths
+    similar = difflib.get_close_matches(unknown[:60], paths, n=1) if isinstance(unknown, str) else []
+    suggestion = f"; did you mean {paths[similar[0]]}?" if similar else ""
+    raise InvalidCall(f"{where}: unknown field {shown(unknown)}; the fields are {', '.join(known)}{suggestion}")
+
+
+def check_number(value: Any, rule: NumberRule, where: str) -> float:
+    if not rule.accepts(value):
+        raise InvalidCall(f"{where}: expected {rule.expected}, got {shown(value)}")
+    return rule.convert(value)
+
+
+def check_text(value: Any, max_chars: int, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidCall(f"{where}: expected text, got {shown(value)}")
+    if len(value) > max_chars:
+        raise InvalidCall(
+            f"{where}: expected at most {max_chars} characters, got {len(value)}; send less, or use files"
+        )
+    return value
+
+
+def check_label(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
+        raise InvalidCall(f"{where}: expected printable text of at most 256 characters, got {shown(value)}")
+    return value
+
+
+def check_files(value: Any, where: str) -> Mapping[str, bytes]:
+    mapping = check_mapping(value, where)
+    if len(mapping) > MAX_FILES:
+        raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
+    files = {_path(path, where): decode_bytes(data, f"{where}[{shown(path)}]") for path, data in mapping.items()}
+    for path in files:
+        end = path.find("/")
+        while end >= 0:
+            if path[:end] in files:
+                raise InvalidCall(
+                    f"{where}: expected each path to be a file or a directory, but {shown(path[:end])} is a file "
+                    f"and a directory in {shown(path)}; rename one"
+                )
+            end = path.find("/", end + 1)
+    return files
+
+
+def check_paths(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_FILES:
+        raise InvalidCall(f"{where}: expected a list of at most {MAX_FILES} relative paths, got {shown(value)}")
+    return tuple(_path(path, where) for path in value)
+
+
+def _path(path: Any, where: str) -> str:
+    parts = path.split("/") if isinstance(path, str) else []
+    is_clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
+    if not is_clean or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):
+        expected = "a relative path without empty, '.' or '..' parts, such as 'data/in.csv'"
+        raise InvalidCall(f"{where}: expected {expected}, got {shown(path)}")
+    return str(path)
+
+
+def decode_bytes(value: Any, where: str) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise InvalidCall(f"{where}: expected base64 text (or bytes in msgpack), got {shown(value)}")
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidCall(f"{where}: expected base64 text, got {shown(value)} ({error})") from None
+
+
+def to_base64(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return file contents in their JSON form."""
+    return {path: base64.b64encode(data).decode("ascii") for path, data in files.items()}
+
+
+def shown(value: Any) -> str:
+    """Return a short, printable rendering of a hostile value for an error message."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"  # repr() refuses integers of over 4,300 digits
+    text = repr(value[:60] if isinstance(value, (str, bytes)) else value)
+    return ascii(text)[1:-1] if not text.isascii() else text[:80]

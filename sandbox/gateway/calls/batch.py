@@ -1,0 +1,130 @@
+"""A batch of calls and their results: data that HTTP routes fill and read, and that the call table changes.
+
+Invariants:
+- Each index of a batch gets exactly one result.
+- A finished call keeps no reference to its code, and a finished batch none to its calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from sandbox.types import Call, EncodedResult
+
+ExecutorId = int
+"""Number of an executor, from 0."""
+
+
+class PendingCall:
+    """One call of a batch, from its admission to its result."""
+
+    __slots__ = (
+        "attempts", "batch", "call", "clamped", "executor", "id", "index", "priority", "queue_ms", "seq", "size_bytes",
+        "tenant", "waiting_since",
+    )  # fmt: skip
+
+    def __init__(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
+        self.batch: Batch
+        """Set when the batch is admitted."""
+        self.index = index
+        self.call: Call | None = call
+        """None once the call is finished or cancelled, to free its memory."""
+        self.id = call_id
+        self.clamped = clamped
+        self.priority = call.priority
+        self.tenant = call.tenant
+        self.size_bytes = call.size
+        self.attempts = 0
+        self.executor: ExecutorId | None = None
+        """The executor that has the call; None while the call waits."""
+        self.seq = 0
+        """Number of the current attempt, unique within the call table."""
+        self.waiting_since = 0.0
+        """When the call last entered the queue."""
+        self.queue_ms = 0.0
+        """Milliseconds that the call waited in the gateway, all attempts together."""
+
+
+class Batch:
+    """The calls of one HTTP request and their results, by index.
+
+    `on_result(index)` is called for each result, `on_done()` after the last one. Calls that are malformed get their
+    result by `set_result` before the batch is admitted.
+    """
+
+    __slots__ = (
+        "admitted_at", "calls", "first_never_sent", "on_done", "on_result", "queue_timeout_s", "requeued", "results",
+        "unfinished", "unread_bytes",
+    )  # fmt: skip
+
+    def __init__(self, size: int, queue_timeout_s: float) -> None:
+        self.queue_timeout_s = queue_timeout_s
+        self.admitted_at = 0.0
+        self.results: list[EncodedResult | None] = [None] * size
+        self.unfinished = size
+        """Indexes without a result."""
+        self.unread_bytes = 0
+        """Bytes of results from executors that the client has not read."""
+        self.calls: list[PendingCall] = []
+        self.first_never_sent = 0
+        """Index in `calls` of the first call that was never sent to an executor; all before it were sent or are
+        finished."""
+        self.requeued: deque[tuple[float, PendingCall]] = deque()
+        """(waiting since, call) of requeued calls, oldest first. May contain calls that no longer wait."""
+        self.on_result: Callable[[int], None] | None = None
+        self.on_done: Callable[[], None] | None = None
+
+    def add(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
+        """Add a valid call, whose result will have this index."""
+        self.calls.append(PendingCall(index, call, call_id, clamped))
+
+    def set_result(self, index: int, result: EncodedResult) -> None:
+        """Store the only result of an index."""
+        assert self.results[index] is None
+        self.results[index] = result
+        self.unfinished -= 1
+        if not self.unfinished:
+            self.forget_calls()
+        if self.on_result is not None:
+            self.on_result(index)
+        if not self.unfinished and self.on_done is not None:
+            self.on_done()
+
+    def forget_calls(self) -> None:
+        """Drop the calls. They refer to this batch, and a cycle would keep both until a garbage collection."""
+        self.calls.clear()
+        self.requeued.clear()
+        self.first_never_sent = 0
+
+    def pop_result(self, index: int) -> EncodedResult:
+        """Remove and return the result of an index, which must have one."""
+        result, self.results[index] = self.results[index], None
+        assert result is not None
+        return result
+
+    def longest_waiting(self) -> PendingCall | None:
+        """Return the call of this batch that has waited longest, None if no call waits."""
+        for index in range(self.first_never_sent, len(self.calls)):  # all of these have waited since the admission
+            call = self.calls[index]
+            if call.call is not None and not call.attempts:
+                self.first_never_sent = index
+                return call
+        self.first_never_sent = len(self.calls)
+        while self.requeued:
+            since, call = self.requeued[0]
+            if call.call is not None and call.executor is None and call.waiting_since == since:
+                return call
+            self.requeued.popleft()
+        return None
+
+
+def result_bytes(result: EncodedResult) -> int:
+    """Return about how many bytes a result holds. Raises `TypeError` or `KeyError` if it is no result."""
+    error, files = result["error"], result["files"]
+    size = 1024 + len(result["stdout"]) + len(result["stderr"]) + len(result["value"] or "")
+    if error is not None:
+        size += len(error["traceback"]) + len(error["message"])
+    if files:
+        size += sum(map(len, files.values()))
+    return size

@@ -1,0 +1,99 @@
+"""The data that an executor reports about itself, decoded from its "ready" and "stats" frames.
+
+A bug or an attack in an executor must not break the gateway's pages, so only numbers are taken as numbers, and names
+are cut to `MAX_NAME_CHARS`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from sandbox.errors import ProtocolError
+from sandbox.gateway.metrics import METRICS, MetricSample
+
+EXECUTOR_GAUGES = ("queued", "running", "running_long", "slots", "long_slots")
+"""Names in a "stats" frame of the numbers that rise and fall."""
+MAX_NAME_CHARS = 60
+MAX_WINDOW = 1_000_000
+"""Calls that an executor may accept at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReport:
+    """The "ready" frame."""
+
+    slots: int
+    long_slots: int = 0
+    isolation: str = ""
+    python: str = ""
+    wanted_fds: int = 0
+    """File descriptors that the executor needs for the slots it was configured with."""
+    missing_modules: tuple[str, ...] = ()
+    """Modules of the profiles that the Python for calls does not have."""
+
+    @classmethod
+    def decode(cls, raw: Mapping[object, object]) -> ReadyReport:
+        """Raises `ProtocolError` if the number of slots makes no sense."""
+        slots, missing = raw.get("slots"), raw.get("missing_modules")
+        if not isinstance(slots, int) or not 1 <= slots <= MAX_WINDOW // 2:
+            raise ProtocolError(f"expected 'ready' with slots from 1 to {MAX_WINDOW // 2}, got {slots!r:.40}")
+        return cls(
+            slots=slots,
+            long_slots=_number(raw.get("long_slots")),
+            isolation=_name(raw.get("isolation")),
+            python=_name(raw.get("python")),
+            wanted_fds=_number(raw.get("wanted_fds")),
+            missing_modules=tuple(map(_name, missing)) if isinstance(missing, list) else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStats:
+    """The last "stats" frame, about a second old. Empty before the first one."""
+
+    gauges: Mapping[str, int] = field(default_factory=dict)
+    """Those of `EXECUTOR_GAUGES` that the executor reports."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that only grow, by name without `_total`. They start at 0 when the executor restarts."""
+    zygotes: Counter[str] = field(default_factory=Counter)
+    """Live zygotes by profile."""
+    missed_imports: Counter[str] = field(default_factory=Counter)
+    """Imports of calls that no zygote had preloaded, by module."""
+
+    @classmethod
+    def decode(cls, raw: Mapping[object, object]) -> ExecutorStats:
+        """Decode a "stats" frame. What is not a number, and gauges that are not listed, are ignored."""
+        counts = _counts(raw)
+        return cls(
+            gauges={name: _number(raw[name]) for name in EXECUTOR_GAUGES if name in raw},
+            totals={name.removesuffix("_total"): counts[name] for name in counts if name.endswith("_total")},
+            zygotes=_counts(raw.get("zygotes")),
+            missed_imports=_counts(raw.get("missed_imports")),
+        )
+
+    def samples(self, executor: int) -> Iterator[MetricSample]:
+        """Yield the metrics of this executor. Numbers that `METRICS` does not list are left out."""
+        labels = {"executor": str(executor)}
+        for name, value in {**self.gauges, **{f"{name}_total": count for name, count in self.totals.items()}}.items():
+            if f"executor_{name}" in METRICS:
+                yield f"executor_{name}", labels, value
+        for profile, count in self.zygotes.items():
+            yield "executor_zygotes", {**labels, "name": profile}, count
+        for module, count in self.missed_imports.items():
+            yield "executor_missed_imports_total", {**labels, "name": module}, count
+
+
+def _counts(raw: object) -> Counter[str]:
+    """Return the whole numbers of a mapping, by name."""
+    items = raw.items() if isinstance(raw, Mapping) else ()
+    return Counter({_name(name): number for name, number in items if isinstance(number, int)})
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _name(value: object) -> str:
+    return value[:MAX_NAME_CHARS] if isinstance(value, str) else ""

@@ -1,0 +1,82 @@
+"""Chooses the isolation level from the layers that this machine grants. `auto` never chooses `none`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sandbox.errors import ConfigError, IsolationError
+from sandbox.jail import nsjail_binary
+from sandbox.jail.probe import NAMESPACE_LAYERS, NSJAIL, ProbedLayer, probe_layers, probe_nsjail
+from sandbox.jail.spec import Level
+
+AUTO = "auto"
+MAX_REASON_CHARS = 500
+_STRONGEST_FIRST: tuple[Level, ...] = (Level.NSJAIL, Level.NAMESPACES, Level.LANDLOCK)
+_REQUIRED_LAYERS: Mapping[Level, frozenset[str]] = {
+    Level.NSJAIL: NAMESPACE_LAYERS,
+    Level.NAMESPACES: NAMESPACE_LAYERS,
+    Level.LANDLOCK: frozenset({"Landlock", "no_new_privs", "seccomp", "rlimits"}),
+    Level.NONE: frozenset(),
+}
+_ALLOW_NAMESPACES = (
+    "Start as root with CAP_SYS_ADMIN, or allow unprivileged user namespaces (sysctl user.max_user_namespaces and "
+    "kernel.apparmor_restrict_unprivileged_userns, and in a container its seccomp profile)"
+)
+_REMEDIES = {
+    Level.NSJAIL: _ALLOW_NAMESPACES,
+    Level.NAMESPACES: _ALLOW_NAMESPACES,
+    Level.LANDLOCK: "Start on Linux 5.13 or later with CONFIG_SECURITY_LANDLOCK and landlock among lsm= at boot",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChoice:
+    level: Level
+    reason: str = ""
+    """What the machine lacks for the levels that `auto` prefers. Empty if there is none, or a level was requested."""
+
+
+def choose_level(
+    requested: str, layers: tuple[ProbedLayer, ...] | None = None, environ: Mapping[str, str] = os.environ
+) -> LevelChoice:
+    """Return the requested level, or for `auto` the strongest that the machine supports. `layers` replace a probe.
+
+    Raises `ConfigError` for an unknown level, and `IsolationError` if the machine lacks a layer of the level or
+    RSTAR_NSJAIL names no program.
+    """
+    names_nsjail = bool(environ.get(nsjail_binary.VARIABLE))
+    if requested == AUTO:
+        if names_nsjail:
+            nsjail_binary.find(environ)
+        candidates = _STRONGEST_FIRST
+    else:
+        try:
+            candidates = (Level(requested),)
+        except ValueError:
+            raise ConfigError(f"isolation={requested!r}: expected one of {AUTO}, {', '.join(Level)}") from None
+    refused: list[tuple[Level, str, str]] = []
+    for level in candidates:
+        problem, remedy = _missing_layers(level, layers, environ)
+        if not problem:
+            return LevelChoice(level, "; ".join(f"{other}: {text}" for other, text, _ in refused)[:MAX_REASON_CHARS])
+        if requested != AUTO or level is not Level.NSJAIL or names_nsjail:  # nsjail is optional, unless it is requested
+            refused.append((level, problem, remedy))
+    sentences = (f"isolation={level.value}: {problem}{remedy}" for level, problem, remedy in refused)
+    raise IsolationError(f"{'. '.join(sentences)}, or ask for isolation=none by name")
+
+
+def _missing_layers(
+    level: Level, layers: tuple[ProbedLayer, ...] | None, environ: Mapping[str, str]
+) -> tuple[str, str]:
+    """Return what this machine lacks for a level, and the remedy. The first is empty if it lacks nothing."""
+    if level is Level.NSJAIL:
+        nsjail = next((layer for layer in layers or (probe_nsjail(environ),) if layer.name == NSJAIL), None)
+        if nsjail is None or not nsjail.ok:
+            return nsjail.found if nsjail else "not tried", f"; or ask for isolation={Level.NAMESPACES.value}"
+    required = _REQUIRED_LAYERS[level]
+    if layers is None:
+        layers = probe_layers(required)
+    missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in required and not layer.ok]
+    return f"this machine lacks {'; '.join(missing)}" if missing else "", f". {_REMEDIES.get(level, '')}"

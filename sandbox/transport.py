@@ -1,0 +1,440 @@
+"""The client's transport: it sends calls as batch requests and gives each call its result or its error.
+
+    submit --> waiting --> request --> result or error
+                  ^           |
+                  +-- pause --+  failed, or `unavailable` for a reason in RETRYABLE_ERRORS
+
+- A call gets a `Result` of the server, or a `ServiceError` is raised. A failure of the service never looks like a
+  result.
+- A failed request is sent again with its unfinished calls, to another endpoint if one is not backing off, else after a
+  pause.
+- Retries are counted per call, in a row: `retries` further attempts, then the call gets the last failure.
+- Calls have no effects outside their sandbox, so sending a call twice is safe.
+- An idle transport sends at once; a busy one sends when a connection is free. With `gather_s`, a call that is submitted
+  while a request is running waits that long for more calls, at most until that request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import aiohttp
+import msgpack
+
+from sandbox.backoff import backoff_s
+from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
+from sandbox.types import Call, Result, Status
+
+log = logging.getLogger("sandbox.client")  # the documented name
+
+MAX_BATCH_BYTES = 32 << 20
+CONNECT_TIMEOUT_S = 10.0
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
+MAX_RESULT_BYTES = 1 << 30
+STREAM = "application/x-msgpack-stream"
+RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError", "Overloaded"})
+"""Values of `Result.error.type` for which an `unavailable` call is sent again: the server stopped, its executor
+failed, or its queue was full."""
+
+_CLOSED = "the client was closed before the result was there"
+
+
+class PendingResult:
+    """A submitted call and the future of its result."""
+
+    __slots__ = ("call", "failing_since", "failures", "future", "id", "request")
+
+    def __init__(self, call: Call, call_id: str, future: asyncio.Future[Result]) -> None:
+        self.call = call
+        self.id = call_id
+        self.future = future
+        self.failures = 0
+        """Number of failed attempts in a row."""
+        self.failing_since = 0.0
+        """Time at which the first of these attempts was sent."""
+        self.request: _BatchRequest | None = None
+        """The request that contains the call; None while the call waits."""
+
+    def count_failure(self, sent_at: float, *, is_first: bool = False) -> None:
+        """Count a failed attempt that was sent at `sent_at`. `is_first` starts a new row of failures."""
+        if is_first or not self.failures:
+            self.failures, self.failing_since = 0, sent_at
+        self.failures += 1
+
+    def detach(self) -> None:
+        """Remove the call from its request, so that another request can send it."""
+        assert self.request is not None
+        self.request.awaited -= 1
+        self.request = None
+
+    def set_result(self, encoded: dict[str, Any]) -> None:
+        assert self.request is not None
+        encoded["id"] = self.id
+        self.future.set_result(Result.decode(encoded))
+        self.request.awaited -= 1
+        self.request.results += 1
+
+    def set_error(self, error: ServiceError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+            if self.request is not None:
+                self.request.awaited -= 1
+
+
+class _BatchRequest:
+    """Calls that are sent together. `awaited` counts those that are unfinished and not abandoned."""
+
+    def __init__(self, calls: list[PendingResult]) -> None:
+        self.calls = calls
+        self.awaited = len(calls)
+        self.results = 0
+        self.has_abandoned = False
+        self.task: asyncio.Task[None]
+        for pending in calls:
+            pending.request = self
+
+    def unfinished(self) -> list[PendingResult]:
+        return [pending for pending in self.calls if self.is_waiting_for(pending)]
+
+    def is_waiting_for(self, pending: PendingResult) -> bool:
+        return pending.request is self and not pending.future.done()
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.has_abandoned and not self.awaited
+
+    def abandon_one(self) -> None:
+        """Count one abandoned call, and cancel the request if no other call in it is awaited."""
+        self.has_abandoned = True
+        self.awaited -= 1
+        if not self.awaited:
+            self.task.cancel()
+
+
+class _Endpoint:
+    """One URL, its current load in calls, and the time until which no request is sent to it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.calls = 0
+        self.requests = 0
+        self.backoff_until = 0.0
+
+    def is_backing_off(self, now: float) -> bool:
+        return now < self.backoff_until
+
+
+class Transport:
+    """Sends calls to one or several endpoints. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float,
+        queue_timeout_s: float | None,
+        retries: int,
+        batch_size: int,
+        max_connections: int,
+        gather_s: float,
+    ) -> None:
+        self._endpoints = [_Endpoint(url) for url in urls]
+        self._headers = headers
+        self._timeout_s = timeout_s
+        self._batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
+        self._retries = retries
+        self._batch_size = batch_size
+        self._free_connections = max_connections
+        self._gather_s = gather_s
+        self._waiting: deque[PendingResult] = deque()
+        self._send_handle: asyncio.Handle | None = None
+        self._send_delay_s = 0.0
+        self._rng = random.Random()
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: asyncio.TaskGroup
+        self._requests: set[_BatchRequest] = set()
+        self._pausing: set[tuple[PendingResult, ...]] = set()
+        """Calls that are sent again after a pause."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._session is not None
+
+    async def open(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s),
+            headers=self._headers,
+        )
+        self._tasks = asyncio.TaskGroup()
+        await self._tasks.__aenter__()
+
+    async def close(self) -> None:
+        """End unfinished calls with a `ServiceError` and close all connections."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        for request in self._requests:
+            request.task.cancel()
+        for pending in chain(self._waiting, *self._pausing):
+            pending.set_error(ServiceError(_CLOSED))
+        self._waiting.clear()
+        self._pausing.clear()
+        try:
+            await self._tasks.__aexit__(None, None, None)  # the task group would wrap an exception of the caller
+        finally:
+            for request in list(self._requests):  # these tasks were cancelled before their first step
+                self._finish(request, ServiceError(_CLOSED))
+            await session.close()
+
+    async def is_ready(self) -> bool:
+        """Return whether an endpoint accepts calls now. Sends one request to each."""
+        session = self._opened()
+        timeout = aiohttp.ClientTimeout(CONNECT_TIMEOUT_S)
+        for endpoint in self._endpoints:
+            try:
+                async with session.get(f"{endpoint.url}/ready", timeout=timeout) as response:
+                    if response.status == 200:
+                        return True
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                continue
+        return False
+
+    def submit(self, call: Call, default_id: str = "") -> PendingResult:
+        """Send a call with the next request. `default_id` is the id of its result if the call has none."""
+        self._opened()
+        pending = PendingResult(call, call.id or default_id, asyncio.get_running_loop().create_future())
+        self._waiting.append(pending)
+        must_gather = self._requests and len(self._waiting) < self._batch_size
+        self._schedule_send(self._gather_s if must_gather else 0.0)
+        return pending
+
+    def abandon(self, calls: Sequence[PendingResult]) -> None:
+        """Cancel calls, unless they have ended, and each request without another awaited call."""
+        for pending in calls:
+            pending.future.cancel()
+            if not pending.future.cancelled():
+                pending.future.exception()  # marks the exception as retrieved
+            elif pending.request is not None:
+                pending.request.abandon_one()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        assert self._session is not None
+        return self._session
+
+    def _schedule_send(self, delay_s: float = 0.0) -> None:
+        """Send after `delay_s`, and not before the next iteration of the event loop, so that calls which are submitted
+        in one iteration share a request."""
+        if self._send_handle:
+            if delay_s >= self._send_delay_s:
+                return
+            self._send_handle.cancel()
+        loop, self._send_delay_s = asyncio.get_running_loop(), delay_s
+        self._send_handle = (
+            loop.call_later(delay_s, self._send_waiting) if delay_s else loop.call_soon(self._send_waiting)
+        )
+
+    def _send_waiting(self) -> None:
+        self._send_handle = None
+        while self._waiting and self._free_connections and self.is_open:
+            share = math.ceil(len(self._waiting) / self._free_connections)
+            if calls := self._next_batch(max(self._batch_size, share)):
+                self._free_connections -= 1
+                request = _BatchRequest(calls)
+                self._requests.add(request)
+                request.task = self._tasks.create_task(self._run(request))
+
+    def _next_batch(self, max_calls: int) -> list[PendingResult]:
+        calls: list[PendingResult] = []
+        size = 0
+        while self._waiting and len(calls) < max_calls:
+            if calls and size + self._waiting[0].call.size > MAX_BATCH_BYTES:
+                break
+            pending = self._waiting.popleft()
+            if not pending.future.done():
+                size += pending.call.size
+                calls.append(pending)
+        return calls
+
+    async def _run(self, request: _BatchRequest) -> None:
+        """Give every call of `request` its result or its error."""
+        final_error = ServiceError(_CLOSED)
+        try:
+            await self._send_with_retries(request)
+        except ServiceError as error:
+            final_error = error
+        finally:
+            self._finish(request, final_error)
+
+    def _finish(self, request: _BatchRequest, error: ServiceError) -> None:
+        for pending in request.unfinished():
+            pending.set_error(error)
+        self._requests.discard(request)
+        self._free_connections += 1
+        self._schedule_send()
+
+    async def _send_with_retries(self, request: _BatchRequest) -> None:
+        """Send `request` until each call has its result or the error of its last attempt."""
+        while request.unfinished():
+            endpoint = min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.calls, e.requests))
+            results, sent_at = request.results, _now()
+            try:
+                await self._send(endpoint, request)
+            except RequestRefused:
+                raise
+            except ServiceError as error:
+                for pending in request.unfinished():
+                    pending.count_failure(sent_at, is_first=request.results > results)
+                    if pending.failures > self._retries:
+                        pending.set_error(self._final_error(error, pending))
+                if left := request.unfinished():
+                    await asyncio.sleep(self._back_off(endpoint, left, str(error), error.retry_after_s))
+
+    async def _send(self, endpoint: _Endpoint, request: _BatchRequest) -> None:
+        """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
+        calls, sent_at = request.unfinished(), _now()
+        batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self._batch_fields}
+        body = io.BytesIO(msgpack.packb(batch, unicode_errors="surrogatepass"))
+        headers = {"Content-Type": "application/msgpack", "Accept": STREAM}
+        endpoint.calls += len(calls)
+        endpoint.requests += 1
+        try:
+            async with self._opened().post(f"{endpoint.url}/v1/batch", data=body, headers=headers) as response:
+                if response.status != 200 and not _is_stream_of_invalid(response):
+                    raise await _failure(endpoint.url, response)
+                unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
+                async for chunk in response.content.iter_any():
+                    unpacker.feed(chunk)
+                    self._set_results(endpoint, request, calls, unpacker, sent_at)
+                    if request.is_abandoned:
+                        return
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(f"{endpoint.url}: {_short_reason(error)}") from None
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
+            raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
+        finally:
+            endpoint.calls -= len(calls)
+        if left := request.unfinished():
+            raise Unreachable(f"{endpoint.url} closed the connection with {len(left)} of {len(calls)} results missing")
+
+    def _set_results(
+        self,
+        endpoint: _Endpoint,
+        request: _BatchRequest,
+        calls: list[PendingResult],
+        unpacker: msgpack.Unpacker,
+        sent_at: float,
+    ) -> None:
+        """Set the results that have arrived completely; queue retryable calls again."""
+        retryable: dict[PendingResult, dict[str, Any]] = {}
+        for encoded in unpacker:
+            if encoded is None or not request.is_waiting_for(pending := calls[encoded["index"]]):
+                continue  # None is a heartbeat
+            if _is_retryable(encoded):
+                retryable[pending] = encoded
+            else:
+                pending.set_result(encoded)
+        if retryable:
+            self._retry(endpoint, retryable, sent_at)
+
+    def _retry(self, endpoint: _Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
+        """Send calls with retryable results again after a pause. A call without retries left keeps its result."""
+        again: list[PendingResult] = []
+        types: Counter[str] = Counter()
+        for pending, encoded in results.items():
+            pending.count_failure(sent_at)
+            if pending.failures > self._retries:
+                pending.set_result(encoded)
+            else:
+                pending.detach()
+                again.append(pending)
+                types[encoded["error"]["type"]] += 1
+        if again:
+            counts = ", ".join(f"{error_type} for {count} calls" for error_type, count in types.items())
+            delay_s = self._back_off(endpoint, again, f"{endpoint.url} returned {counts}")
+            self._pausing.add(group := tuple(again))
+            asyncio.get_running_loop().call_later(delay_s, self._requeue, group)
+
+    def _requeue(self, calls: tuple[PendingResult, ...]) -> None:
+        """Put calls in front of the waiting ones, unless the transport was closed meanwhile."""
+        if calls in self._pausing:
+            self._pausing.discard(calls)
+            self._waiting.extendleft(reversed(calls))
+            self._schedule_send()
+
+    def _back_off(
+        self, endpoint: _Endpoint, calls: list[PendingResult], reason: str, retry_after_s: float | None = None
+    ) -> float:
+        """Send nothing to a failed endpoint for a while, and log that. Returns the seconds until `calls` are sent
+        again, which is 0 if another endpoint is not backing off."""
+        failures = max(pending.failures for pending in calls)
+        pause_s = retry_delay_s(failures, retry_after_s, self._rng)
+        endpoint.backoff_until = _now() + pause_s
+        delay_s = pause_s if all(other.is_backing_off(_now()) for other in self._endpoints) else 0.0
+        retry = f"retry {failures} of {self._retries}"
+        log.info("%.300s; %s, with %d calls, in %.1f s", reason, retry, len(calls), delay_s)
+        return delay_s
+
+    def _final_error(self, error: ServiceError, pending: PendingResult) -> ServiceError:
+        """Return the error of a call whose last attempt failed with `error`."""
+        urls = ", ".join(endpoint.url for endpoint in self._endpoints)
+        seconds = _now() - pending.failing_since
+        tries = f"{pending.failures} tries in {seconds:.1f} s" if pending.failures > 1 else "1 try"
+        question = f"; is `rstar-sandbox serve` running at {urls}?" if isinstance(error, Unreachable) else ""
+        return type(error)(f"{error} ({tries}){question}", retry_after_s=error.retry_after_s)
+
+
+def retry_delay_s(failures: int, retry_after_s: float | None, rng: random.Random) -> float:
+    """Return the pause after `failures` in a row: exponential, at least the server's Retry-After, with up to 50 %
+    jitter."""
+    return max(backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S), retry_after_s or 0.0) * rng.uniform(1.0, 1.5)
+
+
+def _is_stream_of_invalid(response: aiohttp.ClientResponse) -> bool:
+    """Return whether all calls of the request are malformed. Their results are then read like any other stream, so
+    that a call's result does not depend on the other calls of its request."""
+    return response.status == 400 and response.content_type == STREAM
+
+
+async def _failure(url: str, response: aiohttp.ClientResponse) -> ServiceError:
+    """Return the error for a response with a status other than 200."""
+    text = (await response.content.read(4096)).decode("utf-8", "replace")
+    message = f"{url} answered {response.status}: {text}"
+    if response.status in (429, 503):
+        return Overloaded(message, retry_after_s=_seconds(response.headers.get("Retry-After")))
+    if 400 <= response.status < 500:
+        return RequestRefused(message)
+    return Unreachable(message)
+
+
+def _seconds(header: str | None) -> float | None:
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def _is_retryable(encoded: dict[str, Any]) -> bool:
+    error = encoded["error"]
+    return encoded["status"] == Status.UNAVAILABLE and bool(error) and error["type"] in RETRYABLE_ERRORS
+
+
+def _short_reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        is_refused = isinstance(error.os_error, ConnectionRefusedError)
+        return "connection refused" if is_refused else f"cannot connect ({error.os_error})"
+    return str(error) or type(error).__name__
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,174 @@
+"""Long calls of a real executor are demoted as a whole and end at their limit, whatever the kernel counts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from sandbox.executor.process_tree import CpuPriority
+from sandbox.jail import CgroupTree
+from sandbox.types import Status
+from tests.executor.calling import Caller, call, executor
+
+T = TypeVar("T")
+
+
+ENDLESS = "while True: pass"
+
+
+base_pids: dict[Caller, set[int]] = {}
+"""Processes of each executor before its first call: its own, its jails, its zygotes."""
+
+
+NEVER_PROMOTES = """
+import runpy, sys
+from sandbox.executor import monitor
+monitor.MIN_SHARE_DIVISOR = 1e9
+del sys.argv[:2]
+runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
+"""
+"""Starts an executor that never promotes a long call, whatever else runs on the machine."""
+
+
+@pytest.fixture(scope="module")
+def one_slot() -> Iterator[Caller]:
+    """An executor with one short slot, which every call has to leave before another can start."""
+    with executor(server=(sys.executable, "-c", NEVER_PROMOTES), slots=1, long_slots=6, demote_after_ms=50.0) as caller:
+        base_pids[caller] = {*caller.processes()}
+        yield caller
+
+
+EVADERS = {
+    "loops": ENDLESS,
+    "forks": "import os\nos.fork()\nos.fork()\n" + ENDLESS,
+    "sets a session": "import os\nif os.fork() == 0:\n    os.setsid()\n" + ENDLESS,
+    "starts threads": f"import threading\ndef f():\n    {ENDLESS}\nfor _ in '123': threading.Thread(target=f).start()",
+    "forks for ever": "import os\nwhile True:\n    if os.fork() == 0:\n        while sum(os.times()[:2]) < 0.05: pass\n"
+    "        os._exit(0)\n    os.wait()",
+    "starts and ends threads without pause": "import _thread, time\n_thread.stack_size(1 << 16)\nfor _ in range(40):\n"
+    "    _thread.start_new_thread(time.sleep, (1000,))\nwhile True:\n"
+    "    try: _thread.start_new_thread(time.sleep, (0.003,))\n    except RuntimeError: pass",
+    "hides among many threads": "import _thread, os, time\n_thread.stack_size(1 << 16)\nfor _ in range(130):\n"
+    f"    _thread.start_new_thread(time.sleep, (1000,))\nif os.fork() == 0:\n    {ENDLESS}\ntime.sleep(1000)",
+    "leaves its parents": "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n" + ENDLESS,
+}
+
+
+@pytest.mark.parametrize("code", EVADERS.values(), ids=EVADERS)
+def test_no_long_call_evades_its_demotion(code: str, one_slot: Caller) -> None:
+    if not CpuPriority().can_change:
+        pytest.skip("needs CAP_SYS_NICE in the initial user namespace")
+    seq = one_slot.submit(call(code, timeout_s=60, processes=400))
+    assert one_slot.run("1", timeout_s=60).value == "1", "the call has left the only short slot"
+    one_slot.until(lambda: policies(one_slot) == {os.SCHED_IDLE})
+    one_slot.send("cancel", [seq])
+    one_slot.until(lambda: one_slot.stats.get("running") == 0)
+
+
+def policies(caller: Caller) -> set[int]:
+    return map_call_threads(caller, os.sched_getscheduler)
+
+
+def cpu_cgroup(tid: int) -> str:
+    with open(f"/proc/{tid}/cgroup") as file:
+        return next(line.strip() for line in file if "cpu" in line.split(":")[1].split(","))
+
+
+def map_call_threads(caller: Caller, function: Callable[[int], T]) -> set[T]:
+    """The values of a function over the threads of all calls."""
+    values: set[T] = set()
+    for pid in {*caller.processes()} - base_pids[caller]:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] not in "ZX":
+                    values |= {function(int(tid)) for tid in os.listdir(f"/proc/{pid}/task")}
+        except OSError:
+            continue
+    return values
+
+
+def test_short_calls_run_while_every_long_slot_is_used(one_slot: Caller) -> None:
+    seqs = [one_slot.submit(call(ENDLESS, timeout_s=60)) for _ in range(6)]
+    for n in range(8):
+        assert one_slot.run(f"{n}", timeout_s=60).value == str(n)
+    one_slot.until(lambda: one_slot.stats.get("running_long") == 6)
+    assert one_slot.window == 2 + 6, "two calls for the short slot, and the long ones"
+    one_slot.send("cancel", seqs)
+    one_slot.until(lambda: one_slot.stats.get("running") == 0)
+    one_slot.until(lambda: one_slot.window == 2)
+
+
+def test_a_long_call_has_the_status_of_a_short_one() -> None:
+    with executor(demote_after_ms=10.0) as caller:
+        assert caller.run(ENDLESS, timeout_s=0.5).status is Status.TIMEOUT
+        code = "import time\nwhile time.process_time() < 0.3: pass\nprint('done')"
+        assert caller.run(code, timeout_s=60).stdout == "done\n"
+        caller.until(lambda: caller.stats.get("demoted_total") == 2)
+
+
+def test_all_threads_of_a_long_call_are_moved_to_the_idle_cgroup(one_slot: Caller) -> None:
+    """Where the kernel divides the cores between sessions (autogroup), a scheduling policy has no effect on threads of
+    other sessions."""
+    tree = CgroupTree()
+    has_idle_cgroup = tree.idle is not None
+    tree.close()
+    if not has_idle_cgroup or not CpuPriority().can_change:
+        pytest.skip("needs the cpu controller of cgroup version 1, and CAP_SYS_NICE")
+    seq = one_slot.submit(call(EVADERS["leaves its parents"], timeout_s=60))
+
+    def cgroup_prefixes() -> set[str]:
+        return {path.rpartition("/")[2].partition("-")[0] for path in map_call_threads(one_slot, cpu_cgroup)}
+
+    one_slot.until(lambda: cgroup_prefixes() == {"rstar"})
+    one_slot.send("cancel", [seq])
+    one_slot.until(lambda: one_slot.stats.get("running") == 0)
+
+
+BARE_PROC = """
+import errno, runpy, sys
+from sandbox import errors, jail
+from sandbox.executor import process_tree
+hidden, has_cgroups = sys.argv.pop(1), sys.argv.pop(1) == "cgroups"
+read = process_tree._read
+def read_without_hidden(path):
+    if "schedstat" in hidden and path.endswith("/schedstat"):
+        raise FileNotFoundError(errno.ENOENT, "no such file", path)
+    data = read(path)
+    return b"".join(
+        line
+        for line in data.splitlines(keepends=True)
+        if not ("Pid" in hidden and line.startswith(b"Pid:") or "NSpid" in hidden and line.startswith(b"NSpid:"))
+    )
+process_tree._read = read_without_hidden
+class NoCgroups:
+    def __init__(self): raise errors.IsolationError("cgroups: hidden")
+if not has_cgroups: jail.CgroupTree = NoCgroups
+del sys.argv[:2]
+runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
+"""
+"""Starts an executor that cannot read some files or lines of /proc (first argument) and that has no cgroups unless
+the second argument is "cgroups"."""
+
+
+LOOPS = {
+    "loops": ENDLESS,
+    "sleeps": "import time\ntime.sleep(1000)",
+    "has a child loop": f"import os\nif os.fork() == 0:\n    {ENDLESS}\nos.wait()",
+    "has a thread loop": f"import threading\ndef f():\n    {ENDLESS}\nthreading.Thread(target=f).start()",
+}
+
+
+@pytest.mark.parametrize("cgroups", ["cgroups", "no cgroups"])
+@pytest.mark.parametrize("hidden", ["schedstat", "Pid", "schedstat Pid NSpid"])
+def test_an_endless_call_is_timed_out_with_whatever_the_kernel_counts(hidden: str, cgroups: str) -> None:
+    server = (sys.executable, "-c", BARE_PROC, hidden, cgroups)
+    with executor(server=server, slots=len(LOOPS), demote_after_ms=50.0) as caller:
+        results = caller.run_all([call(code, timeout_s=0.5) for code in LOOPS.values()])
+        assert [(result.status, result.attempts) for result in results] == [(Status.TIMEOUT, 1)] * len(LOOPS)
+        assert all(result.usage.run_ms < 20_000 for result in results)
+        assert caller.run("1").value == "1"
+        assert caller.stats.get("zygote_restarts_total", 0) == 0

@@ -1,0 +1,145 @@
+"""The order of confinement at each level, as one list that the machine code and Python both execute."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.guest.test_fork_warmup import PLAN
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are x86-64's")
+
+GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
+NAMESPACES = {
+    **{
+        "pid_namespace": True,
+        "namespaces": 0x08000000,
+        "scratch_mount": "/tmp",
+        "drop_capabilities": True,
+        "no_new_privs": True,
+    },
+    **{"call_filter": "BgAAAAAA/38=", "own_pid_offsets": []},
+}
+LANDLOCK = {
+    **{"pid_namespace": False, "namespaces": 0, "scratch_mount": None, "drop_capabilities": True, "no_new_privs": True},
+    **{"call_filter": "BgAAAAAA/38=", "own_pid_offsets": [4], "landlock": {"faked": True}},
+}
+NONE = {
+    **{
+        "pid_namespace": False,
+        "namespaces": 0,
+        "scratch_mount": None,
+        "drop_capabilities": False,
+        "no_new_privs": False,
+    },
+    **{"call_filter": None, "limits_processes": False},
+}
+CODE = f"""
+import sys; sys.path.insert(0, {str(GUEST)!r})
+import json, os, types
+import confine, fork_batch, landlock_slots, system_calls
+class FakeLandlock:
+    def __init__(self, plan): pass
+    def become_subreaper(self): pass
+    def ruleset(self, slot): return 50, 0
+landlock_slots.LandlockSlots = FakeLandlock
+plan, stdin_bytes = json.loads(sys.argv[1])
+confinement = confine.Confinement(plan)
+confinement.cgroup_procs_fds[0] = [40]
+call = {{**dict.fromkeys(confine.RLIMITS, 1 << 40), "disk_bytes": 1 << 20, "blobs": [1, stdin_bytes, 0]}}
+batch = fork_batch.ForkBatch()
+steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
+"""
+NAMES = (
+    *("CLOCK_GETTIME", "CLONE", "DUP2", "WRITE", "LANDLOCK_RESTRICT_SELF", "CLOSE", "OPEN", "SIGPROCMASK", "SETPGID"),
+    *("UNSHARE", "MOUNT", "SETGROUPS", "SETRESGID", "SETRESUID", "CAPSET", "CHDIR", "SETRLIMIT", "PRCTL", "SETSID"),
+    "SECCOMP",
+)
+ORDER = f"""
+names = {{getattr(system_calls, name): name for name in {NAMES}}}
+print(json.dumps([names[number] for number in steps[:: fork_batch.STEP_WORDS]]))
+"""
+FORK, OUTPUT, EMPTY_INPUT = ["CLOCK_GETTIME", "CLONE"], ["DUP2", "WRITE"], ["CLOSE", "OPEN"]
+UIDS, RLIMITS = ["SETGROUPS", "SETRESGID", "SETRESUID"], ["SETRLIMIT"] * 3
+DEATH_SIGNAL = NO_NEW_PRIVS = "PRCTL"
+LAST, LAST_OF_LANDLOCK = [DEATH_SIGNAL, NO_NEW_PRIVS, "SECCOMP"], [DEATH_SIGNAL, "SETSID", NO_NEW_PRIVS]
+SCRATCH = ["UNSHARE", "MOUNT"]
+
+
+def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
+    argument = json.dumps([{**PLAN, "limits_processes": False, **plan}, stdin_bytes])
+    command = [sys.executable, "-I", "-c", CODE + code, argument]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize(
+    ("plan", "order"),
+    [
+        (
+            {**NAMESPACES, "uid_base": 1000},
+            [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *SCRATCH, *UIDS, "CHDIR", *RLIMITS, *LAST],
+        ),
+        (
+            {**NAMESPACES, "user_namespace": True, "limits_processes": True},
+            [
+                *OUTPUT,
+                *EMPTY_INPUT,
+                "SIGPROCMASK",
+                "SETPGID",
+                *SCRATCH,
+                "UNSHARE",
+                "CAPSET",
+                "CHDIR",
+                *RLIMITS,
+                "SETRLIMIT",
+                *LAST,
+            ],
+        ),
+        (
+            {**LANDLOCK, "uid_base": 1000},
+            [*OUTPUT, "LANDLOCK_RESTRICT_SELF", *EMPTY_INPUT, "SIGPROCMASK", *UIDS, *RLIMITS, *LAST_OF_LANDLOCK],
+        ),
+        (
+            {**LANDLOCK},
+            [*OUTPUT, "LANDLOCK_RESTRICT_SELF", *EMPTY_INPUT, "SIGPROCMASK", "CAPSET", *RLIMITS, *LAST_OF_LANDLOCK],
+        ),
+        (NONE, [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *RLIMITS, DEATH_SIGNAL]),
+    ],
+    ids=["namespaces with uids", "namespaces without uids", "landlock with uids", "landlock without uids", "none"],
+)
+def test_a_call_is_confined_in_this_order(plan: dict[str, object], order: list[str]) -> None:
+    assert json.loads(_run(ORDER, plan)) == [*FORK, *order]
+    with_input = [step for step in order if step not in EMPTY_INPUT]
+    assert json.loads(_run(ORDER, plan, stdin_bytes=1)) == [*FORK, *with_input]
+
+
+def test_machine_code_and_python_leave_the_same_process() -> None:
+    """Level `none`, whose steps need no privilege; the null device stands for the output and the cgroup."""
+    code = """
+call.update(file_bytes=1 << 20, open_files=64)
+steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
+for fd in (30, 40): os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+def status_after(execute):
+    read_fd, write_fd = os.pipe()
+    os.set_inheritable(write_fd, True)
+    batch.add(0, (0, 0, 0, 0), steps, data)
+    batch.execute = execute
+    if batch.run(1) is not None:
+        batch.raise_if_step_failed()
+        import resource, signal
+        limits = [resource.getrlimit(number) for number in confine.RLIMITS.values()]
+        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1)]
+        state = limits, links, os.getpgid(0) == os.getpid(), list(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        os.write(write_fd, repr(state).encode())
+        os._exit(0)
+    os.waitpid(batch.child_pid(0), 0)
+    return os.read(read_fd, 4096)
+by_machine_code, by_python = status_after(batch.execute), status_after(batch.execute_in_python)
+print(batch.has_machine_code, by_machine_code == by_python, b"1048576" in by_python or by_python.decode())
+"""
+    assert _run(code, NONE) == "True True True\n"

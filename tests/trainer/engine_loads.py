@@ -1,0 +1,18 @@
+"""What a scheduler's engines hold, for assertions."""
+
+from __future__ import annotations
+
+from trainer.scheduling.scheduler import Scheduler
+
+
+def engine_loads(scheduler: Scheduler) -> dict[str, dict[str, int]]:
+    """Return the load of each engine. All numbers are 0 once every episode is complete."""
+    return {
+        name: {
+            "episodes": engine.forecast.num_episodes,
+            "running": engine.num_running,
+            "resident_tokens": engine.forecast.resident_tokens,
+            "worst_case_tokens": engine.worst_case_tokens,
+        }
+        for name, engine in scheduler.engines.items()
+    }
