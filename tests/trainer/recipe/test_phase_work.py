@@ -38,7 +38,7 @@ from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.environments.python_tool import service  # noqa: E402
 from trainer.json_files import read_rows  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
-from trainer.recipe.phases import EvalResult, Phase, RecipeRun  # noqa: E402
+from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # noqa: E402
 from trainer.recipe.runner import RunPhase, run_recipe  # noqa: E402
 from trainer.rollout.loop_thread import Background  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
@@ -173,14 +173,14 @@ def test_right_answers_that_the_checker_cannot_read_are_left_out_and_told(
     phase_work.prepare(run, Phase("prepare"))
     kept = read_problems(str(run.dir / "data/eval.jsonl"))
     assert [problem.answer for problem in kept] == ["7", "x^2 + 1"]
-    assert "eval: some: 4 rows, 2 unparsable_answer, 2 kept" in capsys.readouterr().err
+    assert "eval: some: 4 rows, 2 kept, 2 unparsable_answer" in capsys.readouterr().err
 
 
 def test_all_ranks_wait_for_the_engines_before_a_stage_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, order = _config(tmp_path), list[str]()
     run = RecipeRun(config)
     for unit in (Phase("prepare"), Phase("sft", "sft")):
-        run.finish(unit, {"model": "model", "step": 0})
+        run.write_result(unit, TrainResult("model", 0))
     run.problems_path(config.stage_config("rl1")).parent.mkdir()
     run.problems_path(config.stage_config("rl1")).touch()
 
@@ -193,7 +193,7 @@ def test_all_ranks_wait_for_the_engines_before_a_stage_trains(tmp_path: Path, mo
         order.append("train")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(phase_work, "sampling", engines)
+    monkeypatch.setattr(phase_work, "open_rollout", engines)
     monkeypatch.setattr(phase_work, "wait_for_ranks", lambda hardware: order.append("wait"))
     monkeypatch.setattr(phase_work, "train_stage", train)
     with pytest.raises(KeyboardInterrupt):
@@ -230,7 +230,7 @@ async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
     await behind.close()
 
 
-@pytest.mark.parametrize("chat", ["rstar2", "own"])
+@pytest.mark.parametrize("chat", ["rstar2", "tokenizer"])
 @pytest.mark.parametrize(
     ("model", "why"),
     [
@@ -324,14 +324,14 @@ def test_evaluation_and_rollout_write_what_show_reads(
     assert scores["accuracy_by_source"] == {"fresh": reports["fresh"]["measures"]["accuracy"]}
     assert len(list(RunFolder(run.stage_dir("sft") / "eval").read_episodes(0))) == 2
     with monkeypatch.context() as nothing:  # of it starts again for what is over, nor where only its last word is lost
-        nothing.setattr(phase_work, "sampling", None)
+        nothing.setattr(phase_work, "open_rollout", None)
         for lost in ("nothing", "evaluated.json"):
             (run.stage_dir("sft") / lost).unlink(missing_ok=True)
             assert cli.main(["eval", str(run.dir), "--run-dir", str(run.dir), "--stage", "sft", "--json"]) == 0
             assert json.loads(capsys.readouterr().out.splitlines()[-1]) == reports
 
     out = tmp_path / "out"
-    sampled = ["--stage", "sft", "--problems", "2", "--samples", "3", "--out", str(out)]
+    sampled = ["--stage", "sft", "--num-problems", "2", "--samples-per-problem", "3", "--out", str(out)]
     for _ in range(2):  # the second time nothing is left to do
         assert cli.main(["rollout", str(run.dir), "--run-dir", str(run.dir), *sampled]) == 0
     episodes = sorted(RunFolder(out).read_episodes(0), key=lambda row: (row["problem"]["id"], row["sample"]))
@@ -366,7 +366,7 @@ def test_a_model_s_evaluation_is_of_these_weights_and_leaves_out_what_has_no_roo
         assert json.loads(out.splitlines()[-1])["all"]["problems"] == 1
         assert "eval: some: 2 rows, 1 too_long, 1 kept" in err
     assert len(list((run.dir / "eval").iterdir())) == 2
-    for nothing in ("sampling", "_problems"):
+    for nothing in ("open_rollout", "_prepare_problems"):
         monkeypatch.setattr(phase_work, nothing, None)
     monkeypatch.chdir(models[0].parent)
     assert run_eval(Path("model")) == 0, "the same folder, whose outcomes are there"

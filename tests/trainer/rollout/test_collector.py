@@ -268,7 +268,7 @@ async def test_every_turn_has_its_own_seed_and_what_is_left_of_the_tokens(chat):
     assert [s.seed for s in samplings] == [turn_seed(7, "p0", 4, turn) for turn in range(3)]
     assert len({s.seed for s in samplings}) == 3
     assert all((s.temperature, s.top_p, s.stop_ids) == (0.7, 0.9, chat.stop_ids) for s in samplings)
-    assert [s.max_tokens for s in samplings] == [LIMITS.max_tokens - turn.start for turn in episode.turns]
+    assert [s.max_tokens for s in samplings] == [LIMITS.max_response_tokens - turn.start for turn in episode.turns]
 
 
 def test_seeds_differ_by_all_that_they_are_made_of():
