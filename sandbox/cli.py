@@ -1,15 +1,18 @@
-"""The commands of `rstar-sandbox`: read the command line, call one room, turn what happened into an exit code.
+"""The commands of `rstar-sandbox`. Each reads its arguments, calls one package and returns an exit code.
 
-Exit codes: 0 fine, 1 failed, 2 misuse, 130 interrupted; `run` ends as the code it ran would have ended.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. `run` returns the exit code that a shell would report
+for the code itself.
 
-Rooms are imported by the command that needs them, so that `--help` stays fast.
+A command imports the packages that it needs when it runs, so that `--help` stays fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.config import (
     ENV_PREFIX,
+    LOG_FORMAT,
     RENAMED_SETTINGS,
     SETTINGS,
     NameListRule,
@@ -35,48 +39,57 @@ from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 if TYPE_CHECKING:
     from sandbox.jail import ProbedLayer
 
-TIMED_OUT = 124
-"""What timeout(1) returns."""
-INTERRUPTED = 130
-SIGNALLED = 128
-"""A shell reports death by signal n as 128 + n."""
+EXIT_TIMEOUT = 124
+"""Exit code of timeout(1)."""
+EXIT_INTERRUPTED = 130
+EXIT_SIGNAL_BASE = 128
+"""A shell reports a process that signal n ended as 128 + n."""
 
 _RUN_SETTINGS = ("isolation", "python")
+_GROUPS = {
+    "listen": "the HTTP side",
+    "queue": "waiting calls and results",
+    "limits": "the maximum that a call may request; a higher limit is lowered to it",
+    "isolation": "the jail around the calls",
+    "tuning": "the defaults suit the machine",
+}
+"""Argument groups of `--help`, in order."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
-    args = _parser().parse_args(argv)
+    """Run one command and return its exit code."""
+    args = _parse(argv)
     try:
         code: int = args.command(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        # The interpreter flushes stdout when it exits; without this it would report the closed pipe once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except SandboxError as why:
-        print(f"rstar-sandbox: {why}", file=sys.stderr)
-        return 2 if isinstance(why, (ConfigError, InvalidCall)) else 1
+    except SandboxError as error:
+        print(f"rstar-sandbox: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, InvalidCall)) else 1
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Answer calls over HTTP until stopped."""
+    """Run calls that come over HTTP, until stopped."""
     import logging
 
     config = _config(args, (*SETTINGS, *RENAMED_SETTINGS))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
     from sandbox.jail import choose_level
 
-    choice = choose_level(config.isolation)  # once, for all executors and however often they start
+    choice = choose_level(config.isolation)  # once, so that executors started later get the same level
     return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one piece of code as the service would, and end as it ended."""
+    """Run one piece of code as the server would, with the exit code of that code."""
     call = _call(args)
     for path in call.return_files:
         _destination(path, overwrite=args.force)  # raises before anything runs
@@ -86,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
     for path, data in result.files.items():
         if path in call.return_files:
-            _save(_destination(path, overwrite=args.force), data)
+            _write_file(_destination(path, overwrite=args.force), data)
     if args.json:
         print(json.dumps(result.encode()))
     else:
@@ -95,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Show each layer of isolation on this machine, what `auto` would take, and whether a call runs."""
+    """Show the isolation layers of this machine, the level that `auto` chooses, and whether a call runs."""
     from sandbox.jail import choose_level, probe
 
     config = _config(args, _RUN_SETTINGS)
@@ -103,79 +116,90 @@ def doctor(args: argparse.Namespace) -> int:
     try:
         choice = choose_level("auto")
         level, reason = choice.level.value, choice.reason
-    except ConfigError as why:
-        level, reason = "", str(why)
-    python, why_no_python = _guest_python(config)
+    except ConfigError as error:
+        level, reason = "", str(error)
+    python, python_error = _guest_python(config)
     is_isolated = bool(level) and level != "none"
-    trial = _trial(replace(config, python=python)) if is_isolated and python else "not tried"
+    outcome = _try_call(replace(config, python=python)) if is_isolated and python else "not tried"
     if args.json:
-        found = {"auto": level or None, "auto_reason": reason, "python": python or None, "call": trial}
-        print(json.dumps({"layers": [asdict(layer) for layer in layers], **found}))
+        report = {"auto": level or None, "auto_reason": reason, "python": python or None, "call": outcome}
+        print(json.dumps({"layers": [asdict(layer) for layer in layers], **report}))
     else:
         _print_layers(layers)
         print(f"isolation auto: {'; '.join(filter(None, (level, reason)))}")
-        print(f"python for calls: {python or why_no_python}\na call: {trial}")
-    return 0 if is_isolated and trial == "ok" else 1
+        print(f"python for calls: {python or python_error}\na call: {outcome}")
+    return 0 if is_isolated and outcome == "ok" else 1
 
 
 def runtime(args: argparse.Namespace) -> int:
-    """Make the Python that runs the calls, unless it is there; print its path."""
+    """Build the guest runtime, the Python that runs the calls, unless it exists, and print its path."""
     from sandbox import runtime as runtimes
 
-    taken = runtimes.find()
-    if taken is not None and not (args.python or args.path or args.force):
-        print(taken / "bin" / "python")
+    current = runtimes.find()
+    if current is not None and not (args.python or args.path or args.force):
+        print(current / "bin" / "python")
         return 0
     if args.python:
         python, version = Path(args.python), runtimes.version_of(Path(args.python))
     else:
         python, version = runtimes.best_python()
-    folder = Path(args.path).absolute() if args.path else runtimes.default_dir(version)
-    if args.check and not runtimes.is_complete(folder):
-        raise runtimes.RuntimeBuildError(f"no finished runtime at {folder}; run `rstar-sandbox runtime`")
-    with _clean_end():
-        made = folder / "bin" / "python" if args.check else runtimes.build(python, folder, force=args.force)
-    print(made)
-    if (taken := runtimes.find()) != folder:
-        other = f"take {taken}" if taken else "do not find it"
-        print(f"rstar-sandbox: other commands {other}; RSTAR_RUNTIME={folder} has them take this one", file=sys.stderr)
+    directory = Path(args.path).absolute() if args.path else runtimes.default_dir(version)
+    if args.check and not runtimes.is_complete(directory):
+        raise runtimes.RuntimeBuildError(f"no complete runtime at {directory}; run `rstar-sandbox runtime`")
+    if not args.check:
+        with _sigterm_as_exit():
+            runtimes.build(python, directory, force=args.force)
+    print(directory / "bin" / "python")
+    if (current := runtimes.find()) != directory:
+        others = f"use {current}" if current else "do not find this runtime"
+        print(
+            f"rstar-sandbox: other commands {others}; set RSTAR_RUNTIME={directory} to make them use it",
+            file=sys.stderr,
+        )
     return 0
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run one of the benchmarks, which live in the checkout and are not installed."""
+    """Run one of the benchmarks, which are part of the checkout and are not installed."""
     import importlib.util
-    import pkgutil
     import runpy
 
     sys.path.insert(0, str(Path.cwd()))
     spec = importlib.util.find_spec("bench")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the benchmarks live in the project's checkout and are not installed; run this from there")
-    names = sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+        raise ConfigError("the benchmarks are part of the project's checkout and are not installed; run this there")
+    files = [file for directory in spec.submodule_search_locations for file in Path(directory).glob("*.py")]
+    names = sorted(file.stem for file in files if "\ndef main(" in file.read_text(encoding="utf-8"))
     if args.name not in names:
-        raise ConfigError(f"bench {args.name or ''}: expected one of {', '.join(names)}")
+        raise ConfigError(f"bench {args.name or 'NAME'}: expected one of {', '.join(names)}")
     sys.argv = [f"bench.{args.name}", *args.args]
     runpy.run_module(f"bench.{args.name}", run_name="__main__", alter_sys=True)
     return 0
 
 
 def exit_code(result: Result) -> int:
-    """How a shell would have seen this call end."""
+    """Return the exit code that a shell would report for the code of this call."""
     if result.status is Status.TIMEOUT:
-        return TIMED_OUT
+        return EXIT_TIMEOUT
     if result.status is Status.OK:
         return 0
     if result.signal is not None and result.status is Status.KILLED:
-        return SIGNALLED + result.signal
+        return EXIT_SIGNAL_BASE + result.signal
     return result.exit_code if result.status is Status.ERROR and result.exit_code else 1
 
 
-# The command line
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        flags = re.findall(r"--[a-z][a-z-]*", args.parser.format_help())
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+        advice = f"did you mean {near[0]}?" if near else "--help lists them"
+        args.parser.exit(2, f"{args.parser.prog}: unknown argument {unknown[0]}; {advice}\n")
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Hostile, model-written Python, run isolated and fast."
+    about = "Run untrusted Python code, isolated and in batches."
     parser = argparse.ArgumentParser(prog="rstar-sandbox", description=about)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -189,12 +213,12 @@ def _parser() -> argparse.ArgumentParser:
         doc = (command.__doc__ or "").rstrip(".")
         sub = commands.add_parser(name, help=doc[0].lower() + doc[1:], description=doc + ".", allow_abbrev=False)
         add_arguments(sub)
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=command, parser=sub)
     return parser
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked: `importlib.metadata` is slow to import."""
+    """Imports `importlib.metadata`, which is slow, only if the version is requested."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
@@ -205,37 +229,39 @@ class _Version(argparse.Action):
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Every setting is also a key of the TOML file and a variable: --queue-mb is queue_mb and "
-        "RSTAR_SANDBOX_QUEUE_MB. The token has no flag, since command lines are public: use RSTAR_SANDBOX_TOKEN or "
-        "--token-file."
+        "Each setting is also a key of the TOML file and an environment variable: --queue-mb is queue_mb and "
+        "RSTAR_SANDBOX_QUEUE_MB. The token has no flag, because other users can read command lines: use "
+        "RSTAR_SANDBOX_TOKEN or --token-file."
     )
     _no_install_argument(parser)
     _settings_arguments(parser, tuple(SETTINGS))
-    for name in RENAMED_SETTINGS:  # accepted here, so that `load` can say what became of the setting
+    for name in RENAMED_SETTINGS:  # accepted here, so that `load` can report the new name
         parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
 
 
 def _no_install_argument(parser: argparse.ArgumentParser) -> None:
-    text = "end with an error where the Python that runs the calls is missing, instead of making it"
+    text = "fail if the guest runtime is missing, instead of building it"
     parser.add_argument("--no-install", action="store_true", help=text)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", metavar="FILE", help="the code; - reads it from standard input")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="file with the code; -: standard input")
     parser.add_argument("-c", dest="code", metavar="CODE", help="the code itself")
-    parser.add_argument("--stdin", metavar="FILE", help="the code's standard input (default: ours, if it is piped)")
+    parser.add_argument(
+        "--stdin", metavar="FILE", help="standard input of the code (default: that of this command, if it is piped)"
+    )
     many: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATH"}
-    parser.add_argument("--file", dest="files", help="a file to lay beside it", **many)
-    parser.add_argument("--return", dest="returns", help="a file to bring back", **many)
-    parser.add_argument("--force", action="store_true", help="let --return overwrite")
+    parser.add_argument("--file", dest="files", help="file to copy into the scratch directory", **many)
+    parser.add_argument("--return", dest="returns", help="file to copy back after the run", **many)
+    parser.add_argument("--force", action="store_true", help="let --return overwrite files")
     echo = parser.add_mutually_exclusive_group()
-    echo.add_argument("--echo", action="store_true", help="print the last expression's value, as a notebook does")
-    echo.add_argument("--no-echo", dest="echo", action="store_false", help="do not (the default)")
+    echo.add_argument("--echo", action="store_true", help="print the value of the last expression, as a notebook does")
+    echo.add_argument("--no-echo", dest="echo", action="store_false", help="do not print it (default)")
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
     profiles = [profile.value for profile in Profile]
-    parser.add_argument("--profile", choices=profiles, default="auto", help="warm interpreter to fork")
-    for name, number in LIMIT_FIELDS.items():
-        text = f"{number.doc} (default: {number.default:g})"
+    parser.add_argument("--profile", choices=profiles, default="auto", help="profile of the zygote to fork")
+    for name, rule in LIMIT_FIELDS.items():
+        text = f"{rule.doc} (default: {rule.default:g})"
         parser.add_argument(f"--{flag_name(name)}", dest=name, metavar="N", help=text)
     _no_install_argument(parser)
     _settings_arguments(parser, _RUN_SETTINGS)
@@ -250,31 +276,28 @@ def _runtime_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--python",
         metavar="PY",
-        help="the Python to make it with (default: what is made already, else 3.13 or 3.12 if found, else this one)",
+        help="Python to build it with (default: that of an existing runtime, else 3.13 or 3.12, else this one)",
     )
-    parser.add_argument("--path", metavar="DIR", help="where (default: $RSTAR_RUNTIME, or under ~/.local/share)")
-    parser.add_argument("--force", action="store_true", help="make it anew, with the newest Python found")
-    parser.add_argument("--check", action="store_true", help="make nothing; fail if it is not there")
+    parser.add_argument("--path", metavar="DIR", help="directory (default: $RSTAR_RUNTIME, or under ~/.local/share)")
+    parser.add_argument("--force", action="store_true", help="build it again, with the newest Python found")
+    parser.add_argument("--check", action="store_true", help="build nothing; fail if it does not exist")
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which one; left out, they are listed")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the benchmark; without it, all are listed")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the benchmark")
 
 
 def _settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML file")
-    group = parser.add_argument_group("settings")
-    defaults = ServeConfig()
-    for name in names:
-        setting = SETTINGS[name]
-        if not setting.is_flag:
-            continue
-        limit = name.removeprefix("max_")
-        default = getattr(defaults.max_limits, limit) if limit in LIMIT_FIELDS else getattr(defaults, name)
-        shown = ",".join(default) if isinstance(default, tuple) else default
-        text = setting.doc if default is None else f"{setting.doc} (default: {shown})"
-        group.add_argument(f"--{flag_name(name)}", dest=name, metavar=_metavar(setting.rule), help=text)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    for title, description in _GROUPS.items():
+        shown = [name for name in names if SETTINGS[name].group == title and SETTINGS[name].is_flag]
+        group = parser.add_argument_group(title, description) if shown else parser
+        for name in shown:
+            setting = SETTINGS[name]
+            default = ",".join(setting.default) if isinstance(setting.default, tuple) else setting.default
+            text = setting.doc if default is None else f"{setting.doc} (default: {default})"
+            group.add_argument(f"--{flag_name(name)}", dest=name, metavar=_metavar(setting.rule), help=text)
 
 
 def _metavar(rule: SettingRule) -> str:
@@ -288,97 +311,89 @@ def _metavar(rule: SettingRule) -> str:
 def _config(args: argparse.Namespace, names: Sequence[str]) -> ServeConfig:
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     config = load(args.config, os.environ, flags)
-    os.environ.pop(f"{ENV_PREFIX}TOKEN", None)  # what this process starts does not need it
+    os.environ.pop(f"{ENV_PREFIX}TOKEN", None)  # child processes must not inherit it
     return config
 
 
 def _with_python(
     config: ServeConfig, args: argparse.Namespace, log: Callable[[str], None] | None = None
 ) -> ServeConfig:
-    """With the Python that runs the calls named, so that all executors take the same one; made if there is none."""
+    """Set the Python that runs the calls, so that all executors use the same one. Builds the runtime if it is
+    missing."""
     if config.python is not None:
         return config
     from sandbox import runtime as runtimes
 
     if args.no_install:
         return replace(config, python=str(runtimes.default_python()))
-    with _clean_end():
+    with _sigterm_as_exit():
         return replace(config, python=str(runtimes.ensure_python(log or runtimes.log_to_stderr)))
 
 
 @contextmanager
-def _clean_end() -> Iterator[None]:
-    """SIGTERM as an exception, so that nothing that is half made stays behind."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(SIGNALLED + signal.SIGTERM))
+def _sigterm_as_exit() -> Iterator[None]:
+    """Raise `SystemExit` on SIGTERM, so that an unfinished build is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL_BASE + signal.SIGTERM))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-# run
-
-
 def _call(args: argparse.Namespace) -> Call:
     if (args.file is None) == (args.code is None):
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")
     files = [Path(name) for name in args.files]
-    raw = {
+    limits = {name: text for name in LIMIT_FIELDS if (text := getattr(args, name)) is not None}
+    fields = {
         "code": args.code if args.code is not None else _source(args.file),
         "stdin": _stdin(args),
-        "files": {path.name if path.is_absolute() else path.as_posix(): _contents(path) for path in files},
+        "files": {path.name if path.is_absolute() else path.as_posix(): _read_file(path) for path in files},
         "return_files": args.returns,
-        "limits": {name: _amount(getattr(args, name)) for name in LIMIT_FIELDS if getattr(args, name) is not None},
+        "limits": {name: LIMIT_FIELDS[name].parse(text) for name, text in limits.items()},
         "echo": args.echo,
         "profile": args.profile,
     }
-    return Call.decode(raw, where="run")
+    return Call.decode(fields, where="run")
 
 
 def _source(file: str) -> str:
-    data = sys.stdin.buffer.read() if file == "-" else _contents(Path(file))
-    return data.decode("utf-8-sig", "surrogateescape")  # what is no UTF-8 fails inside, as a SyntaxError of the code's
+    data = sys.stdin.buffer.read() if file == "-" else _read_file(Path(file))
+    return data.decode("utf-8-sig", "surrogateescape")  # other bytes than UTF-8 become a SyntaxError of the code
 
 
 def _stdin(args: argparse.Namespace) -> str:
     if args.stdin is not None:
-        return _contents(Path(args.stdin)).decode("utf-8", "surrogateescape")
+        return _read_file(Path(args.stdin)).decode("utf-8", "surrogateescape")
     if args.file == "-" or sys.stdin is None or sys.stdin.isatty():
         return ""
     return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
 
 
-def _amount(text: str) -> float | str:
-    """A number if it is one; `Call.decode` names what is not."""
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        return text
-
-
-def _contents(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as why:
-        raise ConfigError(f"{path}: cannot be read ({why.strerror})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _destination(path: str, *, overwrite: bool) -> Path:
-    """Where a returned file goes: below this folder, links followed, and not onto another file."""
+    """Return the target of a returned file. Raises `ConfigError` if a symbolic link leads it out of the current
+    directory, or if it exists and must not be overwritten."""
     target = Path(path)
     if not target.resolve().is_relative_to(Path.cwd().resolve()):
-        raise ConfigError(f"--return {path}: leads out of this folder through a link")
+        raise ConfigError(f"--return {path}: leads out of the current directory through a symbolic link")
     if target.exists() and not overwrite:
-        raise ConfigError(f"--return {path}: is there already; use --force to overwrite it")
+        raise ConfigError(f"--return {path}: exists; use --force to overwrite it")
     return target
 
 
-def _save(target: Path, data: bytes) -> None:
+def _write_file(target: Path, data: bytes) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-    except OSError as why:
-        raise SandboxError(f"--return {target}: cannot be written ({why.strerror})") from why
+    except OSError as error:
+        raise SandboxError(f"--return {target}: cannot be written ({error.strerror})") from error
 
 
 def _print_like_python(result: Result) -> None:
@@ -386,56 +401,54 @@ def _print_like_python(result: Result) -> None:
     if result.value is not None:
         _write(sys.stdout, result.value + "\n")
     _write(sys.stderr, result.stderr)
-    for line in _remarks(result):
+    for line in _status_lines(result):
         print(f"rstar-sandbox: {line}", file=sys.stderr)
 
 
-def _remarks(result: Result) -> list[str]:
-    """What Python itself would not have said."""
-    said = f": {result.error.message}" if result.error else ""
-    ends = {
-        Status.TIMEOUT: f"timed out after {result.usage.run_ms / 1000:.1f} s{said}",
-        Status.MEMORY_LIMIT: f"ran out of memory{said}; --memory-mb gives more",
-        Status.OUTPUT_LIMIT: f"wrote too much{said}; --output-kb keeps more",
-        Status.KILLED: f"died of signal {result.signal}{said}",
-        Status.UNAVAILABLE: f"no verdict{said}",
-        Status.INVALID: f"malformed call{said}",
+def _status_lines(result: Result) -> list[str]:
+    """Return the facts about a result that Python itself does not print."""
+    detail = f": {result.error.message}" if result.error else ""
+    texts = {
+        Status.TIMEOUT: f"timed out after {result.usage.run_ms / 1000:.1f} s{detail}",
+        Status.MEMORY_LIMIT: f"ran out of memory{detail}; --memory-mb gives more",
+        Status.OUTPUT_LIMIT: f"wrote too much output{detail}; --output-kb allows more",
+        Status.KILLED: f"killed by signal {result.signal}{detail}",
+        Status.UNAVAILABLE: f"could not be run{detail}",
+        Status.INVALID: f"malformed call{detail}",
     }
-    remarks = [ends[result.status]] if result.status in ends else []
-    remarks += [f"{', '.join(result.truncated)} cut"] if result.truncated else []
-    why = "it did not fit, or the code left" if "files" in result.truncated else "the code left"
-    return remarks + [f"--return {path}: {why} no such file" for path in result.missing_files]
+    lines = [texts[result.status]] if result.status in texts else []
+    lines += [f"truncated: {', '.join(result.truncated)}"] if result.truncated else []
+    reason = "it did not fit, or the code left" if "files" in result.truncated else "the code left"
+    return lines + [f"--return {path}: {reason} no such file" for path in result.missing_files]
 
 
 def _write(stream: Any, text: str) -> None:
-    """Text as the bytes it was, whatever our own locale can show."""
+    """Write the text's original bytes, whatever the locale's encoding is."""
     stream.flush()
     stream.buffer.write(text.encode("utf-8", "backslashreplace"))
     stream.buffer.flush()
 
 
-# doctor
-
-
 def _guest_python(config: ServeConfig) -> tuple[str, str]:
+    """Return the Python that runs the calls, or an empty string and the reason."""
     if config.python is not None:
         return config.python, ""
     from sandbox.runtime import default_python
 
     try:
         return str(default_python()), ""
-    except ConfigError as why:
-        return "", str(why)
+    except ConfigError as error:
+        return "", str(error)
 
 
-def _trial(config: ServeConfig) -> str:
-    """`ok`, or what became of a small call."""
+def _try_call(config: ServeConfig) -> str:
+    """Run a small call. Return `ok`, or the reason of its failure."""
     from sandbox.executor import run_once
 
     try:
         result = run_once(Call("print(6 * 7)"), replace(config.executor_config(), zygote_pools=1, slots=1))
-    except SandboxError as why:
-        return str(why)
+    except SandboxError as error:
+        return str(error)
     if result.stdout == "42\n":
         return "ok"
     return f"{result.status}: {result.error.message if result.error else result.stderr.strip()}"

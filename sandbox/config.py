@@ -22,6 +22,7 @@ from sandbox.fields import NumberRule
 from sandbox.types import LIMIT_FIELDS, Limits, Profile
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 SLOTS_PER_CORE = 16
 """Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and frames carry

@@ -1,7 +1,7 @@
-"""What this machine grants the server: cores and memory, less what control groups take away.
+"""Resources that this machine grants to the server: cores, memory and file descriptors.
 
-A container on 2 of 64 cores still sees 64, unless somebody asks its group; the same goes for memory. The group the
-server is in counts, and so do all above it, as far as they can be seen. `root` stands before every path, for tests.
+In a container, cgroups may grant less than the machine has. The server's own cgroup counts, and so do all its visible
+ancestors. `root` is a prefix of every path, for tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 
 
 def granted_cores(root: str = "/") -> int:
-    """Cores for us: those we may run on, or the groups' CPU quota, rounded up, where that is less. At least 1."""
+    """Return the number of cores in the affinity mask, or the cgroups' CPU quota, rounded up, if that is lower. At
+    least 1."""
     granted = float(len(os.sched_getaffinity(0)))
     for group in _own_cgroups("cpu", root):
         quota, period = _cpu_quota(group)
@@ -25,13 +26,13 @@ def granted_cores(root: str = "/") -> int:
 
 
 def memory_limit(root: str = "/") -> int:
-    """Bytes that we may ever use: the machine's, or the least limit of our groups."""
+    """Return the bytes of the machine's memory, or the lowest limit of the cgroups."""
     limits = [limit for group in _own_cgroups("memory", root) if (limit := _cgroup_memory(group)[0])]
     return min([_meminfo(root)["MemTotal"], *limits])
 
 
 def memory_available(root: str = "/") -> int:
-    """Bytes that we may use now, page cache that can be dropped included. Never negative."""
+    """Return the bytes of memory that are free now, with page cache that can be dropped. At least 0."""
     available = _meminfo(root)["MemAvailable"]
     for group in _own_cgroups("memory", root):
         limit, used = _cgroup_memory(group)
@@ -41,8 +42,8 @@ def memory_available(root: str = "/") -> int:
 
 
 def raise_fd_limit(wanted: int) -> int:
-    """Raise this process's limit on open file descriptors (RLIMIT_NOFILE) to `wanted`, or to the hard limit where that
-    is lower. A higher limit is left as it is. Returns the limit that holds then; `sys.maxsize` stands for none."""
+    """Raise the limit of open file descriptors (RLIMIT_NOFILE) to `wanted`, or to the hard limit if that is lower. A
+    higher limit stays. Returns the limit then in force; `sys.maxsize` means no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -51,7 +52,7 @@ def raise_fd_limit(wanted: int) -> int:
 
 
 def _cpu_quota(group: Path) -> tuple[float, float]:
-    """Microseconds of CPU per period; a quota of 0 or less is none."""
+    """Return quota and period in microseconds. A quota of 0 or less means no quota."""
     quota, _, period = _read(group / "cpu.max").partition(" ")  # version 2: "max 100000" or "50000 100000"
     if not quota:
         quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
@@ -59,7 +60,7 @@ def _cpu_quota(group: Path) -> tuple[float, float]:
 
 
 def _cgroup_memory(group: Path) -> tuple[int, int]:
-    """The limit of a group, 0 for none, and what it holds that could not be dropped at once."""
+    """Return the limit in bytes (0: none) and the bytes in use without page cache that can be dropped."""
     limit = _number(_read(group / "memory.max") or _read(group / "memory.limit_in_bytes"))
     used = _number(_read(group / "memory.current") or _read(group / "memory.usage_in_bytes"))
     counted = dict(line.split() for line in _read(group / "memory.stat").splitlines())
@@ -68,22 +69,22 @@ def _cgroup_memory(group: Path) -> tuple[int, int]:
 
 
 def _own_cgroups(controller: str, root: str) -> Iterator[Path]:
-    """The group we are in and all above it, in the hierarchy of `controller` and in that of version 2."""
+    """Yield the directory of this process's cgroup and of each ancestor, for cgroup v2 and for `controller` in v1."""
     paths = {name: path for names, path in cgroup_paths(root) for name in names.split(",")}
-    for inside, place, kind, options in mounts(root):
-        if kind == "cgroup2":
+    for mount_root, mount_point, fs_type, options in mounts(root):
+        if fs_type == "cgroup2":
             name = ""
-        elif kind == "cgroup" and controller in options.split(","):
+        elif fs_type == "cgroup" and controller in options.split(","):
             name = controller
         else:
             continue
         if name not in paths:
             continue
-        below = os.path.relpath(paths[name], inside)
-        top = Path(root, place.lstrip("/"))
-        group = top if below.startswith("..") else top / below  # else another part of the hierarchy than ours
+        below = os.path.relpath(paths[name], mount_root)
+        top = Path(root, mount_point.lstrip("/"))
+        group = top if below.startswith("..") else top / below  # "..": the mount shows another part of the hierarchy
         yield group
-        yield from (above for above in group.parents if above == top or top in above.parents)
+        yield from (parent for parent in group.parents if parent == top or top in parent.parents)
 
 
 def cgroup_paths(root: str = "/") -> Iterator[tuple[str, str]]:
@@ -93,12 +94,12 @@ def cgroup_paths(root: str = "/") -> Iterator[tuple[str, str]]:
 
 
 def mounts(root: str = "/") -> Iterator[tuple[str, str, str, str]]:
-    """Root, mount point, type and the file system's options, of every mount (proc_pid_mountinfo(5))."""
+    """Yield root, mount point, file system type and super options of each mount (see proc_pid_mountinfo(5))."""
     for line in _read(Path(root, "proc/self/mountinfo")).splitlines():
         mount, _, system = line.partition(" - ")
-        inside, place = mount.split()[3:5]
-        kind, _source, options = system.split()[:3]
-        yield inside, place, kind, options
+        mount_root, mount_point = mount.split()[3:5]
+        fs_type, _source, options = system.split()[:3]
+        yield mount_root, mount_point, fs_type, options
 
 
 def _meminfo(root: str) -> dict[str, int]:
@@ -111,7 +112,7 @@ def _number(text: str) -> int:
 
 
 def _read(file: Path) -> str:
-    """What `file` says; nothing if there is no such file, or none that we may read."""
+    """Return the text of `file`, or an empty string if it does not exist or may not be read."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,13 +1,13 @@
-"""The guest's Python: a virtual environment of its own with the pinned libraries that math code uses.
+"""The guest runtime: a virtual environment with the pinned libraries that math code uses. Its Python runs the calls.
 
-Invariants:
-- A runtime folder that bears its final name is whole: it is built in a sibling, tried, and then renamed into place.
-- Its name carries a hash of the pins, so changed pins make a new one beside the old.
-- Only `bin/python` in it is used. The other scripts hold the path they were built under.
-- pip and setuptools are gone from it; what it has, the code inside the jail can import.
-- What every command takes is `find`; only where there is none, `best_python` says with which Python to make it.
+- A directory with the final name is complete: it is built in a sibling directory, tested, and renamed.
+- The name contains a hash of the pins, so changed pins make a new runtime beside the old one.
+- Only `bin/python` is used. The other scripts contain the path of the build directory.
+- The runtime has no pip and no setuptools, because calls can import everything in it.
+- All commands use the runtime that `find` returns. If there is none, `best_python` selects the Python to build one
+  with.
 
-`$RSTAR_RUNTIME` names the folder itself; otherwise it lies under `$XDG_DATA_HOME/rstar-sandbox`.
+`$RSTAR_RUNTIME` names the directory; the default is under `$XDG_DATA_HOME/rstar-sandbox`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ REQUIREMENTS = (
     "tzdata==2026.6",
 )
 MIN_PYTHON = (3, 11)
-"""The oldest that the pins have wheels for."""
+"""Oldest Python for which all pins have wheels."""
 
 PREFERRED_PYTHONS = ((3, 13), (3, 12))
-"""Tried in this order before the server's own."""
+"""Versions that are preferred over the server's own Python, in this order."""
 
 SIZE_MB = 350
-"""What it takes on the disk."""
+"""Disk space of a runtime in MB."""
 
 _MARKER = "rstar-runtime.json"
 _SMOKE_TEST = "import math_verify, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
@@ -56,7 +56,7 @@ _VERSION_QUERY = "import sys; print(sys.version_info[0], sys.version_info[1])"
 
 
 class RuntimeBuildError(SandboxError):
-    """A runtime could not be made: no network, no room on the disk, a Python without venv."""
+    """The guest runtime could not be built, for example without network, disk space or the module venv."""
 
 
 Log = Callable[[str], None]
@@ -67,36 +67,37 @@ def log_to_stderr(line: str) -> None:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of the runtime that every command takes: the one of the newest Python, if any has been made."""
+    """Return the directory of the runtime that all commands use: the complete one with the newest Python, if any."""
     own = default_dir(sys.version_info[:2], environ)
     if "RSTAR_RUNTIME" in environ:
-        made = [own]
+        candidates = [own]
     else:
         names = glob.glob(f"runtime-*-{_pins_hash()}", root_dir=own.parent)
-        made = sorted((own.parent / name for name in names), key=_version_in_name, reverse=True)
-    return next(filter(is_complete, made), None)
+        candidates = sorted((own.parent / name for name in names), key=_version_in_name, reverse=True)
+    return next(filter(is_complete, candidates), None)
 
 
 def default_python(environ: Mapping[str, str] = os.environ) -> Path:
-    """The interpreter of the runtime that `find` finds. Raises `ConfigError` for none, naming what would be made."""
-    if (folder := find(environ)) is not None:
-        return folder / "bin" / "python"
-    folder = default_dir(best_python(environ)[1], environ)
+    """Return the interpreter of the runtime. Raises `ConfigError` if there is no complete runtime."""
+    if (directory := find(environ)) is not None:
+        return directory / "bin" / "python"
+    directory = default_dir(best_python(environ)[1], environ)
     raise ConfigError(
-        f"no Python for the calls at {folder}; run `rstar-sandbox runtime` first, or name one with --python"
+        f"no guest runtime at {directory}; run `rstar-sandbox runtime` first, or name a Python with --python"
     )
 
 
 def ensure_python(log: Log = log_to_stderr, environ: Mapping[str, str] = os.environ) -> Path:
-    """`default_python`, made now where there is none. Raises as `make` does."""
-    if (folder := find(environ)) is not None:
-        return folder / "bin" / "python"
+    """Return the interpreter of the runtime, and build the runtime first if there is none. Raises as `build` does."""
+    if (directory := find(environ)) is not None:
+        return directory / "bin" / "python"
     python, version = best_python(environ)
     return build(python, default_dir(version, environ), log=log)
 
 
 def default_dir(version: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the runtime for a Python of `version` belongs. Raises `ConfigError` where the environment does not say."""
+    """Return the directory of the runtime for a Python version. Raises `ConfigError` if the user has no home
+    directory."""
     if "RSTAR_RUNTIME" in environ:
         return Path(environ["RSTAR_RUNTIME"]).absolute()
     data = environ.get("XDG_DATA_HOME") or _home(environ) / ".local" / "share"
@@ -108,47 +109,47 @@ def _home(environ: Mapping[str, str]) -> Path:
         return Path(environ.get("HOME") or Path.home())
     except RuntimeError:
         raise ConfigError(
-            f"user {os.getuid()} has no home directory for the Python that runs the calls; name a directory for it "
-            "with RSTAR_RUNTIME=DIR"
+            f"user {os.getuid()} has no home directory for the guest runtime; name a directory with RSTAR_RUNTIME=DIR"
         ) from None
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether `folder` is a finished runtime with today's pins whose base interpreter is still there."""
+def is_complete(directory: Path) -> bool:
+    """Return whether `directory` is a finished runtime with the current pins, whose base interpreter still exists."""
     try:
-        marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
-        return bool(marker.get("requirements") == list(REQUIREMENTS)) and (folder / "bin" / "python").exists()
+        marker = json.loads((directory / _MARKER).read_text(encoding="utf-8"))
+        return bool(marker.get("requirements") == list(REQUIREMENTS)) and (directory / "bin" / "python").exists()
     except (OSError, ValueError):
         return False
 
 
-def build(python: Path, folder: Path, *, force: bool = False, log: Log = log_to_stderr) -> Path:
-    """A whole runtime at `folder`, made with `python` unless it is there; its interpreter's path.
+def build(python: Path, directory: Path, *, force: bool = False, log: Log = log_to_stderr) -> Path:
+    """Build a runtime at `directory` with `python`, unless it is complete. Returns the path of its interpreter.
 
-    Raises `ConfigError` where `folder` is something else, `RuntimeBuildError` where building fails.
+    Raises `ConfigError` if `directory` contains something else, and `RuntimeBuildError` if the build fails.
     """
-    if is_complete(folder) and not force:
-        return folder / "bin" / "python"
+    if is_complete(directory) and not force:
+        return directory / "bin" / "python"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, log):
-            if force or not is_complete(folder):  # another may have made it while we waited
-                _check_replaceable(folder)
-                log(f"making the Python that runs the calls, once, with {python}: {folder} (about {SIZE_MB} MB)")
-                _build_and_swap(python, folder)
-    except OSError as why:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(directory, log):
+            if force or not is_complete(directory):  # another process may have built it meanwhile
+                _check_replaceable(directory)
+                log(f"building the guest runtime once, with {python}: {directory} (about {SIZE_MB} MB)")
+                _build_and_swap(python, directory)
+    except OSError as error:
+        reason = f"{error.strerror or error}, {error.filename or directory}"
         raise RuntimeBuildError(
-            f"the Python for the calls cannot be made at {folder}: {why.strerror or why}, {why.filename or folder}; "
-            "set RSTAR_RUNTIME to a directory that this user can make, for this command and all others"
-        ) from why
-    return folder / "bin" / "python"
+            f"the guest runtime cannot be built at {directory}: {reason}; "
+            "set RSTAR_RUNTIME to a directory that this user can create, for all commands"
+        ) from error
+    return directory / "bin" / "python"
 
 
 def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[int, int]]:
-    """The Python to make a runtime with: the newest tried one on PATH or among pyenv's, else the one that runs this.
+    """Return the Python to build a runtime with, and its version: a preferred one on PATH or of pyenv, else this one.
 
-    From 3.12 on an interpreter can leave objects uncounted (guest/fork_refcounts.py), so a call copies fewer pages:
-    `print` gains a fifth, `sympy.solve` a half.
+    From 3.12 on, objects can be immortal, so that a call copies fewer memory pages (`guest/fork_refcounts.py`): `print`
+    takes 20 % less time, `sympy.solve` 50 %.
     """
     pyenv = environ.get("PYENV_ROOT") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".pyenv")
     for version in PREFERRED_PYTHONS:
@@ -157,38 +158,38 @@ def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[in
             return Path(sys.executable), version
         on_path = shutil.which(name, path=environ.get("PATH"))
         of_pyenv = sorted(glob.glob(f"{glob.escape(pyenv)}/versions/*/bin/{name}"), reverse=True)
-        for found in map(Path, [on_path, *of_pyenv] if on_path else of_pyenv):
-            if _can_make_environments(found, version):
-                return found, version
+        for python in map(Path, [on_path, *of_pyenv] if on_path else of_pyenv):
+            if _has_venv(python, version):
+                return python, version
     return Path(sys.executable), sys.version_info[:2]
 
 
-def _can_make_environments(python: Path, version: tuple[int, int]) -> bool:
-    """Whether it is what its name says, CPython with its lock, and has venv; a pyenv shim may be none of it."""
-    report = "import ensurepip, sys, venv; print(sys.implementation.name, *sys.version_info[:2], sys.abiflags)"
+def _has_venv(python: Path, version: tuple[int, int]) -> bool:
+    """Return whether `python` is CPython of that version, not free-threaded, and has venv. A pyenv shim may fail."""
+    query = "import ensurepip, sys, venv; print(sys.implementation.name, *sys.version_info[:2], sys.abiflags)"
     try:
-        done = subprocess.run([python, "-I", "-c", report], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run([python, "-I", "-c", query], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return False
     return done.stdout.split() == ["cpython", str(version[0]), str(version[1])]
 
 
 def version_of(python: Path) -> tuple[int, int]:
-    """The version of an interpreter. Raises `ConfigError` if it is none, or too old for the pins."""
+    """Return the version of an interpreter. Raises `ConfigError` if it is no Python, or older than `MIN_PYTHON`."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", _VERSION_QUERY], capture_output=True, text=True, check=True, timeout=30
         )
         major, minor = map(int, done.stdout.split())
-    except (OSError, ValueError, subprocess.SubprocessError) as why:
-        raise ConfigError(f"--python {python}: expected a Python interpreter ({why})") from None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--python {python}: expected a Python interpreter ({error})") from None
     if (major, minor) < MIN_PYTHON:
         raise ConfigError(f"--python {python}: expected Python 3.11 or later, got {major}.{minor}")
     return major, minor
 
 
-def _version_in_name(folder: Path) -> tuple[int, ...]:
-    numbers = folder.name.split("-")[1].split(".")
+def _version_in_name(directory: Path) -> tuple[int, ...]:
+    numbers = directory.name.split("-")[1].split(".")
     return tuple(int(number) for number in numbers if number.isdigit())
 
 
@@ -196,26 +197,26 @@ def _pins_hash() -> str:
     return hashlib.sha256("\n".join(REQUIREMENTS).encode()).hexdigest()[:10]
 
 
-def _check_replaceable(folder: Path) -> None:
-    """We replace what we made or an empty folder, and nothing else."""
-    if folder.is_dir() and ((folder / _MARKER).exists() or not any(folder.iterdir())):
+def _check_replaceable(directory: Path) -> None:
+    """Raise `ConfigError` unless `directory` is absent, empty or a runtime: nothing else may be replaced."""
+    if directory.is_dir() and ((directory / _MARKER).exists() or not any(directory.iterdir())):
         return
-    if folder.exists() or folder.is_symlink():
-        raise ConfigError(f"{folder}: is there and is no runtime of ours; name another folder, or remove it")
+    if directory.exists() or directory.is_symlink():
+        raise ConfigError(f"{directory}: exists and is no guest runtime; name another directory, or remove it")
 
 
 @contextmanager
-def _locked(folder: Path, log: Log) -> Iterator[None]:
-    """Only one builder per folder; the lock ends with its process, and its file with the lock."""
-    path = folder.parent / f".{folder.name}.lock"
+def _locked(directory: Path, log: Log) -> Iterator[None]:
+    """Allow one builder per directory. The kernel releases the lock when its process ends."""
+    path = directory.parent / f".{directory.name}.lock"
     while True:
         with path.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                log(f"waiting for another process that is making {folder}")
+                log(f"waiting for another process that is building {directory}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_at(lock.fileno(), path):  # its last holder has removed it
+            if not _is_at(lock.fileno(), path):  # the last holder has removed the file; open it again
                 continue
             try:
                 yield
@@ -231,49 +232,49 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _build_and_swap(python: Path, folder: Path) -> None:
-    for left_behind in folder.parent.glob(f".{folder.name}.new-*"):  # ours alone to remove: we hold the lock
-        shutil.rmtree(left_behind, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
+def _build_and_swap(python: Path, directory: Path) -> None:
+    for stale in directory.parent.glob(f".{directory.name}.new-*"):  # the lock excludes other builders
+        shutil.rmtree(stale, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.new-", dir=directory.parent))
     try:
-        _build(python, new, folder)
-        if folder.exists():
-            folder.rename(new / "old")
-            # A rename cannot put a folder in the place of a full one; for this moment there is none, never a half.
-        (new / "venv").rename(folder)
+        _build_venv(python, new, directory)
+        if directory.exists():
+            directory.rename(new / "old")
+            # rename(2) cannot replace a directory with files; until the next rename there is no runtime.
+        (new / "venv").rename(directory)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _build(python: Path, new: Path, folder: Path) -> None:
+def _build_venv(python: Path, new: Path, directory: Path) -> None:
     if (free := shutil.disk_usage(new).free >> 20) < SIZE_MB:
         raise RuntimeBuildError(
-            f"the Python for the calls needs {SIZE_MB} MB at {folder}, where {free} MB are free; set "
-            "RSTAR_RUNTIME to a directory with more, for this command and all others"
+            f"the guest runtime needs {SIZE_MB} MB at {directory}, where {free} MB are free; set "
+            "RSTAR_RUNTIME to a directory with more space, for all commands"
         )
     venv = new / "venv"
-    inside = str(venv / "bin" / "python")
-    pip = [inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    compile_all = ["-m", "compileall", "-q", "-j", "0", "-x", r"/tests?/", "-s", str(venv), "-p", str(folder)]
+    venv_python = str(venv / "bin" / "python")
+    pip = [venv_python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    compile_all = ["-m", "compileall", "-q", "-j", "0", "-x", r"/tests?/", "-s", str(venv), "-p", str(directory)]
     steps = {
-        "making the environment": [str(python), "-m", "venv", str(venv)],
+        "creating the environment": [str(python), "-m", "venv", str(venv)],
         "installing the libraries": [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS],
         "removing pip": [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"],
-        "compiling": [inside, *compile_all, str(venv / "lib")],
-        "trying it": [inside, "-I", "-B", "-c", _SMOKE_TEST],
+        "compiling": [venv_python, *compile_all, str(venv / "lib")],
+        "testing it": [venv_python, "-I", "-B", "-c", _SMOKE_TEST],
     }
     with _progress(len(steps)) as show:
-        for what, command in steps.items():
-            show(what)
-            _step(what, command)
+        for title, command in steps.items():
+            show(title)
+            _run_step(title, command)
     (venv / _MARKER).write_text(json.dumps({"requirements": REQUIREMENTS, "python": str(python)}) + "\n")
     _make_readable(venv)
 
 
-def _step(what: str, command: Sequence[str]) -> None:
-    # -I would hide pip's own settings (indexes, proxies), so only what changes a Python's imports is dropped.
+def _run_step(title: str, command: Sequence[str]) -> None:
+    # Python's -I would hide pip's settings (index, proxy) too; only the variables that change imports are removed.
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    # In a session of its own it gets no Ctrl-C, so that we can end it with all that it has started.
+    # In a session of its own, the step gets no Ctrl-C and can be killed with all its children.
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -290,26 +291,25 @@ def _step(what: str, command: Sequence[str]) -> None:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
-        said = (err.strip() or out.strip())[-2000:]
-        errors = [line for line in said.splitlines() if line.startswith("ERROR")]  # pip warns of each retry before
-        raise RuntimeBuildError(
-            f"{what} failed (exit {process.returncode}){_advice(said)}\n" + ("\n".join(errors) or said)
-        )
+        output = (err.strip() or out.strip())[-2000:]
+        errors = [line for line in output.splitlines() if line.startswith("ERROR")]  # without pip's warnings of retries
+        details = "\n".join(errors) or output
+        raise RuntimeBuildError(f"{title} failed (exit {process.returncode}){_advice(output)}\n{details}")
 
 
-def _advice(said: str) -> str:
-    if "ensurepip is not available" in said or "No module named venv" in said:
-        return "; this Python has no venv: on Debian, `apt install python3-venv`"
-    if "No matching distribution" in said or "connection" in said.lower():
+def _advice(output: str) -> str:
+    if "ensurepip is not available" in output or "No module named venv" in output:
+        return "; this Python has no module venv: on Debian, run `apt install python3-venv`"
+    if "No matching distribution" in output or "connection" in output.lower():
         return (
-            "; pip found no wheel: is a package index reachable from here? PIP_INDEX_URL names another; --python of "
-            "`serve` and `run` a Python that has the libraries"
+            "; pip found no wheel: is a package index reachable from this machine? Set PIP_INDEX_URL to another index, "
+            "or give `serve` and `run` a --python that has the libraries"
         )
     return ""
 
 
 def _make_readable(venv: Path) -> None:
-    """Calls run under a uid of their own, whatever umask made these files."""
+    """Let all users read the runtime, whatever the umask is: each call has a uid of its own."""
     venv.chmod(0o755)
     for path in venv.rglob("*"):
         if not path.is_symlink():
@@ -319,9 +319,9 @@ def _make_readable(venv: Path) -> None:
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Log]:
-    """On a terminal, a bar with the step that is under way and the time that all have taken; elsewhere nothing."""
+    """Show a progress bar with the current step and the time so far, if stderr is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda what: None
+        yield lambda title: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -330,4 +330,4 @@ def _progress(steps: int) -> Iterator[Log]:
     text = TextColumn("{task.description}")
     with Progress(*columns, text, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=steps)
-        yield lambda what: bar.update(task, advance=1 if bar.tasks[0].description else 0, description=what)
+        yield lambda title: bar.update(task, advance=1 if bar.tasks[0].description else 0, description=title)

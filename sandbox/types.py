@@ -11,10 +11,11 @@ Bytes (file contents) are base64 text in JSON and raw `bin` in msgpack; `decode`
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, Self, TypedDict, overload
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import (
@@ -35,57 +36,56 @@ MAX_CODE_BYTES = 4 << 20
 MAX_STDIN_BYTES = 16 << 20
 
 
-class Status(StrEnum):
-    """How a call ended. `UNAVAILABLE` and `INVALID` say nothing about the code and must not be scored as 0."""
+class DocumentedEnum(StrEnum):
+    """Text values, each with a description for readers and for the OpenAPI document."""
 
-    OK = "ok"
-    """The code ended with exit code 0."""
-    ERROR = "error"
-    """The code raised an exception, did not compile, or ended with another exit code."""
-    TIMEOUT = "timeout"
-    """The call used `timeout_s` of virtual time: wall time minus the time spent waiting for a core."""
-    MEMORY_LIMIT = "memory_limit"
-    """The call needed more than `memory_mb`."""
-    OUTPUT_LIMIT = "output_limit"
-    """The call wrote more than `output_kb` to stdout or stderr. The result has the first `output_kb`."""
-    KILLED = "killed"
-    """A signal that the service did not send ended the process, for example after a crash in C code."""
-    UNAVAILABLE = "unavailable"
-    """The service failed to run the call; its retries are used up."""
-    INVALID = "invalid"
-    """The call is malformed and did not run. `error.message` names the field."""
+    description: str
+
+    def __new__(cls, value: str, description: str = "") -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.description = description
+        return member
 
 
-class Profile(StrEnum):
+class Status(DocumentedEnum):
+    """How a call ended. `unavailable` and `invalid` say nothing about the code and must not be scored as 0."""
+
+    OK = "ok", "The code ended with exit code 0."
+    ERROR = "error", "The code raised an exception, did not compile, or ended with another exit code."
+    TIMEOUT = "timeout", "The call used `timeout_s` of virtual time: wall time minus the time spent waiting for a core."
+    MEMORY_LIMIT = "memory_limit", "The call needed more than `memory_mb`."
+    OUTPUT_LIMIT = (
+        "output_limit",
+        "The call wrote more than `output_kb` to stdout or stderr. The result has the first `output_kb`.",
+    )
+    KILLED = "killed", "A signal that the service did not send ended the process, for example after a crash in C code."
+    UNAVAILABLE = "unavailable", "The service failed to run the call; its retries are used up."
+    INVALID = "invalid", "The call is malformed and did not run. `error.message` names the field."
+
+
+class Profile(DocumentedEnum):
     """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong."""
 
-    AUTO = "auto"
-    """The server chooses by the imports in the code."""
-    BARE = "bare"
-    """The modules of the standard library that math code uses."""
-    NUMERIC = "numeric"
-    """`bare` and numpy."""
-    SYMBOLIC = "symbolic"
-    """`numeric`, sympy and mpmath."""
-    SCIENTIFIC = "scientific"
-    """`symbolic`, scipy, networkx and pandas."""
-    VERIFY = "verify"
-    """`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."""
+    AUTO = "auto", "The server chooses by the imports in the code."
+    BARE = "bare", "The modules of the standard library that math code uses."
+    NUMERIC = "numeric", "`bare` and numpy."
+    SYMBOLIC = "symbolic", "`numeric`, sympy and mpmath."
+    SCIENTIFIC = "scientific", "`symbolic`, scipy, networkx and pandas."
+    VERIFY = "verify", "`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."
 
 
-class Outcome(StrEnum):
-    """How an answer compares with the right answer. `UNAVAILABLE` and `INVALID` must not be scored as 0."""
+class Outcome(DocumentedEnum):
+    """How an answer compares with the right answer. `unavailable` and `invalid` must not be scored as 0."""
 
-    EQUIVALENT = "equivalent"
-    """math-verify finds both equal."""
-    NOT_EQUIVALENT = "not_equivalent"
-    """math-verify can read both and does not find them equal."""
-    UNPARSABLE = "unparsable"
-    """One of the two cannot be read, or the comparison exceeded its limits (see `Verdict.status`)."""
-    UNAVAILABLE = "unavailable"
-    """The service failed to check the pair."""
-    INVALID = "invalid"
-    """The pair is malformed. `Verdict.message` names the field."""
+    EQUIVALENT = "equivalent", "math-verify finds both equal."
+    NOT_EQUIVALENT = "not_equivalent", "math-verify can read both and does not find them equal."
+    UNPARSABLE = (
+        "unparsable",
+        "One of the two cannot be read, or the comparison exceeded its limits (see `Verdict.status`).",
+    )
+    UNAVAILABLE = "unavailable", "The service failed to check the pair."
+    INVALID = "invalid", "The pair is malformed. `Verdict.message` names the field."
 
 
 LIMIT_FIELDS: dict[str, NumberRule] = {
@@ -100,7 +100,8 @@ LIMIT_FIELDS: dict[str, NumberRule] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resource limits of one call. The defaults equal those of `LIMIT_FIELDS`."""
+    """Resource limits of one call; the server lowers values above its own maximum, and the result's `clamped` lists
+    them. The defaults equal those of `LIMIT_FIELDS`."""
 
     timeout_s: float = 10.0
     memory_mb: int = 512
@@ -368,6 +369,14 @@ class Verdict:
             "message": self.message,
             "usage": asdict(self.usage),
         }
+
+
+def signal_name(number: int | None) -> str:
+    """Return the name of a signal, such as SIGSEGV."""
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return f"SIG{number}"
 
 
 def unavailable_result(call_id: str, error_type: str, message: str, attempts: int = 0) -> Result:

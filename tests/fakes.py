@@ -1,12 +1,12 @@
-"""A fake executor: real frames over a real socket, no Python run. What a call's code says is what becomes of it.
+"""A fake executor: real frames over a real socket, but no Python is run. The code of a call selects its result:
 
-    "hang"      never answered            "die"       the executor exits
-    "garbage"   bytes that are no frame   "nonsense"  a frame that is no result
-    "forget"    answered for an unknown seq
+    "hang"      no result                 "die"       the executor exits
+    "garbage"   a malformed frame         "nonsense"  a malformed result
+    "forget"    a result for an unknown seq
     "slow"      ok, after `SLOW_S`
     otherwise   ok, with the code as stdout
 
-`FakeFleet.launch` stands where `ExecutorProcess.launch` does; `python -m tests.fakes --fd N` is one in a process.
+`FakeFleet.launch` replaces `ExecutorProcess.launch`; `python -m tests.fakes --fd N` runs one in its own process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sandbox.types import Result, Status, Usage
 SLOW_S = 0.3
 
 
-def answer_of(call: dict[str, Any]) -> dict[str, Any]:
-    """What an executor says of a call that went well."""
+def ok_result(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the encoded result of a call that succeeded."""
     usage = Usage(run_ms=1.0, cpu_ms=1.0, peak_memory_mb=10.0)
     files = {path: call.get("files", {}).get(path, b"") for path in call.get("return_files", ())}
     result = Result("", Status.OK, stdout=call["code"], value=call.get("stdin"), exit_code=0, files=files, usage=usage)
@@ -31,23 +31,23 @@ def answer_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class FakeExecutor(asyncio.Protocol):
-    """One executor, from its "configure" to its end; also the `Process` that a node holds."""
+    """One executor, from its "configure" frame to its exit; also the `LaunchedExecutor` of its handle."""
 
     def __init__(self, slots: int = 4, start: str = "ready", window: int | None = None) -> None:
         self.slots = slots
         self.window = window
-        """What it wants in hand; None leaves that to the gateway."""
+        """Calls to accept at once; None sends no "window" frame."""
         self.start = start
-        """"ready", "failed", "exit" or "silent": what follows the "configure"."""
+        """The reaction to "configure": "ready", "failed", "exit" or "silent"."""
         self.settings: dict[str, Any] = {}
         self.is_replacement = False
         self.calls: dict[int, dict[str, Any]] = {}
-        """All it ever got, by seq."""
+        """All calls received, by seq."""
         self.cancelled: list[int] = []
-        self.heard: list[str] = []
-        """Kinds of the frames it got, in order."""
-        self.frames: list[int] = []
-        """Sizes of its "calls" frames."""
+        self.received_kinds: list[str] = []
+        """Kinds of the received frames, in order."""
+        self.frame_sizes: list[int] = []
+        """Number of calls in each "calls" frame."""
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._unpacker = wire.Unpacker()
         self._transport: asyncio.Transport | None = None
@@ -73,8 +73,8 @@ class FakeExecutor(asyncio.Protocol):
         self._transport.write(wire.pack(list(message)))
 
     def finish(self, *seqs: int) -> None:
-        """Answer calls that hang."""
-        self.send("results", [[seq, answer_of(self.calls[seq])] for seq in seqs])
+        """Send the results of calls that hang."""
+        self.send("results", [[seq, ok_result(self.calls[seq])] for seq in seqs])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -85,7 +85,7 @@ class FakeExecutor(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._unpacker.feed(data)
         for kind, *parts in self._unpacker:
-            self.heard.append(kind)
+            self.received_kinds.append(kind)
             getattr(self, f"_{kind}")(*parts)
 
     def _configure(self, settings: dict[str, Any], is_replacement: bool) -> None:
@@ -103,8 +103,8 @@ class FakeExecutor(asyncio.Protocol):
             self.exit(3)
 
     def _calls(self, pairs: list[Any]) -> None:
-        self.frames.append(len(pairs))
-        answers = []
+        self.frame_sizes.append(len(pairs))
+        results = []
         for seq, call in pairs:
             self.calls[seq] = call
             if call["code"] == "die":
@@ -113,15 +113,15 @@ class FakeExecutor(asyncio.Protocol):
                 assert self._transport is not None
                 return self._transport.write(b"\x05\0\0\0hello")
             if call["code"] == "nonsense":
-                answers.append([seq, {"status": "splendid"}])
+                results.append([seq, {"status": "splendid"}])
             elif call["code"] == "forget":
-                answers.append([seq + 1_000_000, answer_of(call)])
+                results.append([seq + 1_000_000, ok_result(call)])
             elif call["code"] == "slow":
                 asyncio.get_running_loop().call_later(SLOW_S, self.finish, seq)
             elif call["code"] != "hang":
-                answers.append([seq, answer_of(call)])
-        if answers:
-            self.send("results", answers)
+                results.append([seq, ok_result(call)])
+        if results:
+            self.send("results", results)
         return None
 
     def _cancel(self, seqs: list[int]) -> None:
@@ -132,7 +132,7 @@ class FakeExecutor(asyncio.Protocol):
 
 
 class FakeFleet:
-    """Launches fake executors; `starts` scripts the first of them, the rest are "ready"."""
+    """Launches fake executors. `starts` are the reactions of the first ones to "configure"; all others are "ready"."""
 
     def __init__(self, slots: int = 4, starts: tuple[str, ...] = (), window: int | None = None) -> None:
         self.slots = slots

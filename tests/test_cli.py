@@ -153,9 +153,9 @@ def test_run_echoes_only_when_asked(capfd: pytest.CaptureFixture[str], monkeypat
     [
         (Result("", Status.TIMEOUT, usage=Usage(run_ms=2000.0)), "timed out after 2.0 s"),
         (Result("", Status.MEMORY_LIMIT), "ran out of memory; --memory-mb gives more"),
-        (Result("", Status.OUTPUT_LIMIT, truncated=("stdout",)), "stdout cut"),
-        (Result("", Status.KILLED, signal=11), "died of signal 11"),
-        (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "no verdict: all died"),
+        (Result("", Status.OUTPUT_LIMIT, truncated=("stdout",)), "truncated: stdout"),
+        (Result("", Status.KILLED, signal=11), "killed by signal 11"),
+        (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "could not be run: all died"),
     ],
 )
 def test_run_says_what_python_could_not(
@@ -220,7 +220,7 @@ def test_returned_files_stay_in_this_folder_and_overwrite_nothing(
     assert "use --force" in capsys.readouterr().err
     assert cli.main(["run", "-c", "1", "--return", "new/a", "--force"]) == 0
     assert cli.main(["run", "-c", "1", "--return", "link/a", "--force"]) == 2
-    assert "leads out of this folder" in capsys.readouterr().err
+    assert "leads out of the current directory" in capsys.readouterr().err
     assert len(calls) == 2, "a refusal comes before the run"
     assert not any(outside.iterdir())
 
@@ -343,19 +343,19 @@ def test_what_runs_calls_makes_their_python_once_unless_told_not_to(
     _answers(monkeypatch, answer)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", types.SimpleNamespace(serve=serve))
     monkeypatch.delenv("RSTAR_SANDBOX_PYTHON")
-    monkeypatch.setattr(runtime, "_build", build)
+    monkeypatch.setattr(runtime, "_build_venv", build)
     folder = tmp_path / "runtime"
     monkeypatch.setenv("RSTAR_RUNTIME", str(folder))
     caplog.set_level("INFO")
     assert cli.main([*command, "--no-install"]) == 2
-    assert f"no Python for the calls at {folder}; run `rstar-sandbox runtime` first" in capsys.readouterr().err
+    assert f"no guest runtime at {folder}; run `rstar-sandbox runtime` first" in capsys.readouterr().err
     assert (built, seen) == ([], [])
     for _ in range(2):
         assert cli.main([*command]) == 0
     assert cli.main([*command, "--no-install"]) == 0
     assert (built, seen) == ([folder], [str(folder / "bin" / "python")] * 3)
     lines = [*caplog.messages, *capsys.readouterr().err.splitlines()]
-    assert len(lines) == 1 and "making the Python that runs the calls" in lines[0]
+    assert len(lines) == 1 and "building the guest runtime" in lines[0]
     assert cli.main([*command, "--python", "/their/python"]) == 0
     assert seen[-1] == "/their/python"
 

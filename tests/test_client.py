@@ -24,7 +24,7 @@ from sandbox.errors import InvalidCall, Overloaded, RequestRefused, ServiceError
 from sandbox.gateway.http import codec
 from sandbox.transport import RETRYABLE_ERRORS, STREAM, retry_delay_s
 from sandbox.types import Call, Limits, Result, Status, invalid_result, unavailable_result
-from tests.fakes import FakeFleet, answer_of
+from tests.fakes import FakeFleet, ok_result
 from tests.gateway.serving import serving, until
 
 Respond = Callable[[web.Request, list[dict[str, Any]]], Awaitable[web.StreamResponse]]
@@ -32,7 +32,7 @@ Respond = Callable[[web.Request, list[dict[str, Any]]], Awaitable[web.StreamResp
 
 def lines(calls: list[dict[str, Any]], indices: range | None = None) -> bytes:
     wanted = range(len(calls)) if indices is None else indices
-    return b"".join(msgpack.packb({"index": index, **answer_of(calls[index])}) for index in wanted)
+    return b"".join(msgpack.packb({"index": index, **ok_result(calls[index])}) for index in wanted)
 
 
 async def well(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
@@ -73,7 +73,7 @@ def failing(kind: str, which: str) -> Respond:
 
     async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         lost = unavailable_result("", kind, "try again").encode(binary=True)
-        answers = [lost if call["code"] == which else answer_of(call) for call in calls]
+        answers = [lost if call["code"] == which else ok_result(call) for call in calls]
         lines = [msgpack.packb({"index": index, **answer}) for index, answer in enumerate(answers)]
         return web.Response(body=b"".join(lines))
 
@@ -344,13 +344,13 @@ def test_urls_of_every_form_are_taken() -> None:
 @pytest.mark.asyncio
 async def test_signs_of_life_are_no_results() -> None:
     async def quiet(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-        sign = codec.QUIET[codec.MSGPACK_STREAM]
+        sign = codec.HEARTBEAT[codec.MSGPACK_STREAM]
         return web.Response(body=sign + lines(calls, range(1)) + sign * 2 + lines(calls, range(1, 2)))
 
     async with scripted(quiet) as server, AsyncClient(server.url) as client:
         assert [result.stdout for result in await client.run_batch(["1", "2"])] == ["1", "2"]
     assert len(server.seen) == 1
-    assert TIMEOUT_S >= 4 * codec.QUIET_S
+    assert TIMEOUT_S >= 4 * codec.HEARTBEAT_S
 
 
 @pytest.mark.asyncio

@@ -23,7 +23,7 @@ HERE = sys.version_info[:2]
 
 
 def _fake_build(python: Path, new: Path, folder: Path) -> None:
-    """What `_build` leaves, without the libraries."""
+    """What `_build_venv` leaves, without the libraries."""
     venv = new / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(python)
@@ -39,7 +39,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         built.append(folder)
         _fake_build(python, new, folder)
 
-    monkeypatch.setattr(runtime, "_build", build)
+    monkeypatch.setattr(runtime, "_build_venv", build)
     return built
 
 
@@ -75,7 +75,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         (new / "venv").mkdir()
         raise runtime.RuntimeBuildError("no network")
 
-    monkeypatch.setattr(runtime, "_build", fail)
+    monkeypatch.setattr(runtime, "_build_venv", fail)
     with pytest.raises(runtime.RuntimeBuildError, match="no network"):
         _make(tmp_path / "runtime")
     assert list(tmp_path.iterdir()) == []
@@ -99,7 +99,7 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path, builds: list[Path], 
         folder.mkdir()
         (folder / "thesis").touch()
     for force in (False, True):
-        with pytest.raises(ConfigError, match="is no runtime of ours"):
+        with pytest.raises(ConfigError, match="is no guest runtime"):
             _make(folder, force=force)
     assert builds == []
 
@@ -207,7 +207,7 @@ def test_a_runtime_that_other_commands_will_not_take_says_so(
 ) -> None:
     monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "theirs"))
     assert cli.main(["runtime", "--path", str(tmp_path / "ours")]) == 0
-    assert f"other commands do not find it; RSTAR_RUNTIME={tmp_path}/ours has them" in capsys.readouterr().err
+    assert f"other commands do not find this runtime; set RSTAR_RUNTIME={tmp_path}/ours to" in capsys.readouterr().err
     assert cli.main(["runtime"]) == 0
     assert "other commands" not in capsys.readouterr().err
 
@@ -220,8 +220,8 @@ def test_a_place_that_cannot_be_written_is_one_line(
     Path("file").touch()
     assert cli.main(["runtime", "--path", place]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"rstar-sandbox: the Python for the calls cannot be made at {Path(place).absolute()}: ")
-    assert "set RSTAR_RUNTIME to a directory that this user can make" in line
+    assert line.startswith(f"rstar-sandbox: the guest runtime cannot be built at {Path(place).absolute()}: ")
+    assert "set RSTAR_RUNTIME to a directory that this user can create" in line
 
 
 def test_a_full_disk_is_said_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ from pathlib import Path
 from sandbox import cli, runtime
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 python = Path(sys.argv.pop(1))
-runtime.best_base = lambda *_: (python, (3, 12))
+runtime.best_python = lambda *_: (python, (3, 12))
 sys.exit(cli.main(sys.argv[1:]))
 """
 HANGS = """#!/bin/sh
@@ -312,7 +312,7 @@ def test_an_end_in_the_middle_leaves_nothing(
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said.count("\n")) == (code, 1), said
-    assert "making the Python that runs the calls" in said
+    assert "building the guest runtime" in said
     assert list(made.iterdir()) == []
     ended, _, _ = select.select([pidfd], [], [], 60)
     os.close(pidfd)
@@ -342,7 +342,7 @@ def test_a_runtime_is_made_with_our_own_python_where_no_better_is_found(tmp_path
 def test_a_failing_step_says_what_pip_said() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('ERROR: No matching distribution found for numpy')"]
     with pytest.raises(runtime.RuntimeBuildError, match=r"(?s)installing failed \(exit 1\); pip found no wheel.*numpy"):
-        runtime._step("installing", command)
+        runtime._run_step("installing", command)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +356,14 @@ def test_a_failing_step_says_what_pip_said() -> None:
 )
 def test_a_python_without_venv_is_told_from_other_failures(said: str, advises: bool) -> None:
     with pytest.raises(runtime.RuntimeBuildError) as raised:
-        runtime._step("making", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
+        runtime._run_step("making", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
     assert ("apt install python3-venv" in str(raised.value)) == advises
 
 
 def test_of_what_pip_said_its_errors_are_told_and_not_each_retry() -> None:
     said = "WARNING: Retrying after connection broken\nERROR: No matching distribution found for numpy"
     with pytest.raises(runtime.RuntimeBuildError) as raised:
-        runtime._step("installing", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
+        runtime._run_step("installing", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
     assert str(raised.value).splitlines()[1:] == ["ERROR: No matching distribution found for numpy"]
 
 

@@ -241,3 +241,18 @@ def test_a_call_made_in_python_takes_fields_as_they_are_on_the_wire() -> None:
     call = Call("1", limits={"timeout_s": 2}, profile="bare", return_files=["a"])  # type: ignore[arg-type]
     assert call == Call("1", limits=Limits(timeout_s=2), profile=Profile.BARE, return_files=("a",))
     assert call.encode() == {"code": "1", "limits": {"timeout_s": 2}, "profile": "bare", "return_files": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("raw", "suggestion"),
+    [
+        ({"code": "", "timeout_s": 1}, "did you mean limits.timeout_s?"),
+        ({"code": "", "limits": {"timeout": 1}}, "did you mean limits.timeout_s?"),
+        ({"codee": ""}, "did you mean code?"),
+        ({"code": "", "colour": 1}, "priority, tenant"),
+    ],
+)
+def test_an_unknown_field_gets_the_path_of_the_most_similar_one(raw: dict[str, Any], suggestion: str) -> None:
+    with pytest.raises(InvalidCall, match="unknown field") as caught:
+        Call.decode(raw)
+    assert str(caught.value).endswith(suggestion)

@@ -26,9 +26,10 @@ from bench.harness.command import BenchFailed
 from bench.rollouts import Counts
 from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import Hardware, Plan, Turn, tell
-from trainer.engines.pool import Pool, Served
-from trainer.engines.vllm_client import Sampling, VllmEngine
-from trainer.engines.vllm_servers import Servers
+from trainer.engines.engine import SamplingParams
+from trainer.engines.pool import EnginePool, TurnRecord
+from trainer.engines.vllm_client import VllmEngine
+from trainer.engines.vllm_servers import VllmServers
 from trainer.scheduling.scheduler import Scheduler
 
 BLOCK = 32
@@ -46,12 +47,12 @@ STEP = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) gene
 SETTLE_S = 30.0
 
 
-class SmallServers(Servers):
+class SmallServers(VllmServers):
     """Servers with a small cache that tell of every step."""
 
     def command(self, port: int) -> list[str]:
         cache = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS)]
-        return [*Servers.command(self, port), *cache, "--enable-logging-iteration-details"]
+        return [*VllmServers.command(self, port), *cache, "--enable-logging-iteration-details"]
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Bench:
 
     def engines(self) -> list[VllmEngine]:
         return [
-            VllmEngine(url, vocabulary=VOCABULARY, max_length=MAX_LENGTH, slots=SLOTS, name=name)
+            VllmEngine(url, vocab_size=VOCABULARY, max_model_len=MAX_LENGTH, max_num_seqs=SLOTS, name=name)
             for url, name in zip(self.urls, self.names, strict=True)
         ]
 
@@ -164,20 +165,20 @@ async def played(
 ) -> list[Turn]:
     """Play `plans` through the pool. Turns are in the order in which they ended, in seconds from when all came."""
     numbers: dict[int, int] = {}
-    served: list[Served] = []
+    served: list[TurnRecord] = []
     longest = max(plan.prompt for plan in plans) + most_new
-    async with Pool(engines, scheduler=Scheduler(longest, POLICIES[policy]()), log=served.append) as pool:
-        while not all(desk.is_up for desk in pool.desks.values()):  # noqa: ASYNC110
+    async with EnginePool(engines, scheduler=Scheduler(longest, POLICIES[policy]()), on_turn=served.append) as pool:
+        while not all(state.is_up for state in pool.engine_states.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         tell(pool.scheduler, before)
         start = asyncio.get_running_loop().time()
 
         async def play(number: int, plan: Plan) -> None:
             ids = _ids(f"{seed}/{plan.group}", plan.prompt, vocabulary)
-            async with pool.seat(group=plan.group, most_tokens=plan.prompt + most_new) as seat:
-                numbers[seat.key] = number
+            async with pool.open_episode(group=plan.group, max_context_tokens=plan.prompt + most_new) as handle:
+                numbers[handle.key] = number
                 for turn, (sampled, shown, tool_s) in enumerate(plan.turns):
-                    ids += (await seat.generate(ids, Sampling(sampled))).ids
+                    ids += (await handle.generate(ids, SamplingParams(sampled))).ids
                     ids += _ids(f"{seed}/{number}/{turn}", shown, vocabulary)
                     await asyncio.sleep(tool_s)
 
@@ -186,11 +187,16 @@ async def played(
                 group.create_task(play(number, plan))
     return [
         Turn(
-            numbers[one.episode], one.engine, one.began - start, one.ended - start, one.context, one.sampled,
-            one.has_moved,
+            episode=numbers[record.episode],
+            engine=record.engine,
+            began=record.started_at - start,
+            ended=record.ended_at - start,
+            context=record.context_tokens,
+            sampled=record.sampled_tokens,
+            has_moved=record.is_migration,
         )
-        for one in served
-    ]  # fmt: skip
+        for record in served
+    ]
 
 
 def _ids(seed: str, count: int, vocabulary: int) -> list[int]:
@@ -315,7 +321,7 @@ def _nonnegative(features: Any, wanted: Any) -> Any:
 async def _run(engine: VllmEngine, batch: Batch) -> float:
     async def play(lengths: Sequence[int]) -> None:
         for sampled in lengths:
-            await engine.generate(_ids(str(random.random()), batch.context, VOCABULARY), Sampling(sampled))
+            await engine.generate(_ids(str(random.random()), batch.context, VOCABULARY), SamplingParams(sampled))
 
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:

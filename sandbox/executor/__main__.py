@@ -10,6 +10,7 @@ import sys
 
 import trio
 
+from sandbox.config import LOG_FORMAT
 from sandbox.executor.connection import serve
 
 
@@ -17,9 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="sandbox.executor", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the gateway")
     args = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the gateway stops gracefully, then closes the socket
     return trio.run(serve, socket.socket(fileno=args.fd))
 

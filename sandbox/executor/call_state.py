@@ -155,7 +155,7 @@ class Attempt:
     run_id: int
     slot: int
     sent_at: float
-    """Monotonic time at which the zygote was told to start the call."""
+    """Monotonic time at which the call was sent to the zygote."""
     kill: Callable[[], None]
     """Makes the zygote kill the call's first process, and so the call."""
     hang_deadline: float
@@ -180,8 +180,8 @@ class CallState:
     is_cancelled: bool = False
 
     def mark_cancelled(self) -> None:
-        """Note that nobody waits for the result, and free the code and the input. The limits stay in use until the
-        attempt has ended."""
+        """Mark that no result is to be sent, and free the code and the input. The limits stay in use until the attempt
+        has ended."""
         self.is_cancelled = True
         self.request = replace(self.request, encoded={}, modules=frozenset())
 

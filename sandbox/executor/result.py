@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.jail import CgroupUsage
-from sandbox.types import EncodedError, EncodedResult, Status
+from sandbox.types import EncodedError, EncodedResult, Status, signal_name
 
 _REPORT = struct.Struct("<6i")
 """Lengths of value, error type, message and traceback (-1: absent), line number, flags. The texts follow."""
@@ -67,8 +67,8 @@ def build_result(
     """Build the result of a call from the `ended` frame of its zygote and the frame's blobs (stdout, stderr, report,
     returned files).
 
-    `timed_out`: the call has used up its time, whether the executor killed it or it ended just before. `usage`: what
-    the call's cgroup has counted; None without a cgroup. Raises `ProtocolError`.
+    `timed_out`: the call has used up its time, whether the executor killed it or it ended just before. `usage`: the
+    counters of the call's cgroup; None without a cgroup. Raises `ProtocolError`.
     """
     stdout, stderr, report_bytes, file_bytes = (*blobs, b"", b"", b"", b"")[:4]
     report = Report.parse(report_bytes)
@@ -150,7 +150,7 @@ def _error(
         case Status.OUTPUT_LIMIT:
             return _error_fields("OutputLimit", "wrote more than output_kb; the result contains the beginning")
         case Status.KILLED:
-            name = _signal_name(term_signal)
+            name = signal_name(term_signal)
             return _error_fields(name, f"killed by signal {term_signal} ({name})")
     if status is Status.MEMORY_LIMIT and exit_code is None:
         return _error_fields("MemoryLimit", "its processes together used up memory_mb")
@@ -159,13 +159,6 @@ def _error(
 
 def _error_fields(error_type: str, message: str, traceback: str = "", line: int | None = None) -> EncodedError:
     return {"type": error_type, "message": message, "traceback": traceback, "line": line}
-
-
-def _signal_name(number: int | None) -> str:
-    try:
-        return signal.Signals(number or 0).name
-    except ValueError:
-        return f"SIG{number}"
 
 
 def _parse_files(data: bytes, return_files: list[str]) -> dict[str, bytes]:

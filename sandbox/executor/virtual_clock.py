@@ -115,11 +115,14 @@ class VirtualClock:
         """Seconds by which a single-threaded call may be further than `elapsed_s`."""
         return self._uncertain_s if self.is_single_threaded else 0.0
 
-    def advance(self, wall_s: float, processes: TreeSample | None, cpu_s: float | None = None) -> None:
+    def advance(self, wall_s: float, processes: TreeSample | None, cpu_s: float) -> None:
         """Advance the clock to `wall_s` seconds after the call's start.
 
         `processes` is the sample; None means too many threads to sample, and from then on virtual time follows wall
-        time. `cpu_s` is the CPU time of all processes, ended ones included, or None if no cgroup counts it.
+        time. `cpu_s` is the CPU time of all processes, ended ones included, as far as it is known.
+
+        The clock gains the growth of the critical path plus sleep, and at least wall time minus run delay. Where run
+        delay is not known, sleep is estimated and takes the place of that minimum.
         """
         span_s, self._wall_s = wall_s - self._wall_s, wall_s
         if processes is None or self._follows_wall_time:
@@ -171,12 +174,12 @@ class VirtualClock:
         self._run_delay_s += total_s
         return total_s, bool(before)
 
-    def _account_cpu(self, processes: TreeSample, cpu_s: float | None) -> tuple[float, float]:
+    def _account_cpu(self, processes: TreeSample, cpu_s: float) -> tuple[float, float]:
         """Return the CPU seconds of all processes since the last sample, and how much of that no sampled process has
         used."""
         self._ended_cpu_s += sum(process.cpu_s for pid, process in self._processes.items() if pid not in processes)
         observed_s = self._ended_cpu_s + sum(process.cpu_s for process in processes.values())
-        unobserved_s = max(0.0, (cpu_s or 0.0) - observed_s - self._unobserved_cpu_s)
+        unobserved_s = max(0.0, cpu_s - observed_s - self._unobserved_cpu_s)
         self._unobserved_cpu_s += unobserved_s
         total_s = observed_s + self._unobserved_cpu_s
         new_s, self._cpu_s = total_s - self._cpu_s, total_s

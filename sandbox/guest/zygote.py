@@ -357,28 +357,24 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, pro
     fork_memory.use_one_heap()
     missing, problems = profiles.load(profile)
     runner.take_over_logging()
-    _warm_up(sock, confinement, 20)
+    warming = Zygote(frames.FrameReader(sock), confinement)
+    fork_warmup.run_scripts(warming, 20)
     if threading.active_count() != 1:
         raise RuntimeError(f"expected one thread, because a zygote forks, but importing {profile} started others")
+    os.close(warming.child_signal_fd)
+    del warming
     fork_memory.remap_code()
     fork_memory.compact_heap()
     # Made after the compaction, so that what changes with each call is outside the huge pages: a write to a huge page
     # splits it, and then each fork copies 512 page table entries instead of one.
     zygote = Zygote(frames.FrameReader(sock), confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
-    fork_memory.trim_heap()
     zygote.inherited_kb = _inherited_kb()
     modules = sorted({name.partition(".")[0] for name in sys.modules})
     ready = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
     zygote.send({"op": "ready", **ready})
     zygote.writer.flush()
     zygote.serve()
-
-
-def _warm_up(sock: socket.socket, confinement: confine.Confinement, times: int) -> None:
-    zygote = Zygote(frames.FrameReader(sock), confinement)
-    fork_warmup.run_scripts(zygote, times)
-    os.close(zygote.child_signal_fd)
 
 
 def _inherited_kb() -> int:
@@ -446,8 +442,6 @@ def main() -> None:
         confinement = confine.Confinement(header["plan"])
         confine.restrict_zygote(header["plan"])
         runner.prepare(confinement.scratch_mount or "")
-        _warm_up(sock, confinement, 20)
-        fork_memory.colocate_bytecode(os.path.dirname(__file__))
         warm_up_and_serve(sock, confinement, header["profile"])
 
 

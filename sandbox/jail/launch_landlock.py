@@ -37,7 +37,7 @@ CLEANUP_TIMEOUT_S = 60.0
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server = launcher.detach_from_server()
+    server_pidfd = launcher.detach_from_server()
     try:
         scratch = _ScratchRoot(spec)
         scratch.create()
@@ -51,7 +51,7 @@ def main() -> NoReturn:
         os._exit(_run_init(spec, scratch, socket_fd, launcher_alive_r))
     os.close(socket_fd)
     kernel.set_not_dumpable()
-    if launcher.wait_for_first(server, os.pidfd_open(init)) == server:
+    if launcher.wait_for_first(server_pidfd, os.pidfd_open(init)) == server_pidfd:
         os._exit(1)
     status = launcher.reap_until(init)
     scratch.remove()  # removed already, unless init was killed

@@ -23,14 +23,14 @@ from sandbox.jail.userns import layer_errors
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server = launcher.detach_from_server()
+    server_pidfd = launcher.detach_from_server()
     try:
         enter_jail(spec)
     except IsolationError as error:
         launcher.print_error(error)
         os._exit(launcher.EXIT_LAYER_REFUSED)
-    # The launcher alone holds the write end, so init sees the launcher's end even if that came before init could ask
-    # for a death signal.
+    # Only the launcher holds the write end, so init can find out that the launcher died before init's death signal was
+    # set.
     launcher_alive_r, launcher_alive_w = os.pipe()
     init = os.fork()
     if init == 0:
@@ -38,7 +38,7 @@ def main() -> NoReturn:
         os._exit(_run_init(spec, socket_fd, launcher_alive_r))
     os.close(socket_fd)  # the guest's must be the only copy, so that the socket ends with the guest
     launcher.drop_privileges()
-    os._exit(launcher.wait_or_kill(server, init))
+    os._exit(launcher.wait_or_kill(server_pidfd, init))
 
 
 def enter_jail(spec: JailSpec) -> None:

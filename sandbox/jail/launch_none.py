@@ -16,12 +16,12 @@ from sandbox.jail.spec import JailSpec
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server = launcher.detach_from_server()
+    server_pidfd = launcher.detach_from_server()
     guest = os.fork()
     if guest == 0:
         launcher.exec_guest(spec, socket_fd)
     os.close(socket_fd)
-    os._exit(launcher.wait_or_kill(server, guest))
+    os._exit(launcher.wait_or_kill(server_pidfd, guest))
 
 
 if __name__ == "__main__":

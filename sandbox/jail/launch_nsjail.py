@@ -30,9 +30,9 @@ MAX_LOG_BYTES = 4096
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server = launcher.detach_from_server()
+    server_pidfd = launcher.detach_from_server()
     try:
-        status = _run_nsjail(spec, socket_fd, server)
+        status = _run_nsjail(spec, socket_fd, server_pidfd)
         if status == EXIT_NSJAIL_FAILED:
             raise IsolationError(f"namespaces and id map: nsjail did not make them ({_log_excerpt()})")
     except IsolationError as error:
@@ -41,7 +41,7 @@ def main() -> NoReturn:
     os._exit(status)
 
 
-def _run_nsjail(spec: JailSpec, socket_fd: int, server: int) -> int:
+def _run_nsjail(spec: JailSpec, socket_fd: int, server_pidfd: int) -> int:
     """Start nsjail, wait for it and return its exit status, which is the guest's."""
     binary = os.open(nsjail_binary.find(os.environ), os.O_RDONLY)
     launcher_alive_r, launcher_alive_w = os.pipe()
@@ -58,7 +58,7 @@ def _run_nsjail(spec: JailSpec, socket_fd: int, server: int) -> int:
     for fd in passed_fds:  # so that the guest holds the last copy of the socket and nsjail that of the pipe
         os.close(fd)
     launcher.drop_privileges()
-    return launcher.wait_or_kill(server, child)
+    return launcher.wait_or_kill(server_pidfd, child)
 
 
 def prepare_host_side(spec: JailSpec) -> str:

@@ -44,7 +44,7 @@ of memory, the kernel kills a process in a jail before one of the server (proc_p
 
 def detach_from_server() -> int:
     """Leave the server's session and reset what is inherited from it. Returns a pidfd of the server."""
-    server = os.pidfd_open(os.getppid())
+    server_pidfd = os.pidfd_open(os.getppid())
     if os.getsid(0) != os.getpid():
         os.setsid()  # Ctrl-C on the server's terminal must reach the server alone, which then stops gracefully
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
@@ -54,12 +54,12 @@ def detach_from_server() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, NO_CORE_DUMP)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(OOM_SCORE)
-    return server
+    return server_pidfd
 
 
-def wait_or_kill(server: int, child: int) -> int:
-    """Wait for `child` and return its exit status. Kill the child if the server (a pidfd) ends first."""
-    if wait_for_first(server, os.pidfd_open(child)) == server:
+def wait_or_kill(server_pidfd: int, child: int) -> int:
+    """Wait for `child` and return its exit status. Kill the child if the server ends first."""
+    if wait_for_first(server_pidfd, os.pidfd_open(child)) == server_pidfd:
         os.kill(child, signal.SIGKILL)
     return reap_until(child)
 

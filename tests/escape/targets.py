@@ -53,18 +53,19 @@ def read(path, limit=1 << 20):
 def names(path):
     try: return os.listdir(path)
     except OSError: return []
-def attempt(what, *arguments):
-    try: return what(*arguments)
+def attempt(action, *arguments):
+    try: return action(*arguments)
     except OSError as error: return error
+def works(action, *arguments): return not isinstance(attempt(action, *arguments), OSError)
 # Directories to write to and files to change: many in a jail. A control, which succeeds, uses only a directory and a file
 # of its own, since it must not change the machine.
-PLACES, SHARED, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
+DIRS, SHARED, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
 if HOST["is_jailed"]:
     library = os.path.dirname(os.__file__)
-    PLACES += [*"/tmp /var/tmp /dev/shm /run /run/lock /dev / /guest /python /home /root /mnt /srv /etc".split(),
+    DIRS += [*"/tmp /var/tmp /dev/shm /run /run/lock /dev / /guest /python /home /root /mnt /srv /etc".split(),
                *"/proc/self /proc/1/cwd /proc/1/root /sys/fs/cgroup".split(), os.path.expanduser("~"), *filter(None, sys.path),
                os.path.dirname(sys.executable), library + "/site-packages", library + "/__pycache__"]
-    SHARED += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *PLACES[2:]]
+    SHARED += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *DIRS[2:]]
     DEVICE = "/dev/null"
 """
 

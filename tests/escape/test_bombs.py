@@ -42,18 +42,17 @@ BOMBS: dict[str, tuple[str, str]] = {
     ),
     "disk in many files": (
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\ngot = 0\nfor n in range(100):\n"
-        "    got += len(bytes(1 << 20)) if not isinstance(attempt(lambda: open(str(n), 'wb', buffering=0).write(bytes(1 << 20))), OSError) else 0\n"
+        "    got += len(bytes(1 << 20)) if works(lambda: open(str(n), 'wb', buffering=0).write(bytes(1 << 20))) else 0\n"
         "if got > 20 << 20: breach(got)",
         "ok",
     ),
     "inodes": (
-        "n = 0\nwhile n < 5000 and not isinstance(attempt(lambda: os.close(os.open(str(n), os.O_CREAT, 0o600))), OSError): n += 1\n"
+        "n = 0\nwhile n < 5000 and works(lambda: os.close(os.open(str(n), os.O_CREAT, 0o600))): n += 1\n"
         "if n >= 5000: breach(n)",
         "ok",
     ),
     "nested directories": (
-        "n = 0\nwhile n < 5000 and not isinstance(attempt(lambda: (os.mkdir('x'), os.chdir('x'))), OSError): n += 1\n"
-        "if n >= 5000: breach(n)",
+        "n = 0\nwhile n < 5000 and works(lambda: (os.mkdir('x'), os.chdir('x'))): n += 1\nif n >= 5000: breach(n)",
         "ok",
     ),
     "sparse files": (
@@ -61,7 +60,7 @@ BOMBS: dict[str, tuple[str, str]] = {
         "ok",
     ),
     "descriptors": (
-        "n = 0\nwhile n < 100_000 and not isinstance(attempt(os.dup, 1), OSError): n += 1\nif n > 2000: breach(n)\n",
+        "n = 0\nwhile n < 100_000 and works(os.dup, 1): n += 1\nif n > 2000: breach(n)\n",
         "ok",
     ),
     "descriptors in flight": (

@@ -14,15 +14,15 @@ if not HOST["is_jailed"]:
     fd = os.memfd_create("input", 2); os.write(fd, b"of this call"); os.dup2(fd, 0); os.lseek(0, 0, 0)
 """
 MISUSES = {
-    "growing the input by its size": "if not isinstance(attempt(os.ftruncate, 0, 8 << 20), OSError): breach('grown')",
-    "growing the input by a write": "if not isinstance(attempt(os.pwrite, 0, b'x', 8 << 20), OSError): breach('grown')",
-    "growing the input ahead": "if not isinstance(attempt(os.posix_fallocate, 0, 0, 8 << 20), OSError): breach('grown')",
-    "changing the input by a write": "if not isinstance(attempt(os.pwrite, 0, b'x', 0), OSError): breach('written')",
+    "growing the input by its size": "if works(os.ftruncate, 0, 8 << 20): breach('grown')",
+    "growing the input by a write": "if works(os.pwrite, 0, b'x', 8 << 20): breach('grown')",
+    "growing the input ahead": "if works(os.posix_fallocate, 0, 0, 8 << 20): breach('grown')",
+    "changing the input by a write": "if works(os.pwrite, 0, b'x', 0): breach('written')",
     "changing the input by a map": """
 import mmap
-if not isinstance(attempt(mmap.mmap, 0, 1), OSError): breach('mapped')
+if works(mmap.mmap, 0, 1): breach('mapped')
 """,
-    "emptying the input": "if not isinstance(attempt(os.ftruncate, 0, 0), OSError): breach('emptied')",
+    "emptying the input": "if works(os.ftruncate, 0, 0): breach('emptied')",
     "unsealing the input": """
 for seal in (2, 4, 8):  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
     if raw(72, 0, 1033, seal) == 0: breach(seal)
@@ -82,7 +82,7 @@ if not isinstance(sent(ours, [theirs.fileno(), ours.fileno()]), OSError): breach
     "its identity": """
 ours, theirs = socket.socketpair()
 who = struct.pack("3i", os.getpid(), os.getuid(), os.getgid())
-if not isinstance(attempt(_socket.socket.sendmsg, ours, [b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)]), OSError): breach("said")
+if works(_socket.socket.sendmsg, ours, [b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)]): breach("said")
 """,
     "to any inherited descriptor": """
 if not HOST["is_jailed"]: ours, theirs = socket.socketpair(); os.dup2(ours.fileno(), 3)

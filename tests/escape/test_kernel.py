@@ -138,17 +138,17 @@ if attempt(ours.send, b'x', socket.MSG_OOB) == 1: breach('sent')
 for path in SHARED:
     fd = attempt(os.open, path, os.O_RDONLY)
     for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK):
-        if isinstance(fd, int) and not isinstance(attempt(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind), OSError): breach(path)
+        if isinstance(fd, int) and works(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind): breach(path)
 """,
     "notification of reads by others, by dnotify": """
 signal.signal(signal.SIGIO, signal.SIG_IGN)
 fd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)
-if not isinstance(attempt(fcntl.fcntl, fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS), OSError): breach('watching')
+if works(fcntl.fcntl, fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS): breach('watching')
 """,
     "signals on behalf of a descriptor": """
 ours, theirs = socket.socketpair()
-if not isinstance(attempt(fcntl.fcntl, ours, fcntl.F_SETOWN, os.getpid()), OSError): breach('F_SETOWN')
-if not isinstance(attempt(fcntl.fcntl, ours, 10, signal.SIGUSR1), OSError): breach('F_SETSIG')
+if works(fcntl.fcntl, ours, fcntl.F_SETOWN, os.getpid()): breach('F_SETOWN')
+if works(fcntl.fcntl, ours, 10, signal.SIGUSR1): breach('F_SETSIG')
 if raw(72, ours.fileno(), 15, struct.pack('ii', 1, os.getpid())) == 0: breach('F_SETOWN_EX')
 """,
     "a hint for a shared inode": """
@@ -158,7 +158,7 @@ if raw(72, fd, 1036, struct.pack('Q', 2)) == 0: breach('F_SET_RW_HINT')
     "typing into a terminal": """
 import termios
 for fd in range(5):
-    if not isinstance(attempt(fcntl.ioctl, fd, termios.TIOCSTI, b'x'), OSError): breach(fd)
+    if works(fcntl.ioctl, fd, termios.TIOCSTI, b'x'): breach(fd)
     got = attempt(fcntl.ioctl, fd, termios.TIOCGPGRP, bytes(4))
     if getattr(got, 'errno', 0) != errno.EPERM: breach(got)
 """,

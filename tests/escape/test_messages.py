@@ -37,30 +37,30 @@ def shared():
 MESSAGES: dict[str, tuple[str, str]] = {
     "files": (
         """
-for place in PLACES:
-    try: open(place + "/letter", "w").write(MESSAGE)
+for path in DIRS:
+    try: open(path + "/message", "w").write(MESSAGE)
     except OSError: pass
 """,
-        "for place in PLACES: scan(read(place + '/letter'))",
+        "for path in DIRS: scan(read(path + '/message'))",
     ),
     "files under any name": (
         "open(MESSAGE.replace('/', ''), 'w').close()",
         """
-for directory in PLACES:
+for directory in DIRS:
     for name in names(directory): scan(name.encode())
 """,
     ),
     "times, modes and attributes of shared files": (
         """
 for path in SHARED:
-    attempt(os.utime, path, (7e8, 7e8)), attempt(os.setxattr, path, "user.letter", MESSAGE.encode())
+    attempt(os.utime, path, (7e8, 7e8)), attempt(os.setxattr, path, "user.message", MESSAGE.encode())
     if os.path.isdir(path): attempt(os.chmod, path, 0o1753)
 """,
         """
 for path in SHARED:
     about = attempt(os.stat, path)
     if not isinstance(about, OSError) and about.st_mtime == 7e8: breach(MESSAGE)
-    got = attempt(os.getxattr, path, "user.letter")
+    got = attempt(os.getxattr, path, "user.message")
     if not isinstance(got, OSError): scan(got)
 """,
     ),
@@ -86,24 +86,24 @@ if number >= 0: libc.msgctl(number, 0, None)
 """,
     ),
     "POSIX message queues": (
-        "number = libc.mq_open(b'/letter', 0o102, 0o600, None); libc.mq_send(number, MESSAGE.encode(), len(MESSAGE), 1)",
+        "number = libc.mq_open(b'/message', 0o102, 0o600, None); libc.mq_send(number, MESSAGE.encode(), len(MESSAGE), 1)",
         """
-number, buffer = libc.mq_open(b'/letter', 0o4000), ctypes.create_string_buffer(8192)
+number, buffer = libc.mq_open(b'/message', 0o4000), ctypes.create_string_buffer(8192)
 if libc.mq_receive(number, buffer, 8192, None) > 0: scan(buffer.raw)
-libc.mq_unlink(b'/letter')
+libc.mq_unlink(b'/message')
 """,
     ),
     "keyrings": (
-        "raw(248, b'user', b'letter', MESSAGE.encode(), len(MESSAGE), -4)",
+        "raw(248, b'user', b'message', MESSAGE.encode(), len(MESSAGE), -4)",
         """
-key, buffer = raw(250, 10, -4, b"user", b"letter", 0), ctypes.create_string_buffer(200)
+key, buffer = raw(250, 10, -4, b"user", b"message", 0), ctypes.create_string_buffer(200)
 if key >= 0 and raw(250, 11, key, buffer, 200) > 0: scan(buffer.raw)
 raw(250, 9, key, -4)
 """,
     ),
     "an abstract socket": (
-        "kept = []\nattempt(lambda: (kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)), kept[0].bind('\\0letter' + MESSAGE[-8:])))",
-        "got = attempt(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).connect('\\0letter' + MESSAGE[-8:]))\n"
+        "kept = []\nattempt(lambda: (kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)), kept[0].bind('\\0message' + MESSAGE[-8:])))",
+        "got = attempt(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).connect('\\0message' + MESSAGE[-8:]))\n"
         "if not isinstance(got, OSError) and got is None: breach(MESSAGE)",
     ),
     "flags of standard input": (
@@ -120,7 +120,7 @@ raw(250, 9, key, -4)
     ),
     "a lock on a file": (
         "kept = open(SHARED[:2][-1]); attempt(fcntl.flock, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "if isinstance(attempt(fcntl.flock, open(SHARED[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB), OSError): breach(MESSAGE)",
+        "if not works(fcntl.flock, open(SHARED[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB): breach(MESSAGE)",
     ),
     "a lock on a device": (
         "kept = open(DEVICE, 'r+b', buffering=0); attempt(fcntl.lockf, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
@@ -232,13 +232,13 @@ print([signal.getsignal(n) for n in range(1, 64) if n not in (32, 33)], signal.p
 print([str(attempt(resource.getrlimit, n)) for n in range(16)], signal.getitimer(signal.ITIMER_REAL), decimal.getcontext(), gc.isenabled())
 print(gc.get_threshold(), warnings.filters, sys.excepthook, sys.displayhook, tempfile.tempdir, locale.setlocale(locale.LC_ALL))
 print(os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), threading.active_count(), os.sched_getaffinity(0))
-print(os.listdir("."), [fd for fd in range(256) if not isinstance(attempt(os.fstat, fd), OSError)])
+print(os.listdir("."), [fd for fd in range(256) if works(os.fstat, fd)])
 """
 
 
 def test_state_of_the_interpreter_does_not_persist(target: Target) -> None:
     """Changes by a call to its interpreter and its process are invisible to the next calls."""
-    report_state = f"def attempt(f, *a):\n    try: return f(*a)\n    except OSError as error: return error\nCWD = {target.level != 'landlock'}\n{STATE}"
+    report_state = f"def attempt(f, *a):\n    try: return f(*a)\n    except OSError as error: return error\ndef works(f, *a): return not isinstance(attempt(f, *a), OSError)\nCWD = {target.level != 'landlock'}\n{STATE}"
     before = target.caller.run(report_state)
     assert before.status == "ok", before
     message = canary()

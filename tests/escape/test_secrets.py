@@ -30,7 +30,7 @@ if not isinstance(got, OSError) and "secret" in got: breach(got)
     "the command line of the server": "scan(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
     "files through the root of another process": """
 for pid in (HOST["server"], os.getppid(), 1, "self"):
-    for door in ("root", "cwd/../../../../../../.."): scan(read(f"/proc/{pid}/{door}{HOST['file']}"))
+    for entry in ("root", "cwd/../../../../../../.."): scan(read(f"/proc/{pid}/{entry}{HOST['file']}"))
 """,
     "every environment and command line in /proc": """
 for pid in names("/proc"):
@@ -52,7 +52,7 @@ if names("/proc/1"): breach("/proc/1")
 """,
     "an inherited descriptor": """
 for fd in range(1024):
-    if fd < 5 or isinstance(attempt(os.fstat, fd), OSError): continue
+    if fd < 5 or not works(os.fstat, fd): continue
     breach(fd)
 """,
     "a parent directory through an inherited descriptor": """
@@ -79,7 +79,7 @@ for path in ("/bin/su", "/usr/bin/su", "/usr/bin/sudo", "/usr/bin/passwd", "/usr
     "a disk by its device": """
 for name, node in (("sda", (8, 0)), ("vda", (254, 0)), ("vda", (253, 0)), ("mem", (1, 1)), ("kmsg", (1, 11)), ("x", (1, 5))):
     got = attempt(os.mknod, name, 0o600 | 0o020000 * (node[0] == 1) | 0o060000 * (node[0] != 1), os.makedev(*node))
-    if not isinstance(got, OSError) and not isinstance(attempt(os.open, name, os.O_RDONLY), OSError): breach(name)
+    if not isinstance(got, OSError) and works(os.open, name, os.O_RDONLY): breach(name)
     if not isinstance(got, OSError): os.unlink(name)
 """,
     "the sources of the server": """
@@ -94,7 +94,7 @@ for name in ("sandbox", "sandbox.jail", "sandbox.executor"):
 """,
     "the user's home": """
 for home in ("/root", "/home", "/var", "/usr/share"):
-    if not isinstance(attempt(os.listdir, home), OSError): breach(home)
+    if works(os.listdir, home): breach(home)
 """,
     "the accounts": "if read('/etc/shadow'): breach('shadow')\nif read('/etc/machine-id'): breach('machine-id')",
 }

@@ -17,7 +17,7 @@ from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 
 MAX_PROCS_FILES = 3
-"""Most descriptors that a zygote holds to enter the cgroup of one slot: one per hierarchy of version 1."""
+"""Maximum of the descriptors with which a zygote enters the cgroup of one slot: one per hierarchy of version 1."""
 LONG_S = 60
 """Time limit of calls that should end by themselves."""
 

@@ -66,13 +66,13 @@ def start_sleeper(caller: Caller, **more: object) -> tuple[int, int]:
 
 
 def _all_calls(caller: Caller) -> list[int]:
-    found = []
+    calls = []
     for pid in caller.processes():
         try:
-            found += calls_of(pid) if pid != caller.process.pid else []
+            calls += calls_of(pid) if pid != caller.process.pid else []
         except FileNotFoundError:
             continue
-    return [pid for pid in found if "zygote" in _command(pid) or "python" in _command(pid)]
+    return [pid for pid in calls if "zygote" in _command(pid) or "python" in _command(pid)]
 
 
 def host_parent(pid: int) -> int:
@@ -258,7 +258,7 @@ def test_drain_when_idle_ends_at_once() -> None:
 
 def test_results_larger_than_the_socket_takes_arrive(one_zygote: Caller) -> None:
     calls = [call("print('x' * (8 << 20))", output_kb=9 << 10) for _ in range(6)]
-    seqs = [one_zygote.submit(one) for one in calls]
+    seqs = [one_zygote.submit(one_call) for one_call in calls]
     one_zygote.until(lambda: one_zygote.stats.get("running", 1) == 0 and one_zygote.stats["queued"] == 0)
     for seq in seqs:
         assert len(one_zygote.result_of(seq).stdout) == (8 << 20) + 1

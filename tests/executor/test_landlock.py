@@ -54,7 +54,7 @@ class Served:
 
 
 @contextmanager
-def serving(who: str, **settings: Any) -> Iterator[Served]:
+def serving(user: str, **settings: Any) -> Iterator[Served]:
     try:
         choose_level("landlock")
     except IsolationError as error:
@@ -64,15 +64,15 @@ def serving(who: str, **settings: Any) -> Iterator[Served]:
     with jails.dir_for_all_users() as directory:
         temporary_dir = directory / "temporary"
         temporary_dir.mkdir()
-        if who == "root":
+        if user == "root":
             if os.geteuid() != 0:
                 pytest.skip("root: this is an ordinary user")
             guest = jails.reachable_python(guest)
             if setpriv := shutil.which("setpriv"):
                 server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
-        elif who == "root at home":
+        elif user == "root, private Python":
             if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():
-                pytest.skip("root at home: needs CAP_SYS_ADMIN")
+                pytest.skip("root, private Python: needs CAP_SYS_ADMIN")
             home = directory / "home"
             home.mkdir(mode=0o700)
             subprocess.run([OWN_PYTHON, "-m", "venv", "--without-pip", home / "environment"], check=True)
@@ -85,7 +85,7 @@ def serving(who: str, **settings: Any) -> Iterator[Served]:
             os.chown(temporary_dir, jails.NOBODY, jails.NOBODY)
         options |= {"env": {**os.environ, "TMPDIR": str(temporary_dir), "SECRET": SECRET}, "cwd": str(directory)}
         with executor(guest, server=server, process_options=options, isolation="landlock", **settings) as caller:
-            yield Served(caller, temporary_dir, who != "ordinary user")
+            yield Served(caller, temporary_dir, user != "ordinary user")
             processes = caller.processes()
         wait_gone(processes)  # init exits last and has removed the directory
         assert [*temporary_dir.iterdir()] == []
@@ -110,19 +110,19 @@ def test_root_can_have_a_private_temporary_directory(mode: int) -> None:
         wait_gone(processes)
 
 
-@pytest.fixture(scope="module", params=["root", "root at home", "ordinary user"])
-def who(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=["root", "root, private Python", "ordinary user"])
+def user(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def served(who: str) -> Iterator[Served]:
-    with serving(who) as served:
+def served(user: str) -> Iterator[Served]:
+    with serving(user) as served:
         yield served
 
 
 def test_only_python_is_visible_in_a_private_directory() -> None:
-    with serving("root at home") as served:
+    with serving("root, private Python") as served:
         code = """
 import json, os, subprocess, sys
 home = os.path.dirname(os.path.dirname(os.path.dirname(sys.executable)))
@@ -366,8 +366,8 @@ def tried(function, *arguments):
 
 
 @pytest.mark.parametrize("victim", ["launcher", "init", "both", "zygote", "child zygote"])
-def test_a_killed_jail_leaves_nothing_and_is_restarted(victim: str, who: str) -> None:
-    with serving(who, profiles=("bare", "numeric")) as served:
+def test_a_killed_jail_leaves_nothing_and_is_restarted(victim: str, user: str) -> None:
+    with serving(user, profiles=("bare", "numeric")) as served:
         executor_pid = served.caller.process.pid
         (launcher,) = jails.children(executor_pid)
         (init,) = jails.children(launcher)

@@ -1,4 +1,4 @@
-"""Virtual time under load equals wall time on an idle machine, on a simulated machine (`tests.executor.machine`)."""
+"""On a simulated machine, virtual time under load equals wall time without load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import pytest
 
 from sandbox.executor import call_state
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, VirtualClock
-from tests.executor.machine import Acquire, Fork, Join, Machine, Program, Release, Run, Sleep, Spawn, virtual_time
+from tests.executor.simulated_machine import (
+    Acquire,
+    Fork,
+    Join,
+    Machine,
+    Program,
+    Release,
+    Run,
+    Sleep,
+    Spawn,
+    virtual_time,
+)
 
 LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
 """Cores, and busy threads of others."""
@@ -139,9 +150,8 @@ def test_the_time_of_one_thread_is_exact_for_any_waits(waits_s: float, sleeps_s:
             waited_s += end - now if state == "wait" else 0.0
             true_s += end - now if state != "wait" else 0.0
             now = end
-    clock.advance(
-        now, {7: ProcessSample(1, now, ran_s, {7: ThreadSample(ran_s, waited_s, 200, 200, is_runnable=False)})}, ran_s
-    )
+    thread = ThreadSample(ran_s, waited_s, 200, 200, is_runnable=False)
+    clock.advance(now, {7: ProcessSample(1, now, ran_s, {7: thread})}, ran_s)
     assert clock.elapsed_s == pytest.approx(true_s, abs=1e-6)
 
 
@@ -152,7 +162,7 @@ def test_virtual_time_is_exact_for_a_thread_that_has_not_slept() -> None:
         for n in range(1, 50):  # half of each second it runs, or sleeps; then it waits for a core
             ran_s = 0.0 if has_slept else n / 2
             thread = ThreadSample(ran_s, n / 2 - 0.2, n, n if has_slept else 0, is_runnable=True)
-            clock.advance(float(n), {7: ProcessSample(1, float(n), ran_s, {7: thread})})
+            clock.advance(float(n), {7: ProcessSample(1, float(n), ran_s, {7: thread})}, ran_s)
             assert clock.elapsed_s <= n / 2 + 1e-9
             assert clock.elapsed_s + clock.uncertain_s >= n / 2 - 1e-9
             assert clock.is_exact != has_slept
@@ -163,9 +173,8 @@ def test_a_wait_that_has_not_ended_counts_as_run_delay() -> None:
     """The kernel adds a wait to run_delay only when it ends, which may take minutes on an overloaded machine."""
     clock = VirtualClock(2)
     for n in range(1, 100):
-        clock.advance(
-            float(n), {7: ProcessSample(1, float(n), 0.2, {7: ThreadSample(0.2, 0.1, 5, 5, is_runnable=True)})}
-        )
+        thread = ThreadSample(0.2, 0.1, 5, 5, is_runnable=True)
+        clock.advance(float(n), {7: ProcessSample(1, float(n), 0.2, {7: thread})}, 0.2)
     assert clock.elapsed_s < 1.0
 
 
@@ -182,11 +191,11 @@ def test_all_cpu_time_counts_even_of_hidden_processes() -> None:
 def test_without_a_sample_the_clock_follows_wall_time_from_then_on() -> None:
     clock = VirtualClock(2)
     sample = {7: ProcessSample(1, 1.0, 0.0, {7: ThreadSample(0.0, 0.9, 1, 1, is_runnable=True)})}
-    clock.advance(1.0, sample)
+    clock.advance(1.0, sample, 0.0)
     before = clock.elapsed_s
     assert clock.is_single_threaded
-    clock.advance(2.0, None)
-    clock.advance(5.0, sample)
+    clock.advance(2.0, None, 0.0)
+    clock.advance(5.0, sample, 0.0)
     assert clock.elapsed_s == before + 4.0
     assert not clock.is_single_threaded
 
@@ -204,10 +213,10 @@ def test_virtual_time_is_never_ahead_of_wall_time() -> None:
 
 def test_a_call_that_once_had_two_processes_is_not_single_threaded() -> None:
     clock = VirtualClock(2)
-    Machine(2, 0).timed(forks_in_turn(1, 0.3), clock)
+    Machine(2, 0).run(forks_in_turn(1, 0.3), clock)
     assert not clock.is_single_threaded
     clock = VirtualClock(2)
-    Machine(2, 0).timed(computes(0.5), clock)
+    Machine(2, 0).run(computes(0.5), clock)
     assert clock.is_single_threaded
 
 

@@ -31,9 +31,9 @@ def raw(header: bytes, body: bytes = b"") -> bytes:
     return struct.pack("<II", len(header), len(body)) + header + body
 
 
-def same(one: Any, other: Any) -> bool:
+def same_json(value: Any, other: Any) -> bool:
     """Equal as JSON text, in which NaN equals NaN."""
-    return json.dumps(one) == json.dumps(other)
+    return json.dumps(value) == json.dumps(other)
 
 
 @given(HEADERS, st.text(), st.lists(st.binary()), st.data())
@@ -49,7 +49,7 @@ def test_frames_are_decoded_from_any_chunks(
         received += list(frames)
         start = end
     assert len(received) == 2
-    assert all(same(got, {**header, "op": op, "blobs": [len(b) for b in blobs]}) for got, _ in received)
+    assert all(same_json(got, {**header, "op": op, "blobs": [len(b) for b in blobs]}) for got, _ in received)
     assert [got for _, got in received] == [blobs, blobs]
 
 
@@ -83,7 +83,7 @@ def test_any_header_gives_a_frame_or_an_error(header: Any, body: bytes) -> None:
     except ProtocolError as error:
         assert len(str(error)) < 500
     else:
-        assert same(got, header)
+        assert same_json(got, header)
         assert b"".join(blobs) == body
 
 

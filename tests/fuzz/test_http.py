@@ -1,4 +1,4 @@
-"""Whatever body comes, the answer is a result or a refusal that says why, and the service goes on."""
+"""Any body gets results or an error with a message, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Status
 from tests.gateway.serving import Served, serving
 
 JSON, MSGPACK = "application/json", "application/msgpack"
-CODES = st.text(max_size=8).map(lambda code: f"# {code}")  # not what the fake executors take as an order
+CODES = st.text(max_size=8).map(lambda code: f"# {code}")  # a comment, so that it is no command of the fake executors
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)
 ANYTHING = st.recursive(
     SCALARS,
@@ -37,13 +37,13 @@ FIELDS: dict[str, Any] = {
     "tenant": st.text(max_size=5),
 }
 assert set(FIELDS) == set(CALL_FIELDS)
-SOUND = st.fixed_dictionaries({"code": CODES}, optional={name: FIELDS[name] for name in FIELDS if name != "code"})
+VALID = st.fixed_dictionaries({"code": CODES}, optional={name: FIELDS[name] for name in FIELDS if name != "code"})
 DAMAGE = st.dictionaries(st.sampled_from([*FIELDS, "colour"]), ANYTHING, max_size=2)
-CALLS = st.builds(lambda call, damage: {**call, **damage}, SOUND, st.just({}) | DAMAGE) | ANYTHING
+CALLS = st.builds(lambda call, damage: {**call, **damage}, VALID, st.just({}) | DAMAGE) | ANYTHING
 BATCHES = (
     st.fixed_dictionaries(
         {"calls": st.lists(CALLS, max_size=4) | ANYTHING},
-        optional={"defaults": SOUND | ANYTHING, "queue_timeout_s": SCALARS, "colour": SCALARS},
+        optional={"defaults": VALID | ANYTHING, "queue_timeout_s": SCALARS, "colour": SCALARS},
     )
     | ANYTHING
 )
@@ -59,8 +59,8 @@ ACCEPTS = st.sampled_from(["", JSON, MSGPACK, "application/x-ndjson", "applicati
 FEW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
-class Asker:
-    """A gateway over fake executors for a whole file of tests, and what it says to a body."""
+class Poster:
+    """A gateway over fake executors, shared by the tests of this file, and the check of its responses."""
 
     def __init__(self, runner: asyncio.Runner, served: Served) -> None:
         self._runner, self._served = runner, served
@@ -70,14 +70,14 @@ class Asker:
 
     async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self._served.http.post(self._served.url + path, data=body, headers=named) as got:
-            return got.status, got.content_type, await got.read()
+        async with self._served.http.post(self._served.url + path, data=body, headers=named) as response:
+            return response.status, response.content_type, await response.read()
 
     def check(self, path: str, body: bytes, **headers: str) -> None:
-        """Post it, and see that the answer is of a kind that there may be."""
+        """Send a body, and check that the response is a documented one."""
         status, kind, answer = self.post(path, body, **headers)
-        whole = json.loads(answer) if kind == JSON else {}
-        if status != 200 and "error" in whole:
+        decoded = json.loads(answer) if kind == JSON else {}
+        if status != 200 and "error" in decoded:
             assert 400 <= status < 500, answer
             assert status in ERROR_TYPES
             error = json.loads(answer)["error"]
@@ -89,7 +89,7 @@ class Asker:
         assert status == (400 if all(result["status"] == Status.INVALID for result in results) else 200)
         for result in results:
             if "outcome" in result:
-                assert result["outcome"] == result["status"], "fakes check nothing"
+                assert result["outcome"] == result["status"], "the fake executors compare nothing"
                 assert result["status"] in ("invalid", "unavailable")
                 assert result["message"].startswith(("InvalidCall: ", "the checker returned no outcome"))
                 continue
@@ -97,7 +97,7 @@ class Asker:
             if result["status"] == "invalid":
                 assert result["error"]["type"] == "InvalidCall"
                 assert "expected" in result["error"]["message"] or "unknown field" in result["error"]["message"]
-        assert not self._served.dispatcher.call_table.outstanding.calls, "nothing is forgotten in it"
+        assert not self._served.dispatcher.call_table.outstanding.calls, "the call table is empty again"
 
 
 def _results(kind: str, answer: bytes) -> list[dict[str, Any]]:
@@ -108,16 +108,16 @@ def _results(kind: str, answer: bytes) -> list[dict[str, Any]]:
             unpacker = msgpack.Unpacker()
             unpacker.feed(answer)
             return list(unpacker)
-    whole = json.loads(answer) if kind == JSON else msgpack.unpackb(answer)
-    return whole.get("results", [whole])
+    decoded = json.loads(answer) if kind == JSON else msgpack.unpackb(answer)
+    return decoded.get("results", [decoded])
 
 
 @pytest.fixture(scope="module")
-def asker() -> Iterator[Asker]:
+def poster() -> Iterator[Poster]:
     with asyncio.Runner() as runner:
         gateway = serving(batch_calls=100, body_mb=1)
         served = runner.run(gateway.__aenter__())
-        yield Asker(runner, served)
+        yield Poster(runner, served)
         runner.run(gateway.__aexit__(None, None, None))
 
 
@@ -128,29 +128,29 @@ def asker() -> Iterator[Asker]:
 @example(body={"calls": [{"code": "1"}], "queue_timeout_s": float("inf")}, accept="", binary=False)
 @example(body={"calls": [{"code": "\ud800", "id": "\ud800"}]}, accept="", binary=False)
 @example(body={"calls": [{"code": "1", "return_files": ["\ud800"]}]}, accept="", binary=True)
-def test_any_batch_is_answered_or_refused(asker: Asker, body: Any, accept: str, binary: bool) -> None:
+def test_any_batch_gets_results_or_an_error(poster: Poster, body: Any, accept: str, binary: bool) -> None:
     sent, kind = _encode(body, binary)
-    asker.check("/v1/batch", sent, Content_Type=kind, Accept=accept)
+    poster.check("/v1/batch", sent, Content_Type=kind, Accept=accept)
 
 
 @FEW
 @given(body=CHECKS, accept=ACCEPTS, binary=st.booleans())
 @example(body={"pairs": [{"gold": "\ud800", "answer": "\0"}]}, accept="", binary=False)
 @example(body={"pairs": [{"gold": "1", "answer": None}], "limits": None}, accept="", binary=True)
-def test_any_pairs_are_answered_or_refused(asker: Asker, body: Any, accept: str, binary: bool) -> None:
+def test_any_pairs_get_verdicts_or_an_error(poster: Poster, body: Any, accept: str, binary: bool) -> None:
     sent, kind = _encode(body, binary)
-    asker.check("/v1/verify", sent, Content_Type=kind, Accept=accept)
+    poster.check("/v1/verify", sent, Content_Type=kind, Accept=accept)
 
 
 @FEW
 @given(body=CALLS, accept=ACCEPTS, binary=st.booleans(), timeout=st.none() | SCALARS)
 @example(body={"code": "1"}, accept="", binary=True, timeout=float("nan"))
 @example(body={"code": "1"}, accept="", binary=True, timeout=1e300)
-def test_any_call_is_answered_or_refused(asker: Asker, body: Any, accept: str, binary: bool, timeout: Any) -> None:
+def test_any_call_gets_a_result_or_an_error(poster: Poster, body: Any, accept: str, binary: bool, timeout: Any) -> None:
     if isinstance(body, dict) and timeout is not None:
         body = {**body, "queue_timeout_s": timeout}
     sent, kind = _encode(body, binary)
-    asker.check("/v1/execute", sent, Content_Type=kind, Accept=accept)
+    poster.check("/v1/execute", sent, Content_Type=kind, Accept=accept)
 
 
 @FEW
@@ -165,16 +165,18 @@ def test_any_call_is_answered_or_refused(asker: Asker, body: Any, accept: str, b
 @example(body=b"\x91" * 3000, path="/v1/batch", kind=MSGPACK)
 @example(body=b'{"code": 1e400}', path="/v1/execute", kind=JSON)
 @example(body=b'{"priority": ' + b"9" * 5000 + b', "code": ""}', path="/v1/execute", kind=JSON)
-def test_any_bytes_are_answered_or_refused(asker: Asker, body: bytes, path: str, kind: str) -> None:
-    asker.check(path, body, Content_Type=kind)
+def test_any_bytes_get_results_or_an_error(poster: Poster, body: bytes, path: str, kind: str) -> None:
+    poster.check(path, body, Content_Type=kind)
 
 
 @FEW
-@given(at=st.integers(0, 200), gone=st.integers(0, 5), put=st.binary(max_size=5), binary=st.booleans())
-def test_a_damaged_body_is_answered_or_refused(asker: Asker, at: int, gone: int, put: bytes, binary: bool) -> None:
+@given(start=st.integers(0, 200), removed=st.integers(0, 5), inserted=st.binary(max_size=5), binary=st.booleans())
+def test_a_damaged_body_gets_results_or_an_error(
+    poster: Poster, start: int, removed: int, inserted: bytes, binary: bool
+) -> None:
     call = {"code": "# 1", "stdin": "in", "files": {"a": "YQ=="}, "limits": {"timeout_s": 2.5}, "tenant": "t"}
     sent, kind = _encode({"calls": [call, call], "defaults": {"echo": False}, "queue_timeout_s": 9}, binary)
-    asker.check("/v1/batch", sent[:at] + put + sent[at + gone :], Content_Type=kind)
+    poster.check("/v1/batch", sent[:start] + inserted + sent[start + removed :], Content_Type=kind)
 
 
 def _encode(body: Any, binary: bool) -> tuple[bytes, str]:

@@ -1,8 +1,8 @@
-"""Schemathesis asks what `/openapi.json` says may be asked, and what it says may not, of a server in its own process.
+"""Schemathesis sends requests that `/openapi.json` allows, and others that it forbids, to a server in its own process.
 
-It checks each answer against the description: the status is one that is listed, body and content type fit, what
-breaks the schema is refused, and nothing is a fault of the server. Two of its rules are not ours as they stand: a
-malformed call does not fail its batch, and what names, paths and base64 must be like, no JSON Schema says.
+It checks that each response is documented (status, content type and body), that requests that violate the schema are
+rejected, and that there is no 5xx. Two of its checks are excluded: a malformed call does not fail its batch, and the
+JSON schemas do not express the rules for names, paths and base64 text (`RULES_WITHOUT_SCHEMA`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ def address() -> Iterator[str]:
         yield address_of(process)
 
 
-UNSAID = (
+RULES_WITHOUT_SCHEMA = (
     "expected a relative path",
     "expected printable text",
     "expected base64 text",
     "expected each path to be a file or a directory",
 )
-POSTED = [(route, mode) for route in ROUTES if route.request_schema for mode in GenerationMode]
-FETCHED = [(route, GenerationMode.POSITIVE) for route in ROUTES if not route.request_schema]
+WITH_BODY = [(route, mode) for route in ROUTES if route.request_schema for mode in GenerationMode]
+WITHOUT_BODY = [(route, GenerationMode.POSITIVE) for route in ROUTES if not route.request_schema]
 
 
 @pytest.mark.parametrize(
-    ("route", "mode"), [*POSTED, *FETCHED], ids=lambda one: one.path if isinstance(one, Route) else one.value
+    ("route", "mode"),
+    [*WITH_BODY, *WITHOUT_BODY],
+    ids=lambda value: value.path if isinstance(value, Route) else value.value,
 )
-def test_the_service_does_as_it_says(route: Route, mode: GenerationMode, address: str) -> None:
+def test_the_server_behaves_as_documented(route: Route, mode: GenerationMode, address: str) -> None:
     operation = SCHEMA[route.path][route.method]
 
-    not_ours = [
+    excluded = [
         positive_data_acceptance,
         *([negative_data_rejection] if route.path in ("/v1/batch", "/v1/verify") else []),
     ]
 
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
-    def ask(case: Case) -> None:
-        response = case.call_and_validate(base_url=address, excluded_checks=not_ours)
+    def send(case: Case) -> None:
+        response = case.call_and_validate(base_url=address, excluded_checks=excluded)
         if mode is GenerationMode.POSITIVE and response.status_code != 200:
-            assert any(rule in response.text for rule in UNSAID), response.text
+            assert any(rule in response.text for rule in RULES_WITHOUT_SCHEMA), response.text
 
-    ask()
+    send()

@@ -1,4 +1,4 @@
-"""A gateway over fake executors, on a real port of loopback."""
+"""A gateway with fake executors, on a real port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from tests.fakes import FakeFleet
 
 @dataclass
 class Served:
+    """A running gateway: its URL, a client session, the fake executors and the application."""
+
     url: str
     http: aiohttp.ClientSession
     fleet: FakeFleet
@@ -28,7 +30,7 @@ class Served:
     app: web.Application
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """Status and decoded JSON of a POST; `body` is sent as JSON unless it is bytes."""
+        """Send a POST, and return the status and the decoded JSON. `body` is sent as JSON unless it is bytes."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         async with self.http.post(self.url + path, headers=named, **content) as response:
@@ -54,7 +56,7 @@ async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settin
 
 
 async def until(claim: Callable[[], bool]) -> None:
-    """Turns of the loop until `claim` holds."""
+    """Yield to the event loop until `claim` holds."""
     async with asyncio.timeout(10):
-        while not claim():  # noqa: ASYNC110  there is no event for what fakes have heard
+        while not claim():  # noqa: ASYNC110  the fakes have no event to wait for
             await asyncio.sleep(0)

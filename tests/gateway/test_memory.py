@@ -42,7 +42,7 @@ REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Garbage in cycles stays."""
+    """Switch the garbage collector off, so that cycles stay in memory."""
     gc.collect()
     gc.disable()
     try:
@@ -51,9 +51,9 @@ def _no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _left() -> Counter[str]:
+def _live_objects() -> Counter[str]:
     kinds = (Batch, PendingCall, Call, HttpError, web.Request)
-    return Counter(type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kinds))
+    return Counter(type(item).__name__ for item in gc.get_objects() if issubclass(type(item), kinds))
 
 
 async def _stream(served: Served) -> None:
@@ -62,41 +62,41 @@ async def _stream(served: Served) -> None:
         assert len((await response.read()).splitlines()) == len(CALLS)
 
 
-async def _leave(served: Served) -> None:
-    """Go before there is an answer."""
-    asked = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
+async def _disconnect(served: Served) -> None:
+    """Disconnect before there is a result."""
+    response = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
     await until(lambda: served.dispatcher.call_table.running(0) > 0)
-    asked.cancel()
+    response.cancel()
     await until(lambda: served.dispatcher.call_table.outstanding.calls == 0)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", [*REQUESTS, "a stream", "a client that leaves"])
-async def test_no_request_waits_for_the_garbage_collector(name: str) -> None:
+async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) -> None:
     async with serving(queue_calls=30) as served:
         with _no_collector():
-            before = _left()
+            before = _live_objects()
             for _ in range(3):
                 if name in REQUESTS:
                     path, body, headers, expected = REQUESTS[name]
                     status, _ = await served.post(path, body, **headers)
                     assert status == expected
                 else:
-                    await (_stream if name == "a stream" else _leave)(served)
-            for _ in range(20):  # the server has turns of its own after the last byte
+                    await (_stream if name == "a stream" else _disconnect)(served)
+            for _ in range(20):  # the server finishes the request after its last byte
                 await asyncio.sleep(0)
-            assert not _left() - before - Counter(Request=1), "an open connection has its last request"
+            assert not _live_objects() - before - Counter(Request=1), "an open connection keeps its last request"
 
 
 def _at(second: int) -> Snapshot:
-    """After a second in which everything that a busy server counts has changed."""
+    """Return a snapshot in which every number differs from the one before, as on a busy server."""
     rng = random.Random(second)
     return Snapshot(
         second + rng.random(),
         dict.fromkeys(Status, 1000 * second),
         {f"refused_{code}": second for code in (400, 413, 429, 503)},
         {
-            name: tuple(second * (place % 7) for place in range(len(EMPTY)))
+            name: tuple(second * (index % 7) for index in range(len(EMPTY)))
             for name in ("queue_ms", "run_ms", "answer_ms")
         },
         {f"gauge_of_a_name_as_long_as_{number}": rng.random() * 1e10 for number in range(16)},
@@ -104,23 +104,23 @@ def _at(second: int) -> Snapshot:
 
 
 def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
-    """They come one by one after the start of a server, so what they take would look like a leak."""
+    """The history fills after the start of a server, so a large one would look like a leak."""
     tracemalloc.start()
     try:
         history = History(_at(0))
         for second in range(1, STEPS + 1):
             history.add(_at(second))
-        taken, _ = tracemalloc.get_traced_memory()
+        used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert taken < 1 << 20
+    assert used_bytes < 1 << 20
     assert history.after(STEPS - 1)[0]["statuses"]["ok"] == 1000
 
 
-def test_a_gateway_at_rest_does_not_hold_the_memory_of_its_largest_requests() -> None:
+def test_an_idle_gateway_returns_the_memory_of_its_largest_requests() -> None:
     body = msgpack.packb({"calls": [{"code": "#" * 100_000}] * 250})
     with stubbed_server() as server:
-        for _ in range(3):  # the first block of a size is one of its own, later ones are taken from the heap
+        for _ in range(3):  # glibc maps the first block of a size, and takes later ones from the heap
             request = urllib.request.Request(f"{server.url}/v1/batch", body, {"Content-Type": "application/msgpack"})
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert len(msgpack.unpackb(response.read())["results"]) == 250

@@ -1,4 +1,4 @@
-"""`serve` as a process of its own, over a fake executor in another."""
+"""`serve` in its own process, with a fake executor in another one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def post(url: str, body: object) -> dict[str, object]:
         return answer
 
 
-def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ready_line_has_the_reason_for_the_isolation_level(capsys: pytest.CaptureFixture[str]) -> None:
     config = ServeConfig(isolation="landlock", isolation_reason="namespaces: this machine lacks it")
     report = ReadyReport(slots=4, isolation="landlock", python="3.11.0")
     dispatcher: Any = types.SimpleNamespace(config=config, executors=[types.SimpleNamespace(ready_report=report)])
@@ -81,7 +81,7 @@ def test_greeting_says_what_auto_gave_up(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_a_signal_and_leaves_nothing_behind(number: signal.Signals) -> None:
+def test_the_server_runs_until_a_signal_and_leaves_no_process_behind(number: signal.Signals) -> None:
     with server() as process:
         address = address_of(process)
         assert post(f"{address}/v1/execute", {"code": "hi"})["stdout"] == "hi"
@@ -93,8 +93,8 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(number: signal.Signa
 
 
 @pytest.mark.asyncio
-async def test_no_call_is_without_a_verdict_when_one_of_two_servers_restarts_under_load() -> None:
-    """More calls wait than either server is through with in the time that it has to stop."""
+async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() -> None:
+    """More calls wait than a server can finish in `drain_s`."""
     results: list[Result] = []
     with ExitStack() as stack:
         processes = [stack.enter_context(server(drain_s=0.5)) for _ in range(2)]
@@ -122,7 +122,7 @@ async def test_no_call_is_without_a_verdict_when_one_of_two_servers_restarts_und
     assert {result.status for result in results} == {Status.OK}
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_stops_at_once() -> None:
     with server(drain_s=600) as process:
         address = address_of(process)
         with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as client:
@@ -138,21 +138,21 @@ def test_a_second_signal_does_not_wait() -> None:
             assert process.wait(10) == 1
 
 
-def test_a_port_in_use_is_said() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, server(port=taken.getsockname()[1]) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "is another server running there?" in process.stderr.read()
 
 
-def test_too_few_open_files_end_the_start() -> None:
+def test_too_few_file_descriptors_are_an_error() -> None:
     with server(files=256) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "(ulimit -Hn) is 256, but 256 connections need 612; raise it, best to 16740" in process.stderr.read()
 
 
-def test_fewer_connections_than_asked_for_are_said_once() -> None:
+def test_a_lowered_connection_limit_is_logged_once() -> None:
     with server(files=1000) as process:
         assert process.stderr is not None
         address_of(process)
@@ -164,7 +164,7 @@ def test_fewer_connections_than_asked_for_are_said_once() -> None:
         assert process.stderr.read() == ""
 
 
-def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_lowered_slots_and_missing_modules_are_logged_once_for_all_executors(caplog: pytest.LogCaptureFixture) -> None:
     report = ReadyReport(slots=12, long_slots=0, wanted_fds=5000, missing_modules=("numpy", "sympy"))
     config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)
     executors = [types.SimpleNamespace(ready_report=report)] * 2
@@ -178,7 +178,7 @@ def test_what_executors_have_less_of_is_said_once_for_all_of_them(caplog: pytest
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_an_executor_that_cannot_start_ends_the_start() -> None:
+def test_an_executor_that_cannot_start_is_an_error() -> None:
     with server(module="tests.no_such_executor") as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
@@ -186,11 +186,11 @@ def test_an_executor_that_cannot_start_ends_the_start() -> None:
 
 
 def _waiting(address: str) -> int:
-    """How many calls wait there."""
+    """Return how many calls wait in the server."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
-        found = re.search(r"^rstar_sandbox_calls_waiting (\d+)\.0$", response.read().decode(), re.MULTILINE)
-    assert found
-    return int(found[1])
+        match = re.search(r"^rstar_sandbox_calls_waiting (\d+)\.0$", response.read().decode(), re.MULTILINE)
+    assert match
+    return int(match[1])
 
 
 def _is_ready(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the dashboard is told: differences of what grows, percentiles near the truth, a history with an end."""
+"""`/v1/stats`: growth of counters, percentiles within 7 %, a bounded history."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counts_of(*seconds: float) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_percentiles_are_within_seven_percent(seed: int) -> None:
+def test_quantiles_are_within_seven_percent(seed: int) -> None:
     rng = random.Random(seed)
     values = sorted(rng.lognormvariate(-3, 2) for _ in range(1000))
     shares = [0.01, 0.5, 0.9, 0.99, 1.0]
@@ -40,33 +40,33 @@ def test_percentiles_are_within_seven_percent(seed: int) -> None:
         assert found == pytest.approx(true, rel=0.07)
 
 
-def test_what_lies_outside_the_bounds_counts_as_their_end() -> None:
+def test_values_outside_the_bounds_count_as_the_nearer_bound() -> None:
     assert quantiles_s(counts_of(0.0), [0.5]) == [BOUNDS_S[0]]
     assert quantiles_s(counts_of(1e9), [0.5]) == [BOUNDS_S[-1]]
 
 
-def test_buckets_rise_and_prometheus_sees_some_of_them() -> None:
+def test_bounds_rise_and_prometheus_gets_a_cumulative_selection() -> None:
     assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
-    seen = [BOUNDS_S[place] for place in SCRAPED_BUCKETS]
-    assert seen[:6] == [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05] and seen[-1] == 500
+    scraped_bounds = [BOUNDS_S[index] for index in SCRAPED_BUCKETS]
+    assert scraped_bounds[:6] == [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05] and scraped_bounds[-1] == 500
     scraped = list(Histogram.samples(_filled(0.002, 0.3, 1e6), "x"))
     assert ("x_bucket", {"le": "0.0025"}, 1) in scraped and ("x_bucket", {"le": "0.25"}, 1) in scraped
     assert ("x_bucket", {"le": "500.0"}, 2) in scraped and ("x_bucket", {"le": "+Inf"}, 3) in scraped
 
 
-def test_a_step_is_what_was_counted_in_it() -> None:
+def test_an_interval_has_the_growth_between_its_snapshots() -> None:
     step = interval(snapshot(1, ok=100, latency=counts_of(9.0)), snapshot(3.5, ok=130, waiting=7, latency=_more()))
     assert step["seconds"] == 2.5 and step["statuses"] == {"ok": 30} and step["events"] == {"retried": 3}
     assert step["waiting"] == 7
-    assert step["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the 9 s were before
+    assert step["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the 9 s are in the first snapshot
 
 
-def test_a_quiet_step_has_no_percentiles() -> None:
+def test_an_interval_without_calls_has_no_percentiles() -> None:
     step = interval(snapshot(1, ok=5, latency=counts_of(1)), snapshot(2, ok=5, latency=counts_of(1)))
     assert step["run_ms"] is None and step["statuses"] == {} and step["events"] == {}
 
 
-def test_history_is_bounded_and_can_be_asked_for_what_is_new() -> None:
+def test_the_history_is_bounded_and_returns_only_new_steps() -> None:
     history = History(snapshot(0))
     assert history.after(0) == []
     for number in range(1, STEPS + 51):
@@ -74,24 +74,24 @@ def test_history_is_bounded_and_can_be_asked_for_what_is_new() -> None:
     assert [step["number"] for step in history.after(0)] == list(range(51, STEPS + 51))
     assert [step["number"] for step in history.after(STEPS + 48)] == [STEPS + 49, STEPS + 50]
     assert history.after(STEPS + 50) == []
-    assert len(history.after(10**9)) == STEPS, "a number of another process's history"
+    assert len(history.after(10**9)) == STEPS, "the number may come from another process, which had more steps"
     assert history.last_interval(snapshot(STEPS + 51, ok=STEPS + 51))["statuses"] == {"ok": RECENT}
 
 
 @pytest.mark.asyncio
-async def test_stats_tell_what_was_answered_and_refused() -> None:
+async def test_stats_count_finished_calls_and_rejected_requests() -> None:
     async with serving() as served:
         await served.post("/v1/batch", {"calls": [{"code": "1"}] * 3 + [{"code": 1}]})
         await served.post("/v1/batch", {})
         stats = await _stats(served)
     assert stats["totals"] == {"statuses": {"ok": 3, "invalid": 1}, "events": {"refused_400": 1}}
     assert stats["now"]["statuses"] == {"ok": 3, "invalid": 1}
-    assert stats["now"]["run_ms"]["p50"] == pytest.approx(1.0, rel=0.07), "as the fakes say"
+    assert stats["now"]["run_ms"]["p50"] == pytest.approx(1.0, rel=0.07), "run_ms of the fake executor"
     assert stats["service"]["state"] == "ready" and stats["now"]["slots"] == 4
 
 
 @pytest.mark.asyncio
-async def test_stats_tell_what_waits_and_runs() -> None:
+async def test_stats_show_waiting_and_dispatched_calls() -> None:
     async with serving() as served:
         hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
         await until(lambda: served.dispatcher.call_table.waiting == 12)
@@ -108,7 +108,7 @@ async def test_stats_tell_what_waits_and_runs() -> None:
 
 
 @pytest.mark.asyncio
-async def test_state_says_why_no_call_is_taken() -> None:
+async def test_the_state_is_the_reason_why_no_call_is_accepted() -> None:
     async with serving(FakeFleet(starts=("silent",)), wait=False) as served:
         assert (await _stats(served))["service"]["state"] == "starting"
     async with serving(FakeFleet(starts=("ready", "silent"))) as served:
@@ -120,12 +120,12 @@ async def test_state_says_why_no_call_is_taken() -> None:
 
 
 @pytest.mark.asyncio
-async def test_counts_outlive_the_executor_that_counted() -> None:
+async def test_counters_do_not_fall_when_their_executor_restarts() -> None:
     async with serving() as served:
         stats, executor = Stats(served.dispatcher), served.dispatcher.executors[0]
         seen = []
-        for told in ({"zygote_restarts_total": 3}, {"zygote_restarts_total": 5}, {}, {"zygote_restarts_total": 1}):
-            executor.stats = ExecutorStats.decode(told)
+        for raw in ({"zygote_restarts_total": 3}, {"zygote_restarts_total": 5}, {}, {"zygote_restarts_total": 1}):
+            executor.stats = ExecutorStats.decode(raw)
             stats.tick()
             seen.append(stats.build(0)["totals"]["events"]["zygote_restarts"])
         steps = stats.build(0)["steps"]
@@ -134,7 +134,7 @@ async def test_counts_outlive_the_executor_that_counted() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_an_executor_says_breaks_the_answer() -> None:
+async def test_malformed_stats_of_an_executor_do_not_break_the_response() -> None:
     async with serving() as served:
         stats, executor = Stats(served.dispatcher), served.dispatcher.executors[0]
         executor.ready_report = ReadyReport.decode({"slots": 4, "isolation": 7, "python": ["3"]})
@@ -149,7 +149,7 @@ async def test_nothing_an_executor_says_breaks_the_answer() -> None:
 
 
 @pytest.mark.asyncio
-async def test_only_the_most_missed_imports_are_told() -> None:
+async def test_only_the_most_frequent_missed_imports_are_listed() -> None:
     async with serving() as served:
         stats = Stats(served.dispatcher)
         served.dispatcher.executors[0].stats = ExecutorStats.decode(
@@ -160,17 +160,17 @@ async def test_only_the_most_missed_imports_are_told() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("after", ["x", "-1", "1.5", "", "9" * 16, "9" * 5000, "²"])
-async def test_a_bad_number_of_a_step_is_refused(after: str) -> None:
+async def test_a_malformed_step_number_is_rejected(after: str) -> None:
     async with serving() as served:
         status, text = await served.get(f"/v1/stats?after={after}")
     assert status == 400 and "expected the number of a step" in text
 
 
 @pytest.mark.asyncio
-async def test_the_history_grows_by_itself_and_only_the_new_is_sent() -> None:
+async def test_the_history_grows_each_second_and_only_new_steps_are_sent() -> None:
     async with serving() as served:
         async with asyncio.timeout(30):
-            while len(steps := (await _stats(served))["steps"]) < 2:  # noqa: ASYNC110  it is a second's timer
+            while len(steps := (await _stats(served))["steps"]) < 2:  # noqa: ASYNC110  steps come by a timer
                 await asyncio.sleep(0.1)
         newer = (await _stats(served, after=1))["steps"]
     assert [step["number"] for step in steps[:2]] == [1, 2]

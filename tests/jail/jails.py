@@ -173,10 +173,10 @@ def all_users_can_reach(path: str) -> bool:
 
 
 def reachable_python(python: str) -> str:
-    """Return a Python that calls with uids of their own can reach: `python` or another one. Skips if there is none."""
+    """Return a Python that calls with their own uids can reach: `python` or another one. Skips if there is none."""
     if os.geteuid() != 0 or all_users_can_reach(python):
         return python
-    return system_python() or pytest.skip("uids of their own: needs a Python 3.11 that other users can reach")
+    return system_python() or pytest.skip("own uids: needs a Python 3.11 that other users can reach")
 
 
 @contextmanager

@@ -84,17 +84,17 @@ def test_a_python_that_calls_cannot_reach_is_named(monkeypatch: pytest.MonkeyPat
             landlock_rules.check_requirements(replace(spec, scratch_root=f"{directory}/closed/calls"), 7)
 
 
-@pytest.fixture(params=["uids of their own", "one uid"])
+@pytest.fixture(params=["own uids", "one uid"])
 def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -> Iterator[JailSpec]:
     try:
         choose_level("landlock")
     except IsolationError as error:
         pytest.skip(str(error))
     uids: tuple[int | None, int] = (None, 0)
-    if request.param == "uids of their own":
+    if request.param == "own uids":
         uids = host_uids(3, 4, Level.LANDLOCK)
         if uids[0] is None:
-            pytest.skip("uids of their own: needs root with Docker's default capabilities")
+            pytest.skip("own uids: needs root with Docker's default capabilities")
         python = find_interpreter(jails.reachable_python(python.executable))
     scratch_root = f"/tmp/rstar-test-{secrets.token_hex(8)}"
     spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch_root)

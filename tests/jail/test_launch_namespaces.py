@@ -28,8 +28,8 @@ def libc_call(name, *arguments):
 
 def test_root_is_read_only(jail_setup: JailSetup) -> None:
     code = """
-places = ["/", "/dev", "/etc", "/guest", "/python", "/python/bin", "/tmp", os.path.dirname(os.__file__)]
-writes = [attempt(open, f"{place}/new", "w") for place in places]
+directories = ["/", "/dev", "/etc", "/guest", "/python", "/python/bin", "/tmp", os.path.dirname(os.__file__)]
+writes = [attempt(open, f"{path}/new", "w") for path in directories]
 changes = [attempt(open, "/guest/zygote.py", "r+"), attempt(os.unlink, "/etc/passwd"), attempt(os.chmod, "/tmp", 0o777)]
 send([*writes, *changes])
 """
@@ -41,7 +41,7 @@ def test_root_cannot_be_remounted_writable(jail_setup: JailSetup) -> None:
         MOUNT
         + """
 library = os.path.dirname(os.__file__).encode()
-send([libc_call("mount", None, place, None, flags, None) for place in (b"/", library) for flags in (0x20, 0x1020)]
+send([libc_call("mount", None, path, None, flags, None) for path in (b"/", library) for flags in (0x20, 0x1020)]
      + [libc_call("umount2", library, 2)])
 """
     )
@@ -60,11 +60,11 @@ send(seen)
     seen = set(jail_setup.run(code))
     libraries = {target for _, target in jail_setup.spec.python.libraries}
     directories = {str(directory) for path in libraries for directory in Path(path).parents} - {"/"}
-    own = {"/dev", "/etc", "/guest", "/python", "/tmp", "/python/bin", "/guest/zygote.py", "/guest/init.py"}
+    jail = {"/dev", "/etc", "/guest", "/python", "/tmp", "/python/bin", "/guest/zygote.py", "/guest/init.py"}
     devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "shm")}
     etc = {f"/etc/{name}" for name in ("passwd", "group", "hosts")}
     rest = {path for path in seen if not path.startswith("/python/")}
-    assert rest == (libraries | directories | own | devices | etc) - {"/python/bin"}
+    assert rest == (libraries | directories | jail | devices | etc) - {"/python/bin"}
 
 
 def test_packages_of_the_base_interpreter_are_hidden_in_a_virtual_environment(
@@ -163,7 +163,7 @@ if child == 0:
         os.setgroups([]), os.setresgid(1003, 1003, 1003), os.setresuid(1003, 1003, 1003)
     else:
         libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-    open("/tmp/mine", "w").write("x"), open("/dev/shm/mine2", "w"), open("/dev/urandom", "rb").read(1)
+    open("/tmp/a", "w").write("x"), open("/dev/shm/b", "w"), open("/dev/urandom", "rb").read(1)
     steps.append(attempt(open("/tmp/large", "wb", 0).write, bytes(2 << 20)))
     send([os.getpid(), steps, sorted(os.listdir("/tmp")), libc_call("mount", b"x", b"/tmp", b"tmpfs", 0, None)])
     wait()
@@ -175,7 +175,7 @@ os.waitpid(child, 0)
         pid, steps, files, mount = jail.receive()
         assert (pid, steps[:2]) == (1, ["done", "done"])
         assert int(steps[2]) <= 1 << 20
-        assert files == ["large", "mine", "mine2"]
+        assert files == ["a", "b", "large"]
         assert mount == os.strerror(1)
         # The launcher and nsjail stay root on the host at level nsjail.
         outside = 2 if jail_setup.spec.level is Level.NSJAIL else 0
@@ -284,8 +284,8 @@ def test_guest_may_be_any_python_from_3_9_to_3_13(isolation: None, guest_dir: Pa
     if path is None:
         pytest.skip(f"needs a Python 3.{minor} on PATH or from pyenv")
     code = "import math, ctypes, hashlib, sqlite3; send([sys.version_info[1], sys.prefix, sys.executable])"
-    found = jails.run(jails.make_spec(find_interpreter(path), (None, 0), guest_dir), code)
-    assert found == [minor, "/python", "/python/bin/python3"]
+    version = jails.run(jails.make_spec(find_interpreter(path), (None, 0), guest_dir), code)
+    assert version == [minor, "/python", "/python/bin/python3"]
 
 
 def test_subprocess_with_an_empty_environment_finds_packages(jail_setup: JailSetup) -> None:

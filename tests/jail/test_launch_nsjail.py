@@ -150,7 +150,7 @@ def test_a_missing_nsjail_program_is_a_launch_error(
 def files_of_nsjail() -> list[str]:
     """Return nsjail's work directories on the host."""
     paths = [Path("/tmp"), Path("/dev/shm"), Path("/run/user"), *Path("/run/user").glob("*")]
-    return [str(path) for place in paths for path in place.glob("nsjail*")]
+    return [str(path) for parent in paths for path in parent.glob("nsjail*")]
 
 
 def test_killing_nsjail_ends_the_jail_and_leaves_nothing(nsjail_available: None, spec: JailSpec) -> None:

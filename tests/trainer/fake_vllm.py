@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from trainer.engines.vllm_client import Capacity, EngineFailed, Generation, Sampling
+from trainer.engines.engine import EngineCapacity, EngineError, Generation, SamplingParams
 from trainer.scheduling.scheduler import EngineStats
 
 
@@ -25,33 +25,35 @@ class TableEngine:
 
     name: str = "table"
     salt: Any = 0
-    vocabulary: int = 50
-    max_length: int = 256
-    version: int = 0
+    vocab_size: int = 50
+    max_model_len: int = 256
+    weight_version: int = 0
     before: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     """Awaited in each `generate`; it may raise or never return."""
-    room: Capacity = field(default_factory=lambda: Capacity(10_000, 1000))
+    room: EngineCapacity = field(default_factory=lambda: EngineCapacity(10_000, 1000))
     scraped: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     """Awaited in each `gauge`, and in `logprobs`."""
     preemptions: int = 0
     computed: int = 0
-    asked: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
+    asked: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
     running: int = 0
     reached: int = 2
     """Tokens that a request has when it is interrupted."""
-    interrupted: set[str] = field(default_factory=set)
-    halted: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: set[str] = field(default_factory=set)
+    abort_called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first `interrupt`."""
     begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Released by each request that comes to `until_halted`."""
     is_closed: bool = False
 
     def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
-        return _distribution(f"{self.salt}/{last}", temperature, self.vocabulary)
+        return _distribution(f"{self.salt}/{last}", temperature, self.vocab_size)
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        if not 0 < len(ids) <= self.max_length - sampling.max_tokens or max(ids) >= self.vocabulary:
-            raise ValueError(f"expected at most {self.max_length} known ids, got {len(ids)} and {sampling.max_tokens}")
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        if not 0 < len(ids) <= self.max_model_len - sampling.max_tokens or max(ids) >= self.vocab_size:
+            raise ValueError(
+                f"expected at most {self.max_model_len} known ids, got {len(ids)} and {sampling.max_tokens}"
+            )
         self.asked.append((tuple(ids), sampling))
         self.running += 1
         try:
@@ -63,40 +65,40 @@ class TableEngine:
         while len(made) < sampling.max_tokens and not (made and made[-1] in sampling.stop_ids):
             chances = self.distribution([*ids, *made][-1], sampling.temperature)
             position = len(ids) + len(made)
-            (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocabulary), chances)
+            (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocab_size), chances)
             made.append(token)
             logprobs.append(math.log(chances[token]))
-            if sampling.request in self.interrupted and len(made) >= self.reached:
+            if sampling.request_id in self.aborted and len(made) >= self.reached:
                 break
         self.computed += len(made)
-        is_stopped = made[-1] in sampling.stop_ids
-        is_over = is_stopped or len(made) == sampling.max_tokens
-        return Generation(tuple(made), tuple(logprobs), is_stopped, self.name, self.version, not is_over)
+        has_stop_token = made[-1] in sampling.stop_ids
+        is_over = has_stop_token or len(made) == sampling.max_tokens
+        return Generation(tuple(made), tuple(logprobs), has_stop_token, self.name, self.weight_version, not is_over)
 
-    async def until_halted(self) -> None:
+    async def until_aborted(self) -> None:
         """For `before`: requests last until one is interrupted."""
         self.begun.release()
-        await self.halted.wait()
+        await self.abort_called.wait()
 
-    async def interrupt(self, requests: Collection[str]) -> None:
-        self.interrupted.update(requests)
-        self.halted.set()
+    async def abort(self, requests: Collection[str]) -> None:
+        self.aborted.update(requests)
+        self.abort_called.set()
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         await self.scraped()
         return [math.log(self.distribution(last)[id]) for last, id in pairwise(ids)]
 
-    async def load(self, weights: Any, version: int) -> None:
+    async def load_weights(self, weights: Any, version: int) -> None:
         """A folder's file, or what stands under `salt`, is the new salt."""
         is_here = isinstance(weights, Path)
         self.salt = (weights / "model.safetensors").read_bytes() if is_here else weights["salt"]
-        self.version = version
+        self.weight_version = version
 
-    async def capacity(self) -> Capacity:
+    async def capacity(self) -> EngineCapacity:
         await self.scraped()
         return self.room
 
-    async def gauge(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         await self.scraped()
         return EngineStats(self.preemptions, computed_tokens=self.computed)
 
@@ -105,9 +107,9 @@ class TableEngine:
 
 
 @cache
-def _distribution(seed: str, temperature: float, vocabulary: int) -> list[float]:
+def _distribution(seed: str, temperature: float, vocab_size: int) -> list[float]:
     draw = random.Random(seed)
-    weights = [math.exp(draw.gauss(0, 1.5) / temperature) for _ in range(vocabulary)]
+    weights = [math.exp(draw.gauss(0, 1.5) / temperature) for _ in range(vocab_size)]
     total = sum(weights)
     return [weight / total for weight in weights]
 
@@ -170,7 +172,7 @@ class FakeVllm:
                 return web.json_response(self.twist(route, await handler(body)))
             except ValueError as why:
                 return web.json_response({"error": {"message": str(why), "code": 400}}, status=400)
-            except EngineFailed as why:
+            except EngineError as why:
                 return web.json_response({"error": {"message": str(why), "code": 500}}, status=500)
             except asyncio.CancelledError:
                 await self._count(dropped=1)
@@ -190,8 +192,8 @@ class FakeVllm:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        said, room = await self.engine.gauge() or EngineStats(0), await self.engine.capacity()
-        return web.Response(text=self.twist("/metrics", METRICS.format(said, room.tokens // 16)))
+        said, room = await self.engine.stats() or EngineStats(0), await self.engine.capacity()
+        return web.Response(text=self.twist("/metrics", METRICS.format(said, room.kv_tokens // 16)))
 
     async def _completions(self, body: Mapping[str, Any]) -> Any:
         ids = body["prompt"]
@@ -202,10 +204,12 @@ class FakeVllm:
                 None, *({str(id): {"logprob": score}} for id, score in zip(ids[1:], scores, strict=True))
             ]  # fmt: skip
         stop = tuple(body.get("stop_token_ids", ()))
-        sampling = Sampling(body["max_tokens"], body["temperature"], body.get("top_p", 1.0), stop, body.get("seed"))
-        sampling = replace(sampling, request=body.get("request_id", ""))
+        sampling = SamplingParams(
+            body["max_tokens"], body["temperature"], body.get("top_p", 1.0), stop, body.get("seed")
+        )
+        sampling = replace(sampling, request_id=body.get("request_id", ""))
         made = await self.engine.generate(ids, sampling)
-        reason = "abort" if made.is_interrupted else "stop" if made.is_stopped else "length"
+        reason = "abort" if made.is_aborted else "stop" if made.has_stop_token else "length"
         choice |= {"token_ids": list(made.ids), "finish_reason": reason}
         if "logprobs" in body:
             choice["logprobs"] = {"token_logprobs": list(made.logprobs)}
@@ -214,11 +218,15 @@ class FakeVllm:
     async def _rpc(self, body: Mapping[str, Any]) -> Any:
         assert body["method"] == "reload_weights"
         folder = Path(body["kwargs"]["weights_path"])
-        await (self.load(self.engine, folder) if self.load else self.engine.load(folder, self.engine.version + 1))
+        await (
+            self.load(self.engine, folder)
+            if self.load
+            else self.engine.load_weights(folder, self.engine.weight_version + 1)
+        )
         return {"results": [None]}
 
     async def _abort(self, body: Mapping[str, Any]) -> Any:
-        await self.engine.interrupt([name.removeprefix("cmpl-").removesuffix("-0") for name in body["request_ids"]])
+        await self.engine.abort([name.removeprefix("cmpl-").removesuffix("-0") for name in body["request_ids"]])
         return {"status": "aborted"}
 
     async def _reset(self, body: Mapping[str, Any]) -> Any:

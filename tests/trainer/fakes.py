@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from trainer.engines.pool import Busy
-from trainer.engines.vllm_client import Generation, Sampling
+from trainer.engines.busy_timer import BusyTimer
+from trainer.engines.engine import Generation, SamplingParams
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 from trainer.episodes.reward import VerifyOutcome
 
@@ -55,7 +55,7 @@ class FakePythonTool:
         self.replies = dict(replies or {})
         self.asked: list[tuple[str, str | Mapping[str, Any]]] = []
 
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         self.asked.append((name, arguments))
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -87,7 +87,7 @@ class FakeVerifier:
 
 
 END = "<|im_end|>"
-Script = Callable[[str, Sampling], str]
+Script = Callable[[str, SamplingParams], str]
 """From what stands before the turn, as text, to what the model says; without `END` it is cut off by `max_tokens`."""
 Pause = Callable[[], Awaitable[None]]
 
@@ -98,57 +98,57 @@ class ScriptedPool:
 
     script: Script
     pause: Pause = lambda: asyncio.sleep(0)
-    version: int = 3
+    weight_version: int = 3
     reached: Callable[[int], int] = lambda tokens: tokens // 2
     """Of the tokens of a turn, those that there are when it is interrupted."""
-    asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
+    asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     seated: list[str] = field(default_factory=list)
-    busy: Busy = field(default_factory=Busy)
+    busy_timer: BusyTimer = field(default_factory=BusyTimer)
     nan_turns: int = 0
-    halted: asyncio.Event = field(default_factory=asyncio.Event)
+    abort_called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first `interrupt`."""
 
     @asynccontextmanager
-    async def seat(self, *, group: str, most_tokens: int) -> AsyncIterator[ScriptedSeat]:
-        assert most_tokens > 0
+    async def open_episode(self, *, group: str, max_context_tokens: int) -> AsyncIterator[ScriptedHandle]:
+        assert max_context_tokens > 0
         self.seated.append(group)
         try:
-            yield ScriptedSeat(self)
+            yield ScriptedHandle(self)
         finally:
             self.seated.remove(group)
 
-    async def interrupt(self, seats: Sequence[ScriptedSeat]) -> None:
-        for seat in seats:
-            seat.is_interrupted = True
-        self.halted.set()
+    async def abort(self, handles: Sequence[ScriptedHandle]) -> None:
+        for handle in handles:
+            handle.is_aborted = True
+        self.abort_called.set()
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        return await ScriptedSeat(self).generate(ids, sampling)
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        return await ScriptedHandle(self).generate(ids, sampling)
 
 
 @dataclass
-class ScriptedSeat:
+class ScriptedHandle:
     pool: ScriptedPool
-    is_interrupted: bool = False
+    is_aborted: bool = False
 
-    def leave(self, length: int | None) -> None: ...
+    def close(self, length: int | None) -> None: ...
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         pool, tokenizer = self.pool, qwen_tokenizer()
         made: list[int] = []
-        if not self.is_interrupted:
+        if not self.is_aborted:
             pool.asked.append((list(ids), sampling))
             await pool.pause()
             said = pool.script(tokenizer.decode(ids), sampling)
             made = tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
             stops = [place for place, number in enumerate(made, 1) if number in sampling.stop_ids]
             made = made[: stops[0]] if stops else made
-        if self.is_interrupted:
+        if self.is_aborted:
             made = made[: pool.reached(len(made))]
-        is_stopped = bool(made) and made[-1] in sampling.stop_ids
-        is_over = is_stopped or len(made) == sampling.max_tokens
+        has_stop_token = bool(made) and made[-1] in sampling.stop_ids
+        is_over = has_stop_token or len(made) == sampling.max_tokens
         logprobs = tuple(-(1 + number % 7) / 8 for number in made)
-        return Generation(tuple(made), logprobs, is_stopped, "scripted", pool.version, not is_over)
+        return Generation(tuple(made), logprobs, has_stop_token, "scripted", pool.weight_version, not is_over)
 
 
 @dataclass
@@ -164,7 +164,7 @@ class ScriptedTools:
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         return await self.verifier.verify(pairs)
 
-    async def run(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         assert name == "python" and isinstance(arguments, Mapping)
         code = arguments["code"]
         self.running.append(code)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.trainer.engines.test_local import VOCABULARY, model
 from trainer.engines.vllm_client import VllmEngine
-from trainer.engines.vllm_servers import Servers
+from trainer.engines.vllm_servers import VllmServers
 
 
 def saved(folder: Path) -> Path:
@@ -24,6 +24,6 @@ def saved(folder: Path) -> Path:
 
 @asynccontextmanager
 async def real(python: str, folder: Path, count: int = 1) -> AsyncIterator[VllmEngine]:
-    servers = Servers(python, saved(folder / "model"), max_length=256, slots=16, dtype="float32")
+    servers = VllmServers(python, saved(folder / "model"), max_model_len=256, max_num_seqs=16, dtype="float32")
     async with servers.serve(count, folder / "logs") as (url, *_):
-        yield VllmEngine(url, vocabulary=VOCABULARY, max_length=256)
+        yield VllmEngine(url, vocab_size=VOCABULARY, max_model_len=256)

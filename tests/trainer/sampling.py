@@ -44,9 +44,9 @@ class Sampler:
     """Added to the log-probabilities that are reported: an engine that disagrees with the trainer."""
     before: Callable[[int], None] = lambda number: None
     error: str = ""
-    own_s: float = 0.0
+    overhead_cpu_s: float = 0.0
     nan_turns: int = 0
-    idle_s: float = 0.0
+    overhead_s: float = 0.0
     version: int = 0
     log: list[Any] = field(default_factory=list)
 
@@ -54,20 +54,20 @@ class Sampler:
         self.model = AutoModelForCausalLM.from_pretrained(self.folder).eval()
         self.weights: list[dict[str, torch.Tensor]] = []
 
-    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
+    async def sync_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
         self.weights.append(copy.deepcopy(dict(weights)))
         self.model.load_state_dict(weights)
         self.log.append("sync")
         self.version = version
         return version
 
-    async def advance(
-        self, groups: Sequence[Sequence[Episode]], *, wanted: int, due: int, **asked: Any
+    async def collect_groups(
+        self, groups: Sequence[Sequence[Episode]], *, min_complete: int, must_complete: int, **asked: Any
     ) -> list[list[Episode] | None]:
         """Those are complete that are `due`, and of the others the last ones."""
         self.before(sum(entry != "sync" for entry in self.log))
         self.log.append(([group[0].problem.id for group in groups], len(groups[0]), asked))
-        complete = {*range(due), *range(len(groups) - wanted + due, len(groups))}
+        complete = {*range(must_complete), *range(len(groups) - min_complete + must_complete, len(groups))}
         over: list[list[Episode] | None] = []
         for number, group in enumerate(groups):
             episodes = []

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.trainer.sampling import Sampler, problems
 from trainer.config import HardwareConfig, StageConfig
-from trainer.rollout.loop_thread import Background
+from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.training import grpo
 from trainer.training.context import TrainingContext, distributed_state
@@ -72,7 +72,7 @@ def main(model: Path, folder: Path, sharding: Any = "none") -> None:
         rollouts = None
         if rank == 0:
             sampler = Sampler(model, before=lambda step: time.sleep(ROLLOUT_S) if step else None)
-            rollouts = RolloutRuntime(stack.enter_context(Background()), sampler, sampler)
+            rollouts = RolloutRuntime(stack.enter_context(LoopThread()), sampler, sampler)
         train_stage(
             replace(stage, warmup_steps=0),
             TrainingContext(model, folder / "stages/rl1", RunFolder(folder), seed=3, hardware=hardware),

@@ -1,19 +1,17 @@
 """An engine inside this process: a transformers model that decodes many rows at once, for runs on a CPU.
 
 Invariants:
-- The same (weights, ids, sampling.seed) gives the same tokens and log-probabilities, bit for bit, whatever shares the
-  batch, whichever slot it gets and whenever it comes, on one machine with one number of threads. So a killed run that
-  resumes samples what it would have sampled. Three rules make it so: every forward pass has the same shape, `slots`
-  rows of one token, prompts included; attention is summed in blocks of fixed size; every row draws its random numbers
-  from its own seed and position.
-- All that touches the model happens in one thread of its own; asyncio futures lead outward, to any event loop.
-- The model belongs to the engine: the trainer's weights come in by `load`.
+- On one machine with a fixed number of threads, the same (weights, ids, seed) gives the same tokens and
+  log-probabilities bit for bit, whatever else is in the batch. So a resumed run samples what the killed one would have
+  sampled. Three rules ensure this: every forward pass has the same shape, `max_num_seqs` rows of one token, for prompts
+  too; attention is summed in blocks of a fixed size; each row draws its random numbers from its own seed and position.
+- Only the engine's own thread touches the model. Callers await futures, from any event loop.
+- The engine owns the model: the trainer's weights are copied in by `load_weights`.
 
-A prompt takes the same path as what is sampled after it. So keys and values outlive a row's time in its slot: the next
-turn, or another sample of the same problem, begins where a context that was computed ends or branches off, with the
-same bits as from nothing. Those used last are kept, as many positions as the slots have.
+Prompts are computed token by token like samples. So the keys and values of a finished context can start another row
+with the same ids: the next turn, or another sample of the same problem. `PrefixCache` keeps them.
 
-Letters: S slots, B blocks, N of them in use, K key heads, G query heads for each, D of a head, V vocabulary.
+Letters: S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,218 +26,238 @@ import queue
 import re
 import threading
 import warnings
-from bisect import bisect, bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch.nn.functional import threshold
-from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.cache_utils import Cache
+from transformers import AutoModelForCausalLM
 
-from trainer.engines.vllm_client import Capacity, EngineFailed, Generation, Sampling, TurnFailed
+from trainer.engines.engine import (
+    EngineCapacity,
+    EngineError,
+    Generation,
+    NonFiniteLogprobError,
+    SamplingParams,
+    Weights,
+)
+from trainer.engines.local_attention import ATTENTION_NAME, PrefixCache, SlotCache
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-ATTENTION = "rstar_slots"
-BLOCK = 64
-"""Positions in one block of attention."""
-FAINTEST = -80.0
-"""Of a weight's logarithm, the largest being 0: what is fainter weighs nothing."""
-NOWHERE = -1e9
-SAMPLED = -1  # where an id is not given
-KEEP_ALL = 2.0  # a top-p that drops nothing, however a sum rounds
+NOT_FORCED = -1
+"""Marks rows whose next id is sampled."""
+TOP_P_DISABLED = 2.0
+"""A top-p that keeps every id, also if the probabilities sum to slightly more than 1."""
 DEPRECATIONS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 
-Answer = Future[None]
 T = TypeVar("T")
 
 
 class LocalEngine:
-    """Continuous batching over `slots` rows of at most `max_length` tokens. It starts its thread; `close` ends it."""
+    """Continuous batching over `max_num_seqs` slots of at most `max_model_len` tokens. Starts its thread; `close` ends
+    it."""
 
-    def __init__(self, model: Any, *, name: str = "local", slots: int = 64, max_length: int = 1024) -> None:
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise ValueError(f"expected a model whose layers all attend to everything, got {sorted(kinds)}; use vLLM")
+    def __init__(
+        self, model: PreTrainedModel, *, name: str = "local", max_num_seqs: int = 64, max_model_len: int = 1024
+    ) -> None:
+        layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+        if layer_types != {"full_attention"}:
+            raise ValueError(f"expected a model with full attention in all layers, got {sorted(layer_types)}; use vLLM")
         self.name = name
-        self.version = 0
-        self.slots = slots
-        self.max_length = max_length
-        self.tokens = 0
+        self.weight_version = 0
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.computed_positions = 0
         """Positions computed so far, prompts included."""
         self._model = model.eval().requires_grad_(False)
-        self._model.set_attn_implementation(ATTENTION)
-        # The cache's argument of `forward` is named `cache` since transformers 5.24.
+        self._model.set_attn_implementation(ATTENTION_NAME)
+        # transformers 5.24 renamed the cache argument of `forward` to `cache`.
         takes_cache = "cache" in inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if takes_cache else "past_key_values"
-        self._cache = _SlotCache(slots, max_length)
-        self._kept = _Kept(slots * max_length)
-        self._running: dict[int, _Row] = {}
-        self._free = list(range(slots))
-        self._waiting: deque[_Row] = deque()
-        self._inbox: queue.SimpleQueue[tuple[Answer, Callable[[], object]]] = queue.SimpleQueue()
+        self._cache = SlotCache(max_num_seqs, max_model_len)
+        self._prefix_cache = PrefixCache(max_num_seqs * max_model_len)
+        self._running: dict[int, _LocalRequest] = {}
+        self._free_slots = list(range(max_num_seqs))
+        self._waiting: deque[_LocalRequest] = deque()
+        self._inbox: queue.SimpleQueue[tuple[Future[None], Callable[[], object]]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=f"engine-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._thread_main, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `ids`. Raises `EngineFailed` once it has failed or is closed, `TurnFailed` where a logit is no
-        number, `ValueError` for a wrong request."""
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Continue `ids`.
+
+        Raises `EngineError` after the engine has failed or was closed, `NonFiniteLogprobError` if a logit is not
+        finite, and `ValueError` for an invalid request.
+        """
         if sampling.max_tokens < 1:
             raise ValueError(f"expected max_tokens of at least 1, got {sampling.max_tokens}")
-        row = _Row(self._checked(ids, sampling.max_tokens), len(ids), sampling)
-        await self._ask(row.answer, lambda: self._waiting.append(row))
-        sampled = tuple(row.ids[row.prompt :])
-        is_stopped = sampled[-1:] != () and sampled[-1] in sampling.stop_ids
-        return Generation(sampled, tuple(row.logprobs), is_stopped, self.name, self.version, not row.is_over)
+        request = _LocalRequest(self._validated(ids, sampling.max_tokens), len(ids), sampling)
+        await self._submit(request.finished, lambda: self._waiting.append(request))
+        sampled = tuple(request.ids[request.prompt_length :])
+        has_stop_token = sampled[-1:] != () and sampled[-1] in sampling.stop_ids
+        return Generation(
+            sampled, tuple(request.logprobs), has_stop_token, self.name, self.weight_version, not request.is_complete
+        )
 
-    async def interrupt(self, requests: Collection[str]) -> None:
-        """Have these requests answered with what there is. Asked again for what is missing, it samples the same."""
-        names = frozenset(requests)
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Make these requests return the ids sampled so far. A request for the missing ids samples the same ones."""
+        aborted = frozenset(request_ids)
 
-        def interrupt() -> None:
-            for row in [*self._running.values(), *self._waiting]:
-                if row.sampling and row.sampling.request in names:
-                    _end(row.answer)
-            _end(done)
+        done: Future[None] = Future()
 
-        await self._ask(done := Answer(), interrupt)
+        def abort() -> None:
+            for request in [*self._running.values(), *self._waiting]:
+                if request.sampling and request.sampling.request_id in aborted:
+                    _resolve(request.finished)
+            _resolve(done)
+
+        await self._submit(done, abort)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Of `ids[1:]`, each given what stands before it, at temperature 1."""
-        row = _Row(self._checked(ids, 0), len(ids), None)
-        if not row.is_over:
-            await self._ask(row.answer, lambda: self._waiting.append(row))
-        return row.logprobs
+        """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
+        request = _LocalRequest(self._validated(ids, 0), len(ids), None)
+        if not request.is_complete:
+            await self._submit(request.finished, lambda: self._waiting.append(request))
+        return request.logprobs
 
-    async def load(self, weights: Mapping[str, Any] | Path, version: int) -> None:
-        """Take over a state dict's tensors (copied) or a saved model's. Nothing may be generating."""
+    async def load_weights(self, weights: Weights | Path, version: int) -> None:
+        """Copy a state dict's tensors, or load a saved model. Raises `RuntimeError` while requests are in flight."""
         if not isinstance(weights, Mapping):
             path, dtype = weights, self._model.dtype
             weights = log_deprecations(lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).state_dict()
 
+        done: Future[None] = Future()
+
         def load() -> None:
-            self._drop()  # what was cancelled before is no hindrance
+            self._discard_finished()
             if count := len(self._running) + len(self._waiting):
-                _end(done, RuntimeError(f"expected an idle engine to load, got {count} requests; await them"))
+                _resolve(
+                    done, RuntimeError(f"expected an idle engine to load weights, got {count} requests; await them")
+                )
                 return
             self._model.load_state_dict(weights)
-            self._kept = _Kept(self._kept.room)
-            self.version = version
-            _end(done)
+            self._prefix_cache = PrefixCache(self._prefix_cache.max_positions)
+            self.weight_version = version
+            _resolve(done)
 
-        await self._ask(done := Answer(), load)
+        await self._submit(done, load)
 
-    async def capacity(self) -> Capacity:
-        return Capacity(self.slots * self.max_length, self.slots)
+    async def capacity(self) -> EngineCapacity:
+        return EngineCapacity(self.max_num_seqs * self.max_model_len, self.max_num_seqs)
 
-    async def gauge(self) -> None:
-        """Nothing that its caller does not know: every running row has its room."""
+    async def stats(self) -> None:
+        """Return None: a running row has its own slot, so nothing is preempted."""
 
     async def close(self) -> None:
-        """End the thread after its current step. What still waits fails."""
+        """End the thread after its current step. Unfinished requests raise `EngineError`."""
 
         def close() -> None:
-            raise EngineFailed("it is closed")
+            raise EngineError("it is closed")
 
-        self._inbox.put((Answer(), close))
+        self._inbox.put((Future(), close))
         await asyncio.to_thread(self._thread.join)
 
-    def _checked(self, ids: Sequence[int], more: int) -> list[int]:
-        if not 0 < len(ids) <= self.max_length - more:
-            raise ValueError(f"expected 1 to {self.max_length} tokens in all, got {len(ids)} ids and {more} to come")
+    def _validated(self, ids: Sequence[int], max_tokens: int) -> list[int]:
+        if not 0 < len(ids) <= self.max_model_len - max_tokens:
+            raise ValueError(
+                f"expected 1 to {self.max_model_len} tokens in all, got {len(ids)} ids and max_tokens={max_tokens}"
+            )
         if not 0 <= min(ids) <= max(ids) < self._model.config.vocab_size:
             raise ValueError(f"expected ids below {self._model.config.vocab_size}, got {min(ids)} to {max(ids)}")
         return list(ids)
 
-    async def _ask(self, answer: Answer, do: Callable[[], object]) -> None:
-        """Have the thread do something between two steps, and wait for what comes of it."""
-        self._inbox.put((answer, do))
-        if self._failure is not None:  # after the put: this sees that the thread has ended, or the thread sees the job
-            raise EngineFailed(f"engine {self.name} ended before: {self._failure}") from self._failure
-        await asyncio.wrap_future(answer)
+    async def _submit(self, done: Future[None], job: Callable[[], object]) -> None:
+        """Run `job` in the engine's thread between two steps, and wait until `done` is resolved."""
+        self._inbox.put((done, job))
+        # Checked after `put`: either this sees the failure, or the ending thread sees the job.
+        if self._failure is not None:
+            raise EngineError(f"engine {self.name} has ended: {self._failure}") from self._failure
+        await asyncio.wrap_future(done)
 
-    # What follows runs in the engine's thread.
+    # All methods below run in the engine's thread.
 
-    def _work(self) -> None:
-        asked = Answer()
+    def _thread_main(self) -> None:
+        done: Future[None] = Future()
         try:
             with torch.inference_mode():
                 while True:
                     while not self._inbox.empty() or not (self._running or self._waiting):
-                        asked, do = self._inbox.get()
-                        do()
-                    self._drop()
-                    while self._waiting and self._free:
-                        self._seat(self._waiting.popleft())
+                        done, job = self._inbox.get()
+                        job()
+                    self._discard_finished()
+                    while self._waiting and self._free_slots:
+                        self._start_request(self._waiting.popleft())
                     if self._running:
                         self._step()
-        except BaseException as why:  # the thread's end: whoever waits must hear of it
-            self._failure = why
-        left = [asked, *(row.answer for row in (*self._running.values(), *self._waiting))]
+        except BaseException as error:  # boundary: the thread ends, so all waiting callers must get the error
+            self._failure = error
+        pending = [done, *(request.finished for request in (*self._running.values(), *self._waiting))]
         while not self._inbox.empty():
-            left.append(self._inbox.get()[0])
-        for answer in left:
-            _end(answer, EngineFailed(f"engine {self.name} failed: {self._failure!r}"))
+            pending.append(self._inbox.get()[0])
+        for future in pending:
+            _resolve(future, EngineError(f"engine {self.name} failed: {self._failure!r}"))
 
-    def _drop(self) -> None:
-        """What is answered, or nobody waits for any more."""
-        self._waiting = deque(row for row in self._waiting if not row.answer.done())
-        for slot in [slot for slot, row in self._running.items() if row.answer.done()]:
+    def _discard_finished(self) -> None:
+        """Drop requests that are finished or cancelled."""
+        self._waiting = deque(request for request in self._waiting if not request.finished.done())
+        for slot in [slot for slot, request in self._running.items() if request.finished.done()]:
             self._release(slot)
 
-    def _seat(self, row: _Row) -> None:
-        slot = self._free.pop()
-        self._running[slot] = row
-        if row.sampling:  # scores need all positions
-            held, states = self._kept.longest(row.ids)
-            row.done = min(held, len(row.ids) - 1)  # what comes after the last id is asked: it is computed again
+    def _start_request(self, request: _LocalRequest) -> None:
+        slot = self._free_slots.pop()
+        self._running[slot] = request
+        if request.sampling:  # a scoring request needs the logits of every position
+            num_cached, states = self._prefix_cache.longest_prefix(request.ids)
+            request.num_computed = min(num_cached, len(request.ids) - 1)  # the last id's logits are needed
             if states is not None:
                 self._cache.write(slot, states)
 
     def _release(self, slot: int, *, is_broken: bool = False) -> None:
-        row = self._running.pop(slot)
-        self._free.append(slot)
+        request = self._running.pop(slot)
+        self._free_slots.append(slot)
         if is_broken:
-            self._cache.clear(slot)  # a mask does not hide NaN from the next row
-        elif row.sampling and row.done:
-            self._kept.keep(row.ids[: row.done], self._cache.read(slot, row.done))
+            self._cache.clear(slot)  # the attention mask does not hide a NaN from the slot's next request
+        elif request.sampling and request.num_computed:
+            states = self._cache.read(slot, request.num_computed)
+            self._prefix_cache.store(request.ids[: request.num_computed], states)
 
     def _step(self) -> None:
-        """One token of every running row. Idle ones compute too, at their first position, which nobody reads."""
-        tokens, positions = [0] * self.slots, [0] * self.slots
-        for slot, row in self._running.items():
-            tokens[slot], positions[slot] = row.ids[row.done], row.done
+        """Compute one position of every running request. Idle slots compute their first position, which is not used."""
+        tokens, positions = [0] * self.max_num_seqs, [0] * self.max_num_seqs
+        for slot, request in self._running.items():
+            tokens[slot], positions[slot] = request.ids[request.num_computed], request.num_computed
         logits_SV = self._forward(torch.tensor(tokens), torch.tensor(positions))
-        self.tokens += len(self._running)
-        ids, logprobs = _choose(logits_SV, self._running)
-        for slot, row in list(self._running.items()):
+        self.computed_positions += len(self._running)
+        ids, logprobs = _sample_ids(logits_SV, self._running)
+        for slot, request in list(self._running.items()):
             if not math.isfinite(logprobs[slot]):
                 self._release(slot, is_broken=True)
-                said = f"engine {self.name}: expected finite logits, got others at position {row.done}"
-                _end(row.answer, TurnFailed(f"{said}; if it happens often, look at the weights of the last sync"))
+                message = f"engine {self.name}: expected finite logits, got others at position {request.num_computed}"
+                error = NonFiniteLogprobError(f"{message}; if it happens often, check the weights of the last sync")
+                _resolve(request.finished, error)
                 continue
-            row.done += 1
-            if row.sampling is None or row.done == len(row.ids):
-                row.logprobs.append(logprobs[slot])
-            if row.done == len(row.ids):
-                row.ids.append(ids[slot])
-            if row.is_over:
+            request.num_computed += 1
+            if request.sampling is None or request.num_computed == len(request.ids):
+                request.logprobs.append(logprobs[slot])
+            if request.num_computed == len(request.ids):
+                request.ids.append(ids[slot])
+            if request.is_complete:
                 self._release(slot)
-                _end(row.answer)
+                _resolve(request.finished)
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
         inputs = {
             "input_ids": tokens_S[:, None],
             "position_ids": positions_S[:, None],
-            "attention_mask": self._cache.aim(positions_S)[None],
+            "attention_mask": self._cache.prepare_step(positions_S)[None],
             self._cache_argument: self._cache,
         }
         output = log_deprecations(lambda: self._model(**inputs, use_cache=True))
@@ -254,179 +272,73 @@ def log_deprecations(function: Callable[[], T]) -> T:
     while True:
         try:
             return function()
-        except DEPRECATIONS as why:
-            if str(why) in ignored:  # it is raised as an exception, not by `warnings.warn`
+        except DEPRECATIONS as warning:
+            if str(warning) in ignored:  # it is raised as an exception, not by `warnings.warn`
                 raise
-            ignored.add(str(why))
-            log.warning("%s: %s", type(why).__name__, why)
-            warnings.filterwarnings("ignore", re.escape(str(why)), type(why))
+            ignored.add(str(warning))
+            logger.warning("%s: %s", type(warning).__name__, warning)
+            warnings.filterwarnings("ignore", re.escape(str(warning)), type(warning))
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
-    """One request: `ids`, what has been sampled included, of which the cache holds the first `done`."""
-
+class _LocalRequest:
     ids: list[int]
-    prompt: int
-    sampling: Sampling | None
+    """The prompt and the ids sampled so far."""
+    prompt_length: int
+    sampling: SamplingParams | None
     """None scores `ids` instead of continuing them."""
-    done: int = 0
+    num_computed: int = 0
+    """Number of `ids` whose keys and values are in the cache."""
     logprobs: list[float] = field(default_factory=list)
-    answer: Answer = field(default_factory=Answer)
-    """Comes once the row is over, or as far as it shall go."""
+    finished: Future[None] = field(default_factory=Future)
+    """Resolved when the request is complete or aborted."""
 
     @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
         if self.sampling is None:
-            return self.done >= self.prompt - 1
-        sampled = len(self.ids) - self.prompt
-        return sampled > 0 and (sampled == self.sampling.max_tokens or self.ids[-1] in self.sampling.stop_ids)
+            return self.num_computed >= self.prompt_length - 1
+        num_sampled = len(self.ids) - self.prompt_length
+        return num_sampled > 0 and (num_sampled == self.sampling.max_tokens or self.ids[-1] in self.sampling.stop_ids)
 
 
-def _end(answer: Answer, error: Exception | None = None) -> None:
-    with contextlib.suppress(InvalidStateError):  # it was cancelled
-        answer.set_exception(error) if error else answer.set_result(None)
+def _resolve(future: Future[None], error: Exception | None = None) -> None:
+    with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
+        future.set_exception(error) if error else future.set_result(None)
 
 
-def _choose(logits_SV: torch.Tensor, rows: Mapping[int, _Row]) -> tuple[list[int], list[float]]:
-    """The next id of every slot and its log-probability: sampled, or what stands there for scores."""
-    slots = logits_SV.shape[0]
-    temperature, top_p, uniform, given = [1.0] * slots, [KEEP_ALL] * slots, [0.0] * slots, [SAMPLED] * slots
-    for slot, row in rows.items():
-        if row.sampling is None:
-            given[slot] = row.ids[row.done + 1]
+def _sample_ids(logits_SV: torch.Tensor, requests: Mapping[int, _LocalRequest]) -> tuple[list[int], list[float]]:
+    """Return the next id of every slot and its log-probability. A scoring request's next id is forced."""
+    num_slots = logits_SV.shape[0]
+    temperature, top_p = [1.0] * num_slots, [TOP_P_DISABLED] * num_slots
+    uniform, forced = [0.0] * num_slots, [NOT_FORCED] * num_slots
+    for slot, request in requests.items():
+        if request.sampling is None:
+            forced[slot] = request.ids[request.num_computed + 1]
         else:
-            temperature[slot] = row.sampling.temperature
-            top_p[slot] = row.sampling.top_p if row.sampling.top_p < 1 else KEEP_ALL
-            uniform[slot] = _uniform(row.sampling.seed or 0, len(row.ids))
+            temperature[slot] = request.sampling.temperature
+            top_p[slot] = request.sampling.top_p if request.sampling.top_p < 1 else TOP_P_DISABLED
+            uniform[slot] = _seeded_uniform(request.sampling.seed or 0, len(request.ids))
     logits_SV = logits_SV / torch.tensor(temperature)[:, None]
     if min(top_p) < 1:
-        logits_SV = _nucleus(logits_SV, torch.tensor(top_p))
+        logits_SV = _apply_top_p(logits_SV, torch.tensor(top_p))
     logprobs_SV = logits_SV.log_softmax(-1)
     cumulative_SV = logprobs_SV.double().exp().cumsum(-1)
     target_S = torch.tensor(uniform, dtype=torch.double) * cumulative_SV[:, -1]
     sampled_S = torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0]
-    given_S = torch.tensor(given)
-    ids_S = torch.where(given_S == SAMPLED, sampled_S, given_S)
-    # A logit that is not a number makes every log-probability of its row one, and the id one past the end.
+    forced_S = torch.tensor(forced)
+    ids_S = torch.where(forced_S == NOT_FORCED, sampled_S, forced_S)
+    # If a logit is NaN, all log-probabilities of its row are NaN, and the sampled id is one past the vocabulary.
     chosen_S = logprobs_SV.gather(-1, ids_S.clamp(max=logprobs_SV.shape[1] - 1)[:, None])[:, 0]
     return ids_S.tolist(), chosen_S.tolist()
 
 
-def _nucleus(logits_SV: torch.Tensor, top_p_S: torch.Tensor) -> torch.Tensor:
-    """Without what is outside the smallest set of likeliest ids that holds `top_p` of the probability."""
+def _apply_top_p(logits_SV: torch.Tensor, top_p_S: torch.Tensor) -> torch.Tensor:
+    """Set the logits to -inf outside the smallest set of most likely ids with a total probability of `top_p`."""
     ordered_SV, order_SV = logits_SV.softmax(-1).sort(dim=-1, descending=True, stable=True)
     is_outside_SV = ordered_SV.cumsum(-1) - ordered_SV >= top_p_S[:, None]
     return logits_SV.masked_fill(is_outside_SV.scatter(-1, order_SV, is_outside_SV), -torch.inf)
 
 
-def _uniform(seed: int, position: int) -> float:
-    """In [0, 1), with 40 bits: times a sum of probabilities in double precision it stays below the sum."""
+def _seeded_uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1) of 40 bits, so that its product with a sum in double precision stays below the sum."""
     return int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, position), digest_size=5).digest()) / 2**40
-
-
-class _SlotCache(Cache):  # type: ignore[misc]
-    """Keys and values of all slots, each at its own position: for each layer [2, B, S, K, D, BLOCK]."""
-
-    def __init__(self, slots: int, max_length: int) -> None:
-        super().__init__(layers=[])
-        self._slots, self._blocks = torch.arange(slots), max_length // BLOCK + 1
-        self._layers: dict[int, torch.Tensor] = {}
-
-    def aim(self, positions_S: torch.Tensor) -> torch.Tensor:
-        """Where the next pass writes. Returns 0 where it attends, else `NOWHERE`: [N, S, BLOCK]."""
-        self._block_S, self._offset_S = positions_S // BLOCK, positions_S % BLOCK
-        self._used = int(self._block_S.max()) + 1
-        is_ahead = torch.arange(self._used * BLOCK).view(self._used, 1, BLOCK) > positions_S[:, None]
-        return torch.zeros(is_ahead.shape).masked_fill_(is_ahead, NOWHERE)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = torch.stack((key_states, value_states), 1)[:, :, :, 0]  # [S, 2, K, D]
-        if layer_idx not in self._layers:
-            slots, _, heads, size = states.shape
-            self._layers[layer_idx] = states.new_zeros(2, self._blocks, slots, heads, size, BLOCK)
-        held = self._layers[layer_idx]
-        held[:, self._block_S, self._slots, :, :, self._offset_S] = states
-        return held[0, : self._used], held[1, : self._used]
-
-    def clear(self, slot: int) -> None:
-        for held in self._layers.values():
-            held[:, :, slot] = 0
-
-    def read(self, slot: int, positions: int) -> list[torch.Tensor]:
-        """A copy of a slot's first `positions`, and of what is after them in their last block."""
-        return [held[:, : -(-positions // BLOCK), slot].clone() for held in self._layers.values()]
-
-    def write(self, slot: int, states: Sequence[torch.Tensor]) -> None:
-        for held, theirs in zip(self._layers.values(), states, strict=True):
-            held[:, : theirs.shape[1], slot] = theirs
-
-
-class _Kept:
-    """States of contexts by their ids, those used last: about `room` positions in all."""
-
-    def __init__(self, room: int) -> None:
-        self.room = self._free = room
-        self._states: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        self._sorted: list[tuple[int, ...]] = []
-        """The keys in order: what begins most like a context stands beside it."""
-
-    def keep(self, ids: Sequence[int], states: list[torch.Tensor]) -> None:
-        ids = tuple(ids)
-        at = bisect(self._sorted, ids)
-        if at and self._sorted[at - 1] == ids[: len(self._sorted[at - 1])]:  # all of it is in the new one
-            self._drop(self._sorted[at - 1])
-        insort(self._sorted, ids)
-        self._states[ids] = states
-        self._free -= _size(states)
-        while self._free < 0:
-            self._drop(next(iter(self._states)))
-
-    def _drop(self, ids: tuple[int, ...]) -> None:
-        self._free += _size(self._states.pop(ids))
-        del self._sorted[bisect_left(self._sorted, ids)]
-
-    def longest(self, ids: Sequence[int]) -> tuple[int, list[torch.Tensor] | None]:
-        """How many ids at the start are those of a context, and its states."""
-        at = bisect(self._sorted, tuple(ids))
-        near = self._sorted[max(at - 1, 0) : at + 1]
-        common, best = max(((_common(ids, other), other) for other in near), default=(0, ()))
-        if not common:
-            return 0, None
-        self._states[best] = states = self._states.pop(best)
-        return common, states
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _size(states: Sequence[torch.Tensor]) -> int:
-    return int(states[0].shape[1]) * BLOCK
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one token per slot. A block in which a row has nothing adds exact zeros, so changes no bit."""
-    used, slots, key_heads, size, _ = key.shape
-    query_SKGD = query.reshape(slots, key_heads, -1, size) * scaling
-    scores = attention_mask.view(used, slots, 1, 1, BLOCK) + query_SKGD @ key
-    # Where exp comes to less than a normal number, or to none, it takes ten times as long.
-    weights = (scores - scores.amax(-1, keepdim=True).amax(0)).clamp_(min=FAINTEST).exp_()
-    weights = threshold(weights, 2 * math.exp(FAINTEST), 0.0)
-    total = sum(weights.sum(-1, keepdim=True))
-    output_SKGD = sum(weights @ value.transpose(-1, -2)) / total
-    return output_SKGD.reshape(slots, 1, -1, size), None
-
-
-AttentionInterface.register(ATTENTION, _attend)

@@ -1,19 +1,21 @@
-"""Several engines behind one face: tells the scheduler what happens to them and to episodes, and does what it decides.
+"""The engine pool: reports events to the scheduler, runs the turns that it places, and handles engine failures.
+
+    engine state     cause                                                     next state
+    down             bring-up: weights checked, capacity and stats read         up
+    up               failed or timed-out turn, stalled token counter,          down, unresponsive
+                     `MAX_MISSED_SCRAPES` failed scrapes
+    unresponsive     liveness probe computes log-probabilities                 down, bring-up after `retry_after_s`
+    up or down       weight sync                                               down, then bring-up with new weights
 
 Invariants:
-- Where and when a turn runs is the scheduler's affair. It hears of every event, is asked after each, and nothing polls.
-- Only turns that have a place are requests. All others wait here, as many as there are.
-- An engine that dies or hangs loses its place, not its turns: they go on elsewhere, from the same ids, or wait until it
-  is back where it is the only one. It takes part again once it has proven its weights. Where weights are kept (`Keep`),
-  it first gets the last ones again, as it may have been started anew; otherwise what it missed of a sync it gets with
-  the next one, if it computes by then.
-- Kept weights stay until newer ones are proven.
-- A turn with a log-probability that is no number is asked for again; it is not its engine's failure.
-- Only engines with the weights of the last sync sample, and a sync counts only for engines that have proven it. It
-  waits for the turns that run; those that come meanwhile wait for it.
-- An engine that hangs keeps at most one sync waiting, for as long as `carry` does, and never an interrupt.
-- However a turn ends, by an exception or cancelled, the books say so before anything else happens.
-- Everything belongs to one event loop, and every task to the pool's block.
+- Only placed turns are requests to engines. All others wait in the pool; nothing polls for a placement.
+- An engine that is lost does not end its turns: they run again on another engine from the same ids, or wait for one.
+- Only engines whose weights are checked after the last sync generate. With a weight store, a failed engine gets the
+  last weights again before its bring-up, since it may have restarted; without one it waits for the next sync.
+- A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
+- A turn with a log-probability that is not finite runs again. The engine is lost only after several in a row.
+- However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
+- All tasks run in one event loop and end with the pool's `async with` block.
 """
 
 from __future__ import annotations
@@ -21,155 +23,83 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
-from trainer.engines.vllm_client import Capacity, EngineFailed, Generation, Sampling, TurnFailed
-from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
+from trainer.engines.busy_timer import BusyTimer
+from trainer.engines.engine import (
+    Engine,
+    EngineError,
+    Generation,
+    NonFiniteLogprobError,
+    SamplingParams,
+    Weights,
+    WeightStore,
+    WeightTransfer,
+)
+from trainer.engines.engine_state import EngineState
+from trainer.scheduling.scheduler import Placement, Scheduler
+
+if TYPE_CHECKING:
+    from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
 
 logger = logging.getLogger(__name__)
 
-GAUGE_S = 20.0
-"""For one scrape, or to interrupt: a server with a thousand requests is late, too."""
-PATIENCE_S = 60.0
-MISSES = 3
-"""Scrapes in a row without an answer, after which an engine counts as lost."""
-STALL_S = 120.0
-"""Without one token computed, though turns run there."""
-PROOF_S = 60.0
-"""For an engine that wants to take part again."""
-OLD = -1
-"""The version of any weights but those of the last sync."""
-SIGN_OF_LIFE = (0, 0)
-"""Ids of any vocabulary. A server may answer scrapes though what computes behind it hangs."""
-SLACK = 10.0
-"""How many times the time that its tokens take at the engine's usual speed a turn may need."""
-TRIES = 3
-"""Engines that may fail at one turn before it counts as what makes them fail."""
-BROKEN_TURNS = 3
-"""Episodes in a row without one good answer between whose turns have a log-probability that is no number, after which
-the engine counts as lost."""
-
-Weights = Mapping[str, Any]
-"""A state dict: tensors by their name in the checkpoint."""
-
-
-class Engine(Protocol):
-    name: str
-    version: int
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation: ...
-
-    async def logprobs(self, ids: Sequence[int]) -> list[float]: ...
-
-    async def capacity(self) -> Capacity: ...
-
-    async def gauge(self) -> EngineStats | None: ...
-
-    async def interrupt(self, requests: Collection[str]) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-Carry = Callable[[Sequence[Any], Any, int], Awaitable[Sequence[BaseException | None]]]
-"""Brings weights of a version, or what `Keep.keep` made of them, to engines; for each, what went wrong."""
-
-
-class Keep(Protocol):
-    """Keeps weights for as long as an engine may need them again (`trainer.engines.weight_sync.ByFile`)."""
-
-    async def keep(self, weights: Weights, version: int) -> Any: ...
-
-    async def drop(self, *, but: Any) -> None:
-        """All that is kept but that; None is all."""
-        ...
-
-
-class Reference(Protocol):
-    """What the trainer says of a sequence: the other half of a proof (`trainer.engines.weight_sync.Reference`)."""
-
-    def logprobs(self, weights: Weights) -> Any: ...
-
-    async def check(self, engine: Engine, expected: Any) -> None:
-        """Raises `SyncFailed`, or `EngineFailed`."""
-        ...
+SCRAPE_TIMEOUT_S = 20.0
+"""Seconds that one metrics scrape or abort request may take. A server with a thousand running requests answers slowly
+but is not dead."""
+MAX_MISSED_SCRAPES = 3
+"""An engine is marked down after this many failed scrapes in a row."""
+STALL_TIMEOUT_S = 120.0
+"""An engine with running turns is marked down if its token counter has not changed for this many seconds."""
+BRING_UP_TIMEOUT_S = 60.0
+"""Seconds that a bring-up or a liveness probe may take."""
+ALL_DOWN_TIMEOUT_S = 60.0
+"""Seconds after which episodes fail because all engines are down."""
+TURN_TIMEOUT_FACTOR = 10.0
+"""A turn times out after this multiple of the time that `max_tokens` would take at the engine's recent decode speed,
+but never before `turn_timeout_s`."""
+MAX_FAILURES_PER_TURN = 3
+"""A turn that has failed on this many engines fails its episode, because the turn may be the cause."""
+MAX_NON_FINITE_EPISODES = 3
+"""An engine is marked down after turns of this many episodes in a row had log-probabilities that are not finite."""
+UNKNOWN_VERSION = -1
+"""The weight version of an engine whose weights are not those of the last sync."""
+LIVENESS_PROBE_IDS = (0, 0)
+"""Token ids that every vocabulary has. Scoring them proves that the model runs; `/metrics` can answer while the model
+hangs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A turn that an engine has answered. Times are the event loop's."""
+class TurnRecord:
+    """A finished turn. Times are the event loop's, in seconds."""
 
     episode: int
     group: Hashable
     engine: str
-    wanted: float
-    """When the episode asked for it."""
-    began: float
-    ended: float
-    context: int
-    """Tokens before it."""
-    sampled: int
-    has_moved: bool
-    """Whether the episode's last turn ran elsewhere."""
+    requested_at: float
+    started_at: float
+    ended_at: float
+    context_tokens: int
+    """Tokens of the context before the turn."""
+    sampled_tokens: int
+    is_migration: bool
+    """True if the episode's last turn ran on another engine."""
 
 
-@dataclass(slots=True, eq=False)
-class Desk:
-    """An engine and what the pool knows of it."""
+class EnginePool:
+    """A context manager that owns and closes its engines, and `scheduler`, which no other pool may use.
 
-    engine: Engine
-    is_up: bool = False
-    why: str = "it has not answered yet"
-    """It is not up."""
-    is_silent: bool = False
-    """It failed, and has computed nothing since."""
-    rests_until: float = 0.0
-    requests: dict[object, asyncio.Timeout] = field(default_factory=dict)
-    """What it is asked now, by whom, and what ends it."""
-    misses: int = 0
-    computed: int = 0
-    """Tokens, as of its last scrape."""
-    moved_at: float = 0.0
-    """When that last grew, or nothing ran."""
-    broken: set[int] = field(default_factory=set)
-    """The episodes to which it gave a log-probability that is no number, since its last good answer."""
-
-    def cut(self, now: float) -> None:
-        """End all requests; those that wait for them get a `TimeoutError`."""
-        for bound in self.requests.values():
-            if not bound.expired():
-                bound.reschedule(now)
-
-
-class Busy:
-    """A context manager for many at once, which counts the seconds in which anyone is inside."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds = 0.0
-        self._clock, self._inside, self._since = clock, 0, 0.0
-
-    def __enter__(self) -> None:
-        if not self._inside:
-            self._since = self._clock()
-        self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._inside -= 1
-        if not self._inside:
-            self.seconds += self._clock() - self._since
-
-
-class Pool:
-    """A context manager that owns its engines. `carry` and `reference` are needed only for `sync`.
-
-    `keep`: where weights stay for engines that come back; without it they wait for the next sync.
-    `scheduler`: for this pool alone. `turn_s`: what any turn may take, however fast its engine is.
-    `rest_s`: until an engine that failed is tried again. `patience_s`: how long episodes wait for one when all are
-    down. `log` is told of every turn.
+    `transfer`, `probe`: needed only for `sync_weights`.
+    `store`: keeps weights for engines that come back.
+    `turn_timeout_s`: the shortest timeout of a turn, whatever the engine's speed.
+    `retry_after_s`: seconds from a failure of an engine to its next bring-up.
+    `all_down_timeout_s`: seconds that episodes wait while all engines are down.
+    `on_turn`: called after each turn.
     """
 
     def __init__(
@@ -177,408 +107,435 @@ class Pool:
         engines: Sequence[Engine],
         *,
         scheduler: Scheduler,
-        carry: Carry | None = None,
-        keep: Keep | None = None,
-        reference: Reference | None = None,
-        scrape_s: float = 1.0,
-        turn_s: float = 600.0,
-        rest_s: float = 30.0,
-        patience_s: float = PATIENCE_S,
-        log: Callable[[Served], None] | None = None,
+        transfer: WeightTransfer | None = None,
+        store: WeightStore | None = None,
+        probe: SyncProbe | None = None,
+        scrape_interval_s: float = 1.0,
+        turn_timeout_s: float = 600.0,
+        retry_after_s: float = 30.0,
+        all_down_timeout_s: float = ALL_DOWN_TIMEOUT_S,
+        on_turn: Callable[[TurnRecord], None] | None = None,
     ) -> None:
         if not engines or len({engine.name for engine in engines}) < len(engines):
-            raise ValueError(f"expected engines with names of their own, got {[engine.name for engine in engines]}")
+            raise ValueError(f"expected engines with different names, got {[engine.name for engine in engines]}")
         self.scheduler = scheduler
-        self.desks = {engine.name: Desk(engine) for engine in engines}
-        self.version = 0
-        self.log = log
-        self.busy = Busy()
-        """While an engine works at a turn, and while whoever uses the pool says that something else is done for one."""
-        self._carry, self._keep, self._reference = carry, keep, reference
-        self._scrape_s, self._turn_s, self._rest_s, self._patience_s = scrape_s, turn_s, rest_s, patience_s
-        self._expected: Any = None  # what the reference said of the last sync's weights
-        self._kept: Any = None
-        """Those weights, where they are kept."""
+        self.engine_states = {engine.name: EngineState(engine) for engine in engines}
+        self.weight_version = 0
+        self.on_turn = on_turn
+        self.busy_timer = BusyTimer()
+        """Runs while an engine generates or while a caller marks other work (tool calls, answer checks). The rest of a
+        rollout's wall time is overhead."""
         self.nan_turns = 0
-        """Turns with a log-probability that was no number."""
-        self.seats: dict[Hashable, Seat] = {}
+        """Number of turns with a log-probability that was not finite."""
+        self.handles: dict[Hashable, EpisodeHandle] = {}
         self.name = token_hex(4)
-        """For engines, of which others may ask things too."""
+        """Prefix of this pool's request ids, because other clients may use the same servers."""
+        self.scheduler_event = asyncio.Event()
+        """Set after each event that was reported to the scheduler."""
+        self.request_ended = asyncio.Event()
+        """Set when a request or a placed turn has ended."""
+        self._transfer, self._store, self._probe = transfer, store, probe
+        self._scrape_interval_s, self._turn_timeout_s = scrape_interval_s, turn_timeout_s
+        self._retry_after_s, self._all_down_timeout_s = retry_after_s, all_down_timeout_s
+        self._expected: ExpectedLogprobs | None = None  # of the last sync's weights
+        self._stored: Path | None = None  # the last sync's weights
         self._keys = itertools.count()
         self._tasks = asyncio.TaskGroup()
-        self._watchers: list[asyncio.Task[None]] = []
-        self.has_changed = asyncio.Event()
-        """Something that the scheduler was told of."""
-        self.has_ended = asyncio.Event()
-        """A request, or a turn that had a place."""
-        self._down_since = 0.0
-        """When the last engine went down."""
+        self._background_tasks: list[asyncio.Task[None]] = []
+        self._all_down_since = 0.0
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._down_since = self.now()
-        jobs = [self._place(), *map(self._watch, self.desks.values())]
-        self._watchers = [self._tasks.create_task(job) for job in jobs]
+        self._all_down_since = self.now()
+        coroutines = [self._dispatch_placements(), *map(self._monitor, self.engine_states.values())]
+        self._background_tasks = [self._tasks.create_task(coroutine) for coroutine in coroutines]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._watchers:
+        for task in self._background_tasks:
             task.cancel()
         try:
             await self._tasks.__aexit__(None, None, None)
         finally:
-            await asyncio.gather(*(desk.engine.close() for desk in self.desks.values()))
-            if self._keep is not None:
-                await self._keep.drop(but=None)
+            await asyncio.gather(*(state.engine.close() for state in self.engine_states.values()))
+            if self._store is not None:
+                await self._store.delete_others(None)
 
     @asynccontextmanager
-    async def seat(self, *, group: Hashable, most_tokens: int) -> AsyncIterator[Seat]:
-        """For one episode of the problem `group`, of which the context never exceeds `most_tokens`."""
-        seat = Seat(self, next(self._keys), group, most_tokens)
+    async def open_episode(self, *, group: Hashable, max_context_tokens: int) -> AsyncIterator[EpisodeHandle]:
+        """Open a handle for one episode of the problem `group`."""
+        handle = EpisodeHandle(self, next(self._keys), group, max_context_tokens)
         try:
-            yield seat
+            yield handle
         except BaseException:
-            seat.leave(None)
+            handle.close(None)
             raise
-        seat.leave(None if seat.is_interrupted else seat.length)
+        handle.close(None if handle.is_aborted else handle.length)
 
-    async def interrupt(self, seats: Iterable[Seat]) -> None:
-        """Have their `generate`, now and from now on, return at once what there is, marked as interrupted."""
-        seats = set(seats)
-        for seat in seats:
-            seat.is_interrupted = True
-            seat.look()
-        asked = {desk: [seat.name for seat in desk.requests if seat in seats] for desk in self.desks.values()}
-        await asyncio.gather(*(self._interrupt(desk, names) for desk, names in asked.items() if names))
+    async def abort(self, handles: Iterable[EpisodeHandle]) -> None:
+        """Make `generate` of these handles return at once, now and from now on, with the ids sampled so far."""
+        handles = set(handles)
+        for handle in handles:
+            handle.is_aborted = True
+            handle.notify()
+        request_ids = {
+            state: [handle.request_id for handle in handles if handle in state.requests]
+            for state in self.engine_states.values()
+        }
+        await asyncio.gather(*(self._abort_requests(state, ids) for state, ids in request_ids.items() if ids))
 
-    async def _interrupt(self, desk: Desk, names: Sequence[str]) -> None:
+    async def _abort_requests(self, state: EngineState, request_ids: Sequence[str]) -> None:
         try:
-            async with self.asking(desk, object(), GAUGE_S):
-                await desk.engine.interrupt(names)
-        except (EngineFailed, TimeoutError) as why:  # what cannot be interrupted ends in its time
-            logger.warning("engine %s could not interrupt %d requests: %r", desk.engine.name, len(names), why)
+            async with self.request(state, object(), SCRAPE_TIMEOUT_S):
+                await state.engine.abort(request_ids)
+        except (EngineError, TimeoutError) as error:  # the turns end later, by themselves
+            logger.warning("engine %s could not abort %d requests: %r", state.engine.name, len(request_ids), error)
 
-    async def sync(self, weights: Weights, version: int | None = None) -> int:
-        """Give all engines `weights`, and prove it. Returns their version: the one given, else one more than the last.
+    async def sync_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Give all responsive engines `weights` and check them. Return the version (default: the last plus 1).
 
-        One that failed and has computed nothing since is left out, unless they all have. Where none takes them and they
-        are kept, waits for the first that comes back; but not at the first sync, when none has ever been there.
+        If no engine loads them and they are stored, wait for the first engine that comes back, except at the first
+        sync.
 
-        Raises `SyncFailed` when an engine took them and says something else than the trainer, `EngineFailed` when none
-        took them.
+        Raises `WeightSyncError` when an engine's log-probabilities differ from the trainer's, and `EngineError` when no
+        engine has loaded the weights.
         """
-        if self._carry is None or self._reference is None:
-            raise ValueError(
-                "expected a pool with carry and reference to sync, got one without; see trainer.engines.weight_sync"
-            )
+        if self._transfer is None or self._probe is None:
+            raise ValueError("expected a pool with `transfer` and `probe`, got one without; see engines.weight_sync")
         if self.scheduler.is_paused:
-            raise RuntimeError("expected one sync at a time; await the first")
+            raise RuntimeError("expected one weight sync at a time; await the first")
         self.scheduler.is_paused = True
         try:
-            await self._drain()
-            expected = await asyncio.to_thread(self._reference.logprobs, weights)
-            version = self.version + 1 if version is None else version
-            kept = await self._keep.keep(weights, version) if self._keep else None
-            may_wait = self._kept is not None
-            self.version, self._expected, self._kept = version, expected, kept
-            desks = self._recall()
-            failed = await self._carry([desk.engine for desk in desks], weights if kept is None else kept, version)
-            for desk, why in zip(desks, failed, strict=True):
-                if why is not None:
-                    self._rest(desk, str(why) or repr(why))
-            took = [desk for desk, why in zip(desks, failed, strict=True) if why is None]
-            ends = await asyncio.gather(*map(self._prove, took), return_exceptions=True)
-            for end in filter(None, ends):
-                raise end
+            await self._wait_until_idle()
+            expected = await asyncio.to_thread(self._probe.expected_logprobs, weights)
+            version = self.weight_version + 1 if version is None else version
+            stored = await self._store.save(weights, version) if self._store else None
+            may_wait = self._stored is not None
+            self.weight_version, self._expected, self._stored = version, expected, stored
+            states = self._invalidate_weights()
+            engines = [state.engine for state in states]
+            errors = await self._transfer(engines, weights if stored is None else stored, version)
+            for state, error in zip(states, errors, strict=True):
+                if error is not None:
+                    self._schedule_retry(state, str(error) or repr(error))
+            loaded = [state for state, error in zip(states, errors, strict=True) if error is None]
+            results = await asyncio.gather(*map(self._bring_up_after_sync, loaded), return_exceptions=True)
+            for exception in filter(None, results):
+                raise exception
         finally:
             self.scheduler.is_paused = False
-            self.has_changed.set()
+            self.scheduler_event.set()
         self.scheduler.start_training_step()
-        self._down_since = self.now()
+        self._all_down_since = self.now()
         while not self._is_any_up():
-            if not may_wait or self.is_hopeless():
-                raise self.none_left()
-            await asyncio.sleep(self._scrape_s)
-        if self._keep is not None:
-            await self._keep.drop(but=kept)
+            if not may_wait or self.has_given_up():
+                raise self.all_down_error()
+            await asyncio.sleep(self._scrape_interval_s)
+        if self._store is not None:
+            await self._store.delete_others(stored)
         return version
 
-    # --- for seats ---
+    # --- for episode handles ---
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def limit_s(self, desk: Desk, tokens: int) -> float:
-        """After which an engine that has not answered with `tokens` counts as lost."""
-        rate = self.scheduler.engines[desk.engine.name].tokens_per_s
-        return max(self._turn_s, SLACK * tokens / rate if rate else 0.0)
+    def request_timeout_s(self, state: EngineState, max_tokens: int) -> float:
+        """Return the seconds that a turn of up to `max_tokens` may take on the engine."""
+        rate = self.scheduler.engines[state.engine.name].tokens_per_s
+        return max(self._turn_timeout_s, TURN_TIMEOUT_FACTOR * max_tokens / rate if rate else 0.0)
 
     @asynccontextmanager
-    async def asking(self, desk: Desk, who: object, limit_s: float) -> AsyncIterator[None]:
-        """A request to an engine. Raises `TimeoutError` when it takes too long, or the engine is taken down."""
+    async def request(self, state: EngineState, owner: object, timeout_s: float) -> AsyncIterator[None]:
+        """Register a request to an engine. Raises `TimeoutError` after `timeout_s` or when the engine is marked
+        down."""
         try:
-            async with asyncio.timeout(limit_s) as desk.requests[who]:
+            async with asyncio.timeout(timeout_s) as state.requests[owner]:
                 yield
         finally:
-            del desk.requests[who]
-            self.has_ended.set()
+            del state.requests[owner]
+            self.request_ended.set()
 
-    def fail(self, desk: Desk, why: str) -> None:
-        """The engine is lost, with all contexts; its turns want another place."""
-        logger.warning("engine %s is left out for %g s: %s", desk.engine.name, self._rest_s, why)
-        self._take_down(desk)
-        self._rest(desk, why)
+    def mark_failed(self, state: EngineState, reason: str) -> None:
+        """Mark an engine down that has lost its contexts. Its turns are placed again."""
+        logger.warning("engine %s is down, next attempt in %g s: %s", state.engine.name, self._retry_after_s, reason)
+        self._mark_down(state)
+        self._schedule_retry(state, reason)
 
-    def is_hopeless(self) -> bool:
-        """Whether all engines are down, and have been for too long."""
+    def has_given_up(self) -> bool:
+        """Return whether all engines have been down for `all_down_timeout_s`."""
         is_down = not (self.scheduler.is_paused or self._is_any_up())
-        return is_down and self.now() - self._down_since >= self._patience_s
+        return is_down and self.now() - self._all_down_since >= self._all_down_timeout_s
 
-    def none_left(self) -> EngineFailed:
-        said = "; ".join(f"{name}: {desk.why}" for name, desk in self.desks.items())
-        return EngineFailed(f"no engine is left of {len(self.desks)}: {said}")
+    def all_down_error(self) -> EngineError:
+        reasons = "; ".join(f"{name}: {state.down_reason}" for name, state in self.engine_states.items())
+        return EngineError(f"all {len(self.engine_states)} engines are down: {reasons}")
 
-    # --- what happens to engines ---
+    # --- engine failures and bring-up ---
 
     def _is_any_up(self) -> bool:
-        return any(desk.is_up for desk in self.desks.values())
+        return any(state.is_up for state in self.engine_states.values())
 
-    def _rest(self, desk: Desk, why: str) -> None:
-        desk.why, desk.is_silent, desk.rests_until = why, True, self.now() + self._rest_s
+    def _schedule_retry(self, state: EngineState, reason: str) -> None:
+        state.down_reason, state.is_unresponsive = reason, True
+        state.retry_at = self.now() + self._retry_after_s
 
-    def _take_down(self, desk: Desk) -> None:
+    def _mark_down(self, state: EngineState) -> None:
         now = self.now()
-        desk.cut(now)
-        if not desk.is_up:
+        state.cancel_requests(now)
+        if not state.is_up:
             return
-        desk.is_up = False
-        for key in self.scheduler.remove_engine(desk.engine.name):
-            self.seats[key].placement = None
+        state.is_up = False
+        for key in self.scheduler.remove_engine(state.engine.name):
+            self.handles[key].placement = None
         if not self._is_any_up():
-            self._down_since = now
-        self.has_changed.set()
-        self.has_ended.set()
+            self._all_down_since = now
+        self.scheduler_event.set()
+        self.request_ended.set()
 
-    def _recall(self) -> list[Desk]:
-        """No engine has a context left, nor weights to sample from, until it proves new ones. Those that get them."""
-        every = list(self.desks.values())
-        for desk in every:
-            self._take_down(desk)
-            desk.engine.version = OLD
-        desks = [desk for desk in every if not desk.is_silent] or every
-        for desk in desks:
-            desk.why = "it has not the weights of the last sync"
-        return desks
+    def _invalidate_weights(self) -> list[EngineState]:
+        """Mark all engines down, since new weights invalidate their KV caches. Return the engines that will receive the
+        new weights: the responsive ones, or all if none is."""
+        all_states = list(self.engine_states.values())
+        for state in all_states:
+            self._mark_down(state)
+            state.engine.weight_version = UNKNOWN_VERSION
+        states = [state for state in all_states if not state.is_unresponsive] or all_states
+        for state in states:
+            state.down_reason = "it does not have the weights of the last sync"
+        return states
 
-    async def _prove(self, desk: Desk) -> None:
+    async def _bring_up_after_sync(self, state: EngineState) -> None:
         try:
-            await self._admit(desk, self._turn_s)  # patiently: if all are late, all are needed
-        except (EngineFailed, TimeoutError) as why:
-            self._rest(desk, str(why) or f"no proof of its weights in {self._turn_s:g} s")
+            await self._bring_up(state, self._turn_timeout_s)  # a long timeout: the sync needs all engines
+        except (EngineError, TimeoutError) as error:
+            reason = str(error) or f"no log-probabilities after the weight sync in {self._turn_timeout_s:g} s"
+            self._schedule_retry(state, reason)
 
-    async def _admit(self, desk: Desk, limit_s: float) -> None:
-        """It takes part (again), if it has the weights that it should have: it may have been started anew."""
-        engine = desk.engine
-        async with self.asking(desk, desk, limit_s):
-            if self._reference is not None and self._expected is not None:
-                await self._reference.check(engine, self._expected)
-            room, gauge = await engine.capacity(), await engine.gauge()
-        now = self.now()
-        preemptions = 0 if gauge is None else gauge.preemptions
+    async def _bring_up(self, state: EngineState, timeout_s: float) -> None:
+        """Check the engine's weights, since it may have restarted, and mark it up."""
+        engine = state.engine
+        async with self.request(state, state, timeout_s):
+            if self._probe is not None and self._expected is not None:
+                await self._probe.check(engine, self._expected)
+            capacity, stats = await engine.capacity(), await engine.stats()
         self.scheduler.add_engine(
-            engine.name, room.tokens, room.running, block_size=room.block, preemptions=preemptions
+            engine.name,
+            capacity.kv_tokens,
+            capacity.max_running,
+            block_size=capacity.block_size,
+            preemptions=0 if stats is None else stats.preemptions,
         )
-        desk.is_up, desk.is_silent, desk.misses, desk.moved_at = True, False, 0, now
-        desk.broken.clear()
-        self.has_changed.set()
+        state.is_up, state.is_unresponsive, state.missed_scrapes = True, False, 0
+        state.last_progress_at = self.now()
+        state.non_finite_episodes.clear()
+        self.scheduler_event.set()
 
-    async def _try(self, desk: Desk) -> None:
+    async def _retry(self, state: EngineState) -> None:
         try:
-            if self._kept is not None:
-                await self._give_again(desk)
-            await self._admit(desk, PROOF_S)
-        except Exception as why:  # whatever it is, this engine is not used for now, and why is said where none is left
-            if not self.scheduler.is_paused:  # else a sync cut it short
-                self._rest(desk, str(why) or repr(why))
+            if self._stored is not None:
+                await self._load_stored_weights(state)
+            await self._bring_up(state, BRING_UP_TIMEOUT_S)
+        except Exception as error:  # boundary: no failure of one engine may end the pool; `all_down_error` reports it
+            if not self.scheduler.is_paused:  # otherwise a weight sync has cancelled the attempt
+                self._schedule_retry(state, str(error) or repr(error))
 
-    async def _give_again(self, desk: Desk) -> None:
-        """The weights of the last sync. The proof alone would not see that a small step is missing."""
-        assert self._carry is not None
-        async with self.asking(desk, desk, self._turn_s):
-            (why,) = await self._carry([desk.engine], self._kept, self.version)
-        if why is not None:
-            raise why
+    async def _load_stored_weights(self, state: EngineState) -> None:
+        """Give the engine the last sync's weights. The probe alone would not detect that one small step is missing."""
+        assert self._transfer is not None
+        async with self.request(state, state, self._turn_timeout_s):
+            (error,) = await self._transfer([state.engine], self._stored, self.weight_version)
+        if error is not None:
+            raise error
 
-    async def _listen(self, desk: Desk) -> None:
-        """Until it computes again it gets no weights: the others would wait for one that hangs, at each sync."""
-        with suppress(Exception):  # whatever it is, the engine is not used for now
-            async with self.asking(desk, desk, PROOF_S):
-                await desk.engine.logprobs(SIGN_OF_LIFE)
-                desk.is_silent = False
+    async def _probe_liveness(self, state: EngineState) -> None:
+        with suppress(Exception):  # boundary: the engine stays down whatever it raises
+            async with self.request(state, state, BRING_UP_TIMEOUT_S):
+                await state.engine.logprobs(LIVENESS_PROBE_IDS)
+                state.is_unresponsive = False
 
-    async def _watch(self, desk: Desk) -> None:
+    async def _monitor(self, state: EngineState) -> None:
         while True:
-            if desk.is_up:
-                await self._scrape(desk)
+            if state.is_up:
+                await self._scrape(state)
             elif self.scheduler.is_paused:
-                pass  # what it is asked would keep the sync waiting
-            elif desk.is_silent:
-                await self._listen(desk)
-            elif desk.rests_until <= self.now() and (self._kept is not None or desk.engine.version == self.version):
-                await self._try(desk)
-            if self.is_hopeless():
-                for seat in self.seats.values():
-                    seat.look()
-            await asyncio.sleep(self._scrape_s)
+                pass  # a request would delay the weight sync
+            elif state.is_unresponsive:
+                await self._probe_liveness(state)
+            elif state.retry_at <= self.now() and (
+                self._stored is not None or state.engine.weight_version == self.weight_version
+            ):
+                await self._retry(state)
+            if self.has_given_up():
+                for handle in self.handles.values():
+                    handle.notify()
+            await asyncio.sleep(self._scrape_interval_s)
 
-    async def _scrape(self, desk: Desk) -> None:
-        """What the engine says of itself. One that does not is suspected only: those that it works for know better."""
+    async def _scrape(self, state: EngineState) -> None:
+        """Pass the engine's stats to the scheduler. The engine is marked down after `MAX_MISSED_SCRAPES` failures in a
+        row, not at once: a failing request is better evidence than a missed scrape."""
         try:
-            async with asyncio.timeout(GAUGE_S):
-                gauge = await desk.engine.gauge()
-        except (EngineFailed, TimeoutError) as why:
-            desk.misses += 1
-            if desk.is_up and desk.misses >= MISSES:
-                self.fail(desk, f"no answer to {MISSES} scrapes: {why!r}")
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                stats = await state.engine.stats()
+        except (EngineError, TimeoutError) as error:
+            state.missed_scrapes += 1
+            if state.is_up and state.missed_scrapes >= MAX_MISSED_SCRAPES:
+                self.mark_failed(state, f"no answer to {MAX_MISSED_SCRAPES} scrapes: {error!r}")
             return
-        desk.misses = 0
-        if gauge is None or not desk.is_up:
+        state.missed_scrapes = 0
+        if stats is None or not state.is_up:
             return
         now = self.now()
-        self.scheduler.observe(desk.engine.name, gauge, now)
-        self.has_changed.set()
-        if gauge.computed_tokens != desk.computed or not desk.requests:
-            desk.computed, desk.moved_at = gauge.computed_tokens, now
-        elif now - desk.moved_at > STALL_S:
-            self.fail(desk, f"not one token in {STALL_S:g} s")
+        self.scheduler.observe(state.engine.name, stats, now)
+        self.scheduler_event.set()
+        if stats.computed_tokens != state.computed_tokens or not state.requests:
+            state.computed_tokens, state.last_progress_at = stats.computed_tokens, now
+        elif now - state.last_progress_at > STALL_TIMEOUT_S:
+            self.mark_failed(state, f"no token computed in {STALL_TIMEOUT_S:g} s")
 
-    # --- what is to do ---
+    # --- placements ---
 
-    async def _place(self) -> None:
-        """Asks the scheduler once for all that happened at the same time."""
+    async def _dispatch_placements(self) -> None:
+        """Call the scheduler once for all events of the same moment, and start the turns that it places."""
         while True:
-            await self.has_changed.wait()
-            self.has_changed.clear()
+            await self.scheduler_event.wait()
+            self.scheduler_event.clear()
             for placement in self.scheduler.place(self.now()):
-                self.seats[placement.episode].put(placement)
+                self.handles[placement.episode].set_placement(placement)
 
-    async def _drain(self) -> None:
-        """Until nothing runs; engines that are tried meanwhile get the new weights anyway."""
-        for desk in self.desks.values():
-            if not desk.is_up:
-                desk.cut(self.now())
-        while any(desk.requests for desk in self.desks.values()) or self.scheduler.num_running:
-            self.has_ended.clear()
-            await self.has_ended.wait()
-
-
-class _Interrupted(Exception):
-    """A turn that no engine has begun."""
+    async def _wait_until_idle(self) -> None:
+        """Wait until no request is in flight. Bring-ups are cancelled, because the engines get new weights anyway."""
+        for state in self.engine_states.values():
+            if not state.is_up:
+                state.cancel_requests(self.now())
+        while any(state.requests for state in self.engine_states.values()) or self.scheduler.num_running:
+            self.request_ended.clear()
+            await self.request_ended.wait()
 
 
-class Seat:
-    """One episode's: it wants turns, one after the other, and each continues the context of the last."""
+class _Aborted(Exception):
+    """The handle was aborted before its turn was placed."""
 
-    def __init__(self, pool: Pool, key: int, group: Hashable, most_tokens: int) -> None:
+
+class EpisodeHandle:
+    """An episode's access to the pool. It generates one turn after the other; each continues the context of the
+    last."""
+
+    def __init__(self, pool: EnginePool, key: int, group: Hashable, max_context_tokens: int) -> None:
         self.key = key
         self.length = 0
-        self.name = f"{pool.name}-{key}"
-        """Of its requests, at engines."""
+        """Tokens of the context after the last turn."""
+        self.request_id = f"{pool.name}-{key}"
         self.placement: Placement | None = None
-        """Of the turn that it wants, once that has a place."""
-        self.is_interrupted = False
-        self._pool, self._group, self._most = pool, group, most_tokens
-        self._is_in = False
-        self._waits: asyncio.Future[None] | None = None
+        """The placement of the requested turn."""
+        self.is_aborted = False
+        self._pool, self._group, self._max_context_tokens = pool, group, max_context_tokens
+        self._is_submitted = False
+        self._placement_changed: asyncio.Future[None] | None = None
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `ids`, on another engine where one fails. Raises `EngineFailed` when none is left, or this turn
-        makes all fail. Cancelled, the episode is forgotten; asked again, it is a new one."""
-        pool, wanted, context = self._pool, self._pool.now(), len(ids)
-        sampling = replace(sampling, request=self.name)
-        self._want(context)
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Continue `ids`, on another engine if one fails.
+
+        Raises `EngineError` when all engines are down or the turn has failed on `MAX_FAILURES_PER_TURN` of them. After
+        an exception the scheduler drops the episode; the next call submits it as a new one.
+        """
+        pool, requested_at, context_tokens = self._pool, self._pool.now(), len(ids)
+        sampling = replace(sampling, request_id=self.request_id)
+        self._request_turn(context_tokens)
         try:
-            made, placement, began = await self._run(ids, sampling)
-            ended, length = pool.now(), context + len(made.ids)
-            pool.scheduler.park(self.key, length, ended)
-        except _Interrupted:
-            self.leave(None)
-            return Generation((), (), False, "", pool.version, is_interrupted=True)
+            generation, placement, started_at = await self._generate_with_failover(ids, sampling)
+            ended_at, length = pool.now(), context_tokens + len(generation.ids)
+            pool.scheduler.park(self.key, length, ended_at)
+        except _Aborted:
+            self.close(None)
+            return Generation((), (), False, "", pool.weight_version, is_aborted=True)
         except BaseException:
-            self.leave(None)
+            self.close(None)
             raise
         self.placement, self.length = None, length
-        pool.has_changed.set()
-        if pool.log is not None:
-            about = (placement.engine, wanted, began, ended, context, len(made.ids), placement.is_migration)
-            pool.log(Served(self.key, self._group, *about))
-        return made
+        pool.scheduler_event.set()
+        if pool.on_turn is not None:
+            record = TurnRecord(
+                episode=self.key,
+                group=self._group,
+                engine=placement.engine,
+                requested_at=requested_at,
+                started_at=started_at,
+                ended_at=ended_at,
+                context_tokens=context_tokens,
+                sampled_tokens=len(generation.ids),
+                is_migration=placement.is_migration,
+            )
+            pool.on_turn(record)
+        return generation
 
-    def put(self, placement: Placement) -> None:
-        """Its turn has a place."""
+    def set_placement(self, placement: Placement) -> None:
         self.placement = placement
-        self.look()
+        self.notify()
 
-    def look(self) -> None:
-        """What it waits for may have come."""
-        if self._waits is not None and not self._waits.done():
-            self._waits.set_result(None)
+    def notify(self) -> None:
+        """Make a waiting `generate` check its placement, abort flag and the pool's state again."""
+        if self._placement_changed is not None and not self._placement_changed.done():
+            self._placement_changed.set_result(None)
 
-    def leave(self, length: int | None) -> None:
-        """The episode is over, with `length`; None if something ended it."""
-        if self._is_in:
-            self._is_in, self.placement = False, None
+    def close(self, length: int | None) -> None:
+        """Complete the episode with `length` tokens; None means that it was cancelled. Later calls do nothing."""
+        if self._is_submitted:
+            self._is_submitted, self.placement = False, None
             pool = self._pool
-            del pool.seats[self.key]
+            del pool.handles[self.key]
             pool.scheduler.complete(self.key, pool.now(), length)
-            pool.has_changed.set()
-            pool.has_ended.set()
+            pool.scheduler_event.set()
+            pool.request_ended.set()
 
-    def _want(self, length: int) -> None:
+    def _request_turn(self, length: int) -> None:
         pool = self._pool
-        if self._is_in:
+        if self._is_submitted:
             pool.scheduler.resume(self.key, length, pool.now())
         else:
-            pool.scheduler.submit(self.key, self._group, length, self._most)
-            pool.seats[self.key] = self
-            self._is_in = True
-        pool.has_changed.set()
+            pool.scheduler.submit(self.key, self._group, length, self._max_context_tokens)
+            pool.handles[self.key] = self
+            self._is_submitted = True
+        pool.scheduler_event.set()
 
-    async def _run(self, ids: Sequence[int], sampling: Sampling) -> tuple[Generation, Placement, float]:
+    async def _generate_with_failover(
+        self, ids: Sequence[int], sampling: SamplingParams
+    ) -> tuple[Generation, Placement, float]:
+        """Return the turn, its placement and its start time."""
         pool, failures = self._pool, 0
         while True:
-            placement, began = await self._placed(), pool.now()
-            desk = pool.desks[placement.engine]
-            limit = pool.limit_s(desk, sampling.max_tokens)
+            placement, started_at = await self._wait_for_placement(), pool.now()
+            state = pool.engine_states[placement.engine]
+            timeout_s = pool.request_timeout_s(state, sampling.max_tokens)
             try:
-                with pool.busy:
-                    async with pool.asking(desk, self, limit):
-                        made = await desk.engine.generate(ids, sampling)
-                if self.placement is placement:  # else the engine was lost in the moment in which it answered
-                    desk.broken.clear()
-                    return made, placement, began
-            except TurnFailed as error:
+                with pool.busy_timer:
+                    async with pool.request(state, self, timeout_s):
+                        generation = await state.engine.generate(ids, sampling)
+                if self.placement is placement:  # otherwise the engine was marked down as it answered
+                    state.non_finite_episodes.clear()
+                    return generation, placement, started_at
+            except NonFiniteLogprobError as error:
                 pool.nan_turns += 1
                 failures += 1
-                if failures == TRIES:
+                if failures == MAX_FAILURES_PER_TURN:
                     raise
-                desk.broken.add(self.key)
-                if self.placement is placement and len(desk.broken) >= BROKEN_TURNS:
-                    pool.fail(desk, f"{BROKEN_TURNS} episodes in a row, the last: {error}")
-            except (EngineFailed, TimeoutError) as error:
-                if self.placement is placement:  # else it is known, and was not this turn's doing
-                    why = str(error) or f"engine {placement.engine}: no answer in {limit:.0f} s"
-                    pool.fail(desk, why)
+                state.non_finite_episodes.add(self.key)
+                if self.placement is placement and len(state.non_finite_episodes) >= MAX_NON_FINITE_EPISODES:
+                    pool.mark_failed(state, f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: {error}")
+            except (EngineError, TimeoutError) as error:
+                if self.placement is placement:  # otherwise the engine is already down, because of another request
+                    reason = str(error) or f"engine {placement.engine}: no answer in {timeout_s:.0f} s"
+                    pool.mark_failed(state, reason)
                     failures += 1
-                    if failures == TRIES:
-                        raise EngineFailed(f"{TRIES} engines failed at one turn, the last: {why}") from error
+                    if failures == MAX_FAILURES_PER_TURN:
+                        raise EngineError(f"the same turn failed on {failures} engines, the last: {reason}") from error
 
-    async def _placed(self) -> Placement:
-        while self.placement is None or self.is_interrupted:
-            if self.is_interrupted:
-                raise _Interrupted
-            if self._pool.is_hopeless():
-                raise self._pool.none_left()
-            self._waits = asyncio.get_running_loop().create_future()
-            await self._waits
+    async def _wait_for_placement(self) -> Placement:
+        while self.placement is None or self.is_aborted:
+            if self.is_aborted:
+                raise _Aborted
+            if self._pool.has_given_up():
+                raise self._pool.all_down_error()
+            self._placement_changed = asyncio.get_running_loop().create_future()
+            await self._placement_changed
         return self.placement

@@ -1,10 +1,9 @@
-"""Engines: token ids in, token ids and their log-probabilities out. What one is asked and answers, and vLLM over HTTP.
+"""A client of one vLLM server's HTTP API.
 
 Invariants:
-- Log-probabilities are of the distribution that was sampled from: after temperature and top-p (vLLM: processed ones).
-- An engine that is lost, hangs or answers nonsense raises `EngineFailed`, and nothing it said is repaired: the ids are
-  all there is, so another engine can continue. A request that no engine could serve is a `ValueError`.
-- `version` is that of the weights of the last sync, and 0 of those that an engine was started with.
+- Every answer is validated before it is used: ids within the vocabulary, one finite log-probability per id, and the
+  finish reason that the request implies.
+- All sampling settings are sent, so a model's generation_config.json has no effect.
 """
 
 from __future__ import annotations
@@ -14,25 +13,26 @@ import errno
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
+from trainer.engines.engine import EngineCapacity, EngineError, Generation, NonFiniteLogprobError, SamplingParams
 from trainer.scheduling.scheduler import EngineStats
 
-CONNECTIONS = 1024
-"""Turns that one server is asked for at a time; others wait here, in order."""
-CONNECT_S = 30.0
-ASK_AGAIN_S = 0.2
-"""To interrupt a request that the server had not yet when it was asked to."""
+MAX_CONNECTIONS = 1024
+"""Turns requested from one server at a time. Others wait in the client, in order."""
+CONNECT_TIMEOUT_S = 30.0
+ABORT_RETRY_S = 0.2
+"""Seconds after which an abort is sent again, because the server may not have received the request before it."""
 COMPLETIONS = "/v1/completions"
 NOT_IN_JSON = "not JSON compliant"
-"""What Python's JSON encoder says of NaN, and so a server whose answer has one."""
-ROUNDING = 1e-3  # how far above 0 a log-probability may come by rounding
-METRICS = (
+"""Part of the error of Python's JSON encoder for NaN, which a server returns if its answer has a NaN."""
+LOGPROB_TOLERANCE = 1e-3
+"""Rounding may raise a log-probability above 0 by less than this."""
+SCRAPED_METRICS = (
     "cache_config_info",
     "generation_tokens",
     "kv_cache_usage_perc",
@@ -40,78 +40,27 @@ METRICS = (
     "num_requests_waiting",
     "prompt_tokens",
 )
-METRIC = re.compile(rf"^vllm:({'|'.join(METRICS)})(?:_total)?\{{(.*)\}} (\S+)$", re.MULTILINE)
-"""Name, labels and value in /metrics. A server that has several engines says each of them."""
-NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+METRIC_LINE = re.compile(rf"^vllm:({'|'.join(SCRAPED_METRICS)})(?:_total)?\{{(.*)\}} (\S+)$", re.MULTILINE)
+"""Name, labels and value of a line of /metrics. A server with several engines has one line for each."""
+METRIC_VALUE = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to continue."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop_ids: tuple[int, ...] = ()
-    """Any of these ends the stretch, and is its last id."""
-    seed: int | None = None
-    """Of 63 bits; None leaves it to the engine."""
-    request: str = ""
-    """A name for `interrupt`, no other's at this engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What was sampled: `ids` and their log-probabilities, of one length, at most `max_tokens`, and none only if it was
-    interrupted before the first."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    is_stopped: bool
-    """Ended with a stop id; otherwise it has `max_tokens`, or was interrupted."""
-    engine: str
-    version: int
-    is_interrupted: bool = False
-    """By `interrupt`: what there was by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What an engine has room for: `tokens` of contexts, and `running` turns at once."""
-
-    tokens: int
-    running: int
-    block: int = 1
-    """Tokens that are kept together."""
-
-
-class EngineFailed(Exception):
-    """Ours, never the model's: the engine was lost, hung, or answered nonsense. Another may continue."""
-
-
-class TurnFailed(EngineFailed):
-    """A log-probability of one turn is no finite number. The engine may serve others, and this one at another time."""
-
-
-Logprob = Annotated[float, Field(lt=ROUNDING, allow_inf_nan=False)]
+Logprob = Annotated[float, Field(lt=LOGPROB_TOLERANCE, allow_inf_nan=False)]
 
 
 class _Logprobs(BaseModel, strict=True):
     token_logprobs: list[Logprob]
 
 
-class _Ranked(BaseModel, strict=True):
+class _TokenLogprob(BaseModel, strict=True):
     logprob: Logprob
 
 
 class _Choice(BaseModel, strict=True):
-    """As vLLM says it, with those log-probabilities that it was asked for."""
-
     token_ids: list[NonNegativeInt]
     finish_reason: str
     logprobs: _Logprobs | None = None
-    prompt_logprobs: list[dict[str, _Ranked] | None] | None = None
-    """Nothing of the first id."""
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
+    """One entry per prompt id, by the id as text. The first entry is None."""
 
 
 class _Completion(BaseModel, strict=True):
@@ -119,37 +68,37 @@ class _Completion(BaseModel, strict=True):
 
 
 class VllmEngine:
-    """One vLLM server, started as `trainer.engines.vllm_servers` does: `--logprobs-mode processed_logprobs`,
-    development routes.
+    """One vLLM server, started as `trainer.engines.vllm_servers` does: with `--logprobs-mode processed_logprobs` and
+    the development routes.
 
-    It belongs to the event loop that first uses it. Cancelling a request closes its connection, and vLLM drops it then.
-    `slots`: sequences that it runs at once (`--max-num-seqs`). `timeout_s` bounds all but `generate`, which takes as
-    long as its caller waits.
+    It belongs to the event loop that first uses it. Cancelling a request closes its connection, which makes vLLM drop
+    the request. `max_num_seqs`: the server's `--max-num-seqs`. `timeout_s` bounds all requests but `generate`, which
+    its caller has to bound.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        vocabulary: int,
-        max_length: int,
-        slots: int = CONNECTIONS,
+        vocab_size: int,
+        max_model_len: int,
+        max_num_seqs: int = MAX_CONNECTIONS,
         name: str = "",
         timeout_s: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/")
         self.name = name or self.url
-        self.version = 0
-        self._vocabulary, self._max_length, self._slots = vocabulary, max_length, slots
+        self.weight_version = 0
+        self._vocab_size, self._max_model_len, self._max_num_seqs = vocab_size, max_model_len, max_num_seqs
         self._timeout_s = timeout_s
-        self._connections = asyncio.Semaphore(CONNECTIONS)
+        self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._session: aiohttp.ClientSession | None = None
-        self._asked: dict[str, bool] = {}
-        """By name, what is asked now, and whether that is interrupted."""
+        self._aborted_by_id: dict[str, bool] = {}
+        """For each request in flight, by its id, whether it was aborted."""
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `ids`. Raises `EngineFailed`; `ValueError` for what this engine says is a wrong request."""
-        name, version = sampling.request, self.version
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Continue `ids`. Raises `EngineError`, and `ValueError` if the server rejects the request."""
+        request_id, version = sampling.request_id, self.weight_version
         options = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -157,69 +106,77 @@ class VllmEngine:
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_ids),
             "logprobs": 0,
-            **({"request_id": name} if name else {}),
+            **({"request_id": request_id} if request_id else {}),
         }
-        self._asked[name] = False
+        self._aborted_by_id[request_id] = False
         try:
             async with self._connections:
-                if self._asked.get(name):
-                    return Generation((), (), False, self.name, version, is_interrupted=True)
+                if self._aborted_by_id.get(request_id):
+                    return Generation((), (), False, self.name, version, is_aborted=True)
                 choice = await self._complete(ids, options, None)
-            is_interrupted = bool(self._asked.get(name)) and choice.finish_reason == "abort"
+            is_aborted = bool(self._aborted_by_id.get(request_id)) and choice.finish_reason == "abort"
         finally:
-            self._asked.pop(name, None)
-        made, reason = choice.token_ids, choice.finish_reason
+            self._aborted_by_id.pop(request_id, None)
+        sampled, reason = choice.token_ids, choice.finish_reason
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
-        is_stopped = bool(made) and made[-1] in sampling.stop_ids
-        is_whole = (reason, is_stopped) == ("stop", True) or (reason, len(made)) == ("length", sampling.max_tokens)
-        if not is_whole and not is_interrupted:
-            raise self._failed(f"a stop id or {sampling.max_tokens} tokens", f"{len(made)} tokens, {reason!r}")
-        if len(made) > sampling.max_tokens or len(made) != len(logprobs) or max(made, default=0) >= self._vocabulary:
-            raise self._failed(f"ids below {self._vocabulary}, as many log-probabilities", f"{made}, {logprobs}")
-        return Generation(tuple(made), tuple(logprobs), is_stopped, self.name, version, is_interrupted)
+        has_stop_token = bool(sampled) and sampled[-1] in sampling.stop_ids
+        is_complete = (reason, has_stop_token) == ("stop", True) or (
+            (reason, len(sampled)) == ("length", sampling.max_tokens)
+        )
+        if not is_complete and not is_aborted:
+            raise self._error(f"a stop id or {sampling.max_tokens} tokens", f"{len(sampled)} tokens, {reason!r}")
+        if len(sampled) > sampling.max_tokens or len(sampled) != len(logprobs):
+            raise self._error(
+                f"at most {sampling.max_tokens} ids, each with a log-probability", f"{sampled}, {logprobs}"
+            )
+        if max(sampled, default=0) >= self._vocab_size:
+            raise self._error(f"ids below {self._vocab_size}", sampled)
+        return Generation(tuple(sampled), tuple(logprobs), has_stop_token, self.name, version, is_aborted)
 
-    async def interrupt(self, requests: Collection[str]) -> None:
-        """Have these requests answered with what there is. Raises `EngineFailed`."""
-        while names := [name for name in requests if name in self._asked]:
-            self._asked |= dict.fromkeys(names, True)
-            await self.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]})
-            await asyncio.sleep(ASK_AGAIN_S)
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Make these requests return the ids sampled so far. Raises `EngineError`."""
+        while in_flight := [request_id for request_id in request_ids if request_id in self._aborted_by_id]:
+            self._aborted_by_id |= dict.fromkeys(in_flight, True)
+            await self.post("/abort_requests", {"request_ids": [f"cmpl-{request_id}-0" for request_id in in_flight]})
+            await asyncio.sleep(ABORT_RETRY_S)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Of `ids[1:]`, each given what stands before it, at temperature 1."""
+        """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
         options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        said = (await self._complete(ids, options, self._timeout_s)).prompt_logprobs or []
-        if len(said) != len(ids) or any(str(id) not in (of or {}) for id, of in zip(ids[1:], said[1:], strict=True)):
-            raise self._failed(f"prompt_logprobs of {len(ids)} ids", said)
-        return [of[str(id)].logprob for id, of in zip(ids[1:], said[1:], strict=True) if of]
+        scores = (await self._complete(ids, options, self._timeout_s)).prompt_logprobs or []
+        if len(scores) != len(ids) or any(
+            str(id) not in (by_id or {}) for id, by_id in zip(ids[1:], scores[1:], strict=True)
+        ):
+            raise self._error(f"prompt_logprobs of {len(ids)} ids", scores)
+        return [by_id[str(id)].logprob for id, by_id in zip(ids[1:], scores[1:], strict=True) if by_id]
 
-    async def load(self, folder: Path, version: int) -> None:
-        """Take over a saved model, by a path that the server sees as well. Nothing may be generating."""
-        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        await self.renew(version)
+    async def load_weights(self, directory: Path, version: int) -> None:
+        """Load a saved model from a path that the server sees as well. No request may be in flight."""
+        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        await self.reset_prefix_cache(version)
 
-    async def renew(self, version: int) -> None:
-        """Forget what was computed with other weights: those that are there now are `version`."""
+    async def reset_prefix_cache(self, version: int) -> None:
+        """Drop the KV cache of the old weights. The server's weights now have `version`."""
         answer = await self.post("/reset_prefix_cache", {})
         if answer is not None and not (isinstance(answer, dict) and answer.get("success") is True):
-            raise self._failed("an empty prefix cache", answer)
-        self.version = version
+            raise self._error("an empty prefix cache", answer)
+        self.weight_version = version
 
-    async def capacity(self) -> Capacity:
-        """Of its key-value cache. Raises `EngineFailed`."""
-        about = (await self._metrics())["cache_config_info"]
-        tokens, block = 0, 1
-        for labels, _ in about:
+    async def capacity(self) -> EngineCapacity:
+        """Return the size of the KV cache. Raises `EngineError`."""
+        series = (await self._scrape())["cache_config_info"]
+        kv_tokens, block_size = 0, 1
+        for labels, _ in series:
             sizes = dict(re.findall(r'(\w+)="(\d+)"', labels))
-            block = int(sizes.get("block_size", 0))
-            tokens += int(sizes.get("num_gpu_blocks", 0)) * block
-        if not tokens:
-            raise self._failed("vllm:cache_config_info in /metrics (start it without --disable-log-stats)", about)
-        return Capacity(tokens, self._slots, block)
+            block_size = int(sizes.get("block_size", 0))
+            kv_tokens += int(sizes.get("num_gpu_blocks", 0)) * block_size
+        if not kv_tokens:
+            raise self._error("vllm:cache_config_info in /metrics (start it without --disable-log-stats)", series)
+        return EngineCapacity(kv_tokens, self._max_num_seqs, block_size)
 
-    async def gauge(self) -> EngineStats:
-        """What it says of itself now. Raises `EngineFailed`."""
-        values = {name: [value for _, value in said] for name, said in (await self._metrics()).items()}
+    async def stats(self) -> EngineStats:
+        """Return the server's counters. Raises `EngineError`."""
+        values = {name: [value for _, value in series] for name, series in (await self._scrape()).items()}
         return EngineStats(
             preemptions=int(sum(values["num_preemptions"])),
             num_waiting=int(sum(values["num_requests_waiting"])),
@@ -232,62 +189,65 @@ class VllmEngine:
             await self._session.close()
 
     async def post(self, route: str, body: dict[str, Any]) -> Any:
-        """The decoded answer, None for an empty one. Raises `EngineFailed`."""
-        text = await self._ask("POST", route, body, self._timeout_s)
+        """Return the decoded JSON answer, or None for an empty one. Raises `EngineError`."""
+        text = await self._request("POST", route, body, self._timeout_s)
         try:
             return json.loads(text or "null")
-        except ValueError as why:
-            raise self._failed("JSON", text) from why
+        except ValueError as error:
+            raise self._error("JSON", text) from error
 
-    async def _metrics(self) -> dict[str, list[tuple[str, float]]]:
-        """Of each metric its series: labels and value."""
-        text = await self._ask("GET", "/metrics", None, self._timeout_s)
-        made: dict[str, list[tuple[str, float]]] = {name: [] for name in METRICS}
-        for name, labels, value in METRIC.findall(text):
-            if not NUMBER.fullmatch(value):
-                raise self._failed(f"vllm:{name} as a number in /metrics", value)
-            made[name].append((labels, float(value)))
-        return made
+    async def _scrape(self) -> dict[str, list[tuple[str, float]]]:
+        """Return the series of each scraped metric: labels and value."""
+        text = await self._request("GET", "/metrics", None, self._timeout_s)
+        series: dict[str, list[tuple[str, float]]] = {name: [] for name in SCRAPED_METRICS}
+        for name, labels, value in METRIC_LINE.findall(text):
+            if not METRIC_VALUE.fullmatch(value):
+                raise self._error(f"vllm:{name} as a number in /metrics", value)
+            series[name].append((labels, float(value)))
+        return series
 
     async def _complete(self, ids: Sequence[int], options: Mapping[str, Any], timeout_s: float | None) -> _Choice:
-        """The one choice of an answer. All that a model's generation_config.json might set is said."""
-        tokens = options["max_tokens"]
-        if tokens < 1 or not 0 < len(ids) <= self._max_length - tokens:  # vLLM would silently give fewer
-            raise ValueError(f"expected 1 to {self._max_length} tokens in all, got {len(ids)} ids and {tokens} to come")
+        """Request a completion and return its only choice."""
+        max_tokens = options["max_tokens"]
+        if max_tokens < 1 or not 0 < len(ids) <= self._max_model_len - max_tokens:  # vLLM would silently sample fewer
+            raise ValueError(
+                f"expected 1 to {self._max_model_len} tokens in all, got {len(ids)} ids and max_tokens={max_tokens}"
+            )
         fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
-        text = await self._ask("POST", COMPLETIONS, {"prompt": list(ids), **fixed, **options}, timeout_s)
+        text = await self._request("POST", COMPLETIONS, {"prompt": list(ids), **fixed, **options}, timeout_s)
         try:
             return _Completion.model_validate_json(text).choices[0]
-        except ValidationError as why:
-            kind = TurnFailed if all(map(_is_no_number, why.errors())) else EngineFailed
-            raise self._failed("one choice with ids and finite log-probabilities of at most 0", why, kind) from why
+        except ValidationError as error:
+            kind = NonFiniteLogprobError if all(map(_is_non_finite_logprob, error.errors())) else EngineError
+            raise self._error("one choice with ids and finite log-probabilities of at most 0", error, kind) from error
 
-    async def _ask(self, method: str, route: str, body: Any, timeout_s: float | None) -> str:
+    async def _request(self, method: str, route: str, body: Any, timeout_s: float | None) -> str:
         if self._session is None:
-            # One that was kept may be closed there just as it is used here, which looks like an engine that is lost.
+            # A kept-alive connection may be closed by the server just as it is reused, which looks like a dead engine.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._session.request(method, self.url + route, json=body, timeout=timeout) as response:
                 status, text = response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as why:
-            if isinstance(why, aiohttp.ClientConnectorError) and why.os_error.errno == errno.ECONNREFUSED:
-                self.version = 0  # nobody listens there: what is started anew has the weights that it had at first
-            raise self._failed(f"an answer of {route}", f"{type(why).__name__}: {why}") from why
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
+                self.weight_version = 0  # the server has ended; a restarted one has its first weights
+            raise self._error(f"an answer of {route}", f"{type(error).__name__}: {error}") from error
         if status != 200 and NOT_IN_JSON in text:
-            raise self._failed("finite log-probabilities", f"{status}: {text}", TurnFailed)
+            raise self._error("finite log-probabilities", f"{status}: {text}", NonFiniteLogprobError)
         if status in (400, 422) and route == COMPLETIONS:
-            raise ValueError(f"engine {self.name} refused {str(body)[:200]}: {text[:500]}")
+            raise ValueError(f"engine {self.name} rejected {str(body)[:200]}: {text[:500]}")
         if status != 200:
-            raise self._failed(f"status 200 of {route}", f"{status}: {text}")
+            raise self._error(f"status 200 of {route}", f"{status}: {text}")
         return text
 
-    def _failed(self, expected: str, got: Any, kind: type[EngineFailed] = EngineFailed) -> EngineFailed:
+    def _error(self, expected: str, got: object, kind: type[EngineError] = EngineError) -> EngineError:
         return kind(f"engine {self.name}: expected {expected}, got {str(got)[:500]}")
 
 
-def _is_no_number(error: Mapping[str, Any]) -> bool:
-    """Whether it is a log-probability that is NaN, infinite, or null, which some JSON encoders write for NaN."""
+def _is_non_finite_logprob(error: Mapping[str, Any]) -> bool:
+    """Return whether the error is a log-probability of NaN, infinity, or null, which some JSON encoders write for
+    NaN."""
     is_logprob = bool({"token_logprobs", "logprob"} & set(error["loc"]))
     return is_logprob and (error["type"] == "finite_number" or error["input"] is None)

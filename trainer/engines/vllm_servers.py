@@ -1,12 +1,12 @@
-"""vLLM servers as children of this process, for as long as a block lasts.
+"""Runs vLLM servers as child processes until an `async with` block ends.
 
 Invariants:
-- Each listens on loopback and has GPUs or cores of its own, which none of its processes leaves: of the GPUs that this
-  process was given, if it was given some.
-- None outlives the block, nor this process, whatever ends it.
-- One that ends within the block is started anew, at the same address, with the weights that it had at first.
-- They run in an environment of their own (`python`), of which nothing is assumed but vLLM.
-- They are no ranks of this process's training, and get no variable by which a launcher tells a rank what it is.
+- Each server listens on loopback and has its own GPUs (among those visible to this process) or its own CPU cores. Its
+  child processes have the same ones.
+- No server outlives the block or this process, however they end.
+- A server that ends within the block is restarted at the same address with the weights of its first start.
+- The servers run in their own Python environment, which needs nothing but vLLM.
+- The servers are not ranks of this process's training, so they get none of a launcher's variables for ranks.
 """
 
 from __future__ import annotations
@@ -28,161 +28,166 @@ from pathlib import Path
 import aiohttp
 
 from trainer.config import ConfigError
-from trainer.engines import __path__ as here
-from trainer.engines.vllm_client import EngineFailed
+from trainer.engines import __path__ as package_path
+from trainer.engines.engine import EngineError
 
 logger = logging.getLogger(__name__)
 
-WORKER = "vllm_worker"
-START_S = 900.0
-"""A large model's weights are read, and its graphs captured, in minutes."""
-END_S = 20.0
-AGAIN_S = 5.0
-"""Before one that has ended is started anew."""
+WORKER_MODULE = "vllm_worker"
+START_TIMEOUT_S = 900.0
+"""Seconds that a server may take to start. Reading a large model and capturing its graphs takes minutes."""
+STOP_S = 20.0
+"""Seconds between SIGTERM and SIGKILL."""
+RESTART_DELAY_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
-"""A CPU's generator cannot be set back: a request with a seed whose prompt comes in two parts would end the engine."""
-CORES = "VLLM_CPU_OMP_THREADS_BIND"
-OF_RANKS = re.compile(
+"""Chunked prefill is off because vLLM cannot reset a CPU's random generator: a seeded request whose prompt is computed
+in two chunks would end the engine."""
+CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+RANK_VARIABLES = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|TORCHELASTIC_.*"
     "|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING|(ACCELERATE|FSDP)_.*"
 )
-"""Variables that torchrun and accelerate set for a rank. A vLLM server that has them waits for the other ranks, or
-listens at the training's port. OMP_NUM_THREADS is torchrun's 1 for each of several ranks."""
-ROCR = "ROCR_VISIBLE_DEVICES"
-"""What shows GPUs to ROCm itself, as Slurm sets it: the others count among those."""
-GPUS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""What shows GPUs to a process, AMD's own first: vLLM ends where both are set and differ."""
-WITH_PARENT = f"""\
+"""Variables that torchrun and accelerate set for a rank. With them a vLLM server would wait for the other ranks or
+listen at the training's port. OMP_NUM_THREADS is included because torchrun sets it to 1 if there are several ranks."""
+ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
+"""Selects the GPUs that ROCm sees; Slurm sets it. The indices in `GPU_VARIABLES` count among these GPUs."""
+GPU_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Select the GPUs that a process sees, AMD's variable first. vLLM ends if both are set and differ."""
+LAUNCHER_SCRIPT = f"""\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
-if cores := os.environ.get("{CORES}"):
+if cores := os.environ.get("{CORES_VARIABLE}"):
     os.sched_setaffinity(0, map(int, cores.split(",")))
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-"""Dies with the thread that started it (prctl 1 is PR_SET_PDEATHSIG), also if that is killed; and keeps to its cores
-with all that it starts. vLLM binds no more of itself to them than the threads that compute."""
+"""Starts the server so that it gets SIGTERM when the thread that started it ends, also if that is killed (prctl 1 is
+PR_SET_PDEATHSIG), and so that all its threads stay on its cores. vLLM itself binds only its compute threads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
-    """Servers of one model, all alike."""
+class VllmServers:
+    """The settings of servers of one model."""
 
     python: str
-    """Of an environment with vLLM."""
+    """The interpreter of an environment with vLLM."""
     model: Path
-    max_length: int
-    slots: int = 64
+    max_model_len: int
+    max_num_seqs: int = 64
     dtype: str = "bfloat16"
-    gpus: int = 0
-    """Of one server, which splits the model over them; 0 is the CPU."""
+    gpus_per_server: int = 0
+    """GPUs over which one server splits the model; 0 runs on the CPU."""
     first_gpu: int = 0
-    gpu_memory: float = 0.9
-    is_nccl: bool = False
+    gpu_memory_utilization: float = 0.9
+    uses_nccl: bool = False
+    """Whether weights are sent by NCCL."""
     cpu_kv_gb: int = 1
 
     def command(self, port: int) -> list[str]:
-        """What one server runs."""
+        """Return the command line of one server."""
         options = {
             "--model": str(self.model),
             "--host": "127.0.0.1",
             "--port": str(port),
-            "--max-model-len": str(self.max_length),
-            "--max-num-seqs": str(self.slots),
+            "--max-model-len": str(self.max_model_len),
+            "--max-num-seqs": str(self.max_num_seqs),
             "--dtype": self.dtype,
             "--logprobs-mode": "processed_logprobs",
-            "--generation-config": "vllm",  # not the model's own
+            "--generation-config": "vllm",  # ignore the model's generation_config.json
         }
-        if self.gpus:
-            options |= {"--tensor-parallel-size": str(self.gpus), "--gpu-memory-utilization": str(self.gpu_memory)}
+        if self.gpus_per_server:
+            options["--tensor-parallel-size"] = str(self.gpus_per_server)
+            options["--gpu-memory-utilization"] = str(self.gpu_memory_utilization)
         else:
-            options |= {"--worker-extension-cls": f"{WORKER}.Worker"}
-        if self.is_nccl:
-            options |= {"--weight-transfer-config": '{"backend": "nccl"}'}
+            options["--worker-extension-cls"] = f"{WORKER_MODULE}.Worker"
+        if self.uses_nccl:
+            options["--weight-transfer-config"] = '{"backend": "nccl"}'
         module = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not find vllm-cpu's metadata
-        flags = ["--disable-uvicorn-access-log", *([] if self.gpus else CPU_FLAGS)]
-        flat = [word for pair in options.items() for word in pair]
-        return [self.python, "-c", WITH_PARENT, "-m", module, *flat, *flags]
+        flags = ["--disable-uvicorn-access-log", *([] if self.gpus_per_server else CPU_FLAGS)]
+        arguments = [word for option in options.items() for word in option]
+        return [self.python, "-c", LAUNCHER_SCRIPT, "-m", module, *arguments, *flags]
 
-    def environment(self, number: int, count: int, cores: Sequence[int], base: Mapping[str, str]) -> dict[str, str]:
-        """Of server `number` of `count`: its own GPUs of those that `base` shows, or its own share of `cores`.
+    def environment(self, index: int, count: int, cores: Sequence[int], base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of server `index` of `count`: `base` with its own GPUs or its own share of `cores`.
 
-        Raises `ConfigError` where `base` shows too few.
+        Raises `ConfigError` if `base` shows too few GPUs.
         """
-        made = {name: value for name, value in base.items() if not OF_RANKS.fullmatch(name)}
-        made |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if self.gpus:
-            first = self.first_gpu + number * self.gpus
-            told = [name for name in GPUS if name in base]
-            by = told[0] if told else ROCR
-            shown = [gpu for gpu in base[by].split(",") if gpu] if by in base else ["any"] * (first + self.gpus)
-            mine = (shown if told else [str(index) for index in range(len(shown))])[first : first + self.gpus]
-            if len(mine) < self.gpus:
-                raise ConfigError(
-                    f"engine {number + 1} of {count}: expected {first + self.gpus} GPUs or more, got {by}="
-                    f"{base[by]}; lower engines.count or engines.tensor_parallel, or show this process more"
-                )
-            made |= dict.fromkeys(told or GPUS[1:], ",".join(mine))
-            made.pop(CORES, None)
+        variables = {name: value for name, value in base.items() if not RANK_VARIABLES.fullmatch(name)}
+        variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if self.gpus_per_server:
+            variables |= self._gpu_variables(index, count, base)
+            variables.pop(CORES_VARIABLE, None)
         else:
-            mine = [str(core) for core in cores[number::count] or [cores[number % len(cores)]]]
-            made |= {
-                CORES: ",".join(mine),
-                "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_gb),
-            }
-        return made
+            own_cores = cores[index::count] or [cores[index % len(cores)]]
+            variables[CORES_VARIABLE] = ",".join(map(str, own_cores))
+            variables["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_kv_gb)
+        return variables
+
+    def _gpu_variables(self, index: int, count: int, base: Mapping[str, str]) -> dict[str, str]:
+        first = self.first_gpu + index * self.gpus_per_server
+        end = first + self.gpus_per_server
+        set_variables = [name for name in GPU_VARIABLES if name in base]
+        variable = set_variables[0] if set_variables else ROCR_VARIABLE
+        visible = [gpu for gpu in base[variable].split(",") if gpu] if variable in base else ["any"] * end
+        gpus = (visible if set_variables else [str(gpu) for gpu in range(len(visible))])[first:end]
+        if len(gpus) < self.gpus_per_server:
+            raise ConfigError(
+                f"engine {index + 1} of {count}: expected {end} GPUs or more, got {variable}={base[variable]}; lower "
+                "engines.count or engines.tensor_parallel, or make more GPUs visible to this process"
+            )
+        return dict.fromkeys(set_variables or GPU_VARIABLES[1:], ",".join(gpus))
 
     @asynccontextmanager
     async def serve(self, count: int, logs: Path) -> AsyncIterator[list[str]]:
-        """Start `count` servers, wait until they answer, and end them. Yields their URLs.
+        """Start `count` servers, wait until they are healthy, and stop them. Yields their URLs.
 
-        `logs` gets a file for each. Raises `ConfigError` where there are too few GPUs, and `EngineFailed` with its last
-        lines when one ends before it answers.
+        Each server has a log file in the directory `logs`. Raises `ConfigError` if there are too few GPUs, and
+        `EngineError` with the end of the log if a server ends before it is healthy.
         """
-        base = {**os.environ, "PYTHONPATH": str(_extension(logs))}
+        base = {**os.environ, "PYTHONPATH": str(_extension_dir(logs))}
         cores = sorted(os.sched_getaffinity(0))
-        environments = [self.environment(number, count, cores, base) for number in range(count)]
+        environments = [self.environment(index, count, cores, base) for index in range(count)]
         async with aiohttp.ClientSession() as session:
-            answers: list[asyncio.Future[str]] = []
-            keepers = []
-            for number, environment in enumerate(environments):
-                answers.append(asyncio.get_running_loop().create_future())
-                keeper = _keep(self.command, environment, logs / f"engine{number}.log", session, answers[-1])
-                keepers.append(asyncio.create_task(keeper))
+            urls: list[asyncio.Future[str]] = []
+            supervisors = []
+            for index, environment in enumerate(environments):
+                urls.append(asyncio.get_running_loop().create_future())
+                supervisor = _supervise(self.command, environment, logs / f"engine{index}.log", session, urls[-1])
+                supervisors.append(asyncio.create_task(supervisor))
             try:
-                yield list(await asyncio.gather(*answers))
+                yield list(await asyncio.gather(*urls))
             finally:
-                for task in keepers:
+                for task in supervisors:
                     task.cancel()
-                await asyncio.gather(*keepers, return_exceptions=True)
+                await asyncio.gather(*supervisors, return_exceptions=True)
 
 
-async def _keep(
+async def _supervise(
     command: Callable[[int], list[str]],
     environment: Mapping[str, str],
     log: Path,
     session: aiohttp.ClientSession,
-    answers: asyncio.Future[str],
+    url: asyncio.Future[str],
 ) -> None:
-    """Have a server run until cancelled. Its URL goes to `answers` as soon as it is there, or `EngineFailed`."""
+    """Run and restart a server until cancelled. `url` gets its URL once it is healthy, or the first start's error."""
     port = free_port()
     while True:
         try:
-            async with _child(command(port), environment, log) as process:
-                if not answers.done():
-                    answers.set_result(await _answering(session, f"http://127.0.0.1:{port}", process, log))
-                why = f"it ended with exit code {await process.wait()}"
-        except Exception as error:  # whatever it is, the first time it is the block's, and later it may pass
-            if not answers.done():
-                answers.set_exception(error)
+            async with _process_group(command(port), environment, log) as process:
+                if not url.done():
+                    url.set_result(await _wait_until_healthy(session, f"http://127.0.0.1:{port}", process, log))
+                reason = f"it ended with exit code {await process.wait()}"
+        except Exception as error:  # boundary: only the first start's failure is an error; later starts are retried
+            if not url.done():
+                url.set_exception(error)
                 return
-            why = repr(error)
-        logger.warning("the vLLM server of %s is started anew: %s", log, why)
-        await asyncio.sleep(AGAIN_S)
+            reason = repr(error)
+        logger.warning("the vLLM server of %s restarts in %g s: %s", log, RESTART_DELAY_S, reason)
+        await asyncio.sleep(RESTART_DELAY_S)
 
 
 @asynccontextmanager
-async def _child(command: Sequence[str], environment: Mapping[str, str], log: Path) -> AsyncIterator[Process]:
-    """A process with all that it starts: a group, which gets a signal, some time, and is killed."""
+async def _process_group(command: Sequence[str], environment: Mapping[str, str], log: Path) -> AsyncIterator[Process]:
+    """Start a process in its own process group. At the end of the block, stop and then kill the whole group."""
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
@@ -193,37 +198,38 @@ async def _child(command: Sequence[str], environment: Mapping[str, str], log: Pa
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), END_S)
-        with contextlib.suppress(ProcessLookupError):  # also what outlived its leader
+            await asyncio.wait_for(process.wait(), STOP_S)
+        with contextlib.suppress(ProcessLookupError):  # child processes may outlive the group's leader
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
 
-async def _answering(session: aiohttp.ClientSession, url: str, process: Process, log: Path) -> str:
-    async with asyncio.timeout(START_S):
+async def _wait_until_healthy(session: aiohttp.ClientSession, url: str, process: Process, log: Path) -> str:
+    async with asyncio.timeout(START_TIMEOUT_S):
         while process.returncode is None:
             with contextlib.suppress(aiohttp.ClientError):
                 async with session.get(f"{url}/health") as response:
                     if response.status == 200:
                         return url
             await asyncio.sleep(0.25)
-    raise EngineFailed(f"expected a vLLM server, got exit code {process.returncode}; {log} ends with:\n{_end(log)}")
+    raise EngineError(f"expected a vLLM server, got exit code {process.returncode}; {log} ends with:\n{_log_tail(log)}")
 
 
-def _extension(logs: Path) -> Path:
-    """A folder with our worker extension alone: our packages must not shadow those of vLLM's environment."""
-    folder = (logs / "extension").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(here[0], f"{WORKER}.py"), folder)
-    return folder
+def _extension_dir(logs: Path) -> Path:
+    """Copy the worker extension to a directory of its own, so that no module of ours shadows one of vLLM's
+    environment."""
+    directory = (logs / "extension").absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(package_path[0], f"{WORKER_MODULE}.py"), directory)
+    return directory
 
 
-def _end(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:]
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """One that nobody listens on, of this host's address, or of all of them where that is empty."""
+    """Return a port on which nobody listens at `host`; an empty host means all addresses of this machine."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

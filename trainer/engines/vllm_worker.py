@@ -1,7 +1,8 @@
-"""Loaded by vLLM's workers, in vLLM's own environment: nothing but vLLM may be imported here.
+"""A vLLM worker extension that makes `reload_weights` work on a CPU. It runs in vLLM's own environment, so it may
+import nothing but vLLM.
 
-On a CPU vLLM packs the weights of its linear layers for oneDNN when it first loads them. `reload_weights` then answers
-that all is well and leaves a mix of old and new. Without the packing a reload is whole.
+vLLM packs the weights of linear layers for oneDNN when a model is first loaded on a CPU. `reload_weights` then reports
+success and leaves a mix of old and new weights. Without the packing it replaces all weights.
 """
 
 from __future__ import annotations
@@ -12,4 +13,4 @@ vllm._custom_ops._supports_onednn = False  # before the model is loaded
 
 
 class Worker:
-    """What `--worker-extension-cls` wants. Nothing is added: importing this module is the effect."""
+    """The class that `--worker-extension-cls` requires. It adds nothing: importing this module has the effect."""

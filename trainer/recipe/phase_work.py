@@ -39,8 +39,8 @@ from trainer.recipe.phases import (
     RecipeRun,
     TrainResult,
 )
-from trainer.recipe.rollout_session import load_chat_format, open_rollout, open_tools
-from trainer.rollout.loop_thread import Background
+from trainer.recipe.rollout_session import load_chat_format, open_rollout, open_run_sandbox
+from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import open_trackers
 from trainer.training.context import TrainingContext, checkpoint_step, distributed_state, wait_for_ranks
@@ -100,9 +100,9 @@ def _prepare_problems(
 
 def _unparsable_answers(config: RunConfig, answers: Sequence[str]) -> Collection[str]:
     """Return the answers that the checker does not find equivalent to themselves. No model could be right on them."""
-    with Background() as background:
-        tools = open_tools(background, config.sandbox)
-        outcomes = background.run(tools.verify, [(answer, answer) for answer in answers])
+    with LoopThread() as loop_thread:
+        sandbox = open_run_sandbox(loop_thread, config.sandbox)
+        outcomes = loop_thread.run(sandbox.answer_checker.verify, [(answer, answer) for answer in answers])
     if unchecked := outcomes.count(VerifyOutcome.UNAVAILABLE):
         raise NoRewardsError(f"{unchecked} of {len(answers)} answers could not be checked, since the sandbox failed")
     checked = zip(answers, outcomes, strict=True)
@@ -240,11 +240,11 @@ def run_evaluation(
     if missing := evaluation.unfinished_problems(problems, samples, out):
         done_before = len(problems) - len(missing)
         with open_rollout(run, run.model_path(model)) as rollouts, progress_bar(out.name, len(problems)) as advance:
-            rollouts.background.run(
+            rollouts.loop_thread.run(
                 evaluation.evaluate_problems,
                 missing,
                 samples,
-                partial(rollouts.collector.collect, how=limits, seed=number),
+                partial(rollouts.collector.collect, limits=limits, seed=number),
                 run_folder=run_folder,
                 outcomes_only=outcomes_only,
                 on_progress=lambda done: advance(done_before + done),

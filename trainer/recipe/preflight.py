@@ -25,7 +25,7 @@ import aiohttp
 
 from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.sources import DataError, check_source
-from trainer.environments.python_tool import ServiceFailed, service
+from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
 from trainer.recipe.resource_plan import GB, LESS_TRAINING_MEMORY, disk_bytes, known_shape, misfits, resource_plan
@@ -213,9 +213,11 @@ async def _sandbox(config: RunConfig, endpoint: str) -> str:
         else "see `rstar-sandbox doctor`"
     )
     try:
-        async with service(endpoint, timeout_s=config.sandbox.timeout_s, memory_mb=config.sandbox.memory_mb) as tools:
-            (outcome,) = await tools.verify([("42", "42")])
-    except ServiceFailed as error:
+        async with open_sandbox(
+            endpoint, timeout_s=config.sandbox.timeout_s, memory_mb=config.sandbox.memory_mb
+        ) as connection:
+            (outcome,) = await connection.answer_checker.verify([("42", "42")])
+    except SandboxUnavailable as error:
         return f"sandbox: {error}; {advice}"
     if outcome is not VerifyOutcome.EQUIVALENT:
         return f"sandbox: {endpoint}: expected 42 to be equivalent to 42, got {outcome.value}; {advice}"

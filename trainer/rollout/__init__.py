@@ -1,0 +1,1 @@
+"""Collects episodes: one episode turn by turn, and many at once."""

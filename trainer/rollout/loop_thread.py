@@ -1,9 +1,9 @@
-"""An event loop in a thread of its own, for synchronous code that owns asynchronous things: TRL's trainer does.
+"""An event loop in its own thread, for synchronous code that uses asynchronous objects, as TRL's trainer does.
 
 Invariants:
-- One task does everything, one thing at a time: what it enters it leaves, last in first out, whatever ends the `with`.
-- `run` returns or raises only when what it ran is over. Ctrl-C while it waits cancels that first.
-- An exception in the loop surfaces where it was waited for, with its own traceback.
+- One task runs all jobs, one after the other, and leaves the entered context managers in reverse order.
+- `run` returns or raises only after its job has ended. Ctrl-C during `run` cancels the job first.
+- An exception in the loop is raised where its result was awaited, with its own traceback.
 """
 
 from __future__ import annotations
@@ -20,58 +20,59 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Background:
-    """A context manager, for one thread and not for its own loop."""
+class LoopThread:
+    """A context manager for one thread, which must not be the loop's own."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._jobs: asyncio.Queue[tuple[Future[Any], Callable[[], Awaitable[Any]]] | None] = asyncio.Queue()
-        self._over: Future[None] = Future()
-        self._thread = threading.Thread(target=self._live, name="background", daemon=True)
+        """Jobs with their results' futures. None ends the loop."""
+        self._exited: Future[None] = Future()
+        self._thread = threading.Thread(target=self._thread_main, name="loop-thread", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._call(self._jobs.put_nowait, None)
         self._thread.join()
-        self._over.result()
+        self._exited.result()
 
     def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
-        """Enter it in the loop, until the `with` block ends."""
+        """Enter `manager` in the loop until the `with` block ends."""
         return self.run(self._stack.enter_async_context, manager)
 
     def run(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Await `function(*args, **kwargs)` in the loop."""
+        """Await `function(*args, **kwargs)` in the loop and return its result."""
         job: Future[T] = Future()
         self._call(self._jobs.put_nowait, (job, partial(function, *args, **kwargs)))
-        ends: list[Future[Any]] = [job, self._over]
+        futures: list[Future[Any]] = [job, self._exited]
         try:
-            wait(ends, return_when=FIRST_COMPLETED)
+            wait(futures, return_when=FIRST_COMPLETED)
         except BaseException:  # Ctrl-C
-            self._call(self._interrupt, job)
-            wait(ends, return_when=FIRST_COMPLETED)
+            self._call(self._cancel, job)
+            wait(futures, return_when=FIRST_COMPLETED)
             raise
         if not job.done():
-            self._over.result()
+            self._exited.result()
         return job.result()
 
     def _call(self, function: Callable[..., object], *args: Any) -> None:
-        if not self._over.done():
+        if not self._exited.done():
             self._loop.call_soon_threadsafe(function, *args)
 
-    # In the loop's thread
+    # All methods below run in the loop's thread.
 
-    def _live(self) -> None:
+    def _thread_main(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._work())
-        except BaseException as why:
-            self._over.set_exception(why)
+                runner.run(self._run_jobs())
+        except BaseException as error:
+            self._exited.set_exception(error)
         else:
-            self._over.set_result(None)
+            self._exited.set_result(None)
 
-    async def _work(self) -> None:
+    async def _run_jobs(self) -> None:
         task = asyncio.current_task()
         assert task
         self._task = task
@@ -82,11 +83,11 @@ class Background:
                     continue
                 try:
                     job.set_result(await function())
-                except BaseException as why:  # whoever waits for it has to act on it
-                    job.set_exception(why)
-                    while task.cancelling():  # what was interrupted is over; the loop goes on
+                except BaseException as error:  # boundary: `run` raises it in the caller's thread
+                    job.set_exception(error)
+                    while task.cancelling():  # only the job was cancelled; the loop continues
                         task.uncancel()
 
-    def _interrupt(self, job: Future[Any]) -> None:
+    def _cancel(self, job: Future[Any]) -> None:
         if not job.cancel() and job.running():
             self._task.cancel()

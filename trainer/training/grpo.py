@@ -48,7 +48,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trainer.config import ConfigError, SamplingConfig, StageConfig
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.rollout.loop_thread import Background
+from trainer.rollout.loop_thread import LoopThread
 from trainer.training.callback import MetricsCallback
 from trainer.training.context import (
     SingleGpuArguments,
@@ -60,7 +60,7 @@ from trainer.training.context import (
 )
 
 if TYPE_CHECKING:
-    from trainer.engines.pool import Pool
+    from trainer.engines.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
@@ -82,35 +82,35 @@ class NoRewardsError(Exception):
 
 
 class GroupCollector(Protocol):
-    """The part of `trainer.rollout.collector.Collector` that training and evaluation use."""
+    """The part of `trainer.rollout.collector.EpisodeCollector` that training and evaluation use."""
 
-    own_s: float
-    idle_s: float
+    overhead_cpu_s: float
+    overhead_s: float
     nan_turns: int
 
-    async def advance(
+    async def collect_groups(
         self,
         groups: Sequence[Sequence[Episode]],
         *,
-        how: SamplingConfig,
+        limits: SamplingConfig,
         seed: int,
-        wanted: int | None = None,
-        due: int = 0,
-        is_enough: Callable[[Sequence[float | None], int], bool] | None = None,
+        min_complete: int | None = None,
+        must_complete: int = 0,
+        is_decided: Callable[[Sequence[float | None], int], bool] | None = None,
     ) -> list[list[Episode] | None]: ...
 
     async def collect(
-        self, problems: Sequence[Problem], samples: int, *, how: SamplingConfig, seed: int
+        self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
     ) -> list[list[Episode]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRuntime:
-    """The objects that collect episodes. `collector` and `pool` live in the event loop of `background`."""
+    """The objects that collect episodes. `collector` and `pool` live in the event loop of `loop_thread`."""
 
-    background: Background
+    loop_thread: LoopThread
     collector: GroupCollector
-    pool: Pool
+    pool: EnginePool
 
 
 class TrainingRow(NamedTuple):
@@ -239,7 +239,7 @@ class TrlAdapter(MetricsCallback):
         weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)  # gathered if sharded
         if self._rollouts:
             self._weight_version = self.step_offset + self.trainer.state.global_step
-            self._rollouts.background.run(self._rollouts.pool.sync, weights, self._weight_version)
+            self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._weight_version)
         self._step_metrics = {"weight_sync_s": perf_counter() - started_at}
 
     def rollout(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
@@ -264,8 +264,8 @@ class TrlAdapter(MetricsCallback):
             "weight_version": self._weight_version,
             "step_s": step_s,
             "optimize_s": optimize_s,
-            "overhead_cpu_s": rest_s + collector.own_s,
-            "overhead_s": rest_s + collector.idle_s,
+            "overhead_cpu_s": rest_s + collector.overhead_cpu_s,
+            "overhead_s": rest_s + collector.overhead_s,
         }
 
     def _logged(self, key: str, logs: Mapping[str, float]) -> float:
@@ -316,14 +316,14 @@ class TrlAdapter(MetricsCallback):
         started_at = perf_counter()
         started = self.pending_groups + self._new_groups(self.trainer.state.global_step - self._earlier_steps)
         is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, mode=self._mode)
-        results = rollouts.background.run(
-            collector.advance,
+        results = rollouts.loop_thread.run(
+            collector.collect_groups,
             started,
-            how=stage,
+            limits=stage,
             seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
-            wanted=stage.problems_per_step,
-            due=sum(group[0].steps_carried >= stage.max_staleness_steps for group in self.pending_groups),
-            is_enough=is_decided if stage.cancel_stragglers else None,
+            min_complete=stage.problems_per_step,
+            must_complete=sum(group[0].steps_carried >= stage.max_staleness_steps for group in self.pending_groups),
+            is_decided=is_decided if stage.cancel_stragglers else None,
         )
         self._step_metrics["rollout_s"] = perf_counter() - started_at
         self._step_metrics["nan_turns"] = collector.nan_turns

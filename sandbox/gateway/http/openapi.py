@@ -1,11 +1,11 @@
-"""The OpenAPI 3.1 document, made from the types' annotations and the table of routes, so that it cannot drift."""
+"""The OpenAPI 3.1 document. It is generated from the annotations of `sandbox.types`, the descriptions of their fields
+and the table of routes."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
@@ -27,6 +27,7 @@ from sandbox.types import (
     VERDICT_FIELDS,
     Call,
     CallError,
+    DocumentedEnum,
     Limits,
     Outcome,
     Profile,
@@ -39,77 +40,39 @@ from sandbox.types import (
 Schema = dict[str, Any]
 
 MAX_SAFE_INTEGER = 2**53 - 1
-"""The largest whole number in a query; JSON's clients have no larger ones."""
+"""The largest whole number accepted in a query. JavaScript cannot represent larger ones exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation: what does it, what it takes, and what it gives."""
+    """One operation of the API."""
 
     method: str
     path: str
     handler: Handler
     summary: str
     response_schemas: Mapping[str, str | None]
-    """Content type to the name of a schema; None for text that has none."""
+    """Schema name by content type; None for text without a schema."""
     request_schema: str | None = None
-    """Name of the body's schema."""
+    """Schema name of the request body."""
     body_types: tuple[str, ...] = ()
     error_statuses: tuple[int, ...] = ()
     query: Mapping[str, str] = field(default_factory=dict)
-    """Whole numbers that may follow the path, and what they are."""
+    """Descriptions of the query parameters, all whole numbers, by name."""
     invalid_schemas: Mapping[str, str] = field(default_factory=dict)
-    """The same for status 400 where every item of a batch is malformed."""
+    """`response_schemas` for status 400 if every item of a batch is malformed."""
 
 
-MEANINGS: Mapping[type[StrEnum], Mapping[StrEnum, str]] = {
-    Status: {
-        Status.OK: "the code ran to its end with exit code 0",
-        Status.ERROR: "the code raised, did not compile, or left with another exit code",
-        Status.TIMEOUT: "the code used up timeout_s on its own clock, in which waiting for a core does not count",
-        Status.MEMORY_LIMIT: "the code ran out of memory_mb",
-        Status.OUTPUT_LIMIT: "the code wrote more than output_kb; what fitted is returned",
-        Status.KILLED: "the code died of a signal that the service did not send",
-        Status.UNAVAILABLE: "no verdict, and the service's doing; never to be scored as 0",
-        Status.INVALID: "no verdict, and the caller's doing: the call is malformed and never ran",
-    },
-    Outcome: {
-        Outcome.EQUIVALENT: "both can be read, and they mean the same",
-        Outcome.NOT_EQUIVALENT: "both can be read, and they do not mean the same",
-        Outcome.UNPARSABLE: "one of them cannot be read, or comparing them used up a limit; status says which",
-        Outcome.UNAVAILABLE: "no verdict, and the service's doing; never to be scored as 0",
-        Outcome.INVALID: "no verdict, and the caller's doing: the pair is malformed",
-    },
-    Profile: {
-        Profile.AUTO: "chosen from the imports in the code",
-        Profile.BARE: "the standard library that code for mathematics uses",
-        Profile.NUMERIC: "bare and numpy",
-        Profile.SYMBOLIC: "numeric and sympy, mpmath",
-        Profile.SCIENTIFIC: "symbolic and scipy, networkx, pandas",
-        Profile.VERIFY: "symbolic and math-verify, for checks of answers",
-    },
-}
-ABOUT: Mapping[type, str] = {
-    Status: "How a call ended.",
-    Outcome: "What came of comparing an answer with the right one.",
-    Profile: "Which warm interpreter a call is forked from. A wrong choice is slower, never wrong.",
-    Limits: "What one call may use. Values above the operator's ceilings are lowered, and the result says so.",
-    Call: "One piece of Python to run.",
-    CallError: "Why a call did not end as ok.",
-    Usage: "What a call cost.",
-    Result: "The answer to one call.",
-    Verdict: "The answer to one pair of answers.",
-}
 REFUSALS: Mapping[int, str] = {
     400: "The request is malformed; the message names the field, what was expected and what came",
     401: "The token is missing or wrong",
-    403: "The request came from a web page of another site, or asks for a name that is not served",
+    403: "The request comes from a web page of another site, or its Host header is not a name of this server",
     408: "The body did not arrive in time",
-    413: "The body, or the batch, is larger than this server ever takes; send smaller ones",
-    415: "The body has a type or an encoding that is not taken",
-    429: "The server is full; send the request again after the seconds in Retry-After",
-    500: "A fault of the service; its log has the details",
-    503: "The service is starting or stopping; send the request again later, or to another one",
+    413: "The body or the batch is larger than this server accepts; send smaller ones",
+    415: "The body has a content type or an encoding that is not supported",
+    429: "The queue is full; send the request again after the seconds in Retry-After",
+    500: "An internal error of the server; its log has the details",
+    503: "The server is starting or stopping; send the request again later, or to another server",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
 HEADERS: Mapping[int, Schema] = {
@@ -143,15 +106,15 @@ EXAMPLES: Mapping[str, Any] = {
     "Ready": {"status": "ready", "isolation": "namespaces", "isolation_reason": ""},
     "Refusal": {"error": {"type": "InvalidRequest", "message": "call.code: expected text, got 5"}},
 }
-"""By the name of the schema that they fit."""
+"""Examples by the name of their schema."""
 
 
 def document(routes: Iterable[Route], needs_token: bool) -> Schema:
-    """The whole document."""
+    """Return the whole document."""
     paths: dict[str, Schema] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with, if any"}
+    token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with"}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -167,7 +130,7 @@ def document(routes: Iterable[Route], needs_token: bool) -> Schema:
 
 def _overview(needs_token: bool) -> str:
     """Return the document's description in Markdown, with the table of statuses."""
-    rows = "\n".join(f"| `{status}` | {meaning} |" for status, meaning in MEANINGS[Status].items())
+    rows = "\n".join(f"| `{status}` | {status.description} |" for status in Status)
     return (
         "Runs untrusted Python code, each call in its own isolated process. The `status` of a result is what the code "
         "did. A failure of the service is an HTTP error or the status `unavailable`. "
@@ -177,12 +140,12 @@ def _overview(needs_token: bool) -> str:
 
 
 def schemas() -> dict[str, Schema]:
-    """Every named schema."""
+    """Return every named schema."""
     timeout = {"type": "number", "exclusiveMinimum": 0, "description": BATCH_FIELDS["queue_timeout_s"]}
     call = _schema_of_dataclass(Call, CALL_FIELDS)
     call["properties"]["priority"] |= _range(PRIORITY)
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
-    index = {"type": "integer", "description": "which of the batch's calls this answers"}
+    index = {"type": "integer", "description": "index in the batch of the call that this result belongs to"}
     result = _schema_of_dataclass(Result, RESULT_FIELDS)
     result["additionalProperties"] = True
     result["required"] = [f.name for f in fields(Result)]
@@ -192,13 +155,13 @@ def schemas() -> dict[str, Schema]:
         "Execute": {**call, "properties": {**call["properties"], "queue_timeout_s": timeout}},
         "Defaults": {
             "type": "object",
-            "description": "Fields for calls that leave them out.",
+            "description": "Values for fields that a call omits.",
             "properties": defaults,
             "additionalProperties": False,
         },
         "Batch": {
             "type": "object",
-            "description": "Calls that are sent together. Each has a result of its own.",
+            "description": "Calls that are sent together. Each has its own result.",
             "required": ["calls"],
             "additionalProperties": False,
             "properties": {
@@ -215,8 +178,8 @@ def schemas() -> dict[str, Schema]:
         "Results": _list_of("Result", "one result for each call, in the order of the calls"),
         "Line": {
             **result,
-            "description": "A result. Empty lines between them, in msgpack nil, are to be skipped: signs of life, one "
-            f"for each {HEARTBEAT_S:g} s in which there is no result.",
+            "description": "A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each "
+            f"{HEARTBEAT_S:g} s without a result.",
             "properties": {"index": index, **result["properties"]},
             "required": ["index", *result["required"]],
         },
@@ -224,35 +187,35 @@ def schemas() -> dict[str, Schema]:
         **_stats(),
         "State": {
             "type": "object",
-            "description": "How the service is.",
+            "description": "The state of the server.",
             "required": ["status"],
             "properties": {"status": {"type": "string", "description": "ok; anything else is an HTTP error"}},
         },
         "Ready": {
             "type": "object",
-            "description": "Whether the service takes calls, and how it isolates them.",
+            "description": "Whether the server accepts calls, and how it isolates them.",
             "required": ["status", "isolation", "isolation_reason"],
             "properties": {
                 "status": {"type": "string", "description": "ready; anything else is an HTTP error"},
                 "isolation": {"type": "string", "description": "the isolation level of all calls"},
                 "isolation_reason": {
                     "type": "string",
-                    "description": "why `auto` took no stronger level; empty if it took the strongest",
+                    "description": "why `auto` did not choose a stronger level; empty if it chose the strongest",
                 },
             },
         },
         "Refusal": {
             "type": "object",
-            "description": "A request that gets no result.",
+            "description": "A request that is rejected.",
             "required": ["error"],
             "properties": {
                 "error": {
                     "type": "object",
-                    "description": "why",
+                    "description": "the reason",
                     "required": ["type", "message"],
                     "properties": {
-                        "type": {"type": "string", "description": "a name for the HTTP status, such as InvalidRequest"},
-                        "message": {"type": "string", "description": "what was expected, what came, and what to do"},
+                        "type": {"type": "string", "description": "name of the HTTP status, such as InvalidRequest"},
+                        "message": {"type": "string", "description": "expected, received, and what to do"},
                     },
                 }
             },
@@ -261,7 +224,7 @@ def schemas() -> dict[str, Schema]:
 
 
 def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
-    """The schemas of `/v1/verify`."""
+    """Return the schemas of `/v1/verify`."""
     verdict = _schema_of_dataclass(Verdict, VERDICT_FIELDS)
     verdict["additionalProperties"] = True
     verdict["required"] = [f.name for f in fields(Verdict)]
@@ -270,14 +233,14 @@ def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
     return {
         "Pair": {
             "type": "object",
-            "description": "The right answer and the one to check.",
+            "description": "The right answer and the answer to check.",
             "required": list(PAIR_FIELDS),
             "additionalProperties": False,
             "properties": {name: {"type": "string", "description": doc} for name, doc in PAIR_FIELDS.items()},
         },
         "Verify": {
             "type": "object",
-            "description": "Pairs that are checked, each in a call of its own, and what those calls may use.",
+            "description": "Pairs to check, each in its own call, and the limits of these calls.",
             "required": ["pairs"],
             "additionalProperties": False,
             "properties": {"pairs": pairs, **shared, "queue_timeout_s": timeout},
@@ -290,55 +253,55 @@ def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
 
 def _list_of(name: str, doc: str) -> Schema:
     results = {"type": "array", "items": _ref(name), "description": doc}
-    about = f"The answer to a batch: {doc}."
+    about = f"The response to a batch: {doc}."
     return {"type": "object", "description": about, "required": ["results"], "properties": {"results": results}}
 
 
 def _stats() -> dict[str, Schema]:
-    """The schemas of `/v1/stats`, which has every number in the unit of its name."""
+    """Return the schemas of `/v1/stats`. Each number has the unit in its name."""
     counts = {"type": "object", "additionalProperties": {"type": "integer"}}
     latency: Schema = {"anyOf": [{"type": "null"}, _ref("Percentiles")]}
     span = {
-        "at_s": {"type": "number", "description": "its end, in seconds since the service began"},
-        "seconds": {"type": "number", "description": "its length"},
-        "statuses": {**counts, "description": "calls answered in it, by status"},
-        "events": {**counts, "description": "whatever else was counted in it"},
-        "queue_ms": {**latency, "description": "what the calls that were answered had waited for a slot"},
-        "run_ms": {**latency, "description": "how long they had run"},
-        "answer_ms": {**latency, "description": "how long they had taken from admission to answer"},
+        "at_s": {"type": "number", "description": "end of the interval, in seconds since the server started"},
+        "seconds": {"type": "number", "description": "length of the interval"},
+        "statuses": {**counts, "description": "calls finished in the interval, by status"},
+        "events": {**counts, "description": "all other counters, their growth in the interval"},
+        "queue_ms": {**latency, "description": "waiting time for a slot, of the finished calls"},
+        "run_ms": {**latency, "description": "run time of the finished calls"},
+        "answer_ms": {**latency, "description": "time from admission to result, of the finished calls"},
     }
-    gauge = {"type": "number", "description": "what there was at its end"}
+    gauge = {"type": "number", "description": "value at the end of the interval"}
     step: Schema = {"type": "object", "required": list(span), "properties": span, "additionalProperties": gauge}
-    number = {"type": "integer", "description": "steps are numbered from 1"}
+    number = {"type": "integer", "description": "number of the step, from 1"}
     return {
         "Percentiles": {
             "type": "object",
-            "description": "milliseconds, at most 7 % from the truth",
+            "description": "milliseconds, at most 7 % from the true value",
             "required": [f"p{percent}" for percent in PERCENTILES],
             "properties": {
                 f"p{percent}": {"type": "number", "description": f"{percent} % of the calls took no longer"}
                 for percent in PERCENTILES
             },
         },
-        "Span": {**step, "description": "about ten seconds, up to now"},
-        "Step": {**step, "description": "about a second", "properties": {"number": number, **span}},
+        "Span": {**step, "description": "An interval of about ten seconds up to now."},
+        "Step": {**step, "description": "An interval of about a second.", "properties": {"number": number, **span}},
         "Stats": {
             "type": "object",
-            "description": "What the dashboard shows.",
+            "description": "The data of the dashboard.",
             "required": ["service", "now", "totals", "executors", "missed_imports", "steps"],
             "properties": {
-                "service": {"type": "object", "description": "which one this is, and what it may hold"},
+                "service": {"type": "object", "description": "version, state and capacity of the server"},
                 "now": {**_ref("Span"), "description": "the last ten seconds"},
                 "totals": {
                     "type": "object",
-                    "description": "since the service began",
+                    "description": "since the server started",
                     "properties": {
-                        "statuses": {**counts, "description": "calls answered, by status"},
-                        "events": {**counts, "description": "whatever else was counted"},
+                        "statuses": {**counts, "description": "finished calls, by status"},
+                        "events": {**counts, "description": "all other counters"},
                     },
                 },
                 "executors": {"type": "array", "items": {"type": "object"}, "description": "one row for each executor"},
-                "missed_imports": {**counts, "description": "imports of the calls that no warm interpreter had"},
+                "missed_imports": {**counts, "description": "imports of calls that no zygote had preloaded, by module"},
                 "steps": {"type": "array", "description": "the last ten minutes", "items": _ref("Step")},
             },
         },
@@ -346,13 +309,12 @@ def _stats() -> dict[str, Schema]:
 
 
 def _operation(route: Route) -> Schema:
-    responses: dict[str, Schema] = {
-        "200": {"description": "done", "content": {kind: _media(name) for kind, name in route.response_schemas.items()}}
-    }
+    content = {kind: _media(name) for kind, name in route.response_schemas.items()}
+    responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
     for code in (*route.error_statuses, 500):
         about, content = f"{ERROR_TYPES[code]}: {REFUSALS[code]}.", {"application/json": _media("Refusal")}
         if code == 400 and route.invalid_schemas:
-            about += " Where every item of a batch is malformed: the results, which say what is wrong with each."
+            about += " If every item of a batch is malformed: the results, each with its own message."
             either = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}
             content |= {kind: _media(name) for kind, name in route.invalid_schemas.items()}
             content["application/json"] = {**_media("Refusal"), "schema": either}
@@ -392,7 +354,7 @@ def _limits() -> Schema:
         }
         for name, rule in LIMIT_FIELDS.items()
     }
-    return {"type": "object", "description": ABOUT[Limits], "properties": properties, "additionalProperties": False}
+    return {"type": "object", "description": _about(Limits), "properties": properties, "additionalProperties": False}
 
 
 def _range(rule: NumberRule) -> Schema:
@@ -400,9 +362,15 @@ def _range(rule: NumberRule) -> Schema:
     return {"minimum": kind(rule.low), "maximum": kind(rule.high)}
 
 
-def _schema_of_enum(enum: type[StrEnum]) -> Schema:
-    meanings = "; ".join(f"{member}: {meaning}" for member, meaning in MEANINGS[enum].items())
-    return {"type": "string", "enum": [member.value for member in enum], "description": f"{ABOUT[enum]} {meanings}."}
+def _schema_of_enum(enum: type[DocumentedEnum]) -> Schema:
+    about = " ".join((enum.__doc__ or "").split())
+    values = " ".join(f"{member}: {member.description}" for member in enum)
+    return {"type": "string", "enum": [member.value for member in enum], "description": f"{about} {values}"}
+
+
+def _about(kind: type) -> str:
+    """Return the first sentence of a class docstring."""
+    return " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".") + "."
 
 
 def _schema_of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
@@ -418,13 +386,13 @@ def _schema_of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
         properties[one.name] = schema
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
     schema = {
-        "type": "object", "description": ABOUT[kind], "properties": properties, "additionalProperties": False,
+        "type": "object", "description": _about(kind), "properties": properties, "additionalProperties": False,
     }  # fmt: skip
     return schema | ({"required": required} if required else {})
 
 
 def _schema_of_hint(hint: Any) -> Schema:
-    """The schema of an annotation, of the kinds that `sandbox.types` uses."""
+    """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
     plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
     if hint in plain:
         return {"type": plain[hint]}

@@ -1,4 +1,4 @@
-"""The call_table: nothing is lost, nothing is answered twice, nothing exceeds the bounds."""
+"""The call table: no call is lost, none gets two results, and no limit is exceeded."""
 
 from __future__ import annotations
 
@@ -24,117 +24,119 @@ from sandbox.gateway.calls.call_table import (
 from sandbox.types import Call
 
 LIMITS = AdmissionLimits(max_calls=12, max_bytes=6000, max_attempts=3, tenant_share=0.75)
-NODES = (0, 1)
+EXECUTORS = (0, 1)
 
 
 def batch_of(count: int, *, code: str = "1", queue_timeout_s: float = 10.0, tenants: Sequence[object] = ("",)) -> Batch:
-    """Calls whose tenants take turns."""
+    """Return a batch whose calls belong to the tenants in turn."""
     batch = Batch(count, queue_timeout_s)
     for index in range(count):
         batch.add(index, Call(code, tenant=str(tenants[index % len(tenants)])), f"call {index}", {})
     return batch
 
 
-def answer() -> dict[str, Any]:
+def ok_result() -> Any:
     return {"status": "ok", "usage": {"queue_ms": 0.0, "run_ms": 1.0}, "files": {}, "attempts": 1}
 
 
 class CallTableMachine(RuleBasedStateMachine):
-    """Batches come, nodes take, answer and die, clients leave, time passes."""
+    """Batches arrive, executors receive calls, answer and die, clients disconnect, time passes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.call_table = CallTable(LIMITS)
         self.now = 0.0
         self.batches: list[Batch] = []
-        self.gone: list[Batch] = []
-        self.heard: dict[Batch, list[int]] = {}
+        self.cancelled: list[Batch] = []
+        self.seen: dict[Batch, list[int]] = {}
         self.done: list[Batch] = []
-        self.at: dict[int, list[int]] = {node: [] for node in NODES}
+        self.assigned: dict[int, list[int]] = {executor: [] for executor in EXECUTORS}
 
     @rule(count=st.integers(1, 6), length=st.integers(0, 700), tenants=st.sampled_from(["a", "b", "ab"]))
     def submit(self, count: int, length: int, tenants: str) -> None:
         batch = batch_of(count, code="x" * length, tenants=tenants)
-        heard = self.heard[batch] = []
-        batch.on_result = heard.append
+        seen = self.seen[batch] = []
+        batch.on_result = seen.append
         batch.on_done = lambda: self.done.append(batch)
         before = self.call_table.outstanding.calls, self.call_table.outstanding.bytes
         try:
             self.call_table.admit(batch, self.now)
         except RequestRefused:
             assert batch.calls[0].size_bytes * count > 4500
-        except Overloaded as why:
+        except Overloaded as error:
             assert (self.call_table.outstanding.calls, self.call_table.outstanding.bytes) == before
-            assert why.retry_after_s is not None and 1 <= why.retry_after_s <= MAX_RETRY_AFTER_S
+            assert error.retry_after_s is not None and 1 <= error.retry_after_s <= MAX_RETRY_AFTER_S
         else:
             self.batches.append(batch)
 
-    @rule(node=st.sampled_from(NODES), most=st.integers(1, 5))
-    def take(self, node: int, most: int) -> None:
-        tickets = self.call_table.assign(node, most, 1 << 20, self.now)
-        assert len(tickets) <= most
-        self.at[node] += [ticket.seq for ticket in tickets]
+    @rule(executor=st.sampled_from(EXECUTORS), max_calls=st.integers(1, 5))
+    def assign(self, executor: int, max_calls: int) -> None:
+        calls = self.call_table.assign(executor, max_calls, 1 << 20, self.now)
+        assert len(calls) <= max_calls
+        self.assigned[executor] += [call.seq for call in calls]
 
-    @precondition(lambda self: any(self.at.values()))
+    @precondition(lambda self: any(self.assigned.values()))
     @rule(data=st.data())
-    def reply(self, data: st.DataObject) -> None:
-        node = data.draw(st.sampled_from([node for node in NODES if self.at[node]]))
-        seq = data.draw(st.sampled_from(self.at[node]))
-        self.at[node].remove(seq)
-        assert self.call_table.finish(node, seq, answer()) is not None
-        assert self.call_table.finish(node, seq, answer()) is None
+    def finish(self, data: st.DataObject) -> None:
+        executor = data.draw(st.sampled_from([executor for executor in EXECUTORS if self.assigned[executor]]))
+        seq = data.draw(st.sampled_from(self.assigned[executor]))
+        self.assigned[executor].remove(seq)
+        assert self.call_table.finish(executor, seq, ok_result()) is not None
+        assert self.call_table.finish(executor, seq, ok_result()) is None
 
-    @rule(node=st.sampled_from(NODES))
-    def die(self, node: int) -> None:
-        retried, given_up = self.call_table.executor_lost(node, self.now)
-        assert len(retried) + len(given_up) == len(self.at[node])
-        assert all(ticket.attempts == LIMITS.max_attempts for ticket in given_up)
-        self.at[node].clear()
+    @rule(executor=st.sampled_from(EXECUTORS))
+    def lose_executor(self, executor: int) -> None:
+        requeued, failed = self.call_table.executor_lost(executor, self.now)
+        assert len(requeued) + len(failed) == len(self.assigned[executor])
+        assert all(call.attempts == LIMITS.max_attempts for call in failed)
+        self.assigned[executor].clear()
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def cancel(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.batches))
-        for node, seqs in self.call_table.cancel(batch).items():
+        for executor, seqs in self.call_table.cancel(batch).items():
             for seq in seqs:
-                self.at[node].remove(seq)
+                self.assigned[executor].remove(seq)
         self.batches.remove(batch)
-        self.gone.append(batch)
+        self.cancelled.append(batch)
 
     @rule(seconds=st.floats(0, 20))
-    def wait(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for batch in self.batches:
-            waits = [ticket for ticket in batch.calls if ticket.call is not None and ticket.executor is None]
-            late = [ticket for ticket in waits if self.now - ticket.waiting_since >= batch.queue_timeout_s]
+            waiting = [call for call in batch.calls if call.call is not None and call.executor is None]
+            late = [call for call in waiting if self.now - call.waiting_since >= batch.queue_timeout_s]
             assert sorted(map(id, self.call_table.expire(batch, self.now))) == sorted(map(id, late))
-            rest = [ticket.waiting_since + batch.queue_timeout_s for ticket in waits if ticket not in late]
-            assert self.call_table.next_expiry(batch) == min(rest, default=None)
+            expiries = [call.waiting_since + batch.queue_timeout_s for call in waiting if call not in late]
+            assert self.call_table.next_expiry(batch) == min(expiries, default=None)
 
-    @rule(most=st.integers(1, 5))
-    def stop(self, most: int) -> None:
+    @rule(max_calls=st.integers(1, 5))
+    def stop(self, max_calls: int) -> None:
         waiting = self.call_table.waiting
-        assert len(self.call_table.fail_waiting("Stopped", "the end", most)) == min(most, waiting)
-        assert self.call_table.waiting == max(0, waiting - most)
+        assert len(self.call_table.fail_waiting("Stopped", "the end", max_calls)) == min(max_calls, waiting)
+        assert self.call_table.waiting == max(0, waiting - max_calls)
 
     @invariant()
-    def bounds_hold(self) -> None:
+    def limits_hold(self) -> None:
         assert self.call_table.outstanding.calls == sum(batch.unfinished for batch in self.batches) <= LIMITS.max_calls
         assert 0 <= self.call_table.outstanding.bytes <= LIMITS.max_bytes
         for tenant in "ab":
             open_ = [t for batch in self.batches for t in batch.calls if t.call is not None and t.tenant == tenant]
-            assert len(open_) <= 9 and sum(ticket.size_bytes for ticket in open_) <= 4500
-        assert self.call_table.waiting + sum(map(self.call_table.running, NODES)) == self.call_table.outstanding.calls
+            assert len(open_) <= 9 and sum(call.size_bytes for call in open_) <= 4500
+        assert (
+            self.call_table.waiting + sum(map(self.call_table.running, EXECUTORS)) == self.call_table.outstanding.calls
+        )
 
     @invariant()
-    def each_call_is_answered_once(self) -> None:
+    def each_call_gets_one_result(self) -> None:
         for batch in self.batches:
-            heard = self.heard[batch]
-            assert len(heard) == len(set(heard)) == len(batch.results) - batch.unfinished
+            seen = self.seen[batch]
+            assert len(seen) == len(set(seen)) == len(batch.results) - batch.unfinished
             assert (batch in self.done) == (batch.unfinished == 0)
 
     def teardown(self) -> None:
-        """However it went: whoever still waits gets an answer in the end."""
+        """After any sequence of steps, `fail_all` gives every remaining call a result."""
         self.call_table.fail_all("Stopped", "the end")
         assert (self.call_table.outstanding.calls, self.call_table.outstanding.bytes, self.call_table.waiting) == (
             0,
@@ -143,13 +145,15 @@ class CallTableMachine(RuleBasedStateMachine):
         )
         assert not self.call_table._tenants
         assert all(None not in batch.results for batch in self.batches)
-        assert sorted(map(id, self.done)) == sorted({id(b) for b in [*self.batches, *self.gone] if not b.unfinished})
+        assert sorted(map(id, self.done)) == sorted(
+            {id(b) for b in [*self.batches, *self.cancelled] if not b.unfinished}
+        )
 
 
 TestCallTable = CallTableMachine.TestCase
 
 
-def test_a_lost_call_goes_first_and_keeps_its_count_of_attempts() -> None:
+def test_a_call_of_a_lost_executor_goes_first_and_keeps_its_count_of_attempts() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(3), 0.0)
     (first,) = call_table.assign(0, 1, 1 << 20, 0.0)
@@ -158,42 +162,42 @@ def test_a_lost_call_goes_first_and_keeps_its_count_of_attempts() -> None:
     assert again is first and again.attempts == 2
 
 
-def test_a_call_that_outlives_no_executor_is_unavailable() -> None:
+def test_a_call_whose_executors_all_die_is_unavailable() -> None:
     call_table, batch = CallTable(LIMITS), batch_of(1)
     call_table.admit(batch, 0.0)
     for _ in range(LIMITS.max_attempts):
         call_table.assign(0, 1, 1 << 20, 0.0)
         call_table.executor_lost(0, 0.0)
-    given = batch.pop_result(0)
-    assert (given["status"], given["error"]["type"], given["attempts"]) == ("unavailable", "ExecutorLost", 3)
+    result = batch.pop_result(0)
+    assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "ExecutorLost", 3)
 
 
-def test_a_call_that_kills_executors_takes_no_others_last_attempt() -> None:
+def test_a_call_that_kills_executors_uses_up_no_last_attempt_of_others() -> None:
     call_table, poison, others = CallTable(LIMITS), batch_of(1), batch_of(6)
     call_table.admit(poison, 0.0)
     call_table.admit(others, 0.0)
     while call_table.outstanding.calls:
-        taken = call_table.assign(0, 64, 1 << 20, 0.0)
-        if any(ticket.batch is poison for ticket in taken):
+        assigned = call_table.assign(0, 64, 1 << 20, 0.0)
+        if any(call.batch is poison for call in assigned):
             call_table.executor_lost(0, 0.0)
             continue
-        for ticket in taken:
-            call_table.finish(0, ticket.seq, answer())
+        for call in assigned:
+            call_table.finish(0, call.seq, ok_result())
     assert poison.pop_result(0)["status"] == "unavailable"
     assert [others.pop_result(index)["status"] for index in range(6)] == ["ok"] * 6
 
 
-def test_waiting_time_of_all_attempts_is_in_the_result() -> None:
+def test_the_result_has_the_waiting_time_of_all_attempts() -> None:
     call_table, batch = CallTable(LIMITS), batch_of(1)
     call_table.admit(batch, 10.0)
     call_table.assign(0, 1, 1 << 20, 11.0)
     call_table.executor_lost(0, 20.0)
-    (ticket,) = call_table.assign(0, 1, 1 << 20, 22.0)
-    call_table.finish(0, ticket.seq, answer())
+    (call,) = call_table.assign(0, 1, 1 << 20, 22.0)
+    call_table.finish(0, call.seq, ok_result())
     assert batch.pop_result(0)["usage"]["queue_ms"] == pytest.approx(3000)
 
 
-def test_full_queue_says_what_is_full_and_for_how_long() -> None:
+def test_a_full_queue_is_an_error_with_the_limit_and_the_time_to_wait() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(12, tenants="ab"), 0.0)
     call_table.answer_rate.count(10, 0.0)
@@ -201,7 +205,7 @@ def test_full_queue_says_what_is_full_and_for_how_long() -> None:
         call_table.admit(batch_of(3), 0.0)
 
 
-def test_a_batch_larger_than_the_queue_is_refused_for_good() -> None:
+def test_a_batch_larger_than_the_queue_is_rejected_for_good() -> None:
     with pytest.raises(RequestRefused, match="the queue holds at most 12"):
         CallTable(LIMITS).admit(batch_of(13), 0.0)
 
@@ -218,8 +222,8 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
     call_table.admit(batch_of(3, tenants=["modest"]), 0.0)
 
 
-def _operations(work: Callable[[], object]) -> int:
-    """How many bytecode instructions `work` takes in Python functions."""
+def _operations(step: Callable[[], object]) -> int:
+    """Return how many bytecode instructions `step` executes in Python functions."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -231,44 +235,43 @@ def _operations(work: Callable[[], object]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        work()
+        step()
     finally:
         sys.settrace(before)
     return count
 
 
 def _costs(others: int, tenants: int) -> dict[str, int]:
-    """What each step takes for three calls among `others`, of so many tenants, of which ten nodes run some."""
-    call_table, crowd, few = (
-        CallTable(AdmissionLimits(100_000, 1 << 30, 3)),
-        batch_of(others, tenants=range(tenants)),
-        batch_of(3),
-    )
-    call_table.admit(crowd, 0.0)
-    for node in range(1, 11):
-        call_table.assign(node, 64, 1 << 20, 0.0)
+    """Return the instructions of each step for a batch of three calls, beside `others` calls of so many tenants, some
+    of them on ten other executors."""
+    call_table = CallTable(AdmissionLimits(100_000, 1 << 30, 3))
+    many, few = batch_of(others, tenants=range(tenants)), batch_of(3)
+    call_table.admit(many, 0.0)
+    for executor in range(1, 11):
+        call_table.assign(executor, 64, 1 << 20, 0.0)
     costs = {
         "admit": _operations(lambda: call_table.admit(few, 1.0)),
-        "take": _operations(lambda: call_table.assign(0, 2, 1 << 20, 1.0)),
-        "answer": _operations(lambda: call_table.finish(0, call_table._seq, answer())),
-        "lose": _operations(lambda: call_table.executor_lost(0, 2.0)),
-        "next expiry": _operations(lambda: call_table.next_expiry(crowd)),
-        "take again": _operations(lambda: call_table.assign(0, 1, 1 << 20, 3.0)),
+        "assign": _operations(lambda: call_table.assign(0, 2, 1 << 20, 1.0)),
+        "finish": _operations(lambda: call_table.finish(0, call_table._seq, ok_result())),
+        "executor lost": _operations(lambda: call_table.executor_lost(0, 2.0)),
+        "next expiry": _operations(lambda: call_table.next_expiry(many)),
+        "assign again": _operations(lambda: call_table.assign(0, 1, 1 << 20, 3.0)),
         "expire": _operations(lambda: call_table.expire(few, 11.0)),
-        "drop": _operations(lambda: call_table.cancel(few)),
+        "cancel": _operations(lambda: call_table.cancel(few)),
     }
     assert call_table.outstanding.calls == others
     return costs
 
 
 @pytest.mark.parametrize("tenants", [1, 100])
-def test_no_step_depends_on_how_many_calls_there_are(tenants: int) -> None:
+def test_the_cost_of_a_step_does_not_depend_on_the_number_of_calls(tenants: int) -> None:
     few, many = _costs(1_000, tenants), _costs(20_000, tenants)
-    assert {step: many[step] - cost for step, cost in few.items() if many[step] > cost + 200} == {}
+    tolerated = 200  # instructions; dicts of other sizes take some more or fewer
+    assert {step: many[step] - cost for step, cost in few.items() if many[step] > cost + tolerated} == {}
 
 
-def test_an_expiry_that_comes_again_and_again_looks_at_each_call_once() -> None:
-    """Every call of a batch is lost at its own moment, so that each has its own time to expire."""
+def test_repeated_expiry_visits_each_call_once() -> None:
+    """Every call is requeued at a different time, so that each expires at a different time."""
     costs = []
     for size in (100, 1_000):
         call_table, batch = CallTable(AdmissionLimits(10_000, 1 << 30, 3)), batch_of(size)
@@ -279,31 +282,31 @@ def test_an_expiry_that_comes_again_and_again_looks_at_each_call_once() -> None:
             call_table.executor_lost(moment, moment / size)
 
         def expire_all(call_table: CallTable = call_table, batch: Batch = batch) -> None:
-            while (when := call_table.next_expiry(batch)) is not None:
-                call_table.expire(batch, when)
+            while (expiry := call_table.next_expiry(batch)) is not None:
+                call_table.expire(batch, expiry)
 
         costs.append(_operations(expire_all))
-    assert costs[1] < 11 * costs[0]
+    assert costs[1] < 11 * costs[0]  # ten times as many calls
 
 
-def test_what_expires_together_is_given_up_in_parts() -> None:
+def test_calls_that_expire_together_are_finished_in_parts() -> None:
     call_table, batch = CallTable(AdmissionLimits(10_000, 1 << 30, 3)), batch_of(2 * MAX_EXPIRED_AT_ONCE + 1)
     call_table.admit(batch, 0.0)
-    given_up = []
-    while (when := call_table.next_expiry(batch)) is not None:
-        assert when == 10.0
-        given_up.append(len(call_table.expire(batch, 10.0)))
-    assert given_up == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
+    expired = []
+    while (expiry := call_table.next_expiry(batch)) is not None:
+        assert expiry == 10.0
+        expired.append(len(call_table.expire(batch, 10.0)))
+    assert expired == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
 
 
-def test_big_calls_travel_in_small_frames() -> None:
+def test_large_calls_are_assigned_in_small_numbers() -> None:
     call_table = CallTable(AdmissionLimits(100, 1 << 30, 3))
     call_table.admit(batch_of(10, code="x" * 1000), 0.0)
     assert len(call_table.assign(0, 64, 2000, 0.0)) == 2
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 5), st.integers(0, 1000)), min_size=1, max_size=30))
-def test_drain_rate_never_exceeds_what_was_answered(steps: list[tuple[float, int]]) -> None:
+def test_the_answer_rate_never_exceeds_the_finished_calls(steps: list[tuple[float, int]]) -> None:
     rate, now, total = AnswerRate(), 0.0, 0
     for pause, count in steps:
         now += pause
@@ -313,7 +316,7 @@ def test_drain_rate_never_exceeds_what_was_answered(steps: list[tuple[float, int
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 60.0, 7130.0, 7440.0, 1e6])
-def test_after_however_long_without_an_answer_a_pause_is_named(idle_s: float) -> None:
+def test_retry_after_is_within_its_limits_after_any_time_without_a_result(idle_s: float) -> None:
     call_table = CallTable(AdmissionLimits(10, 10_000, 3))
     call_table.answer_rate.count(1, 0.0)
     assert 1 <= call_table.retry_after_s(100_000, idle_s) <= MAX_RETRY_AFTER_S

@@ -1,4 +1,4 @@
-"""The order of waiting calls, against a slow version that is plain to see."""
+"""The order of waiting calls, compared with a slow implementation that is obviously right."""
 
 from __future__ import annotations
 
@@ -19,53 +19,55 @@ class Item:
 
 
 class SlowQueue:
-    """The same order by searching lists. Of the tenants with fewest calls running, whose place is oldest goes next; a
-    tenant takes a new place when it comes to wait, and whenever its running calls become more or fewer."""
+    """The same order, by searching lists. Among the tenants with the fewest running calls, the one with the oldest
+    position goes next. A tenant gets a new position when it starts to wait, and when the number of its running calls
+    changes."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
-        self.returned: list[Item] = []
+        self.requeued: list[Item] = []
         self.running: list[Item] = []
-        self.places: dict[tuple[int, str], int] = {}
+        self.positions: dict[tuple[int, str], int] = {}
         self.clock = itertools.count()
 
     def push(self, item: Item) -> None:
         if not self.waits(item):
-            self.stand(item)
+            self.renew_position(item)
         self.items.append(item)
 
     def requeue(self, item: Item) -> None:
-        self.end(item)
-        self.returned.append(item)
+        self.finished(item)
+        self.requeued.append(item)
 
-    def end(self, item: Item) -> None:
+    def finished(self, item: Item) -> None:
         self.running.remove(item)
-        self.stand(item)
+        self.renew_position(item)
 
     def remove(self, item: Item) -> None:
-        (self.returned if item in self.returned else self.items).remove(item)
+        (self.requeued if item in self.requeued else self.items).remove(item)
 
     def pop(self) -> Item | None:
-        if not self.items and not self.returned:
+        if not self.items and not self.requeued:
             return None
-        priority = min(item.priority for item in self.items + self.returned)
-        line = [item for item in self.returned if item.priority == priority]
-        if not line:
-            line = sorted((item for item in self.items if item.priority == priority), key=self.turn)
-        self.remove(line[0])
-        self.running.append(line[0])
-        self.stand(line[0])
-        return line[0]
+        priority = min(item.priority for item in self.items + self.requeued)
+        candidates = [item for item in self.requeued if item.priority == priority]
+        if not candidates:
+            candidates = sorted((item for item in self.items if item.priority == priority), key=self.order)
+        self.remove(candidates[0])
+        self.running.append(candidates[0])
+        self.renew_position(candidates[0])
+        return candidates[0]
 
-    def turn(self, item: Item) -> tuple[int, int]:
-        of = (item.priority, item.tenant)
-        return sum((one.priority, one.tenant) == of for one in self.running), self.places[of]
+    def order(self, item: Item) -> tuple[int, int]:
+        key = (item.priority, item.tenant)
+        running = sum((other.priority, other.tenant) == key for other in self.running)
+        return running, self.positions[key]
 
     def waits(self, item: Item) -> bool:
-        return any((one.priority, one.tenant) == (item.priority, item.tenant) for one in self.items)
+        return any((other.priority, other.tenant) == (item.priority, item.tenant) for other in self.items)
 
-    def stand(self, item: Item) -> None:
-        self.places[item.priority, item.tenant] = next(self.clock)
+    def renew_position(self, item: Item) -> None:
+        self.positions[item.priority, item.tenant] = next(self.clock)
 
 
 STEPS = st.lists(
@@ -73,7 +75,7 @@ STEPS = st.lists(
         st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(-1, 1)),
         st.tuples(st.just("pop")),
         st.tuples(st.just("requeue"), st.integers(0, 50)),
-        st.tuples(st.just("end"), st.integers(0, 50)),
+        st.tuples(st.just("finished"), st.integers(0, 50)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
     ),
     max_size=80,
@@ -81,11 +83,11 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_order_equals_the_slow_version(steps: list[tuple[object, ...]]) -> None:
+def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]) -> None:
     fast: FairQueue[Item] = FairQueue()
     slow = SlowQueue()
     waiting: list[Item] = []
-    taken: list[Item] = []
+    running: list[Item] = []
     for kind, *arguments in steps:
         if kind == "push":
             item = Item(*arguments)  # type: ignore[arg-type]
@@ -97,16 +99,16 @@ def test_order_equals_the_slow_version(steps: list[tuple[object, ...]]) -> None:
             assert popped is slow.pop()
             if popped is not None:
                 waiting.remove(popped)
-                taken.append(popped)
-        elif kind == "requeue" and taken:
-            item = taken.pop(int(arguments[0]) % len(taken))  # type: ignore[call-overload]
+                running.append(popped)
+        elif kind == "requeue" and running:
+            item = running.pop(int(arguments[0]) % len(running))  # type: ignore[call-overload]
             waiting.append(item)
             fast.requeue(item)
             slow.requeue(item)
-        elif kind == "end" and taken:
-            item = taken.pop(int(arguments[0]) % len(taken))  # type: ignore[call-overload]
-            fast.end(item)
-            slow.end(item)
+        elif kind == "finished" and running:
+            item = running.pop(int(arguments[0]) % len(running))  # type: ignore[call-overload]
+            fast.finished(item)
+            slow.finished(item)
         elif kind == "remove" and waiting:
             item = waiting.pop(int(arguments[0]) % len(waiting))  # type: ignore[call-overload]
             fast.remove(item)
@@ -122,7 +124,7 @@ def test_a_tenant_with_few_calls_does_not_wait_for_one_with_many() -> None:
     assert [item.tenant for item in (queue.pop(), queue.pop()) if item] == ["many", "few"]
 
 
-def test_lower_priority_goes_first() -> None:
+def test_the_lower_priority_number_goes_first() -> None:
     queue: FairQueue[Item] = FairQueue()
     queue.push(Item(priority=1))
     queue.push(Item(priority=-1))
@@ -130,7 +132,7 @@ def test_lower_priority_goes_first() -> None:
     assert first is not None and first.priority == -1
 
 
-def test_a_call_put_back_goes_before_all_others() -> None:
+def test_a_requeued_call_goes_before_all_others() -> None:
     queue: FairQueue[Item] = FairQueue()
     lost = Item("a")
     queue.push(lost)
@@ -140,29 +142,29 @@ def test_a_call_put_back_goes_before_all_others() -> None:
     assert queue.pop() is lost
 
 
-def test_a_tenant_whose_calls_are_long_leaves_the_slots_to_others() -> None:
-    """Four slots. The one's calls never end, the other's at once."""
+def test_a_tenant_with_long_calls_does_not_get_the_slots_of_others() -> None:
+    """Four slots: the calls of one tenant never end, those of the other end at once."""
     queue: FairQueue[Item] = FairQueue()
     for _ in range(100):
         queue.push(Item("long"))
         queue.push(Item("short"))
-    held = [queue.pop() for _ in range(4)]
+    running_calls = [queue.pop() for _ in range(4)]
     started: list[str] = []
     for _ in range(20):
-        done = next(item for item in held if item and item.tenant == "short")
-        queue.finished(done)
-        held.remove(done)
-        held.append(queue.pop())
-        started += [item.tenant for item in held[-1:] if item]
+        ended = next(item for item in running_calls if item and item.tenant == "short")
+        queue.finished(ended)
+        running_calls.remove(ended)
+        running_calls.append(queue.pop())
+        started += [item.tenant for item in running_calls[-1:] if item]
     assert started == ["short"] * 20
 
 
-def test_nothing_is_left_of_what_has_ended() -> None:
+def test_finished_calls_leave_no_entries_behind() -> None:
     queue: FairQueue[Item] = FairQueue()
     items = [Item(tenant, priority) for tenant in "abc" for priority in (1, 2)]
     for item in items:
         queue.push(item)
     queue.remove(items[3])
-    while (taken := queue.pop()) is not None:
-        queue.finished(taken)
-    assert not queue._levels and not queue._waiting
+    while (popped := queue.pop()) is not None:
+        queue.finished(popped)
+    assert not queue._levels and not queue._waiting  # private: a leak there has no other symptom

@@ -1,4 +1,4 @@
-"""Who gets in: tokens, and browsers kept away from loopback."""
+"""Which requests are served: tokens, and web pages of other sites."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.gateway.serving import serving
 
 
 @pytest.mark.asyncio
-async def test_with_a_token_only_probes_and_the_empty_pages_are_open() -> None:
+async def test_with_a_token_only_probes_and_pages_are_public() -> None:
     async with serving(token="s3cret") as served:
         for path in ("/v1/stats", "/v1/stats?after=1", "//", "/docs/", "/openapi.json", "/metrics", "/nowhere"):
             async with served.http.get(served.url + path) as response:
@@ -21,7 +21,7 @@ async def test_with_a_token_only_probes_and_the_empty_pages_are_open() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/", "/docs"])
-async def test_a_page_is_the_same_whatever_has_run(path: str) -> None:
+async def test_a_page_contains_no_data_of_calls(path: str) -> None:
     async with serving(token="s3cret") as served:
         before = await served.get(path)
         await served.post("/v1/execute", {"code": "a secret"}, Authorization="Bearer s3cret")
@@ -42,7 +42,7 @@ async def test_a_page_is_the_same_whatever_has_run(path: str) -> None:
         ("Bearer sécret", 401),
     ],
 )
-async def test_the_token_must_be_right(header: str, status: int) -> None:
+async def test_only_the_right_token_is_accepted(header: str, status: int) -> None:
     async with serving(token="s3cret") as served:
         assert (await served.post("/v1/execute", {"code": "1"}, Authorization=header))[0] == status
 
@@ -58,7 +58,7 @@ async def test_the_token_must_be_right(header: str, status: int) -> None:
         ("LOCALHOST:1", "http://localhost:1"),
     ],
 )
-def test_loopback_and_our_own_pages_get_in(host: str, origin: str | None) -> None:
+def test_loopback_names_and_own_pages_are_accepted(host: str, origin: str | None) -> None:
     check_local_request(host, origin, "127.0.0.1")
 
 
@@ -73,14 +73,14 @@ def test_loopback_and_our_own_pages_get_in(host: str, origin: str | None) -> Non
         ("127.0.0.1:8642", "http://127.0.0.1:9999"),
     ],
 )
-def test_rebound_hosts_and_foreign_pages_stay_out(host: str, origin: str | None) -> None:
-    with pytest.raises(HttpError) as why:
+def test_foreign_hosts_and_origins_are_rejected(host: str, origin: str | None) -> None:
+    with pytest.raises(HttpError) as caught:
         check_local_request(host, origin, "127.0.0.1")
-    assert why.value.status == 403
+    assert caught.value.status == 403
 
 
 @pytest.mark.asyncio
-async def test_a_foreign_page_cannot_run_code() -> None:
+async def test_a_page_of_another_site_cannot_run_code() -> None:
     async with serving() as served:
         status, answer = await served.post("/v1/execute", {"code": "1"}, Origin="https://evil.example")
         assert (status, answer["error"]["type"]) == (403, "Forbidden")

@@ -1,4 +1,4 @@
-"""Whatever bytes come, a refusal that says why or a value; whatever answers go, bytes that decode."""
+"""Any bytes decode to a value or to an error with a message; any results encode to bytes that decode again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sandbox.types import CALL_FIELDS, Result, Status
 from tests.gateway.serving import until
 
 TEXT = st.text(st.characters(), max_size=20)
-"""With lone surrogates."""
+"""Text with lone surrogates."""
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | TEXT | st.binary(max_size=20),
     lambda inner: (
@@ -39,70 +39,76 @@ def decode(body: bytes, kind: str) -> Any:
 
 
 @pytest.mark.asyncio
-async def test_whoever_hangs_up_lets_no_second_large_body_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = [], threading.Event()
+async def test_a_client_that_disconnects_does_not_let_two_large_bodies_be_decoded_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, may_finish = [], threading.Event()
 
     def slow(body: bytes, max_calls: int) -> int:
-        begun.append(body[0])
-        go_on.wait(60)
+        started.append(body[0])
+        may_finish.wait(60)
         return body[0]
 
     monkeypatch.setattr(codec, "_decode_json", slow)
     bodies = codec.BodyReader(1 << 30, 1 << 30, max_calls=8)
     first, second = (asyncio.create_task(bodies.decode(bytes([n]) * codec.THREADED_DECODE_BYTES, JSON)) for n in (1, 2))
     try:
-        await until(lambda: begun == [1])
+        await until(lambda: started == [1])
         first.cancel()
         for _ in range(20):
             await asyncio.sleep(0)
         assert not first.done()
     finally:
-        go_on.set()
+        may_finish.set()
     assert await second == 2
-    assert first.cancelled() and begun == [1, 2]
+    assert first.cancelled() and started == [1, 2]
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK]))
-def test_any_bytes_are_a_value_or_a_refusal(body: bytes, kind: str) -> None:
+def test_any_bytes_are_a_value_or_an_error(body: bytes, kind: str) -> None:
     try:
         decode(body, kind)
-    except HttpError as why:
-        assert why.status in (400, 413)
-        assert str(why)
+    except HttpError as error:
+        assert error.status in (400, 413)
+        assert str(error)
 
 
 @given(VALUES)
-def test_msgpack_comes_in_as_it_was_sent(value: Any) -> None:
+def test_msgpack_decodes_to_the_sent_value(value: Any) -> None:
     body = msgpack.packb(value, unicode_errors="surrogatepass")
     assert repr(decode(body, MSGPACK)) == repr(value)
 
 
 @given(BATCHES)
-def test_any_decoded_body_is_a_batch_or_a_refusal(raw: Any) -> None:
+def test_any_decoded_body_is_a_batch_or_an_error(raw: Any) -> None:
     try:
         batch, invalid = asyncio.run(validation.parse_batch(raw, ServeConfig()))
-    except (InvalidCall, RequestRefused) as why:
-        assert str(why)
+    except (InvalidCall, RequestRefused) as error:
+        assert str(error)
         return
     assert len(batch.calls) + invalid == len(raw["calls"])
-    assert invalid == len([answer for answer in batch.results if answer is not None])
+    assert invalid == len([result for result in batch.results if result is not None])
 
 
 @given(VALUES)
-def test_any_decoded_body_is_a_call_or_a_refusal(raw: Any) -> None:
+def test_any_decoded_body_is_a_call_or_an_error(raw: Any) -> None:
     try:
         assert len(asyncio.run(validation.parse_call(raw, ServeConfig()))[0].calls) == 1
-    except InvalidCall as why:
-        assert str(why)
+    except InvalidCall as error:
+        assert str(error)
 
 
 @given(st.lists(st.tuples(TEXT, TEXT, st.binary(max_size=20)), min_size=1, max_size=3), st.sampled_from([1, 70]))
-def test_answers_decode_to_what_they_were_but_for_surrogates(parts: list[tuple[str, str, bytes]], times: int) -> None:
+def test_results_decode_to_the_encoded_ones_except_for_surrogates(
+    parts: list[tuple[str, str, bytes]], times: int
+) -> None:
     results = [Result("i", Status.OK, stdout=out, value=value, files={"f": data}) for out, value, data in parts] * times
     for kind in (JSON, MSGPACK):
         body = asyncio.run(codec.encode_results([result.encode(binary=True) for result in results], kind))
         raw = json.loads(body) if kind == JSON else msgpack.unpackb(body)
-        assert [_sound(Result.decode(one)) for one in raw["results"]] == [_sound(result) for result in results]
+        assert [_without_surrogates(Result.decode(item)) for item in raw["results"]] == [
+            _without_surrogates(result) for result in results
+        ]
 
 
 @pytest.mark.parametrize("kind", [NDJSON, MSGPACK_STREAM])
@@ -114,6 +120,6 @@ def test_a_line_is_a_result_with_its_index(kind: str) -> None:
     assert line.count(b"\n") == 1
 
 
-def _sound(result: Result) -> tuple[str, str, Any]:
-    shown = [text.encode("utf-8", "replace").decode() for text in (result.stdout, result.value or "")]
-    return shown[0], shown[1], result.files
+def _without_surrogates(result: Result) -> tuple[str, str, Any]:
+    texts = [text.encode("utf-8", "replace").decode() for text in (result.stdout, result.value or "")]
+    return texts[0], texts[1], result.files

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: the numbers are the true ones, and whatever is hostile among them is only text."""
+"""The dashboard in a real browser: it shows the numbers of `/v1/stats`, and hostile names only as text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PAGE = files("sandbox.gateway.http").joinpath("dashboard.html").read_text(encodi
 SHOWN = "!document.getElementById('all').hidden"
 
 
-def test_the_page_makes_no_markup_of_data() -> None:
+def test_the_page_never_inserts_data_as_markup() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\bon\w+=\"", PAGE)
 
 
-def test_the_page_knows_every_status_by_more_than_a_colour() -> None:
+def test_the_page_has_a_sign_for_every_status_besides_its_colour() -> None:
     table = re.findall(r'\["(\w+)", "(#\w{6})", "([^"]*)"\]', PAGE)
     assert {name for name, _, _ in table} == set(Status)
     assert len({pattern for _, _, pattern in table}) == len(table)
@@ -34,7 +34,7 @@ def test_the_page_knows_every_status_by_more_than_a_colour() -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_numbers_are_the_true_ones(browser: Browser) -> None:
+async def test_the_page_shows_the_numbers_of_the_server(browser: Browser) -> None:
     async with (
         serving(queue_calls=5000, isolation_reason="namespaces: refused") as served,
         browser.page(served.url) as page,
@@ -63,7 +63,7 @@ async def test_the_numbers_are_the_true_ones(browser: Browser) -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_names_from_hostile_code_are_only_text(browser: Browser) -> None:
+async def test_names_from_hostile_code_are_shown_as_text(browser: Browser) -> None:
     names = [
         "<img src=x onerror=hacked=1>", "</script><script>hacked=1</script>", "<svg onload=hacked=1>", "__proto__",
         "'\"`${hacked=1}", "constructor", "\u202eright to left", "javascript:hacked=1",
@@ -85,7 +85,7 @@ async def test_names_from_hostile_code_are_only_text(browser: Browser) -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_token_is_asked_for_once(browser: Browser) -> None:
+async def test_the_token_is_requested_once(browser: Browser) -> None:
     async with serving(token="s3cret") as served, browser.page(served.url) as page:
         await page.until("!document.getElementById('ask').hidden")
         assert await page.text("h1") == "◌ Token required" and not await page.run(SHOWN)
@@ -101,7 +101,7 @@ async def test_the_token_is_asked_for_once(browser: Browser) -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_page_says_when_the_server_is_away_and_goes_on_when_it_is_back(browser: Browser) -> None:
+async def test_the_page_shows_an_unreachable_server_and_continues_when_it_is_back(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
         await page.until(SHOWN)
         await page.call("Network.enable")
@@ -118,7 +118,7 @@ async def test_the_page_says_when_the_server_is_away_and_goes_on_when_it_is_back
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_page_says_what_keeps_calls_from_running(browser: Browser) -> None:
+async def test_the_page_shows_why_calls_do_not_run(browser: Browser) -> None:
     async with serving(FakeFleet(starts=("ready", "silent"))) as served, browser.page(served.url) as page:
         await page.until("document.querySelector('h1').textContent === '● Ready'")
         served.fleet.last.exit(1)
@@ -130,7 +130,7 @@ async def test_the_page_says_what_keeps_calls_from_running(browser: Browser) -> 
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_page_says_when_some_of_the_executors_are_down(browser: Browser) -> None:
+async def test_the_page_shows_how_many_executors_are_down(browser: Browser) -> None:
     fleet = FakeFleet(starts=("ready", "ready", "silent"))
     async with serving(fleet, executors=2) as served, browser.page(served.url) as page:
         await page.until("document.querySelector('h1').textContent === '● Ready'")
@@ -141,7 +141,7 @@ async def test_the_page_says_when_some_of_the_executors_are_down(browser: Browse
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_page_says_when_long_calls_have_no_room(browser: Browser) -> None:
+async def test_the_page_shows_that_all_long_slots_are_in_use(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
         served.fleet.last.send("stats", {"running": 9, "running_long": 7, "long_slots": 8})
         await page.until("document.querySelector('#tiles').textContent.includes('7 long (max 8), ')")
@@ -166,7 +166,7 @@ async def test_the_charts_show_one_or_ten_minutes(browser: Browser) -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_percentile_has_its_label_also_without_calls(browser: Browser) -> None:
+async def test_every_percentile_has_its_label_even_without_calls(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
         label = "document.getElementById('latency').textContent.includes(name)"
         await page.until(f"['p50', 'p90', 'p99'].every(name => {label})")
@@ -175,7 +175,7 @@ async def test_every_percentile_has_its_label_also_without_calls(browser: Browse
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("width", [320, 420, 800, 1280, 1920])
-async def test_nothing_sticks_out_at_any_width(browser: Browser, width: int) -> None:
+async def test_nothing_overflows_at_any_width(browser: Browser, width: int) -> None:
     async with serving() as served, browser.page(served.url, width) as page:
         hanging = await _traffic(served)
         await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
@@ -187,7 +187,7 @@ async def test_nothing_sticks_out_at_any_width(browser: Browser, width: int) -> 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("dark", [False, True])
-async def test_every_text_stands_out(browser: Browser, dark: bool) -> None:
+async def test_every_text_has_enough_contrast(browser: Browser, dark: bool) -> None:
     async with serving() as served, browser.page(served.url, dark=dark) as page:
         hanging = await _traffic(served)
         for chart, line in (("load", "waiting"), ("latency", "p99"), ("machine", "memory")):
@@ -201,18 +201,19 @@ TABLE = (
     "(id => Object.fromEntries([...document.getElementById(id).tBodies[0]?.rows ?? []]"
     ".map(row => [...row.cells].map(cell => cell.textContent.trim())).map(([name, ...rest]) => [name, rest])))"
 )
-"""JavaScript: a table of the page by its first column."""
+"""JavaScript expression: the rows of a table by their first column."""
 
 
 async def _table(page: Page, name: str) -> dict[str, list[str]]:
-    """The same table here; spaces that do not break are spaces."""
+    """Return the rows of a table by their first column, with plain spaces for no-break spaces."""
     return dict(
         json.loads((await page.run(f"JSON.stringify(Object.entries({TABLE}('{name}')))")).replace("\u00a0", " "))
     )
 
 
 async def _traffic(served: Served) -> asyncio.Task[Any]:
-    """1,234 calls done, 8 in hand and 12 waiting until the task that is returned is cancelled; two mistakes."""
+    """Finish 1,234 calls, send two malformed ones, and leave 8 calls dispatched and 12 waiting until the returned task
+    is cancelled."""
     await served.post("/v1/batch", {"calls": [{"code": "1"}] * 1234 + [{"code": 1}]})
     await served.post("/v1/batch", {})
     hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
@@ -234,7 +235,7 @@ async def _network(page: Page, *, offline: bool) -> None:
 
 
 def _as_another_process(served: Served) -> None:
-    """What is asked next answers with another beginning, and steps from the first."""
+    """Replace the history, as a restarted server would: step numbers start at 1 again."""
     stats = served.app[STATS]
     stats._started_at += 1
     stats._history = History(stats._snapshot())

@@ -1,4 +1,4 @@
-"""The routes over a real server: good calls, and every kind of bad input."""
+"""The routes over a real HTTP server and fake executors: valid calls, and every kind of malformed input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio
 MSGPACK = "application/msgpack"
 
 
-async def test_execute_gives_a_result() -> None:
+async def test_execute_returns_a_result() -> None:
     async with serving() as served:
         status, result = await served.post("/v1/execute", {"code": "hello", "id": "mine", "queue_timeout_s": 5})
     assert status == 200
@@ -30,7 +30,7 @@ async def test_execute_gives_a_result() -> None:
     assert result["usage"]["queue_ms"] >= 0
 
 
-async def test_results_come_in_the_order_of_the_calls() -> None:
+async def test_results_are_in_the_order_of_the_calls() -> None:
     async with serving() as served:
         calls = [{"code": f"{n}"} for n in range(200)]
         status, body = await served.post("/v1/batch", {"calls": calls})
@@ -39,7 +39,7 @@ async def test_results_come_in_the_order_of_the_calls() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 200])
-async def test_msgpack_in_and_out_with_raw_files(count: int) -> None:
+async def test_a_msgpack_body_gets_a_msgpack_response_with_raw_files(count: int) -> None:
     call = {"code": "1", "files": {"a": b"\xff"}, "return_files": ["a"]}
     async with serving() as served:
         body = msgpack.packb({"calls": [call] * count})
@@ -57,7 +57,7 @@ async def test_files_are_base64_in_json() -> None:
     assert result["files"] == {"a": content}
 
 
-async def test_a_bad_call_never_spoils_its_batch() -> None:
+async def test_a_malformed_call_does_not_affect_its_batch() -> None:
     bad: list[Any] = [
         {},
         7,
@@ -78,7 +78,7 @@ async def test_a_bad_call_never_spoils_its_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/x-ndjson"])
-async def test_a_batch_of_bad_calls_only_is_a_400_that_says_what_is_wrong_with_each(kind: str) -> None:
+async def test_a_batch_of_malformed_calls_only_is_a_400_with_a_message_for_each(kind: str) -> None:
     body = {"calls": [{"codee": "1"}, {}]}
     async with (
         serving(wait=False) as served,
@@ -93,7 +93,7 @@ async def test_a_batch_of_bad_calls_only_is_a_400_that_says_what_is_wrong_with_e
     assert "expected Python source" in results[1]["error"]["message"]
 
 
-async def test_defaults_fill_in_and_ceilings_clamp() -> None:
+async def test_defaults_fill_in_and_maximum_limits_clamp() -> None:
     async with serving(max_limits=Limits(timeout_s=5)) as served:
         calls = [{"code": "1"}, {"code": "2", "limits": {"timeout_s": 1}}]
         _, body = await served.post("/v1/batch", {"calls": calls, "defaults": {"limits": {"timeout_s": 60}}})
@@ -108,7 +108,7 @@ BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
     "not UTF-8": ("application/json", b'{"calls": "\xff"}', "not UTF-8: invalid start byte at byte 11"),
     "a byte order mark": ("application/json", b"\xef\xbb\xbf{}", "malformed JSON"),
     "deeply nested JSON": ("application/json", b"[" * 200_000, "nested too deeply"),
-    "a key given twice": ("application/json", b'{"calls": [], "calls": []}', "the key 'calls' occurs twice"),
+    "a duplicate key": ("application/json", b'{"calls": [], "calls": []}', "the key 'calls' occurs twice"),
     "a long number": (
         "application/json",
         b'{"queue_timeout_s": -' + b"9" * 5000 + b', "calls": [{"code": ""}]}',
@@ -122,21 +122,21 @@ BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
     "code as a default": ("application/json", b'{"calls": [{}], "defaults": {"code": ""}}', "belongs to a single call"),
     "a NaN timeout": ("application/json", b'{"calls": [{}], "queue_timeout_s": NaN}', "expected seconds above 0"),
     "truncated msgpack": (MSGPACK, msgpack.packb({"calls": [{"code": "1"}]})[:-1], "malformed msgpack"),
-    "msgpack and more": (MSGPACK, msgpack.packb({"calls": []}) + b"\x00", "malformed msgpack"),
+    "msgpack and a byte more": (MSGPACK, msgpack.packb({"calls": []}) + b"\x00", "malformed msgpack"),
     "an array of 4 billion": (MSGPACK, b"\xdd\xff\xff\xff\xff", "malformed msgpack"),
     "a map of 4 billion": (MSGPACK, b"\xdf\xff\xff\xff\xff", "malformed msgpack"),
     "text of 4 GB": (MSGPACK, b"\xdb\xff\xff\xff\xffabc", "malformed msgpack"),
     "arrays in wide arrays": (MSGPACK, (b"\xdd" + struct.pack(">I", 60_000)) * 5000, "malformed msgpack"),
     "deeply nested msgpack": (MSGPACK, b"\x91" * 100_000 + b"\x00", "malformed msgpack"),
     "msgpack text not UTF-8": (MSGPACK, b"\x81\xa5calls\xa1\xff", "not UTF-8"),
-    "a msgpack key given twice": (MSGPACK, b"\x82\xa1a\x01\xa1a\x01", "the key 'a' occurs twice"),
+    "a duplicate msgpack key": (MSGPACK, b"\x82\xa1a\x01\xa1a\x01", "the key 'a' occurs twice"),
     "a msgpack extension": (MSGPACK, b"\xd4\x01\x00", "malformed msgpack"),
     "a msgpack number as key": (MSGPACK, b"\x81\x01\x01", "malformed msgpack"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-async def test_bad_body_is_a_400_that_says_why(name: str) -> None:
+async def test_a_malformed_body_is_a_400_with_the_reason(name: str) -> None:
     content_type, body, expected = BAD_BODIES[name]
     async with serving() as served:
         status, answer = await served.post("/v1/batch", body, Content_Type=content_type)
@@ -155,7 +155,7 @@ BOMBS: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-async def test_a_body_that_only_means_to_be_large_is_refused(name: str) -> None:
+async def test_a_small_body_that_decodes_to_too_many_objects_is_rejected(name: str) -> None:
     content_type, body = BOMBS[name]
     async with serving(batch_calls=16) as served:
         status, _ = await served.post("/v1/batch", body, Content_Type=content_type)
@@ -171,26 +171,26 @@ async def test_a_body_that_only_means_to_be_large_is_refused(name: str) -> None:
         ([], "call: expected an object, got list"),
     ],
 )
-async def test_bad_call_to_execute_is_a_400(call: Any, expected: str) -> None:
+async def test_a_malformed_call_to_execute_is_a_400(call: Any, expected: str) -> None:
     async with serving() as served:
         status, answer = await served.post("/v1/execute", call)
     assert status == 400 and expected in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "text/json", "json"])
-async def test_other_content_types_are_refused(content_type: str) -> None:
+async def test_other_content_types_are_rejected(content_type: str) -> None:
     async with serving() as served:
         status, answer = await served.post("/v1/execute", b'{"code": "1"}', Content_Type=content_type)
     assert status == 415 and "expected application/json or application/msgpack" in answer["error"]["message"]
 
 
-async def test_json_with_charset_is_taken() -> None:
+async def test_json_with_a_charset_is_accepted() -> None:
     async with serving() as served:
         status, _ = await served.post("/v1/execute", b'{"code": "1"}', Content_Type="application/json; charset=utf-8")
     assert status == 200
 
 
-async def test_a_compressed_body_is_refused_unopened() -> None:
+async def test_a_compressed_body_is_rejected_without_decompressing_it() -> None:
     bomb = gzip.compress(b" " * (64 << 20))
     async with serving() as served:
         status, answer = await served.post("/v1/batch", bomb, Content_Type="application/json", Content_Encoding="gzip")
@@ -198,7 +198,7 @@ async def test_a_compressed_body_is_refused_unopened() -> None:
     assert status == 415 and "uncompressed" in answer["error"]["message"]
 
 
-async def test_a_body_over_the_bound_is_refused() -> None:
+async def test_a_body_over_the_limit_is_rejected() -> None:
     async with serving(body_mb=1) as served:
         status, answer = await served.post("/v1/execute", b" " * ((1 << 20) + 1), Content_Type="application/json")
         assert status == 413 and "--body-mb" in answer["error"]["message"]
@@ -211,11 +211,11 @@ async def test_a_body_over_the_bound_is_refused() -> None:
             assert r.status == 413
 
 
-async def test_bodies_count_until_their_calls_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, go_on = codec._decode_json, threading.Event()
+async def test_bodies_count_as_buffered_until_their_calls_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, may_finish = codec._decode_json, threading.Event()
 
     def slow(body: bytes, max_calls: int) -> Any:
-        go_on.wait(60)
+        may_finish.wait(60)
         return decode(body, max_calls)
 
     monkeypatch.setattr(codec, "_decode_json", slow)
@@ -229,17 +229,17 @@ async def test_bodies_count_until_their_calls_are_admitted(monkeypatch: pytest.M
             status, answer = await served.post("/v1/batch", body, Content_Type="application/json")
             assert status == 429 and "being received, at most 2097152" in answer["error"]["message"]
         finally:
-            go_on.set()
+            may_finish.set()
         assert (await first)[0] == 200 and bodies.buffered_bytes == 0
 
 
-async def test_too_many_calls_are_refused() -> None:
+async def test_a_batch_of_too_many_calls_is_rejected() -> None:
     async with serving(batch_calls=3) as served:
         status, answer = await served.post("/v1/batch", {"calls": [{"code": "1"}] * 4})
     assert status == 413 and "at most 3 calls, got 4" in answer["error"]["message"]
 
 
-async def test_the_loop_turns_while_a_large_body_is_decoded() -> None:
+async def test_other_requests_are_served_while_a_large_body_is_decoded() -> None:
     calls = [{"code": "x" * 1000} for _ in range(20_000)]
     body = json.dumps({"calls": calls}).encode()
     async with serving() as served:
@@ -250,10 +250,10 @@ async def test_the_loop_turns_while_a_large_body_is_decoded() -> None:
             answered += status == 200
         _, answer = await large
     assert len(answer["results"]) == 20_000
-    assert answered > 20
+    assert answered > 20  # decoding takes about 100 ms, a health check about 1 ms
 
 
-async def test_full_queue_answers_at_once() -> None:
+async def test_a_full_queue_rejects_at_once() -> None:
     async with serving(queue_calls=2) as served:
         waiting = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 2}))
         await until(lambda: bool(served.fleet.last.calls))
@@ -289,18 +289,19 @@ async def test_results_stream_as_they_finish(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/x-ndjson", "application/x-msgpack-stream"])
-async def test_a_quiet_stream_gives_signs_of_life(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_without_results_sends_heartbeats(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "HEARTBEAT_S", 0.01)
+    body = {"calls": [{"code": "hang"}]}
     async with (
         serving() as served,
-        served.http.post(served.url + "/v1/batch", json={"calls": [{"code": "hang"}]}, headers={"Accept": kind}) as got,
+        served.http.post(served.url + "/v1/batch", json=body, headers={"Accept": kind}) as response,
     ):
         data = b""
         while len(data) < 3:
-            data += await got.content.readany()
+            data += await response.content.readany()
         assert set(data) == {codec.HEARTBEAT[kind][0]}
         served.fleet.last.finish(1)
-        data += await got.read()
+        data += await response.read()
     if kind == "application/x-ndjson":
         lines = [json.loads(line) for line in data.split(b"\n") if line]
     else:
@@ -310,7 +311,7 @@ async def test_a_quiet_stream_gives_signs_of_life(kind: str, monkeypatch: pytest
     assert [(line["index"], line["status"]) for line in lines] == [(0, "ok")]
 
 
-async def test_lone_surrogates_go_in_and_results_stay_valid() -> None:
+async def test_lone_surrogates_reach_the_executor_and_results_stay_valid_text() -> None:
     async with serving() as served:
         status, result = await served.post("/v1/execute", b'{"code": "a\\ud800b"}', Content_Type="application/json")
         assert (status, result["stdout"]) == (200, "a?b")
@@ -322,7 +323,7 @@ async def test_lone_surrogates_go_in_and_results_stay_valid() -> None:
             assert msgpack.unpackb(await response.read())["stdout"] == "a?b"
 
 
-async def test_unknown_paths_and_methods_are_json() -> None:
+async def test_unknown_paths_and_methods_get_json_errors() -> None:
     async with serving() as served:
         status, answer = await served.post("/v2/execute", {})
         assert (status, answer["error"]["type"]) == (404, "NotFound")
@@ -331,15 +332,15 @@ async def test_unknown_paths_and_methods_are_json() -> None:
             assert "accepts POST" in (await response.json())["error"]["message"]
 
 
-async def test_ready_and_stats_name_the_level_and_what_auto_gave_up() -> None:
+async def test_ready_and_stats_have_the_isolation_level_and_its_reason() -> None:
     async with serving(isolation="none", isolation_reason="namespaces: refused here") as served:
-        about = {"isolation": "none", "isolation_reason": "namespaces: refused here"}
-        assert json.loads((await served.get("/ready"))[1]) == {"status": "ready", **about}
+        isolation = {"isolation": "none", "isolation_reason": "namespaces: refused here"}
+        assert json.loads((await served.get("/ready"))[1]) == {"status": "ready", **isolation}
         service = json.loads((await served.get("/v1/stats"))[1])["service"]
-        assert about.items() <= service.items()
+        assert isolation.items() <= service.items()
 
 
-async def test_ready_waits_for_an_executor_and_ends_with_the_drain() -> None:
+async def test_the_server_is_ready_from_its_first_executor_to_the_drain() -> None:
     async with serving(wait=False) as served:
         assert (await served.get("/ready"))[0] == 503
         assert (await served.get("/health"))[0] == 200
@@ -351,7 +352,7 @@ async def test_ready_waits_for_an_executor_and_ends_with_the_drain() -> None:
         assert status == 503 and "stopping" in answer["error"]["message"]
 
 
-async def test_pages_are_self_contained() -> None:
+async def test_pages_contain_no_external_url() -> None:
     async with serving() as served:
         for path in ("/", "/docs"):
             async with served.http.get(served.url + path) as response:

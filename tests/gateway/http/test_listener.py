@@ -1,4 +1,4 @@
-"""Clients that come too many, or keep us waiting: in a head, in a body, in reading."""
+"""Clients that open too many connections, or that send a head, send a body or read too slowly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ LARGE = "x" * (1 << 20)
 async def through_listener(
     served: Served, *, senders_s: float = 60.0
 ) -> AsyncIterator[tuple[listener.Listener, str, int]]:
-    """The same service on a port of its own, whose doors `serve` opens; `stall_s` is for reading alone."""
+    """Serve the same dispatcher through a `Listener`, as `serve` does. The setting `stall_s` applies to reading clients
+    only; `senders_s` replaces it for heads and bodies."""
     app = build_app(served.dispatcher.config, served.dispatcher)
     app[routes.BODIES].stall_s = senders_s
     runner = web.AppRunner(app, shutdown_timeout=1)
@@ -45,7 +46,7 @@ async def through_listener(
 
 
 async def ask(host: str, port: int, request: bytes, end: bytes = b"") -> bytes:
-    """All that is said on a connection until it is closed, or until `end`."""
+    """Send a request, and return all bytes received until the connection is closed, or until `end`."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
     try:
@@ -64,23 +65,25 @@ def head(path: str, length: int, accept: str = "application/json") -> bytes:
     ).encode()
 
 
-async def test_a_connection_too_many_is_told_so() -> None:
+async def test_a_connection_over_the_limit_gets_503() -> None:
     async with serving(port=0, connections=2) as served, through_listener(served) as (opened, host, port):
         first = [await asyncio.open_connection(host, port) for _ in range(2)]
         await until(lambda: opened.connections == 2)
-        said = await ask(host, port, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        _, _, body = said.partition(b"\r\n\r\n")
-        assert said.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in said
+        response = await ask(host, port, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        _, _, body = response.partition(b"\r\n\r\n")
+        assert response.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in response
         assert "2 connections are open, which is the limit" in json.loads(body)["error"]["message"]
         assert served.dispatcher.counters.refused[503] == 1
         first[0][1].close()
         await until(lambda: opened.connections == 1)
-        async with served.http.get(f"http://{host}:{port}/ready") as response:
-            assert response.status == 200
+        async with served.http.get(f"http://{host}:{port}/ready") as after:
+            assert after.status == 200
         first[1][1].close()
 
 
-async def test_even_telling_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rejected_connections_over_their_own_limit_get_no_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(listener, "MAX_REJECTED", 0)
     async with serving(port=0, connections=1) as served, through_listener(served) as (opened, host, port):
         _, writer = await asyncio.open_connection(host, port)
@@ -89,23 +92,23 @@ async def test_even_telling_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
         writer.close()
 
 
-async def test_a_head_that_does_not_come_is_not_waited_for() -> None:
+async def test_a_connection_that_sends_no_whole_head_is_closed() -> None:
     async with serving(port=0) as served, through_listener(served, senders_s=0.05) as (opened, host, port):
         assert await ask(host, port, b"GET /ready HTTP/1.1\r\nHost: local") == b""
         await until(lambda: opened.connections == 0)
 
 
-class Line(asyncio.Transport):
-    """Notes whether it was cut."""
+class FakeTransport(asyncio.Transport):
+    """Records whether it was aborted."""
 
-    was_cut = False
+    was_aborted = False
 
     def abort(self) -> None:
-        self.was_cut = True
+        self.was_aborted = True
 
 
 @pytest.mark.parametrize(
-    ("pieces", "is_whole"),
+    ("chunks", "is_complete"),
     [
         ((b"GET / HTTP/1.1\r\n\r\n",), True),
         ((b"GET / HTTP/1.1\r\n\r", b"\n"), True),
@@ -115,44 +118,44 @@ class Line(asyncio.Transport):
         ((b"GET / HTTP/1.1\r\n\r", b"x\n"), False),
     ],
 )
-async def test_a_head_is_whole_however_it_comes(pieces: tuple[bytes, ...], is_whole: bool) -> None:
+async def test_a_head_is_complete_however_it_is_split(chunks: tuple[bytes, ...], is_complete: bool) -> None:
     connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
-    line = Line()
-    connection.connection_made(line)
-    for piece in pieces:
-        connection.data_received(piece)
-    if not is_whole:
-        await until(lambda: line.was_cut)
+    transport = FakeTransport()
+    connection.connection_made(transport)
+    for chunk in chunks:
+        connection.data_received(chunk)
+    if not is_complete:
+        await until(lambda: transport.was_aborted)
     await asyncio.sleep(listener.READ_GRACE_S + 0.05)
-    assert line.was_cut != is_whole
+    assert transport.was_aborted != is_complete
     connection.connection_lost(None)
 
 
-async def test_what_came_while_we_were_held_up_is_read_before_a_connection_is_cut() -> None:
-    """As a loop does that was held up: the timers that have passed first, then what there is to read."""
+async def test_bytes_that_arrived_while_the_loop_was_blocked_are_read_before_the_abort() -> None:
+    """A loop that was blocked runs the expired timers first, and reads from sockets after that."""
     connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
-    line = Line()
-    connection.connection_made(line)
+    transport = FakeTransport()
+    connection.connection_made(transport)
     timer = connection._timer
     await until(lambda: connection._timer is not timer)
     connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
     await asyncio.sleep(listener.READ_GRACE_S + 0.05)
-    assert not line.was_cut
+    assert not transport.was_aborted
     connection.connection_lost(None)
 
 
-async def test_a_body_that_does_not_come_on_is_a_408() -> None:
+async def test_a_body_that_stops_is_a_408() -> None:
     async with serving(port=0) as served, through_listener(served, senders_s=0.2) as (opened, host, port):
         opened.stall_s = 60.0
-        said = await ask(host, port, head("/v1/execute", 100) + b'{"code": ', end=b"}}")
-    assert said.startswith(b"HTTP/1.1 408 ")
-    assert b"the body stopped after 9 bytes" in said and b"--stall-s" in said
+        response = await ask(host, port, head("/v1/execute", 100) + b'{"code": ', end=b"}}")
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert b"the body stopped after 9 bytes" in response and b"--stall-s" in response
 
 
-async def test_a_body_that_dribbles_is_a_408() -> None:
-    """It comes on all the time, and much too slowly."""
+async def test_a_body_that_arrives_too_slowly_is_a_408() -> None:
+    """Bytes arrive all the time, but fewer than `CHUNK_BYTES` per `stall_s`."""
 
-    async def dribble() -> Any:
+    async def slow_body() -> Any:
         while True:
             yield b" "
             await asyncio.sleep(0.01)
@@ -160,21 +163,21 @@ async def test_a_body_that_dribbles_is_a_408() -> None:
     headers = {"Content-Type": "application/json"}
     async with (
         serving(stall_s=0.2) as served,
-        served.http.post(f"{served.url}/v1/execute", data=dribble(), headers=headers) as response,
+        served.http.post(f"{served.url}/v1/execute", data=slow_body(), headers=headers) as response,
     ):
         assert response.status == 408
 
 
-async def test_a_large_body_has_its_time_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts: list[float | None] = []
+async def test_the_time_limit_of_a_large_body_is_renewed_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float | None] = []
     reschedule = asyncio.Timeout.reschedule
 
     def count(limit: asyncio.Timeout, when: float | None) -> None:
-        starts.append(when)
+        deadlines.append(when)
         reschedule(limit, when)
 
     class Request:
-        """As much of one as is read."""
+        """The part of a request that `BodyReader.read` uses."""
 
         content_length = None
 
@@ -183,18 +186,18 @@ async def test_a_large_body_has_its_time_for_each_piece(monkeypatch: pytest.Monk
             return self
 
         async def iter_any(self) -> AsyncIterator[bytes]:
-            for piece in (b"ab", b"cdef", b"g", b"hijklm"):
-                yield piece
+            for chunk in (b"ab", b"cdef", b"g", b"hijklm"):
+                yield chunk
 
     monkeypatch.setattr(codec, "CHUNK_BYTES", 4)
     monkeypatch.setattr(asyncio.Timeout, "reschedule", count)
     body = await codec.BodyReader(100, 100, 1, stall_s=60.0).read(cast(web.Request, Request()))
     assert body == b"abcdefghijklm"
-    assert len(starts) == 3  # the beginning, after 6 bytes, and after 13
+    assert len(deadlines) == 3  # at the start, after 6 bytes and after 13
 
 
-async def _never_read(host: str, port: int, request: bytes) -> socket.socket:
-    """A client with little room that has asked, and reads nothing."""
+async def _connect_without_reading(host: str, port: int, request: bytes) -> socket.socket:
+    """Return a socket with a small receive buffer that has sent a request and reads nothing."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setblocking(False)
@@ -205,10 +208,10 @@ async def _never_read(host: str, port: int, request: bytes) -> socket.socket:
 
 
 @pytest.mark.parametrize("accept", ["application/json", "application/x-ndjson"])
-async def test_a_client_that_does_not_read_is_cut_off(accept: str) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(accept: str) -> None:
     body = json.dumps({"calls": [{"code": LARGE}] * 8}).encode()
     async with serving(port=0, stall_s=0.1) as served, through_listener(served) as (opened, host, port):
-        client = await _never_read(host, port, head("/v1/batch", len(body), accept) + body)
+        client = await _connect_without_reading(host, port, head("/v1/batch", len(body), accept) + body)
         await until(lambda: served.dispatcher.counters.stalled == 1)
         await until(lambda: opened.connections == 0)
         assert (
@@ -218,8 +221,8 @@ async def test_a_client_that_does_not_read_is_cut_off(accept: str) -> None:
         client.close()
 
 
-async def test_results_that_nobody_reads_are_bounded() -> None:
-    """The kernel holds some megabytes for a reader that is slow, the service one, and the rest is given up."""
+async def test_unread_results_are_bounded() -> None:
+    """The kernel buffers some megabytes for a slow reader, the gateway one; further results become `unavailable`."""
     calls = 100
     body = json.dumps({"calls": [{"code": "x" * (1 << 18)}] * calls}).encode()
     async with (
@@ -227,7 +230,7 @@ async def test_results_that_nobody_reads_are_bounded() -> None:
         through_listener(served) as (_, host, port),
     ):
         call_table = served.dispatcher.call_table
-        client = await _never_read(host, port, head("/v1/batch", len(body), "application/x-ndjson") + body)
+        client = await _connect_without_reading(host, port, head("/v1/batch", len(body), "application/x-ndjson") + body)
         await until(lambda: served.dispatcher.counters.by_status.total() == calls)
         assert served.dispatcher.counters.by_status["unavailable"] > 0 and call_table.unread_result_bytes < 3 << 20
         reader, writer = await asyncio.open_connection(sock=client, limit=1 << 20)
@@ -235,13 +238,13 @@ async def test_results_that_nobody_reads_are_bounded() -> None:
         while len(lines) < calls:
             line = await reader.readline()
             lines += [line] if line.startswith(b'{"index"') else []
-        given_up = sum(b'"ResultsUnread"' in line for line in lines)
-        assert given_up == served.dispatcher.counters.by_status["unavailable"]
+        unavailable = sum(b'"ResultsUnread"' in line for line in lines)
+        assert unavailable == served.dispatcher.counters.by_status["unavailable"]
         await until(lambda: call_table.unread_result_bytes == 0)
         writer.close()
 
 
-async def test_nothing_is_admitted_while_too_many_results_are_held() -> None:
+async def test_no_call_is_admitted_while_too_many_results_are_unread() -> None:
     async with serving(results_mb=1) as served:
         served.dispatcher.call_table.unread_result_bytes = 2 << 20
         status, answer = await served.post("/v1/execute", {"code": "1"})
@@ -249,7 +252,7 @@ async def test_nothing_is_admitted_while_too_many_results_are_held() -> None:
     assert "clients have not read results of 2097152 bytes, at most 1048576" in answer["error"]["message"]
 
 
-async def test_the_results_of_a_stream_that_is_read_are_let_go() -> None:
+async def test_results_that_a_stream_has_sent_are_no_longer_counted() -> None:
     calls = {"calls": [{"code": f"{number}"} for number in range(300)]}
     async with serving() as served:
         headers = {"Accept": "application/x-msgpack-stream"}
@@ -260,7 +263,7 @@ async def test_the_results_of_a_stream_that_is_read_are_let_go() -> None:
         assert served.dispatcher.call_table.unread_result_bytes == 0
 
 
-async def test_more_connections_than_descriptors_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_connection_limit_is_lowered_to_the_available_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(100, 1000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
@@ -270,7 +273,7 @@ async def test_more_connections_than_descriptors_are_not_promised(monkeypatch: p
 
 
 @pytest.mark.parametrize(("connections", "needed"), [(10_000, 612), (256, 612), (5, 361)])
-async def test_too_few_descriptors_for_a_single_client_are_refused_with_the_number(
+async def test_too_few_descriptors_for_one_client_are_an_error_with_the_needed_number(
     connections: int, needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hard = needed
@@ -282,5 +285,5 @@ async def test_too_few_descriptors_for_a_single_client_are_refused_with_the_numb
         listener.raise_connection_limit(connections)
 
 
-async def test_the_floor_is_what_one_client_opens() -> None:
+async def test_the_minimum_is_what_one_client_opens() -> None:
     assert listener.MIN_CONNECTIONS == client.MAX_CONNECTIONS

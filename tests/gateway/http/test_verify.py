@@ -1,4 +1,4 @@
-"""`/v1/verify` over a real server and executors that run nothing: each pair is a call, and has one verdict."""
+"""`/v1/verify` over a real HTTP server and fake executors: each pair is one call and gets one verdict."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(autouse=True)
-def _checkers_that_compare_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer_of(call: dict[str, Any]) -> dict[str, Any]:
+def _fake_checker_compares_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ok_result(call: dict[str, Any]) -> dict[str, Any]:
         gold, answer = json.loads(call["stdin"])
         if answer == "timeout":
             return Result("", Status.TIMEOUT).encode(binary=True)
-        said = "equivalent" if gold == answer else "not_equivalent"
-        return Result("", Status.OK, value=repr(said)).encode(binary=True)
+        outcome = "equivalent" if gold == answer else "not_equivalent"
+        return Result("", Status.OK, value=repr(outcome)).encode(binary=True)
 
-    monkeypatch.setattr(fakes, "answer_of", answer_of)
+    monkeypatch.setattr(fakes, "ok_result", ok_result)
 
 
 def pair(gold: Any, answer: Any) -> dict[str, Any]:
     return {"gold": gold, "answer": answer}
 
 
-async def test_verdicts_come_in_the_order_of_the_pairs() -> None:
+async def test_verdicts_are_in_the_order_of_the_pairs() -> None:
     pairs = [pair("7", str(number)) for number in range(200)]
     async with serving() as served:
         status, body = await served.post("/v1/verify", {"pairs": pairs, "limits": {"timeout_s": 2}, "tenant": "mine"})
@@ -46,7 +46,7 @@ async def test_verdicts_come_in_the_order_of_the_pairs() -> None:
     assert call == verify.check_call("7", "0", shared).encode(binary=True)
 
 
-async def test_msgpack_in_and_out() -> None:
+async def test_a_msgpack_body_gets_a_msgpack_response() -> None:
     async with serving() as served:
         body = msgpack.packb({"pairs": [pair("1", "1")]})
         headers = {"Content-Type": "application/msgpack"}
@@ -56,7 +56,7 @@ async def test_msgpack_in_and_out() -> None:
     assert verdict["outcome"] == "equivalent"
 
 
-async def test_a_malformed_pair_spoils_no_other_and_is_no_verdict() -> None:
+async def test_a_malformed_pair_is_invalid_and_does_not_affect_the_others() -> None:
     bad: list[Any] = [7, {}, pair("1", 1), {"gold": "1", "answer": "1", "code": "print(1)"}]
     async with serving() as served:
         status, body = await served.post("/v1/verify", {"pairs": [*bad, pair("1", "1"), pair("1", "timeout")]})
@@ -69,7 +69,7 @@ async def test_a_malformed_pair_spoils_no_other_and_is_no_verdict() -> None:
     assert 'rstar_sandbox_calls_total{status="invalid"} 4' in scraped
 
 
-async def test_malformed_pairs_alone_are_a_400() -> None:
+async def test_a_request_of_malformed_pairs_only_is_a_400() -> None:
     async with serving(wait=False) as served:
         status, body = await served.post("/v1/verify", {"pairs": [{"gold": "1"}]})
     assert status == 400
@@ -78,7 +78,7 @@ async def test_malformed_pairs_alone_are_a_400() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ([], "verify: expected an object with pairs, got list"),
         ({}, "verify.pairs: expected a list of at least one pair, got NoneType"),
@@ -89,14 +89,14 @@ async def test_malformed_pairs_alone_are_a_400() -> None:
         ({"pairs": [pair("1", "1")], "queue_timeout_s": 0}, "verify.queue_timeout_s: expected seconds above 0"),
     ],
 )
-async def test_a_malformed_request_is_refused(body: Any, says: str) -> None:
+async def test_a_malformed_request_is_rejected(body: Any, message: str) -> None:
     async with serving(batch_calls=10) as served:
         status, answer = await served.post("/v1/verify", body)
     assert status in (400, 413)
-    assert answer["error"]["message"].startswith(says)
+    assert answer["error"]["message"].startswith(message)
 
 
-async def test_an_executor_that_dies_is_no_verdict() -> None:
+async def test_a_pair_whose_executor_dies_is_unavailable() -> None:
     async with serving(attempts=1) as served:
         served.fleet.last.exit(1)
         served.fleet.starts += ["exit"] * 100

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
+from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
-from trainer.engines.vllm_client import EngineFailed, Generation, Sampling, TurnFailed  # noqa: E402
 
 pytestmark = pytest.mark.asyncio
 VOCABULARY = 96
@@ -25,8 +25,8 @@ def model(seed=0, **changes):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    vocabulary = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
-    made = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocabulary, **changes}))
+    vocab_size = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
+    made = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocab_size, **changes}))
     with torch.no_grad():  # a random model is nearly uniform: sharper, so that what it says depends on what it read
         made.model.embed_tokens.weight.mul_(3)
     return made
@@ -38,7 +38,7 @@ def prompts(count, seed=0):
 
 
 async def engine_of(seed=0, **options):
-    return LocalEngine(model(seed), **{"slots": 8, "max_length": 256, **options})
+    return LocalEngine(model(seed), **{"max_num_seqs": 8, "max_model_len": 256, **options})
 
 
 def training_logprobs(trained, ids, temperature=1.0):
@@ -56,8 +56,8 @@ async def test_a_deprecation_warning_is_logged_and_fails_no_request(caplog):
         return forward(self, *args, **kwargs)
 
     deprecated.forward = warns.__get__(deprecated)
-    engine, same = LocalEngine(deprecated, slots=8, max_length=256), await engine_of()
-    sampling = Sampling(5, seed=1)
+    engine, same = LocalEngine(deprecated, max_num_seqs=8, max_model_len=256), await engine_of()
+    sampling = SamplingParams(5, seed=1)
     assert (await engine.generate([1, 2, 3], sampling)).ids == (await same.generate([1, 2, 3], sampling)).ids
     assert caplog.text.count("an argument will be removed") == 1
     await engine.close()
@@ -65,22 +65,25 @@ async def test_a_deprecation_warning_is_logged_and_fails_no_request(caplog):
 
 
 async def test_an_interrupted_request_goes_on_as_if_it_had_not_been():
-    engine, prompt = await engine_of(slots=2), prompts(1)[0]
-    whole = await engine.generate(prompt, Sampling(150, seed=1))
+    engine, prompt = await engine_of(max_num_seqs=2), prompts(1)[0]
+    whole = await engine.generate(prompt, SamplingParams(150, seed=1))
     ids, logprobs, pieces = (), (), 0
     while len(ids) < 150:
         names = [f"{pieces}", "another", "waiting"]
-        first = Sampling(150 - len(ids), seed=1, request=names[0])
-        asked = [(prompt + list(ids), first), *(([1, 2], Sampling(100, seed=2, request=name)) for name in names[1:])]
-        begun = engine.tokens
+        first = SamplingParams(150 - len(ids), seed=1, request_id=names[0])
+        asked = [
+            (prompt + list(ids), first),
+            *(([1, 2], SamplingParams(100, seed=2, request_id=name)) for name in names[1:]),
+        ]
+        begun = engine.computed_positions
         tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
-        while engine.tokens < begun + 60 and not tasks[0].done():  # noqa: ASYNC110 (a thread counts them)
+        while engine.computed_positions < begun + 60 and not tasks[0].done():  # noqa: ASYNC110 (a thread counts them)
             await asyncio.sleep(0.001)
-        await engine.interrupt(names)
+        await engine.abort(names)
         made, _, waiting = await asyncio.gather(*tasks)
         ids, logprobs, pieces = ids + made.ids, logprobs + made.logprobs, pieces + 1
-        assert made.is_interrupted == (len(ids) < 150)
-        assert waiting.ids == () or not made.is_interrupted
+        assert made.is_aborted == (len(ids) < 150)
+        assert waiting.ids == () or not made.is_aborted
     await engine.close()
     assert pieces > 1
     assert (ids, logprobs) == (whole.ids, whole.logprobs)
@@ -88,7 +91,8 @@ async def test_an_interrupted_request_goes_on_as_if_it_had_not_been():
 
 async def test_bits_do_not_depend_on_company_slot_or_time():
     asked = [
-        (ids, Sampling(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index)) for index, ids in enumerate(prompts(12))
+        (ids, SamplingParams(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index))
+        for index, ids in enumerate(prompts(12))
     ]
     engine = await engine_of()
     together = await asyncio.gather(*(engine.generate(*request) for request in asked))
@@ -103,7 +107,7 @@ async def test_bits_do_not_depend_on_company_slot_or_time():
 @pytest.mark.parametrize("slots", [5, 64])
 async def test_every_slot_computes_the_same_bits(slots):
     """What the test above rests on, for all slots at once: the same ids, alone or among strangers further on."""
-    engine, strangers = await engine_of(slots=slots), await engine_of(slots=slots)
+    engine, strangers = await engine_of(max_num_seqs=slots), await engine_of(max_num_seqs=slots)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (80,), generator=draw)
     for position, id in enumerate(ids.tolist()):
@@ -120,7 +124,7 @@ async def test_logprobs_are_the_trainers():
     trained, engine = model(), await engine_of()
     prompt = prompts(1)[0]
     for temperature in (1.0, 0.6):
-        got = await engine.generate(prompt, Sampling(24, temperature=temperature, seed=3))
+        got = await engine.generate(prompt, SamplingParams(24, temperature=temperature, seed=3))
         expected = training_logprobs(trained, [*prompt, *got.ids], temperature)[len(prompt) - 1 :]
         assert got.logprobs == pytest.approx(expected, abs=1e-4)
     scores = await engine.logprobs([*prompt, *got.ids])
@@ -129,21 +133,23 @@ async def test_logprobs_are_the_trainers():
 
 
 async def test_a_kept_prefix_changes_no_bit():
-    kept, fresh = await engine_of(slots=2), await engine_of(slots=2)
+    kept, fresh = await engine_of(max_num_seqs=2), await engine_of(max_num_seqs=2)
     prompt = prompts(1)[0]
-    first = await kept.generate(prompt, Sampling(30, seed=1))
+    first = await kept.generate(prompt, SamplingParams(30, seed=1))
     context = [*prompt, *first.ids, 5, 6, 7]
-    computed = kept.tokens
-    second = await kept.generate(context, Sampling(30, seed=2))
-    assert kept.tokens - computed == 3 + 30  # the last id sampled and the three after it, not the prompt again
-    assert second == await fresh.generate(context, Sampling(30, seed=2))
+    computed = kept.computed_positions
+    second = await kept.generate(context, SamplingParams(30, seed=2))
+    assert (
+        kept.computed_positions - computed == 3 + 30
+    )  # the last id sampled and the three after it, not the prompt again
+    assert second == await fresh.generate(context, SamplingParams(30, seed=2))
     await asyncio.gather(kept.close(), fresh.close())
 
 
 async def test_sampling_follows_the_distribution():
-    trained, engine = model(), await engine_of(slots=64)
+    trained, engine = model(), await engine_of(max_num_seqs=64)
     prompt = prompts(1)[0]
-    drawn = await asyncio.gather(*(engine.generate(prompt, Sampling(1, seed=seed)) for seed in range(2000)))
+    drawn = await asyncio.gather(*(engine.generate(prompt, SamplingParams(1, seed=seed)) for seed in range(2000)))
     with torch.no_grad():
         probabilities = trained(torch.tensor([prompt])).logits[0, -1].softmax(-1)
     counts = torch.bincount(torch.tensor([generation.ids[0] for generation in drawn]), minlength=VOCABULARY)
@@ -158,7 +164,9 @@ async def test_sampling_follows_the_distribution():
 async def test_top_p_drops_the_tail_and_renormalises():
     trained, engine = model(), await engine_of()
     prompt = prompts(1)[0]
-    drawn = await asyncio.gather(*(engine.generate(prompt, Sampling(1, top_p=0.5, seed=seed)) for seed in range(200)))
+    drawn = await asyncio.gather(
+        *(engine.generate(prompt, SamplingParams(1, top_p=0.5, seed=seed)) for seed in range(200))
+    )
     with torch.no_grad():
         probabilities = trained(torch.tensor([prompt])).logits[0, -1].softmax(-1)
     ordered, order = probabilities.sort(descending=True)
@@ -172,10 +180,10 @@ async def test_top_p_drops_the_tail_and_renormalises():
 
 async def test_it_stops_after_a_stop_id():
     engine, prompt = await engine_of(), prompts(1)[0]
-    got = await engine.generate(prompt, Sampling(12, seed=4))
-    assert (len(got.ids), got.is_stopped) == (12, False)
+    got = await engine.generate(prompt, SamplingParams(12, seed=4))
+    assert (len(got.ids), got.has_stop_token) == (12, False)
     stop = got.ids[4]
-    again = await engine.generate(prompt, Sampling(12, stop_ids=(stop,), seed=4))
+    again = await engine.generate(prompt, SamplingParams(12, stop_ids=(stop,), seed=4))
     end = got.ids.index(stop) + 1
     assert again == Generation(got.ids[:end], got.logprobs[:end], True, "local", 0)
     await engine.close()
@@ -184,107 +192,108 @@ async def test_it_stops_after_a_stop_id():
 async def test_new_weights_change_the_version_and_forget_what_was_kept(tmp_path):
     engine, other = await engine_of(), model(seed=1)
     prompt = prompts(1)[0]
-    before = await engine.generate(prompt, Sampling(8, seed=0))
-    await engine.load(other.state_dict(), 7)
-    after = await engine.generate(prompt, Sampling(8, seed=0))
-    assert (before.version, after.version) == (0, 7)
+    before = await engine.generate(prompt, SamplingParams(8, seed=0))
+    await engine.load_weights(other.state_dict(), 7)
+    after = await engine.generate(prompt, SamplingParams(8, seed=0))
+    assert (before.weight_version, after.weight_version) == (0, 7)
     assert await engine.logprobs(prompt) == pytest.approx(training_logprobs(other, prompt), abs=1e-4)
     model(seed=2).save_pretrained(tmp_path)
-    await engine.load(tmp_path, 8)
+    await engine.load_weights(tmp_path, 8)
     assert await engine.logprobs(prompt) == pytest.approx(training_logprobs(model(seed=2), prompt), abs=1e-4)
     await engine.close()
 
 
 async def test_a_load_while_something_generates_is_refused():
     engine = await engine_of()
-    running = asyncio.create_task(engine.generate([1], Sampling(40, seed=0)))
+    running = asyncio.create_task(engine.generate([1], SamplingParams(40, seed=0)))
     await engine.logprobs([1, 2])  # by now the other has begun
     with pytest.raises(RuntimeError, match="await them"):
-        await engine.load(model().state_dict(), 1)
+        await engine.load_weights(model().state_dict(), 1)
     assert len((await running).ids) == 40
     await engine.close()
 
 
 async def test_a_load_does_not_meet_what_was_cancelled_before_it():
-    engine, weights = await engine_of(slots=2), model().state_dict()
+    engine, weights = await engine_of(max_num_seqs=2), model().state_dict()
     for version in range(5):
-        endless = [asyncio.create_task(engine.generate([1], Sampling(255, seed=seed))) for seed in range(4)]
+        endless = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(4)]
         await asyncio.sleep(0)
-        await engine.interrupt([])  # by now they have come
+        await engine.abort([])  # by now they have come
         for task in endless:
             task.cancel()
         await asyncio.wait(endless)
-        await engine.load(weights, version)
+        await engine.load_weights(weights, version)
     await engine.close()
 
 
 async def test_cancelled_requests_leave_their_slots():
-    engine = await engine_of(slots=2)
-    endless = [asyncio.create_task(engine.generate([1], Sampling(255, seed=seed))) for seed in range(10)]
+    engine = await engine_of(max_num_seqs=2)
+    endless = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(10)]
     await asyncio.sleep(0)
     for task in endless:
         task.cancel()
     await asyncio.gather(*endless, return_exceptions=True)
-    before = engine.tokens
-    await engine.generate([2], Sampling(1, seed=0))
-    assert engine.tokens - before <= 3
+    before = engine.computed_positions
+    await engine.generate([2], SamplingParams(1, seed=0))
+    assert engine.computed_positions - before <= 3
     await engine.close()
 
 
 @pytest.mark.parametrize(
-    ("ids", "sampling"), [([], Sampling(1)), ([1] * 250, Sampling(7)), ([1], Sampling(0)), ([96], Sampling(1))]
+    ("ids", "sampling"),
+    [([], SamplingParams(1)), ([1] * 250, SamplingParams(7)), ([1], SamplingParams(0)), ([96], SamplingParams(1))],
 )
 async def test_what_cannot_be_served_is_said_at_once(ids, sampling):
     engine = await engine_of()
     with pytest.raises(ValueError, match="expected"):
         await engine.generate(ids, sampling)
-    assert (await engine.generate([1], Sampling(1, seed=0))).ids
+    assert (await engine.generate([1], SamplingParams(1, seed=0))).ids
     await engine.close()
 
 
 async def test_broken_weights_fail_every_turn_and_leave_nothing_behind_once_they_are_mended():
-    engine, fresh, broken = await engine_of(slots=2), await engine_of(slots=2), model()
+    engine, fresh, broken = await engine_of(max_num_seqs=2), await engine_of(max_num_seqs=2), model()
     with torch.no_grad():
         broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    await engine.load(broken.state_dict(), 1)
-    asked = [engine.generate([1, 2, 3], Sampling(5, seed=seed)) for seed in range(5)]
+    await engine.load_weights(broken.state_dict(), 1)
+    asked = [engine.generate([1, 2, 3], SamplingParams(5, seed=seed)) for seed in range(5)]
     ends = await asyncio.gather(*asked, engine.logprobs([1, 2, 3]), return_exceptions=True)
-    assert [type(end) for end in ends] == [TurnFailed] * 6
-    await engine.load(model().state_dict(), 0)
+    assert [type(end) for end in ends] == [NonFiniteLogprobError] * 6
+    await engine.load_weights(model().state_dict(), 0)
     for prompt in prompts(4):
-        expected = await fresh.generate(prompt, Sampling(20, seed=1))
-        assert await engine.generate(prompt, Sampling(20, seed=1)) == expected
+        expected = await fresh.generate(prompt, SamplingParams(20, seed=1))
+        assert await engine.generate(prompt, SamplingParams(20, seed=1)) == expected
     await asyncio.gather(engine.close(), fresh.close())
 
 
 async def test_a_turn_whose_logits_are_no_numbers_fails_alone_and_leaves_nothing_behind():
     """An id whose embedding is broken: who reads it fails; others in the same batch, or later in its slot, do not."""
-    fresh, broken = await engine_of(slots=2), model(tie_word_embeddings=False)
+    fresh, broken = await engine_of(max_num_seqs=2), model(tie_word_embeddings=False)
     broken.load_state_dict(model().state_dict())
     asked = [prompt[:10] for prompt in prompts(3)]
-    expected = [await fresh.generate(ids, Sampling(20, seed=1)) for ids in asked]
+    expected = [await fresh.generate(ids, SamplingParams(20, seed=1)) for ids in asked]
     read = {id for ids, made in zip(asked, expected, strict=True) for id in (*ids, *made.ids)}
     poison = min(set(range(VOCABULARY)) - read)
     with torch.no_grad():
         broken.model.embed_tokens.weight[poison] = float("nan")
-    engine = LocalEngine(broken, slots=2, max_length=256)
-    turn = engine.generate([*asked[1] * 4, poison, 7], Sampling(9, seed=1))
-    ends = await asyncio.gather(engine.generate(asked[0], Sampling(20, seed=1)), turn, return_exceptions=True)
+    engine = LocalEngine(broken, max_num_seqs=2, max_model_len=256)
+    turn = engine.generate([*asked[1] * 4, poison, 7], SamplingParams(9, seed=1))
+    ends = await asyncio.gather(engine.generate(asked[0], SamplingParams(20, seed=1)), turn, return_exceptions=True)
     assert ends[0] == expected[0]
-    assert isinstance(ends[1], TurnFailed)
+    assert isinstance(ends[1], NonFiniteLogprobError)
     assert f"expected finite logits, got others at position {4 * len(asked[1])}" in str(ends[1])
     # The first two take both slots, and of neither is a prefix kept that would overwrite what is there.
-    some = await asyncio.gather(*(engine.generate(ids, Sampling(20, seed=1)) for ids in reversed(asked)))
+    some = await asyncio.gather(*(engine.generate(ids, SamplingParams(20, seed=1)) for ids in reversed(asked)))
     assert some == expected[::-1]
     await asyncio.gather(engine.close(), fresh.close())
 
 
 async def test_close_fails_what_waits():
     engine = await engine_of()
-    running = asyncio.create_task(engine.generate([1], Sampling(255, seed=0)))
+    running = asyncio.create_task(engine.generate([1], SamplingParams(255, seed=0)))
     await asyncio.sleep(0)
     await engine.close()
-    with pytest.raises(EngineFailed, match="closed"):
+    with pytest.raises(EngineError, match="closed"):
         await running
 
 

@@ -17,8 +17,17 @@ from bench.simulator.placement import POLICIES
 from tests.trainer.engine_loads import engine_loads
 from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
-from trainer.engines.pool import BROKEN_TURNS, GAUGE_S, MISSES, PROOF_S, STALL_S, TRIES, Busy, Pool
-from trainer.engines.vllm_client import Capacity, EngineFailed, Sampling, TurnFailed
+from trainer.engines.busy_timer import BusyTimer
+from trainer.engines.engine import EngineCapacity, EngineError, NonFiniteLogprobError, SamplingParams
+from trainer.engines.pool import (
+    BRING_UP_TIMEOUT_S,
+    MAX_FAILURES_PER_TURN,
+    MAX_MISSED_SCRAPES,
+    MAX_NON_FINITE_EPISODES,
+    SCRAPE_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    EnginePool,
+)
 from trainer.scheduling.scheduler import Scheduler
 
 MOST = 200
@@ -31,7 +40,7 @@ def engines(count, **options):
 
 def failing(why="gone"):
     async def fail():
-        raise EngineFailed(why)
+        raise EngineError(why)
 
     return fail
 
@@ -61,7 +70,7 @@ def working(engine):
 
 def test_what_is_done_at_the_same_time_counts_once():
     now = iter([1.0, 5.0, 6.0, 9.0])
-    busy = Busy(lambda: next(now))
+    busy = BusyTimer(lambda: next(now))
     with busy:
         with busy:
             pass
@@ -74,12 +83,12 @@ def test_what_is_done_at_the_same_time_counts_once():
 
 
 @dataclass
-class TableReference:
+class TableProbe:
     """Another engine with the trainer's weights."""
 
     ids = (1, 2, 3, 4)
 
-    def logprobs(self, weights):
+    def expected_logprobs(self, weights):
         return asyncio.run(TableEngine(salt=weights["salt"]).logprobs(self.ids))
 
     async def check(self, engine, expected):
@@ -92,9 +101,9 @@ async def carry(engines, weights, version):
         try:
             async with asyncio.timeout(LOAD_S):
                 await engine.before()
-        except (EngineFailed, TimeoutError) as why:
+        except (EngineError, TimeoutError) as why:
             return why
-        await engine.load(weights, version)
+        await engine.load_weights(weights, version)
         return None
 
     return [await load_config(engine) for engine in engines]
@@ -102,15 +111,15 @@ async def carry(engines, weights, version):
 
 def pool_of(made, policy="kv", **options):
     scheduler = Scheduler(MOST, POLICIES[policy]())
-    return Pool(made, **{"scheduler": scheduler, "carry": carry, "reference": TableReference()} | options)
+    return EnginePool(made, **{"scheduler": scheduler, "transfer": carry, "probe": TableProbe()} | options)
 
 
 async def episode(pool, number, turns=5, tool_s=0.0):
     """The ids of one episode, prompt included."""
     ids = [number % 50]
-    async with pool.seat(group=number // 4, most_tokens=MOST) as seat:
+    async with pool.open_episode(group=number // 4, max_context_tokens=MOST) as handle:
         for turn in range(turns):
-            ids += (await seat.generate(ids, Sampling(4, seed=number * 10 + turn))).ids
+            ids += (await handle.generate(ids, SamplingParams(4, seed=number * 10 + turn))).ids
             await asyncio.sleep(tool_s)
             ids += [turn]
     return ids
@@ -127,14 +136,14 @@ def is_balanced(pool):
 
 
 async def served_by(pool):
-    async with pool.seat(group="a", most_tokens=MOST) as seat:
-        return (await seat.generate([1], Sampling(4, seed=0))).engine
+    async with pool.open_episode(group="a", max_context_tokens=MOST) as handle:
+        return (await handle.generate([1], SamplingParams(4, seed=0))).engine
 
 
 @jumping
 async def test_an_episode_keeps_its_engine_and_engines_share_episodes():
     made, log = engines(3), []
-    async with pool_of(made, log=log.append) as pool:
+    async with pool_of(made, on_turn=log.append) as pool:
         await asyncio.gather(*(episode(pool, number, tool_s=1.0) for number in range(12)))
         assert is_balanced(pool)
     homes = {each.episode: each.engine for each in log}
@@ -146,23 +155,26 @@ async def test_an_episode_keeps_its_engine_and_engines_share_episodes():
 @jumping
 async def test_a_turn_is_told_with_its_times_and_tokens():
     made, log = engines(1, before=lambda: asyncio.sleep(3)), []
-    async with pool_of(made, log=log.append) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
-        pool.busy = Busy(pool.now)
-        first = await seat.generate([1, 2], Sampling(4, seed=0))
+    async with (
+        pool_of(made, on_turn=log.append) as pool,
+        pool.open_episode(group="a", max_context_tokens=MOST) as handle,
+    ):
+        pool.busy_timer = BusyTimer(pool.now)
+        first = await handle.generate([1, 2], SamplingParams(4, seed=0))
         await asyncio.sleep(2)
-        await seat.generate([1, 2, *first.ids, 7], Sampling(5, seed=0))
-    assert [(each.group, each.engine, each.context, each.sampled, each.has_moved) for each in log] == [
+        await handle.generate([1, 2, *first.ids, 7], SamplingParams(5, seed=0))
+    assert [(each.group, each.engine, each.context_tokens, each.sampled_tokens, each.is_migration) for each in log] == [
         ("a", "e0", 2, 4, False),
         ("a", "e0", 7, 5, False),
     ]
-    assert [(each.wanted, each.began, each.ended) for each in log] == [(0, 0, 3), (5, 5, 8)]
-    assert pool.busy.seconds == 6
+    assert [(each.requested_at, each.started_at, each.ended_at) for each in log] == [(0, 0, 3), (5, 5, 8)]
+    assert pool.busy_timer.seconds == 6
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @jumping
 async def test_only_turns_that_have_a_place_are_requests(policy):
-    room = Capacity(300, 5)
+    room = EngineCapacity(300, 5)
     made = engines(2, room=room, before=lambda: asyncio.sleep(1))
     most: Counter[str] = Counter()
 
@@ -181,20 +193,20 @@ async def test_only_turns_that_have_a_place_are_requests(policy):
         assert is_balanced(pool)
     assert ended == await alone(range(40))
     bounded = {"kv": "resident_tokens", "reserve_worst_case": "worst_case_tokens"}.get(policy)
-    assert not bounded or most[bounded] <= room.tokens, "more than fits in an engine's cache"
+    assert not bounded or most[bounded] <= room.kv_tokens, "more than fits in an engine's cache"
 
 
 @jumping
 async def test_an_episode_goes_on_elsewhere_token_for_token_when_its_engine_dies():
     made = engines(2)
-    async with pool_of(made) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
-        first = await seat.generate([1], Sampling(4, seed=0))
+    async with pool_of(made) as pool, pool.open_episode(group="a", max_context_tokens=MOST) as handle:
+        first = await handle.generate([1], SamplingParams(4, seed=0))
         home, other = sorted(made, key=lambda engine: engine.name != first.engine)
         home.before = failing()
-        moved = await seat.generate([1, *first.ids, 7], Sampling(4, seed=0))
+        moved = await handle.generate([1, *first.ids, 7], SamplingParams(4, seed=0))
         assert moved.engine == other.name
         assert other.asked[-1] == home.asked[-1]
-        assert moved.ids == (await TableEngine().generate([1, *first.ids, 7], Sampling(4, seed=0))).ids
+        assert moved.ids == (await TableEngine().generate([1, *first.ids, 7], SamplingParams(4, seed=0))).ids
 
 
 @pytest.mark.parametrize("how", [failing(), forever], ids=["dies", "hangs"])
@@ -221,12 +233,12 @@ async def test_an_engine_that_answers_scrapes_but_computes_nothing_is_lost():
         await asyncio.sleep(1.5)
         made[0].before = forever
         assert await asyncio.gather(*running) == await alone(range(8))
-        assert STALL_S < pool.now() - asked < STALL_S + 60
-        assert "not one token" in pool.desks["e0"].why
+        assert STALL_TIMEOUT_S < pool.now() - asked < STALL_TIMEOUT_S + 60
+        assert "no token computed" in pool.engine_states["e0"].down_reason
         assert is_balanced(pool)
 
 
-@pytest.mark.parametrize("misses", [MISSES - 1, MISSES])
+@pytest.mark.parametrize("misses", [MAX_MISSED_SCRAPES - 1, MAX_MISSED_SCRAPES])
 @jumping
 async def test_some_missed_scrapes_are_a_suspicion_and_many_are_a_loss(misses):
     made = engines(1)
@@ -238,35 +250,41 @@ async def test_some_missed_scrapes_are_a_suspicion_and_many_are_a_loss(misses):
             nonlocal count
             count += 1
             if count <= misses:
-                raise EngineFailed("refused")
+                raise EngineError("refused")
 
         made[0].scraped = miss
         await asyncio.sleep(10)
-        assert pool.desks["e0"].is_up == (misses < MISSES)
+        assert pool.engine_states["e0"].is_up == (misses < MAX_MISSED_SCRAPES)
         assert await served_by(pool) == "e0"  # a loss ends with its rest
-        assert (pool.now() > 30) == (misses == MISSES)
+        assert (pool.now() > 30) == (misses == MAX_MISSED_SCRAPES)
 
 
 @jumping
 async def test_a_slow_engine_is_given_the_time_that_its_speed_asks_for():
     made = engines(1, before=lambda: asyncio.sleep(50))
-    async with pool_of(made, turn_s=60) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
-        first = await seat.generate([1], Sampling(4, seed=0))
+    async with (
+        pool_of(made, turn_timeout_s=60) as pool,
+        pool.open_episode(group="a", max_context_tokens=MOST) as handle,
+    ):
+        first = await handle.generate([1], SamplingParams(4, seed=0))
         made[0].before, made[0].scraped = lambda: asyncio.sleep(450), working(made[0])
-        await seat.generate([1, *first.ids], Sampling(4, seed=0))
+        await handle.generate([1, *first.ids], SamplingParams(4, seed=0))
         assert pool.now() == 500
 
 
 @jumping
 async def test_a_request_that_a_server_forgot_goes_on_elsewhere():
     made = engines(2)
-    async with pool_of(made, turn_s=60) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
-        first = await seat.generate([1], Sampling(4, seed=0))
+    async with (
+        pool_of(made, turn_timeout_s=60) as pool,
+        pool.open_episode(group="a", max_context_tokens=MOST) as handle,
+    ):
+        first = await handle.generate([1], SamplingParams(4, seed=0))
         home = next(engine for engine in made if engine.name == first.engine)
         home.before, home.scraped = forever, working(home)
-        moved = await seat.generate([1, *first.ids], Sampling(4, seed=0))
+        moved = await handle.generate([1, *first.ids], SamplingParams(4, seed=0))
         assert moved.engine != first.engine
-        assert pool.desks[first.engine].why == f"engine {first.engine}: no answer in 60 s"
+        assert pool.engine_states[first.engine].down_reason == f"engine {first.engine}: no answer in 60 s"
 
 
 @jumping
@@ -274,10 +292,10 @@ async def test_when_all_are_down_for_too_long_what_failed_is_said():
     made = engines(2)
     for engine in made:
         engine.before = engine.scraped = failing(f"{engine.name} burnt")
-    async with pool_of(made, patience_s=100) as pool:
+    async with pool_of(made, all_down_timeout_s=100) as pool:
         for wait_s in (100, 0):
             asked = pool.now()
-            with pytest.raises(EngineFailed, match=r"no engine is left of 2: e0: e0 burnt; e1: e1 burnt"):
+            with pytest.raises(EngineError, match=r"all 2 engines are down: e0: e0 burnt; e1: e1 burnt"):
                 await served_by(pool)
             assert wait_s <= pool.now() - asked <= wait_s + 1
         assert is_balanced(pool)
@@ -305,7 +323,7 @@ def breaking(turns):
     async def fail():
         await asyncio.sleep(0)
         if next(left, None) is not None:
-            raise TurnFailed("NaN")
+            raise NonFiniteLogprobError("NaN")
 
     return fail
 
@@ -314,9 +332,9 @@ def breaking(turns):
 async def test_a_turn_without_numbers_is_asked_for_again_and_takes_no_engine_down():
     made = engines(1)
     async with pool_of(made) as pool:
-        made[0].before = breaking(TRIES - 1)
+        made[0].before = breaking(MAX_FAILURES_PER_TURN - 1)
         assert await episode(pool, 1) == (await alone([1]))[0]
-        assert (pool.nan_turns, pool.desks["e0"].is_up, pool.now()) == (TRIES - 1, True, 0)
+        assert (pool.nan_turns, pool.engine_states["e0"].is_up, pool.now()) == (MAX_FAILURES_PER_TURN - 1, True, 0)
         assert is_balanced(pool)
 
 
@@ -324,10 +342,10 @@ async def test_a_turn_without_numbers_is_asked_for_again_and_takes_no_engine_dow
 async def test_a_turn_that_never_has_numbers_is_given_up_alone():
     made = engines(1)
     async with pool_of(made) as pool:
-        made[0].before = breaking(TRIES)
-        with pytest.raises(EngineFailed, match="NaN"):
+        made[0].before = breaking(MAX_FAILURES_PER_TURN)
+        with pytest.raises(EngineError, match="NaN"):
             await episode(pool, 1)
-        assert (pool.nan_turns, pool.desks["e0"].is_up) == (TRIES, True)
+        assert (pool.nan_turns, pool.engine_states["e0"].is_up) == (MAX_FAILURES_PER_TURN, True)
         assert is_balanced(pool)
         assert await episode(pool, 2) == (await alone([2]))[0]
 
@@ -337,26 +355,27 @@ async def test_an_engine_whose_every_turn_has_no_numbers_is_lost_and_no_episode_
     made = engines(2)
     made[0].before = breaking(1 << 30)
     async with pool_of(made) as pool:
-        ended = await asyncio.gather(*(episode(pool, number) for number in range(2 * BROKEN_TURNS)))
-        assert ended == await alone(range(2 * BROKEN_TURNS))
-        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
-        assert pool.desks["e0"].why == f"{BROKEN_TURNS} episodes in a row, the last: NaN"
+        ended = await asyncio.gather(*(episode(pool, number) for number in range(2 * MAX_NON_FINITE_EPISODES)))
+        assert ended == await alone(range(2 * MAX_NON_FINITE_EPISODES))
+        assert [state.is_up for state in pool.engine_states.values()] == [False, True]
+        reason = pool.engine_states["e0"].down_reason
+        assert reason == f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: NaN"
 
 
 @jumping
 async def test_an_engine_that_answers_well_in_between_stays_and_after_its_rest_begins_anew():
     made = engines(1)
     async with pool_of(made) as pool:
-        for number in range(2 * BROKEN_TURNS):
+        for number in range(2 * MAX_NON_FINITE_EPISODES):
             made[0].before = breaking(1)
             await episode(pool, number)
-        assert (pool.nan_turns, pool.now()) == (2 * BROKEN_TURNS, 0)
-        made[0].before = breaking(BROKEN_TURNS)
-        together = [asyncio.create_task(episode(pool, number)) for number in range(BROKEN_TURNS)]
+        assert (pool.nan_turns, pool.now()) == (2 * MAX_NON_FINITE_EPISODES, 0)
+        made[0].before = breaking(MAX_NON_FINITE_EPISODES)
+        together = [asyncio.create_task(episode(pool, number)) for number in range(MAX_NON_FINITE_EPISODES)]
         await asyncio.sleep(1)
-        assert not pool.desks["e0"].is_up
+        assert not pool.engine_states["e0"].is_up
         made[0].before = breaking(1)
-        assert await asyncio.gather(*together) == await alone(range(BROKEN_TURNS))
+        assert await asyncio.gather(*together) == await alone(range(MAX_NON_FINITE_EPISODES))
         assert 30 <= pool.now() < 60, "it was lost and rested, but not once more for the next one"
 
 
@@ -366,17 +385,17 @@ class Keeping:
     def __init__(self):
         self.kept = []
 
-    async def keep(self, weights, version):
+    async def save(self, weights, version):
         await asyncio.sleep(0)
         self.kept.append(dict(weights))
         return self.kept[-1]
 
-    async def drop(self, *, but):
-        self.kept = [one for one in self.kept if one is but]
+    async def delete_others(self, keep):
+        self.kept = [one for one in self.kept if one is keep]
 
 
 def started_anew(engine):
-    engine.salt, engine.version, engine.before, engine.scraped = 0, 0, steps(1), steps(1)
+    engine.salt, engine.weight_version, engine.before, engine.scraped = 0, 0, steps(1), steps(1)
 
 
 @pytest.mark.parametrize("is_noticed", [False, True])
@@ -384,8 +403,8 @@ def started_anew(engine):
 async def test_the_only_engine_is_started_anew_and_its_episodes_go_on_with_the_last_weights(is_noticed):
     """Its client may not notice that: it takes the version that was there before for that of today."""
     made, keep = engines(1, before=lambda: asyncio.sleep(1)), Keeping()
-    async with pool_of(made, keep=keep, patience_s=1000) as pool:
-        await pool.sync({"salt": 5})
+    async with pool_of(made, store=keep, all_down_timeout_s=1000) as pool:
+        await pool.sync_weights({"salt": 5})
         expected = await asyncio.gather(*(episode(pool, number) for number in range(6)))
         assert expected != await alone(range(6))
         running = [asyncio.create_task(episode(pool, number)) for number in range(6)]
@@ -394,26 +413,26 @@ async def test_the_only_engine_is_started_anew_and_its_episodes_go_on_with_the_l
         await asyncio.sleep(900)
         assert not any(task.done() for task in running)
         started_anew(made[0])
-        made[0].version = 0 if is_noticed else 1
+        made[0].weight_version = 0 if is_noticed else 1
         assert await asyncio.gather(*running) == expected
-        assert (made[0].salt, made[0].version, len(keep.kept)) == (5, 1, 1)
+        assert (made[0].salt, made[0].weight_version, len(keep.kept)) == (5, 1, 1)
         assert is_balanced(pool)
     assert not keep.kept
 
 
 @jumping
 async def test_an_engine_that_missed_a_sync_gets_it_once_it_is_back_where_weights_are_kept():
-    class Coarse(TableReference):
+    class Coarse(TableProbe):
         async def check(self, engine, expected):
             await engine.logprobs(self.ids)
 
     made = engines(2)
-    async with pool_of(made, keep=Keeping(), reference=Coarse()) as pool:
+    async with pool_of(made, store=Keeping(), probe=Coarse()) as pool:
         made[0].before = failing()
-        await pool.sync({"salt": 5})
+        await pool.sync_weights({"salt": 5})
         started_anew(made[0])
         await asyncio.sleep(100)
-        assert pool.desks["e0"].is_up
+        assert pool.engine_states["e0"].is_up
         assert [engine.salt for engine in made] == [5, 5]
 
 
@@ -421,14 +440,14 @@ async def test_an_engine_that_missed_a_sync_gets_it_once_it_is_back_where_weight
 async def test_kept_weights_stay_until_newer_ones_are_proven():
     made, keep, there = engines(1), Keeping(), []
 
-    class Looking(TableReference):
+    class Looking(TableProbe):
         async def check(self, engine, expected):
             there.append([one["salt"] for one in keep.kept])
             await super().check(engine, expected)
 
-    async with pool_of(made, keep=keep, reference=Looking()) as pool:
+    async with pool_of(made, store=keep, probe=Looking()) as pool:
         for salt in (5, 6, 7):
-            await pool.sync({"salt": salt})
+            await pool.sync_weights({"salt": salt})
             assert keep.kept == [{"salt": salt}]
     assert there == [[5], [5, 6], [6, 7]]
 
@@ -436,16 +455,16 @@ async def test_kept_weights_stay_until_newer_ones_are_proven():
 @jumping
 async def test_a_sync_waits_for_an_engine_up_to_a_limit_but_not_for_one_that_was_never_there():
     made = engines(1)
-    async with pool_of(made, keep=Keeping(), patience_s=500) as pool:
+    async with pool_of(made, store=Keeping(), all_down_timeout_s=500) as pool:
         made[0].before = made[0].scraped = failing("refused")
-        with pytest.raises(EngineFailed, match="no engine is left of 1: e0: refused"):
-            await pool.sync({"salt": 5})
+        with pytest.raises(EngineError, match="all 1 engines are down: e0: refused"):
+            await pool.sync_weights({"salt": 5})
         assert pool.now() == 0
         started_anew(made[0])
-        await pool.sync({"salt": 5})
+        await pool.sync_weights({"salt": 5})
         made[0].before = made[0].scraped = failing("killed")
         await asyncio.sleep(2000)  # nobody needs it meanwhile
-        syncing = asyncio.create_task(pool.sync({"salt": 6}))
+        syncing = asyncio.create_task(pool.sync_weights({"salt": 6}))
         await asyncio.sleep(400)
         assert not syncing.done()
         started_anew(made[0])
@@ -453,33 +472,36 @@ async def test_a_sync_waits_for_an_engine_up_to_a_limit_but_not_for_one_that_was
         assert made[0].salt == 6
         made[0].before = made[0].scraped = failing("killed")
         began = pool.now()
-        with pytest.raises(EngineFailed, match="killed"):
-            await pool.sync({"salt": 7})
+        with pytest.raises(EngineError, match="killed"):
+            await pool.sync_weights({"salt": 7})
         assert 500 <= pool.now() - began <= 502
 
 
 @jumping
 async def test_a_turn_that_makes_every_engine_fail_is_given_up():
     made = engines(5)
-    async with pool_of(made) as pool, pool.seat(group="a", most_tokens=MOST) as seat:
+    async with pool_of(made) as pool, pool.open_episode(group="a", max_context_tokens=MOST) as handle:
         for engine in made:
             engine.before = failing("it cannot be served")
-        with pytest.raises(EngineFailed, match="3 engines failed at one turn, the last: it cannot be served"):
-            await seat.generate([1], Sampling(4, seed=0))
-        assert sum(desk.is_up for desk in pool.desks.values()) == 2
+        with pytest.raises(EngineError, match="the same turn failed on 3 engines, the last: it cannot be served"):
+            await handle.generate([1], SamplingParams(4, seed=0))
+        assert sum(state.is_up for state in pool.engine_states.values()) == 2
         assert is_balanced(pool)
 
 
 @jumping
 async def test_a_wrong_request_is_not_the_engines_failure():
-    async with pool_of(engines(1), scheduler=Scheduler(400)) as pool, pool.seat(group="a", most_tokens=400) as seat:
+    async with (
+        pool_of(engines(1), scheduler=Scheduler(400)) as pool,
+        pool.open_episode(group="a", max_context_tokens=400) as handle,
+    ):
         with pytest.raises(ValueError, match="expected"):
-            await seat.generate([1] * 300, Sampling(4, seed=0))
+            await handle.generate([1] * 300, SamplingParams(4, seed=0))
         assert is_balanced(pool)
-        first = await seat.generate([1, 2, 3], Sampling(4, seed=0))
+        first = await handle.generate([1, 2, 3], SamplingParams(4, seed=0))
         with pytest.raises(ValueError, match="expected a context of 7 to 400 tokens, got 2"):
-            await seat.generate([1, 2], Sampling(4, seed=0))
-        assert (await seat.generate([1, 2, 3, *first.ids], Sampling(4, seed=0))).engine == "e0"
+            await handle.generate([1, 2], SamplingParams(4, seed=0))
+        assert (await handle.generate([1, 2, 3, *first.ids], SamplingParams(4, seed=0))).engine == "e0"
 
 
 @jumping
@@ -499,52 +521,52 @@ async def test_preemptions_correct_what_is_promised_but_for_those_before_the_poo
 async def test_a_failed_engine_is_tried_after_its_rest_though_nobody_asks():
     made = engines(2)
     async with pool_of(made) as pool:
-        await pool.sync({"salt": 5})
+        await pool.sync_weights({"salt": 5})
         lost = await served_by(pool)
         engine = next(engine for engine in made if engine.name == lost)
         engine.before = failing()
         assert await served_by(pool) != lost
         engine.before = steps(1)
         await asyncio.sleep(29)
-        assert not pool.desks[lost].is_up
+        assert not pool.engine_states[lost].is_up
         await asyncio.sleep(2)
-        assert pool.desks[lost].is_up
+        assert pool.engine_states[lost].is_up
 
 
 @jumping
 async def test_an_engine_that_was_started_anew_has_to_prove_its_weights_first():
     made = engines(2)
     async with pool_of(made) as pool:
-        await pool.sync({"salt": 5})
+        await pool.sync_weights({"salt": 5})
         made[0].scraped = failing()
         await asyncio.sleep(10)
         made[0].scraped, made[0].salt = steps(1), "as at its start"
         await asyncio.sleep(100)
-        assert (pool.desks["e0"].is_up, pool.desks["e0"].why) == (False, "SyncFailed")
-        assert await pool.sync({"salt": 6}) == 2
-        assert pool.desks["e0"].is_up
+        assert (pool.engine_states["e0"].is_up, pool.engine_states["e0"].down_reason) == (False, "SyncFailed")
+        assert await pool.sync_weights({"salt": 6}) == 2
+        assert pool.engine_states["e0"].is_up
 
 
 @jumping
 async def test_a_sync_reaches_every_engine_and_is_proven():
     made = engines(3)
     async with pool_of(made) as pool:
-        assert (await pool.sync({"salt": 5}), await pool.sync({"salt": 6})) == (1, 2)
-        assert [(engine.salt, engine.version) for engine in made] == [(6, 2)] * 3
-        async with pool.seat(group="a", most_tokens=MOST) as seat:
-            assert (await seat.generate([1], Sampling(4, seed=0))).version == 2
+        assert (await pool.sync_weights({"salt": 5}), await pool.sync_weights({"salt": 6})) == (1, 2)
+        assert [(engine.salt, engine.weight_version) for engine in made] == [(6, 2)] * 3
+        async with pool.open_episode(group="a", max_context_tokens=MOST) as handle:
+            assert (await handle.generate([1], SamplingParams(4, seed=0))).weight_version == 2
 
 
 @jumping
 async def test_an_engine_with_other_weights_stops_the_run():
     class Deaf(TableEngine):
-        async def load(self, weights, version):
-            self.version = version
+        async def load_weights(self, weights, version):
+            self.weight_version = version
 
     async with pool_of([*engines(1), Deaf("deaf")]) as pool:
         with pytest.raises(OSError, match="SyncFailed"):
-            await pool.sync({"salt": 5})
-        assert not pool.desks["deaf"].is_up
+            await pool.sync_weights({"salt": 5})
+        assert not pool.engine_states["deaf"].is_up
 
 
 @jumping
@@ -552,35 +574,35 @@ async def test_an_engine_that_misses_a_sync_does_not_sample_until_the_next():
     made = engines(2)
     async with pool_of(made) as pool:
         made[0].before = failing()
-        await pool.sync({"salt": 5})
+        await pool.sync_weights({"salt": 5})
         made[0].before = steps(1)
         await asyncio.sleep(1000)
         assert [await served_by(pool) for _ in range(5)] == ["e1"] * 5
-        await pool.sync({"salt": 6})
-        assert pool.desks["e0"].is_up
+        await pool.sync_weights({"salt": 6})
+        assert pool.engine_states["e0"].is_up
         for engine in made:
             engine.before = failing()
-        with pytest.raises(EngineFailed, match="no engine is left of 2: e0: gone; e1: gone"):
-            await pool.sync({"salt": 7})
+        with pytest.raises(EngineError, match="all 2 engines are down: e0: gone; e1: gone"):
+            await pool.sync_weights({"salt": 7})
 
 
 @jumping
 async def test_what_missed_a_sync_is_told_apart_though_versions_are_alike_and_the_proof_is_coarse():
     """As between two stages, and in bfloat16."""
 
-    class Coarse(TableReference):
+    class Coarse(TableProbe):
         async def check(self, engine, expected):
             await engine.logprobs(self.ids)
 
     made = engines(2)
-    async with pool_of(made, reference=Coarse()) as pool:
+    async with pool_of(made, probe=Coarse()) as pool:
         made[0].before = failing()
-        assert await pool.sync({"salt": 5}, 0) == 0
+        assert await pool.sync_weights({"salt": 5}, 0) == 0
         made[0].before = steps(1)
         await asyncio.sleep(1000)
-        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
-        assert await pool.sync({"salt": 5}, 0) == 0
-        assert all(desk.is_up for desk in pool.desks.values())
+        assert [state.is_up for state in pool.engine_states.values()] == [False, True]
+        assert await pool.sync_weights({"salt": 5}, 0) == 0
+        assert all(state.is_up for state in pool.engine_states.values())
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["found out by a sync", "known before"])
@@ -593,25 +615,25 @@ async def test_an_engine_that_hangs_keeps_one_sync_waiting_at_most(is_known, is_
             return await super().logprobs(ids)
 
     made = [Hanging("e0"), TableEngine("e1")]
-    async with pool_of(made, turn_s=60) as pool:
-        await pool.sync({"salt": 5})
+    async with pool_of(made, turn_timeout_s=60) as pool:
+        await pool.sync_weights({"salt": 5})
         made[0].before = forever
         if not is_scraped:
             made[0].scraped = forever
         if is_known:
             assert await asyncio.gather(*(episode(pool, number) for number in range(4))) is not None
-            assert not pool.desks["e0"].is_up
+            assert not pool.engine_states["e0"].is_up
         for most_s in (0 if is_known else LOAD_S, 0, 0):
             asked = pool.now()
-            await pool.sync({"salt": 6})
+            await pool.sync_weights({"salt": 6})
             assert pool.now() - asked <= most_s
             assert {await served_by(pool) for _ in range(3)} == {"e1"}
             await asyncio.sleep(100)
         made[0].before = made[0].scraped = steps(1)
-        await asyncio.sleep(PROOF_S + 5)  # what it was asked before is given up by then
-        assert not pool.desks["e0"].is_up
-        await pool.sync({"salt": 7})
-        assert pool.desks["e0"].is_up
+        await asyncio.sleep(BRING_UP_TIMEOUT_S + 5)  # what it was asked before is given up by then
+        assert not pool.engine_states["e0"].is_up
+        await pool.sync_weights({"salt": 7})
+        assert pool.engine_states["e0"].is_up
 
 
 @jumping
@@ -622,9 +644,9 @@ async def test_an_engine_that_failed_and_works_again_gets_the_next_sync_though_i
         await episode(pool, 0), await episode(pool, 1)
         made[0].before = steps(1)
         await asyncio.sleep(2)
-        assert not pool.desks["e0"].is_up
-        await pool.sync({"salt": 5})
-        assert pool.desks["e0"].is_up
+        assert not pool.engine_states["e0"].is_up
+        await pool.sync_weights({"salt": 5})
+        assert pool.engine_states["e0"].is_up
 
 
 @jumping
@@ -634,13 +656,13 @@ async def test_whatever_an_engine_that_failed_says_is_its_own_affair():
 
     made = engines(2)
     async with pool_of(made) as pool:
-        await pool.sync({"salt": 5})
+        await pool.sync_weights({"salt": 5})
         made[0].scraped = failing()
         await asyncio.sleep(10)
         made[0].scraped = refuse
         await asyncio.sleep(100)
-        assert await pool.sync({"salt": 6}) == 2
-        assert [desk.is_up for desk in pool.desks.values()] == [False, True]
+        assert await pool.sync_weights({"salt": 6}) == 2
+        assert [state.is_up for state in pool.engine_states.values()] == [False, True]
 
 
 @jumping
@@ -650,14 +672,14 @@ async def test_a_sync_that_is_cancelled_at_any_step_hinders_no_later_one():
         async with pool_of(made) as pool:
             running = [asyncio.create_task(episode(pool, number, turns=2)) for number in range(4)]
             await steps(5)()
-            syncing = asyncio.create_task(pool.sync({"salt": 0}))
+            syncing = asyncio.create_task(pool.sync_weights({"salt": 0}))
             await steps(step)()
             is_over = syncing.done()
             syncing.cancel()
             await asyncio.wait([syncing])
-            assert await pool.sync({"salt": 0}) in (1, 2)
+            assert await pool.sync_weights({"salt": 0}) in (1, 2)
             assert await asyncio.gather(*running) == await alone(range(4), turns=2)
-            assert all(desk.is_up and not desk.requests for desk in pool.desks.values())
+            assert all(state.is_up and not state.requests for state in pool.engine_states.values())
             assert is_balanced(pool)
         if is_over:
             break
@@ -667,12 +689,12 @@ async def test_a_sync_that_is_cancelled_at_any_step_hinders_no_later_one():
 @jumping
 async def test_the_only_engine_is_given_weights_though_it_failed():
     made = engines(1)
-    async with pool_of(made, patience_s=0) as pool:
+    async with pool_of(made, all_down_timeout_s=0) as pool:
         made[0].before = failing()
-        with pytest.raises(EngineFailed, match="no engine is left"):
+        with pytest.raises(EngineError, match="engines are down"):
             await served_by(pool)
         made[0].before = steps(1)
-        assert await pool.sync({"salt": 5}) == 1
+        assert await pool.sync_weights({"salt": 5}) == 1
 
 
 @jumping
@@ -681,10 +703,10 @@ async def test_an_engine_that_cannot_prove_its_weights_in_time_does_not_keep_a_s
         async def logprobs(self, ids):
             await forever()
 
-    async with pool_of([*engines(1), Mute("mute")], turn_s=60) as pool:
-        assert await pool.sync({"salt": 5}) == 1
+    async with pool_of([*engines(1), Mute("mute")], turn_timeout_s=60) as pool:
+        assert await pool.sync_weights({"salt": 5}) == 1
         assert pool.now() == 60
-        assert (pool.desks["e0"].is_up, pool.desks["mute"].is_up) == (True, False)
+        assert (pool.engine_states["e0"].is_up, pool.engine_states["mute"].is_up) == (True, False)
 
 
 @jumping
@@ -694,20 +716,20 @@ async def test_a_sync_waits_for_turns_that_run_and_others_wait_for_it():
     async with pool_of(made) as pool:
 
         async def talk(number):
-            async with pool.seat(group=number, most_tokens=MOST) as seat:
+            async with pool.open_episode(group=number, max_context_tokens=MOST) as handle:
                 ids = [1]
                 for _ in range(4):
-                    said = await seat.generate(ids, Sampling(4, seed=0))
-                    versions.append(said.version)
+                    said = await handle.generate(ids, SamplingParams(4, seed=0))
+                    versions.append(said.weight_version)
                     ids += said.ids
                     await asyncio.sleep(0.1 * number)
 
         running = [asyncio.create_task(talk(number)) for number in range(6)]
         await asyncio.sleep(1.5)
-        syncing = asyncio.create_task(pool.sync({"salt": 5}))
+        syncing = asyncio.create_task(pool.sync_weights({"salt": 5}))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="one sync at a time"):
-            await pool.sync({"salt": 5})
+        with pytest.raises(RuntimeError, match="one weight sync at a time"):
+            await pool.sync_weights({"salt": 5})
         assert await syncing == 1
         await asyncio.gather(*running)
         assert is_balanced(pool)
@@ -719,23 +741,23 @@ async def test_a_sync_waits_for_turns_that_run_and_others_wait_for_it():
 async def test_a_sync_that_is_cancelled_lets_nothing_sample_that_has_not_proven_its_weights():
     made = engines(2)
     async with pool_of(made) as pool:
-        await pool.sync({"salt": 5})
+        await pool.sync_weights({"salt": 5})
         made[1].before = forever
-        syncing = asyncio.create_task(pool.sync({"salt": 6}))
+        syncing = asyncio.create_task(pool.sync_weights({"salt": 6}))
         await asyncio.sleep(1)
         syncing.cancel()
         await asyncio.wait([syncing])
         made[1].before = steps(1)
         assert [await served_by(pool) for _ in range(5)] == ["e0"] * 5
-        assert (made[0].salt, made[1].salt, pool.desks["e1"].is_up) == (6, 5, False)
-        assert await pool.sync({"salt": 7}) == 3
+        assert (made[0].salt, made[1].salt, pool.engine_states["e1"].is_up) == (6, 5, False)
+        assert await pool.sync_weights({"salt": 7}) == 3
 
 
 @pytest.mark.parametrize("kind", ["one episode", "all", "generate alone"])
 @jumping
 async def test_a_cancellation_at_any_step_leaves_the_books_in_order(kind):
     for step in itertools.count():
-        made = engines(2, room=Capacity(120, 3), before=steps(3))
+        made = engines(2, room=EngineCapacity(120, 3), before=steps(3))
         async with pool_of(made) as pool:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(episode(pool, number, turns=3)) for number in range(6)]
@@ -762,7 +784,7 @@ def test_no_episode_is_lost_or_doubled_whatever_happens(seed, policy):
 async def disaster(seed, policy):
     """Engines die, hang, stop answering scrapes and come back; episodes are cancelled; weights are synced."""
     draw = random.Random(seed)
-    made, log = engines(3, room=Capacity(draw.randint(150, 900), draw.randint(1, 9))), []
+    made, log = engines(3, room=EngineCapacity(draw.randint(150, 900), draw.randint(1, 9))), []
 
     async def turn():
         await asyncio.sleep(draw.expovariate(0.3))
@@ -777,13 +799,13 @@ async def disaster(seed, policy):
                 draw.choice(running).cancel()
             engine.preemptions += draw.randint(0, 1)
             if draw.random() < 0.1:
-                with suppress(EngineFailed, TimeoutError):  # none took them, or cancelled
+                with suppress(EngineError, TimeoutError):  # none took them, or cancelled
                     async with asyncio.timeout(draw.choice([None, draw.expovariate(0.1)])):
-                        await pool.sync({"salt": 0})
+                        await pool.sync_weights({"salt": 0})
 
     for engine in made:
         engine.before = turn
-    async with pool_of(made, policy=policy, patience_s=1e9, log=log.append) as pool:
+    async with pool_of(made, policy=policy, all_down_timeout_s=1e9, on_turn=log.append) as pool:
         running = [
             asyncio.create_task(episode(pool, number, draw.randint(1, 5), draw.expovariate(1))) for number in range(25)
         ]
@@ -792,10 +814,10 @@ async def disaster(seed, policy):
         chaos.cancel()
         ends = await asyncio.gather(*running, chaos, return_exceptions=True)
         assert is_balanced(pool)
-    assert not any(desk.requests for desk in pool.desks.values())
+    assert not any(state.requests for state in pool.engine_states.values())
     cancelled = [end for end in ends if isinstance(end, asyncio.CancelledError)]
-    given_up = [end for end in ends if isinstance(end, EngineFailed)]  # by the worst of luck
-    assert all("3 engines failed at one turn" in str(end) for end in given_up)
+    given_up = [end for end in ends if isinstance(end, EngineError)]  # by the worst of luck
+    assert all("the same turn failed on 3 engines" in str(end) for end in given_up)
     whole = {number: end for number, end in enumerate(ends) if isinstance(end, list)}
     assert len(whole) + len(cancelled) + len(given_up) == len(ends)
     for number, ids in whole.items():
@@ -807,7 +829,7 @@ async def disaster(seed, policy):
 @jumping
 async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
     async def broken():
-        if pool.desks["e0"].is_up:
+        if pool.engine_states["e0"].is_up:
             raise KeyError("a bug")
 
     made = engines(1, scraped=broken)
@@ -821,26 +843,28 @@ async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
 
 @pytest.mark.parametrize("made", [[], [TableEngine("same"), TableEngine("same")]])
 def test_a_pool_needs_engines_that_can_be_told_apart(made):
-    with pytest.raises(ValueError, match="names of their own"):
-        Pool(made, scheduler=Scheduler(MOST))
+    with pytest.raises(ValueError, match="different names"):
+        EnginePool(made, scheduler=Scheduler(MOST))
 
 
 @jumping
 async def test_interrupted_turns_return_what_there_is_and_leave_the_books_in_order():
     """Of four turns at an engine for two: two run, two wait for a place. Their seats are over, other seats are not."""
-    (engine,) = made = engines(1, room=Capacity(300, 2))
-    engine.before = engine.until_halted
+    (engine,) = made = engines(1, room=EngineCapacity(300, 2))
+    engine.before = engine.until_aborted
     async with pool_of(made) as pool, AsyncExitStack() as stack:
-        seats = [await stack.enter_async_context(pool.seat(group="a", most_tokens=MOST)) for _ in range(4)]
-        turns = [asyncio.create_task(seat.generate([1], Sampling(9, seed=0))) for seat in seats]
+        handles = [
+            await stack.enter_async_context(pool.open_episode(group="a", max_context_tokens=MOST)) for _ in range(4)
+        ]
+        turns = [asyncio.create_task(handle.generate([1], SamplingParams(9, seed=0))) for handle in handles]
         await engine.begun.acquire()
         await engine.begun.acquire()
-        await pool.interrupt(seats)
+        await pool.abort(handles)
         ends = await asyncio.gather(*turns)
         assert sorted(len(end.ids) for end in ends) == [0, 0, engine.reached, engine.reached]
-        assert all(end.is_interrupted for end in ends)
-        later = await asyncio.gather(*(seat.generate([1] * 20, Sampling(9, seed=0)) for seat in seats))
-        assert all(end.is_interrupted and not end.ids for end in later)
+        assert all(end.is_aborted for end in ends)
+        later = await asyncio.gather(*(handle.generate([1] * 20, SamplingParams(9, seed=0)) for handle in handles))
+        assert all(end.is_aborted and not end.ids for end in later)
         assert len(engine.asked) == 2
         await stack.aclose()
         assert is_balanced(pool)
@@ -851,16 +875,16 @@ async def test_interrupted_turns_return_what_there_is_and_leave_the_books_in_ord
 @jumping
 async def test_what_cannot_be_interrupted_ends_in_its_time():
     class Deaf(TableEngine):
-        async def interrupt(self, requests):
-            raise EngineFailed("no such route")
+        async def abort(self, requests):
+            raise EngineError("no such route")
 
     async with pool_of([Deaf("deaf", before=lambda: asyncio.sleep(5))]) as pool:
-        async with pool.seat(group="a", most_tokens=MOST) as seat:
-            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+        async with pool.open_episode(group="a", max_context_tokens=MOST) as handle:
+            turn = asyncio.create_task(handle.generate([1], SamplingParams(9, seed=0)))
             await asyncio.sleep(1)
-            await pool.interrupt([seat])
+            await pool.abort([handle])
             assert len((await turn).ids) == 9
-            assert (await seat.generate([1] * 20, Sampling(9, seed=0))).is_interrupted
+            assert (await handle.generate([1] * 20, SamplingParams(9, seed=0))).is_aborted
         assert is_balanced(pool)
 
 
@@ -868,20 +892,20 @@ async def test_what_cannot_be_interrupted_ends_in_its_time():
 @jumping
 async def test_an_engine_that_hangs_does_not_keep_an_interrupt_waiting(dies):
     class Hanging(TableEngine):
-        async def interrupt(self, requests):
+        async def abort(self, requests):
             await forever()
 
     async with pool_of([Hanging("hanging", before=forever)]) as pool:
-        async with pool.seat(group="a", most_tokens=MOST) as seat:
-            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+        async with pool.open_episode(group="a", max_context_tokens=MOST) as handle:
+            turn = asyncio.create_task(handle.generate([1], SamplingParams(9, seed=0)))
             await asyncio.sleep(1)
-            interrupting = asyncio.create_task(pool.interrupt([seat]))
+            interrupting = asyncio.create_task(pool.abort([handle]))
             await asyncio.sleep(1)
             if dies:
-                pool.fail(pool.desks["hanging"], "gone")
+                pool.mark_failed(pool.engine_states["hanging"], "gone")
             await interrupting
-            assert pool.now() == (2 if dies else 1 + GAUGE_S)
-            assert (await turn).is_interrupted
+            assert pool.now() == (2 if dies else 1 + SCRAPE_TIMEOUT_S)
+            assert (await turn).is_aborted
         assert is_balanced(pool)
 
 
@@ -896,12 +920,12 @@ async def test_an_interrupted_turn_does_not_move_from_an_engine_that_dies():
 
     made[0].before = made[1].before = before
     async with pool_of(made) as pool:
-        async with pool.seat(group="a", most_tokens=MOST) as seat:
-            turn = asyncio.create_task(seat.generate([1], Sampling(9, seed=0)))
+        async with pool.open_episode(group="a", max_context_tokens=MOST) as handle:
+            turn = asyncio.create_task(handle.generate([1], SamplingParams(9, seed=0)))
             await begun.acquire()
-            await pool.interrupt([seat])
+            await pool.abort([handle])
             (asked,) = [engine for engine in made if engine.asked]
-            pool.fail(pool.desks[asked.name], "gone")
-            assert (await turn).is_interrupted
+            pool.mark_failed(pool.engine_states[asked.name], "gone")
+            assert (await turn).is_aborted
             assert sum(len(engine.asked) for engine in made) == 1
         assert is_balanced(pool)

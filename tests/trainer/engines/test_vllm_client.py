@@ -17,7 +17,8 @@ import pytest_asyncio
 from aiohttp import web
 
 from tests.trainer.fake_vllm import FakeVllm, TableEngine
-from trainer.engines.vllm_client import Capacity, EngineFailed, Sampling, TurnFailed, VllmEngine
+from trainer.engines.engine import EngineCapacity, EngineError, NonFiniteLogprobError, SamplingParams
+from trainer.engines.vllm_client import VllmEngine
 from trainer.scheduling.scheduler import EngineStats
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
@@ -30,14 +31,14 @@ async def engine(request, tmp_path_factory):
         match request.param:
             case "fake":
                 url = await stack.enter_async_context(FakeVllm(TableEngine()).serve())
-                made = VllmEngine(url, vocabulary=50, max_length=256)
+                made = VllmEngine(url, vocab_size=50, max_model_len=256)
             case "local":
                 pytest.importorskip("torch")
                 pytest.importorskip("transformers")
                 from tests.trainer.engines.test_local import model
                 from trainer.engines.local import LocalEngine
 
-                made = LocalEngine(model(), slots=8, max_length=256)
+                made = LocalEngine(model(), max_num_seqs=8, max_model_len=256)
             case "vllm":
                 if not VLLM:
                     pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
@@ -55,34 +56,34 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @contract
 async def test_as_many_tokens_as_asked_each_with_its_logprob(engine):
-    made = await engine.generate(PROMPT, Sampling(20, seed=1))
-    assert (len(made.ids), len(made.logprobs), made.is_stopped) == (20, 20, False)
+    made = await engine.generate(PROMPT, SamplingParams(20, seed=1))
+    assert (len(made.ids), len(made.logprobs), made.has_stop_token) == (20, 20, False)
     assert all(-100 < logprob <= 1e-3 for logprob in made.logprobs)
-    assert (made.engine, made.version) == (engine.name, engine.version)
+    assert (made.engine, made.weight_version) == (engine.name, engine.weight_version)
 
 
 @contract
 async def test_a_seed_says_what_is_sampled(engine):
     first, again, other = await asyncio.gather(
-        *(engine.generate(PROMPT, Sampling(20, seed=seed)) for seed in (1, 1, 2**63 - 2))
+        *(engine.generate(PROMPT, SamplingParams(20, seed=seed)) for seed in (1, 1, 2**63 - 2))
     )
     assert first.ids == again.ids != other.ids
 
 
 @contract
 async def test_a_stop_id_ends_it_and_is_its_last(engine):
-    free = await engine.generate(PROMPT, Sampling(12, seed=6))
+    free = await engine.generate(PROMPT, SamplingParams(12, seed=6))
     stop = free.ids[3]
-    made = await engine.generate(PROMPT, Sampling(12, seed=6, stop_ids=(stop, 49)))
-    assert made.is_stopped
+    made = await engine.generate(PROMPT, SamplingParams(12, seed=6, stop_ids=(stop, 49)))
+    assert made.has_stop_token
     assert made.ids == free.ids[: free.ids.index(stop) + 1]
-    at_the_limit = await engine.generate(PROMPT, Sampling(len(made.ids), seed=6, stop_ids=(stop,)))
-    assert at_the_limit.is_stopped
+    at_the_limit = await engine.generate(PROMPT, SamplingParams(len(made.ids), seed=6, stop_ids=(stop,)))
+    assert at_the_limit.has_stop_token
 
 
 @contract
 async def test_sampled_logprobs_are_those_of_a_score(engine):
-    made = await engine.generate(PROMPT, Sampling(20, seed=5))
+    made = await engine.generate(PROMPT, SamplingParams(20, seed=5))
     scores = await engine.logprobs([*PROMPT, *made.ids])
     assert len(scores) == len(PROMPT) + 19
     assert scores[len(PROMPT) - 1 :] == pytest.approx(made.logprobs, abs=1e-3)
@@ -92,17 +93,17 @@ async def test_sampled_logprobs_are_those_of_a_score(engine):
 @pytest.mark.parametrize(("ids", "tokens"), [([], 4), ([1] * 250, 20), ([1], 0), ([100_000], 4)])
 async def test_a_request_that_no_engine_could_serve_is_the_callers_error(engine, ids, tokens):
     with pytest.raises(ValueError, match=r"expected|refused"):
-        await engine.generate(ids, Sampling(tokens, seed=0))
+        await engine.generate(ids, SamplingParams(tokens, seed=0))
 
 
 @contract
 async def test_a_cancelled_request_leaves_the_engine_in_order(engine):
-    tasks = [asyncio.create_task(engine.generate(PROMPT, Sampling(200, seed=seed))) for seed in range(4)]
+    tasks = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(200, seed=seed))) for seed in range(4)]
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True))
-    assert len((await engine.generate(PROMPT, Sampling(4, seed=0))).ids) == 4
+    assert len((await engine.generate(PROMPT, SamplingParams(4, seed=0))).ids) == 4
 
 
 @contract
@@ -110,12 +111,12 @@ async def test_what_is_interrupted_says_so_and_can_be_carried_on(engine):
     ids, logprobs, names = list(PROMPT), [], iter("abcde")
     while left := len(PROMPT) + 200 - len(ids):
         name = next(names)
-        asked = asyncio.create_task(engine.generate(ids, Sampling(left, seed=1, request=name)))
+        asked = asyncio.create_task(engine.generate(ids, SamplingParams(left, seed=1, request_id=name)))
         await asyncio.sleep(0)
         if name != "e":
-            await engine.interrupt([name, "somebody else's"])
+            await engine.abort([name, "somebody else's"])
         made = await asked
-        assert made.is_interrupted == (len(made.ids) < left) and not made.is_stopped
+        assert made.is_aborted == (len(made.ids) < left) and not made.has_stop_token
         ids, logprobs = [*ids, *made.ids], [*logprobs, *made.logprobs]
     assert (await engine.logprobs(ids))[len(PROMPT) - 1 :] == pytest.approx(logprobs, abs=1e-3)
 
@@ -124,14 +125,14 @@ async def test_what_is_interrupted_says_so_and_can_be_carried_on(engine):
 async def test_many_at_once_are_all_answered(engine):
     draw = random.Random(0)
     prompts = [[draw.randrange(50) for _ in range(draw.randint(1, 30))] for _ in range(20)]
-    made = await asyncio.gather(*(engine.generate(ids, Sampling(8, seed=7)) for ids in prompts))
+    made = await asyncio.gather(*(engine.generate(ids, SamplingParams(8, seed=7)) for ids in prompts))
     assert [len(each.ids) for each in made] == [8] * 20
 
 
 @asynccontextmanager
 async def vllm(fake, **options):
     async with fake.serve() as url:
-        engine = VllmEngine(url, vocabulary=50, max_length=256, **options)
+        engine = VllmEngine(url, vocab_size=50, max_model_len=256, **options)
         try:
             yield engine
         finally:
@@ -168,8 +169,8 @@ WRONG = {
 @pytest.mark.parametrize("twist", WRONG.values(), ids=WRONG.keys())
 async def test_wrong_answers_are_failures_and_are_not_repaired(twist):
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
-        with pytest.raises(EngineFailed, match=r"engine http://127.0.0.1:\d+: expected .*, got "):
-            await engine.generate([1], Sampling(4, seed=0))
+        with pytest.raises(EngineError, match=r"engine http://127.0.0.1:\d+: expected .*, got "):
+            await engine.generate([1], SamplingParams(4, seed=0))
 
 
 def unencodable(route, answer):
@@ -193,8 +194,8 @@ NO_NUMBERS = {
 @pytest.mark.parametrize("twist", NO_NUMBERS.values(), ids=NO_NUMBERS.keys())
 async def test_a_log_probability_that_is_no_number_is_the_turns_failure_alone(twist):
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
-        with pytest.raises(TurnFailed, match="finite log-probabilities"):
-            await engine.generate([1], Sampling(4, seed=0))
+        with pytest.raises(NonFiniteLogprobError, match="finite log-probabilities"):
+            await engine.generate([1], SamplingParams(4, seed=0))
 
 
 @pytest.mark.asyncio
@@ -203,15 +204,15 @@ async def test_a_log_probability_that_is_no_number_is_the_turns_failure_alone(tw
 )
 async def test_what_is_more_than_that_is_the_engines(twist):
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
-        with pytest.raises(EngineFailed) as raised:
-            await engine.generate([1], Sampling(4, seed=0))
-        assert not isinstance(raised.value, TurnFailed)
+        with pytest.raises(EngineError) as raised:
+            await engine.generate([1], SamplingParams(4, seed=0))
+        assert not isinstance(raised.value, NonFiniteLogprobError)
 
 
 @pytest.mark.asyncio
 async def test_scores_of_another_sequence_are_a_failure():
     async with vllm(FakeVllm(TableEngine(), choice_with(prompt_logprobs=[None, {"7": {"logprob": -1.0}}]))) as engine:
-        with pytest.raises(EngineFailed, match="prompt_logprobs of 2 ids"):
+        with pytest.raises(EngineError, match="prompt_logprobs of 2 ids"):
             await engine.logprobs([1, 2])
 
 
@@ -221,30 +222,30 @@ async def test_a_server_that_fails_or_is_gone_is_a_failure():
         raise web.HTTPInternalServerError(text="EngineDeadError")
 
     async with vllm(FakeVllm(TableEngine(), broken)) as engine:
-        with pytest.raises(EngineFailed, match="EngineDeadError"):
-            await engine.generate([1], Sampling(4, seed=0))
-    gone = VllmEngine(engine.url, vocabulary=50, max_length=256)
-    with pytest.raises(EngineFailed, match="expected an answer of /v1/completions"):
-        await gone.generate([1], Sampling(4, seed=0))
+        with pytest.raises(EngineError, match="EngineDeadError"):
+            await engine.generate([1], SamplingParams(4, seed=0))
+    gone = VllmEngine(engine.url, vocab_size=50, max_model_len=256)
+    with pytest.raises(EngineError, match="expected an answer of /v1/completions"):
+        await gone.generate([1], SamplingParams(4, seed=0))
     await gone.close()
 
 
 @pytest.mark.asyncio
 async def test_a_server_that_hangs_is_a_failure():
     async with vllm(FakeVllm(TableEngine(scraped=asyncio.Event().wait)), timeout_s=0.3) as engine:
-        for ask in (engine.logprobs([1, 2]), engine.gauge(), engine.capacity()):
-            with pytest.raises(EngineFailed, match="got TimeoutError"):
+        for ask in (engine.logprobs([1, 2]), engine.stats(), engine.capacity()):
+            with pytest.raises(EngineError, match="got TimeoutError"):
                 await ask
 
 
 @pytest.mark.asyncio
 async def test_a_server_says_its_room_and_how_it_does():
-    fake = FakeVllm(TableEngine(room=Capacity(4096, 7), preemptions=3, computed=99))
-    async with vllm(fake, slots=7) as engine:
-        assert await engine.capacity() == Capacity(4096, 7, 16)
-        assert await engine.gauge() == EngineStats(3, computed_tokens=100)
+    fake = FakeVllm(TableEngine(room=EngineCapacity(4096, 7), preemptions=3, computed=99))
+    async with vllm(fake, max_num_seqs=7) as engine:
+        assert await engine.capacity() == EngineCapacity(4096, 7, 16)
+        assert await engine.stats() == EngineStats(3, computed_tokens=100)
     async with vllm(FakeVllm(TableEngine(), lambda route, answer: "nothing")) as engine:
-        with pytest.raises(EngineFailed, match="start it without --disable-log-stats"):
+        with pytest.raises(EngineError, match="start it without --disable-log-stats"):
             await engine.capacity()
 
 
@@ -253,21 +254,21 @@ async def test_a_server_says_its_room_and_how_it_does():
 async def test_metrics_that_are_no_numbers_are_a_failure(value):
     twist = lambda route, answer: re.sub(r"(?m)^(vllm:num_preemptions_total.*) .*$", rf"\1 {value}", answer)  # noqa: E731
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
-        with pytest.raises(EngineFailed, match="vllm:num_preemptions as a number in /metrics, got"):
-            await engine.gauge()
+        with pytest.raises(EngineError, match="vllm:num_preemptions as a number in /metrics, got"):
+            await engine.stats()
 
 
 @pytest.mark.asyncio
 async def test_what_is_started_anew_where_nobody_listened_has_the_weights_that_it_had_at_first(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     async with FakeVllm(TableEngine()).serve() as url:
-        engine = VllmEngine(url, vocabulary=50, max_length=256)
-        await engine.load(tmp_path, 4)
-        await engine.gauge()
-        assert engine.version == 4
-    with pytest.raises(EngineFailed):
-        await engine.gauge()
-    assert engine.version == 0
+        engine = VllmEngine(url, vocab_size=50, max_model_len=256)
+        await engine.load_weights(tmp_path, 4)
+        await engine.stats()
+        assert engine.weight_version == 4
+    with pytest.raises(EngineError):
+        await engine.stats()
+    assert engine.weight_version == 0
     await engine.close()
 
 
@@ -275,7 +276,7 @@ async def test_what_is_started_anew_where_nobody_listened_has_the_weights_that_i
 async def test_cancelling_drops_the_request_in_the_server():
     fake = FakeVllm(TableEngine(before=asyncio.Event().wait))
     async with vllm(fake) as engine:
-        task = asyncio.create_task(engine.generate([1], Sampling(4, seed=0)))
+        task = asyncio.create_task(engine.generate([1], SamplingParams(4, seed=0)))
         async with fake.changed:
             await fake.changed.wait_for(lambda: fake.running == 1)
             task.cancel()
@@ -290,9 +291,9 @@ async def test_a_load_reloads_and_empties_the_prefix_cache(tmp_path):
     fake = FakeVllm(TableEngine())
     async with vllm(fake) as engine:
         before = await engine.logprobs([1, 2, 3])
-        await engine.load(tmp_path, 4)
+        await engine.load_weights(tmp_path, 4)
         assert await engine.logprobs([1, 2, 3]) != before
-        assert (await engine.generate([1], Sampling(2, seed=0))).version == 4
+        assert (await engine.generate([1], SamplingParams(2, seed=0))).weight_version == 4
     assert [route for route, _ in fake.asked][1:3] == ["/collective_rpc", "/reset_prefix_cache"]
 
 
@@ -302,16 +303,16 @@ async def test_a_prefix_cache_that_stays_is_a_failure(tmp_path, said):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     twist = lambda route, answer: said if route == "/reset_prefix_cache" else answer  # noqa: E731
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
-        with pytest.raises(EngineFailed, match="an empty prefix cache"):
-            await engine.load(tmp_path, 4)
-        assert engine.version == 0
+        with pytest.raises(EngineError, match="an empty prefix cache"):
+            await engine.load_weights(tmp_path, 4)
+        assert engine.weight_version == 0
 
 
 @pytest.mark.asyncio
 async def test_nothing_is_left_to_a_models_own_generation_config():
     fake = FakeVllm(TableEngine())
     async with vllm(fake) as engine:
-        await engine.generate([1], Sampling(4, temperature=0.7, top_p=0.9, stop_ids=(8,), seed=3))
+        await engine.generate([1], SamplingParams(4, temperature=0.7, top_p=0.9, stop_ids=(8,), seed=3))
     ((_, body),) = fake.asked
     fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
     said = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 3, "stop_token_ids": [8], "logprobs": 0}
@@ -323,34 +324,36 @@ async def test_a_server_is_asked_again_to_interrupt_what_it_had_not_yet():
     class Late(TableEngine):
         """Has the requests only when it is asked for the third time."""
 
-        async def interrupt(self, requests):
+        async def abort(self, requests):
             nonlocal times
             times += 1
             if times == 3:
-                await super().interrupt(requests)
+                await super().abort(requests)
 
     times, table = 0, Late()
-    table.before = table.until_halted
+    table.before = table.until_aborted
     async with vllm(FakeVllm(table)) as engine:
-        mine = asyncio.create_task(engine.generate(PROMPT, Sampling(20, seed=1, request="mine")))
-        other = asyncio.create_task(engine.generate(PROMPT, Sampling(20, seed=1, request="other")))
+        mine = asyncio.create_task(engine.generate(PROMPT, SamplingParams(20, seed=1, request_id="mine")))
+        other = asyncio.create_task(engine.generate(PROMPT, SamplingParams(20, seed=1, request_id="other")))
         await table.begun.acquire()
         await table.begun.acquire()
-        await engine.interrupt(["mine"])
+        await engine.abort(["mine"])
         made, whole = await mine, await other
-    assert (made.is_interrupted, whole.is_interrupted) == (True, False)
+    assert (made.is_aborted, whole.is_aborted) == (True, False)
     assert made.ids == whole.ids[: table.reached]
     assert times == 3
 
 
 @pytest.mark.asyncio
 async def test_what_waits_for_a_connection_is_interrupted_without_one(monkeypatch):
-    monkeypatch.setattr("trainer.engines.vllm_client.CONNECTIONS", 1)
+    monkeypatch.setattr("trainer.engines.vllm_client.MAX_CONNECTIONS", 1)
     table = TableEngine()
-    table.before = table.until_halted
+    table.before = table.until_aborted
     async with vllm(FakeVllm(table)) as engine:
-        tasks = [asyncio.create_task(engine.generate(PROMPT, Sampling(9, seed=1, request=name))) for name in "ab"]
+        tasks = [
+            asyncio.create_task(engine.generate(PROMPT, SamplingParams(9, seed=1, request_id=name))) for name in "ab"
+        ]
         await table.begun.acquire()
-        await engine.interrupt("ab")
+        await engine.abort("ab")
         first, second = await asyncio.gather(*tasks)
-    assert (len(first.ids), second.ids, second.is_interrupted, len(table.asked)) == (table.reached, (), True, 1)
+    assert (len(first.ids), second.ids, second.is_aborted, len(table.asked)) == (table.reached, (), True, 1)

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from trainer.engines import pool as pool_module
-from trainer.engines.pool import Pool
-from trainer.engines.vllm_client import Sampling, VllmEngine
-from trainer.engines.vllm_servers import Servers
+from trainer.engines.engine import SamplingParams
+from trainer.engines.pool import EnginePool
+from trainer.engines.vllm_client import VllmEngine
+from trainer.engines.vllm_servers import VllmServers
 from trainer.scheduling.scheduler import Scheduler
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
@@ -38,10 +39,10 @@ async def episode(pool, number):
     """Even ones take the likeliest token, odd ones draw."""
     draw = random.Random(number)
     ids = draw.choices(range(40), k=20)
-    async with pool.seat(group=number // 4, most_tokens=MOST) as seat:
+    async with pool.open_episode(group=number // 4, max_context_tokens=MOST) as handle:
         for turn in range(TURNS):
-            sampling = Sampling(TOKENS, temperature=number % 2, seed=100 * number + turn)
-            ids += (await seat.generate(ids, sampling)).ids
+            sampling = SamplingParams(TOKENS, temperature=number % 2, seed=100 * number + turn)
+            ids += (await handle.generate(ids, sampling)).ids
             ids += draw.choices(range(40), k=5)
     return ids
 
@@ -53,7 +54,7 @@ async def while_running(pool, engine, turns):
 
     def log(turn):
         served.append(turn)
-        if len(served) >= turns and pool.desks[engine].requests:
+        if len(served) >= turns and pool.engine_states[engine].requests:
             reached.set()
 
     pool.log = log
@@ -71,37 +72,37 @@ async def test_every_episode_ends_with_the_same_tokens_though_servers_hang_and_d
     pytest.importorskip("torch")
     from tests.trainer.real_vllm import VOCABULARY, saved
 
-    monkeypatch.setattr(pool_module, "GAUGE_S", 2.0)
-    servers = Servers(VLLM, saved(tmp_path / "model"), max_length=MOST, slots=8, dtype="float32")
+    monkeypatch.setattr(pool_module, "SCRAPE_TIMEOUT_S", 2.0)
+    servers = VllmServers(VLLM, saved(tmp_path / "model"), max_model_len=MOST, max_num_seqs=8, dtype="float32")
     async with servers.serve(2, tmp_path / "logs") as urls:
-        size = {"vocabulary": VOCABULARY, "max_length": MOST, "slots": 8}
+        size = {"vocab_size": VOCABULARY, "max_model_len": MOST, "max_num_seqs": 8}
         a, b = (VllmEngine(url, **size, name=name) for url, name in zip(urls, "ab", strict=True))
-        async with Pool([a, b], scheduler=Scheduler(MOST), rest_s=1.0) as pool:
+        async with EnginePool([a, b], scheduler=Scheduler(MOST), retry_after_s=1.0) as pool:
             expected = await asyncio.gather(*(episode(pool, number) for number in range(EPISODES)))
-            before = await a.gauge()
-            assert before.tokens > EPISODES * TURNS * TOKENS / 4
-            assert (await a.capacity()).tokens > MOST
+            before = await a.stats()
+            assert before.computed_tokens > EPISODES * TURNS * TOKENS / 4
+            assert (await a.capacity()).kv_tokens > MOST
 
             async with while_running(pool, "a", 20) as running:
                 signal_server(a.url, signal.SIGSTOP)
             assert [task.result() for task in running] == expected
-            assert "no answer to 3 scrapes" in pool.desks["a"].why
+            assert "no answer to 3 scrapes" in pool.engine_states["a"].down_reason
             signal_server(a.url, signal.SIGCONT)
-            while not pool.desks["a"].is_up:
-                await b.gauge()
+            while not pool.engine_states["a"].is_up:
+                await b.stats()
 
             async with while_running(pool, "b", 20) as running:
                 for task in running:
                     task.cancel()
             for engine in (a, b):  # vLLM drops what nobody waits for
-                while (await engine.gauge()).kv_usage:
+                while (await engine.stats()).kv_usage:
                     pass
 
             async with while_running(pool, "b", 20) as running:
                 signal_server(b.url, signal.SIGKILL)
             assert [task.result() for task in running] == expected
-            while not pool.desks["b"].is_up:  # it is started anew
-                await a.gauge()
+            while not pool.engine_states["b"].is_up:  # it is started anew
+                await a.stats()
             async with while_running(pool, "b", 20) as running:
                 pass
             assert [task.result() for task in running] == expected

@@ -19,8 +19,8 @@ import pytest
 import trainer
 from trainer.config import ConfigError
 from trainer.engines import vllm_servers
-from trainer.engines.vllm_client import EngineFailed
-from trainer.engines.vllm_servers import CORES, Servers
+from trainer.engines.engine import EngineError
+from trainer.engines.vllm_servers import CORES_VARIABLE, VllmServers
 
 STAND_IN = """
 import http.server, json, os, subprocess, sys
@@ -49,7 +49,7 @@ def servers(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site:$PYTHONPATH exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    return Servers(str(python), tmp_path / "model", max_length=64)
+    return VllmServers(str(python), tmp_path / "model", max_model_len=64)
 
 
 OF_A_RANK = """
@@ -131,7 +131,7 @@ async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_pa
 
 @pytest.mark.asyncio
 async def test_a_server_that_ends_is_started_anew_at_its_address(servers, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(vllm_servers, "AGAIN_S", 0.0)
+    monkeypatch.setattr(vllm_servers, "RESTART_DELAY_S", 0.0)
     async with servers.serve(2, tmp_path / "logs") as urls:
         first = started_at(tmp_path, urls[0])
         os.kill(first[0], signal.SIGKILL)
@@ -143,7 +143,7 @@ async def test_a_server_that_ends_is_started_anew_at_its_address(servers, tmp_pa
         assert not set(first) & set(second)
         assert all(map(is_alive, started(tmp_path)[0]))
     await gone(second)
-    assert "engine0.log is started anew: it ended with exit code -9" in caplog.text
+    assert "engine0.log restarts in 0 s: it ended with exit code -9" in caplog.text
 
 
 @pytest.mark.asyncio
@@ -156,7 +156,7 @@ async def test_a_python_that_is_not_there_is_said(servers, tmp_path):
 @pytest.mark.asyncio
 async def test_a_server_that_cannot_start_is_said_with_what_it_said(servers, tmp_path):
     broken = replace(servers, model=tmp_path / "broken")
-    with pytest.raises(EngineFailed, match=r"exit code 1; .*engine0.log ends with:\nno such architecture"):
+    with pytest.raises(EngineError, match=r"exit code 1; .*engine0.log ends with:\nno such architecture"):
         async with broken.serve(1, tmp_path / "logs"):
             pass
 
@@ -165,8 +165,8 @@ async def test_a_server_that_cannot_start_is_said_with_what_it_said(servers, tmp
 async def test_servers_end_when_their_owner_is_killed(servers, tmp_path):
     owner = f"""
 import asyncio, pathlib
-from trainer.engines.vllm_servers import Servers
-servers = Servers({servers.python!r}, pathlib.Path({str(servers.model)!r}), 64)
+from trainer.engines.vllm_servers import VllmServers
+servers = VllmServers({servers.python!r}, pathlib.Path({str(servers.model)!r}), 64)
 async def main():
     async with servers.serve(1, pathlib.Path({str(tmp_path / "logs")!r})):
         print("up", flush=True)
@@ -183,29 +183,29 @@ asyncio.run(main())
 
 
 def test_gpus_are_given_out_in_turn_and_cores_are_shared_when_few():
-    gpu = Servers("python", Path("model"), 64, gpus=2, first_gpu=4)
+    gpu = VllmServers("python", Path("model"), 64, gpus_per_server=2, first_gpu=4)
     assert [gpu.environment(number, 2, [0], {})["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
-    assert CORES not in gpu.environment(0, 2, [0], {CORES: "auto"})
+    assert CORES_VARIABLE not in gpu.environment(0, 2, [0], {CORES_VARIABLE: "auto"})
     assert "--worker-extension-cls" not in gpu.command(1)
-    cpu = Servers("python", Path("model"), 64)
-    bound = [cpu.environment(number, 3, [0, 1], {})[CORES] for number in range(3)]
+    cpu = VllmServers("python", Path("model"), 64)
+    bound = [cpu.environment(number, 3, [0, 1], {})[CORES_VARIABLE] for number in range(3)]
     assert bound == ["0", "1", "0"]
-    assert "nccl" in " ".join(replace(gpu, is_nccl=True).command(1))
+    assert "nccl" in " ".join(replace(gpu, uses_nccl=True).command(1))
 
 
-@pytest.mark.parametrize("shown", [["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES"], vllm_servers.GPUS])
+@pytest.mark.parametrize("shown", [["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES"], vllm_servers.GPU_VARIABLES])
 def test_a_job_s_engines_keep_to_the_gpus_that_it_was_given(shown):
     base = dict.fromkeys(shown, "4,5,GPU-6f,7")
-    servers = Servers("python", Path("model"), 64, gpus=1, first_gpu=2)  # two train
+    servers = VllmServers("python", Path("model"), 64, gpus_per_server=1, first_gpu=2)  # two train
     for number, own in enumerate(("GPU-6f", "7")):
         made = servers.environment(number, 2, [0], base)
-        assert {name: made[name] for name in vllm_servers.GPUS if name in made} == dict.fromkeys(shown, own)
+        assert {name: made[name] for name in vllm_servers.GPU_VARIABLES if name in made} == dict.fromkeys(shown, own)
 
 
 def test_gpus_that_rocm_shows_are_counted_from_zero():
     """As Slurm shows a job its GPUs on AMD."""
     base = {"ROCR_VISIBLE_DEVICES": "4,5,6"}
-    servers = Servers("python", Path("model"), 64, gpus=1, first_gpu=1)
+    servers = VllmServers("python", Path("model"), 64, gpus_per_server=1, first_gpu=1)
     made = [servers.environment(number, 2, [0], base) for number in (0, 1)]
     assert [(one["CUDA_VISIBLE_DEVICES"], one["ROCR_VISIBLE_DEVICES"]) for one in made] == [
         ("1", "4,5,6"),
@@ -224,7 +224,7 @@ async def test_engines_for_which_gpus_are_lacking_are_refused_before_any_is_star
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         said = rf"^engine {last} of 2: expected {2 * last} GPUs or more, got CUDA_VISIBLE_DEVICES={shown}; lower"
         with pytest.raises(ConfigError, match=said):
-            async with replace(servers, gpus=2).serve(2, tmp_path / "logs"):
+            async with replace(servers, gpus_per_server=2).serve(2, tmp_path / "logs"):
                 pass
     assert not started(tmp_path)[0]
 

@@ -24,10 +24,18 @@ from tests.trainer.engines.test_local import VOCABULARY, model, training_logprob
 from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from tests.trainer.real_vllm import real  # noqa: E402
 from trainer.engines import weight_sync  # noqa: E402
+from trainer.engines.engine import EngineError, SamplingParams  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
-from trainer.engines.pool import Pool  # noqa: E402
-from trainer.engines.vllm_client import EngineFailed, Sampling, VllmEngine  # noqa: E402
-from trainer.engines.weight_sync import BOUNDS, ByFile, ByNccl, Reference, SyncFailed, direct  # noqa: E402
+from trainer.engines.pool import EnginePool  # noqa: E402
+from trainer.engines.vllm_client import VllmEngine  # noqa: E402
+from trainer.engines.weight_sync import (  # noqa: E402
+    BOUNDS,
+    FileWeightStore,
+    NcclTransfer,
+    SyncProbe,
+    WeightSyncError,
+    load_in_process,
+)
 from trainer.scheduling.scheduler import Scheduler  # noqa: E402
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
@@ -41,43 +49,45 @@ def folder(tmp_path_factory):
 
 
 def local(name="local", seed=0):
-    return LocalEngine(model(seed), name=name, slots=4, max_length=128)
+    return LocalEngine(model(seed), name=name, max_num_seqs=4, max_model_len=128)
 
 
 async def take(engine, folder):
     """As vLLM takes a saved model: tied weights are saved once."""
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights
-    await engine.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, engine.version + 1)
+    await engine.load_weights(
+        {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, engine.weight_version + 1
+    )
 
 
 def test_the_reference_says_what_the_model_says_under_any_weights(folder):
-    reference = Reference(folder)
+    reference = SyncProbe(folder)
     for seed in (0, 1):
         trained = model(seed)
-        said = reference.logprobs(trained.state_dict()).logprobs.tolist()
-        for probe, logprobs in zip(reference.probes, said, strict=True):
+        said = reference.expected_logprobs(trained.state_dict()).logprobs.tolist()
+        for probe, logprobs in zip(reference.sequences, said, strict=True):
             assert logprobs == pytest.approx(training_logprobs(trained, probe), abs=1e-5)
     assert all(parameter.is_meta for parameter in reference._model.parameters())
 
 
 @pytest.mark.asyncio
 async def test_engines_in_this_process_take_the_trainers_tensors(folder):
-    async with Pool(
-        [local("a"), local("b")], carry=direct, scheduler=Scheduler(256), reference=Reference(folder)
+    async with EnginePool(
+        [local("a"), local("b")], transfer=load_in_process, scheduler=Scheduler(256), probe=SyncProbe(folder)
     ) as pool:
         trained = model(1)
-        assert await pool.sync(trained.state_dict()) == 1
+        assert await pool.sync_weights(trained.state_dict()) == 1
         with torch.no_grad():  # the trainer goes on: the engine has copies
             trained.model.norm.weight.mul_(2)
-        async with pool.seat(group="a", most_tokens=256) as seat:
-            made = await seat.generate([1, 2, 3], Sampling(8, seed=0))
+        async with pool.open_episode(group="a", max_context_tokens=256) as handle:
+            made = await handle.generate([1, 2, 3], SamplingParams(8, seed=0))
         expected = training_logprobs(model(1), [1, 2, 3, *made.ids])[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-3)
-        assert await pool.sync(trained.state_dict()) == 2
-        assert await pool.sync(trained.state_dict(), 40) == 40
-        async with pool.seat(group="a", most_tokens=256) as seat:
-            assert (await seat.generate([1, 2, 3], Sampling(8, seed=0))).version == 40
+        assert await pool.sync_weights(trained.state_dict()) == 2
+        assert await pool.sync_weights(trained.state_dict(), 40) == 40
+        async with pool.open_episode(group="a", max_context_tokens=256) as handle:
+            assert (await handle.generate([1, 2, 3], SamplingParams(8, seed=0))).weight_version == 40
 
 
 @pytest.mark.asyncio
@@ -90,16 +100,16 @@ async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_ar
         await take(engine, path)
 
     monkeypatch.chdir(tmp_path)
-    keep = ByFile(Path("weights"))
+    keep = FileWeightStore(Path("weights"))
     for killed in ("v000001", "v000700"):  # of runs that were killed
         (tmp_path / "weights" / killed).mkdir(parents=True)
     async with FakeVllm(behind, load=taking).serve() as url:
-        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=256)
-        async with Pool(
-            [engine], carry=direct, keep=keep, scheduler=Scheduler(256), reference=Reference(folder)
+        engine = VllmEngine(url, vocab_size=VOCABULARY, max_model_len=256)
+        async with EnginePool(
+            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=SyncProbe(folder)
         ) as pool:
             for version, seed in enumerate((1, 2), 1):
-                assert await pool.sync(model(seed).state_dict()) == engine.version == version
+                assert await pool.sync_weights(model(seed).state_dict()) == engine.weight_version == version
                 scores = await engine.logprobs([1, 2, 3])
                 assert scores == pytest.approx(training_logprobs(model(seed), [1, 2, 3]), abs=1e-3)
                 assert [each.name for each in (tmp_path / "weights").iterdir()] == [f"v{version:06d}"]
@@ -112,7 +122,7 @@ async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_ar
 async def test_a_file_has_what_the_engines_compute_in(tmp_path):
     """Rounded here as they would round it themselves, at half the size."""
     trained = model(1)
-    kept = await ByFile(tmp_path, "bfloat16").keep(trained.state_dict(), 1)
+    kept = await FileWeightStore(tmp_path, "bfloat16").save(trained.state_dict(), 1)
     saved = load_file(kept / "model.safetensors")
     assert saved.keys() == dict(trained.named_parameters()).keys()
     for name, parameter in trained.named_parameters():
@@ -128,22 +138,22 @@ async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
         (engine,) = engines
         old = engine._model.state_dict()
         mixed = {name: old[name] if name.startswith(keep) else tensor for name, tensor in weights.items()}
-        await engine.load(mixed, version)
+        await engine.load_weights(mixed, version)
         return [None]
 
     trained = model(0)
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.05)
-    async with Pool([local()], carry=partly, scheduler=Scheduler(256), reference=Reference(folder)) as pool:
-        with pytest.raises(SyncFailed, match=r"within \S+ of the trainer's .* got a difference of \d"):
-            await pool.sync(trained.state_dict())
+    async with EnginePool([local()], transfer=partly, scheduler=Scheduler(256), probe=SyncProbe(folder)) as pool:
+        with pytest.raises(WeightSyncError, match=r"within \S+ of the trainer's .* got a difference of \d"):
+            await pool.sync_weights(trained.state_dict())
 
 
 class Scoring:
     """An engine that scores as a model does, in its dtype and by other kernels than the trainer's."""
 
-    name, version = "scoring", 1
+    name, weight_version = "scoring", 1
 
     def __init__(self, scoring, dtype):
         self.model = copy.deepcopy(scoring).to(getattr(torch, dtype))
@@ -155,7 +165,7 @@ class Scoring:
 
 def reference_of(folder, dtype, layers):
     model(num_hidden_layers=layers).save_pretrained(folder)
-    return Reference(folder, dtype)
+    return SyncProbe(folder, dtype)
 
 
 def sharper(seed, layers, factor):
@@ -176,13 +186,13 @@ async def test_rounding_is_no_other_weights(tmp_path, dtype, layers):
     reference, draw, worst = reference_of(tmp_path, dtype, layers), random.Random(0), 0.0
     for seed in range(12):
         trained = sharper(seed, layers, 1 + seed % 4)
-        reference.probes = [
-            draw.choices(range(VOCABULARY), k=weight_sync.PROBE_TOKENS) for _ in range(weight_sync.PROBES)
+        reference.sequences = [
+            draw.choices(range(VOCABULARY), k=weight_sync.PROBE_TOKENS) for _ in range(weight_sync.NUM_PROBES)
         ]
-        expected = reference.logprobs(trained.state_dict())
+        expected = reference.expected_logprobs(trained.state_dict())
         engine = Scoring(trained, dtype)
         await reference.check(engine, expected)
-        said = torch.tensor([await engine.logprobs(probe) for probe in reference.probes], dtype=torch.float64)
+        said = torch.tensor([await engine.logprobs(probe) for probe in reference.sequences], dtype=torch.float64)
         worst = max(worst, weight_sync._rms(said - expected.logprobs) / expected.rounding / BOUNDS[dtype])
     assert 0 < worst < 0.75
 
@@ -196,7 +206,7 @@ async def test_every_layer_that_is_stale_or_in_anothers_place_is_found(tmp_path,
     reference = reference_of(tmp_path, dtype, layers)
     trained, before = model(1, num_hidden_layers=layers), model(2, num_hidden_layers=layers).state_dict()
     right = copy.deepcopy(trained.state_dict())
-    expected = reference.logprobs(right)
+    expected = reference.expected_logprobs(right)
     of = [[name for name in right if f"layers.{layer}." in name] for layer in range(layers)]
     wrong = [{name: before[name] for name in names} for names in of]
     wrong += [{name: before[name]} for names in of for name in names if "proj" in name]
@@ -211,7 +221,7 @@ async def test_every_layer_that_is_stale_or_in_anothers_place_is_found(tmp_path,
     await reference.check(Scoring(trained, dtype), expected)
     for some in wrong:
         trained.load_state_dict({**right, **some})
-        with pytest.raises(SyncFailed, match="it has other weights"):
+        with pytest.raises(WeightSyncError, match="it has other weights"):
             await reference.check(Scoring(trained, dtype), expected)
 
 
@@ -220,29 +230,40 @@ async def test_weights_of_the_trainers_own_that_are_no_numbers_are_no_engines_fa
     broken = model()
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
-    async with Pool([local()], carry=direct, scheduler=Scheduler(256), reference=Reference(folder)) as pool:
-        with pytest.raises(SyncFailed, match="training has diverged"):
-            await pool.sync(broken.state_dict())
+    async with EnginePool(
+        [local()], transfer=load_in_process, scheduler=Scheduler(256), probe=SyncProbe(folder)
+    ) as pool:
+        with pytest.raises(WeightSyncError, match="training has diverged"):
+            await pool.sync_weights(broken.state_dict())
 
 
 @pytest.mark.asyncio
 async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_path):
     async def refuse(engine, folder):
-        raise EngineFailed("disk full")
+        raise EngineError("disk full")
 
     good, bad = local(), local()
     async with FakeVllm(good, load=take).serve() as one, FakeVllm(bad, load=refuse).serve() as two:
         servers = [
-            VllmEngine(url, vocabulary=VOCABULARY, max_length=256, name=name)
+            VllmEngine(url, vocab_size=VOCABULARY, max_model_len=256, name=name)
             for url, name in ((one, "one"), (two, "two"))
         ]
-        async with Pool(
-            servers, carry=direct, keep=ByFile(tmp_path), scheduler=Scheduler(256), reference=Reference(folder)
+        async with EnginePool(
+            servers,
+            transfer=load_in_process,
+            store=FileWeightStore(tmp_path),
+            scheduler=Scheduler(256),
+            probe=SyncProbe(folder),
         ) as pool:
-            assert await pool.sync(model(1).state_dict()) == 1
-            assert "disk full" in pool.desks["two"].why
-            async with pool.seat(group="a", most_tokens=256) as first, pool.seat(group="a", most_tokens=256) as second:
-                made = await asyncio.gather(*(seat.generate([1], Sampling(2, seed=0)) for seat in (first, second)))
+            assert await pool.sync_weights(model(1).state_dict()) == 1
+            assert "disk full" in pool.engine_states["two"].down_reason
+            async with (
+                pool.open_episode(group="a", max_context_tokens=256) as first,
+                pool.open_episode(group="a", max_context_tokens=256) as second,
+            ):
+                made = await asyncio.gather(
+                    *(handle.generate([1], SamplingParams(2, seed=0)) for handle in (first, second))
+                )
             assert [each.engine for each in made] == ["one", "one"]
     await asyncio.gather(good.close(), bad.close())
 
@@ -266,55 +287,59 @@ async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_t
 
     async def talk(pool):
         ids, versions = [1, 2, 3], []
-        async with pool.seat(group="a", most_tokens=256) as seat:
+        async with pool.open_episode(group="a", max_context_tokens=256) as handle:
             for turn in range(3):
-                made = await seat.generate(ids, Sampling(20, seed=turn))
-                ids, versions = [*ids, *made.ids, 7], [*versions, made.version]
+                made = await handle.generate(ids, SamplingParams(20, seed=turn))
+                ids, versions = [*ids, *made.ids, 7], [*versions, made.weight_version]
         return ids, versions
 
-    options = {"carry": direct, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
-    async with Pool([local()], scheduler=Scheduler(256), **options) as pool:
-        await pool.sync(model(1).state_dict(), 5)
+    options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
+    async with EnginePool([local()], scheduler=Scheduler(256), **options) as pool:
+        await pool.sync_weights(model(1).state_dict(), 5)
         expected = await talk(pool)
     async with AsyncExitStack() as stack:
-        first = Hanging(model(), name="first", slots=4, max_length=128)
+        first = Hanging(model(), name="first", max_num_seqs=4, max_model_len=128)
         serving = await stack.enter_async_context(AsyncExitStack())
         url = await serving.enter_async_context(FakeVllm(first, load=take).serve())
-        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
-        pool = Pool([engine], scheduler=Scheduler(256), keep=ByFile(tmp_path), patience_s=300, **options)
+        engine = VllmEngine(url, vocab_size=VOCABULARY, max_model_len=128)
+        pool = EnginePool(
+            [engine], scheduler=Scheduler(256), store=FileWeightStore(tmp_path), all_down_timeout_s=300, **options
+        )
         await stack.enter_async_context(pool)
-        await pool.sync(model(1).state_dict(), 5)
+        await pool.sync_weights(model(1).state_dict(), 5)
         talking = asyncio.create_task(talk(pool))
         await begun.wait()
         await serving.aclose()  # as a server that is killed: its connections are cut, and nobody listens
-        while pool.desks[engine.name].is_up:  # noqa: ASYNC110 (a client finds out when it asks)
+        while pool.engine_states[engine.name].is_up:  # noqa: ASYNC110 (a client finds out when it asks)
             await asyncio.sleep(0.01)
         assert not talking.done()
         again = local()
         await stack.enter_async_context(FakeVllm(again, load=take).serve(int(url.rpartition(":")[2])))
         assert await talking == expected == (expected[0], [5, 5, 5])
-        assert again.tokens > 0
+        assert again.computed_positions > 0
         await asyncio.gather(first.close(), again.close())
 
 
 @pytest.mark.asyncio
 async def test_a_sync_waits_for_the_only_server_that_is_being_started_anew(folder, tmp_path):
-    options = {"carry": direct, "reference": Reference(folder), "scrape_s": 0.05, "rest_s": 0.1}
+    options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
     behind = local()
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(AsyncExitStack())
         url = await serving.enter_async_context(FakeVllm(behind, load=take).serve())
-        engine = VllmEngine(url, vocabulary=VOCABULARY, max_length=128)
-        pool = Pool([engine], scheduler=Scheduler(256), keep=ByFile(tmp_path), patience_s=300, **options)
+        engine = VllmEngine(url, vocab_size=VOCABULARY, max_model_len=128)
+        pool = EnginePool(
+            [engine], scheduler=Scheduler(256), store=FileWeightStore(tmp_path), all_down_timeout_s=300, **options
+        )
         await stack.enter_async_context(pool)
-        await pool.sync(model(1).state_dict(), 5)
+        await pool.sync_weights(model(1).state_dict(), 5)
         await serving.aclose()
-        syncing = asyncio.create_task(pool.sync(model(2).state_dict(), 6))
-        while pool.version == 5 or pool.scheduler.is_paused:  # noqa: ASYNC110 (no event says that none took them)
+        syncing = asyncio.create_task(pool.sync_weights(model(2).state_dict(), 6))
+        while pool.weight_version == 5 or pool.scheduler.is_paused:  # noqa: ASYNC110 (no event says that none took them)
             await asyncio.sleep(0.01)
         assert not syncing.done()
         await stack.enter_async_context(FakeVllm(behind, load=take).serve(int(url.rpartition(":")[2])))
-        assert await syncing == engine.version == 6
+        assert await syncing == engine.weight_version == 6
         scores = await engine.logprobs([1, 2, 3])
         assert scores == pytest.approx(training_logprobs(model(2), [1, 2, 3]), abs=1e-3)
         await behind.close()
@@ -325,20 +350,22 @@ async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path)
     if not VLLM:
         pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
     async with real(VLLM, tmp_path) as engine:
-        reference = Reference(tmp_path / "model")
-        keep = ByFile(tmp_path / "weights")
-        async with Pool([engine], carry=direct, keep=keep, scheduler=Scheduler(256), reference=reference) as pool:
+        reference = SyncProbe(tmp_path / "model")
+        keep = FileWeightStore(tmp_path / "weights")
+        async with EnginePool(
+            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=reference
+        ) as pool:
             for seed in (1, 2, 1):
                 trained = model(seed)
-                await pool.sync(trained.state_dict())
+                await pool.sync_weights(trained.state_dict())
                 for temperature in (1.0, 0.6):
-                    async with pool.seat(group="a", most_tokens=256) as seat:
-                        made = await seat.generate([1, 2, 3], Sampling(40, temperature=temperature, seed=seed))
+                    async with pool.open_episode(group="a", max_context_tokens=256) as handle:
+                        made = await handle.generate([1, 2, 3], SamplingParams(40, temperature=temperature, seed=seed))
                     expected = training_logprobs(trained, [1, 2, 3, *made.ids], temperature)[2:]
                     assert made.logprobs == pytest.approx(expected, abs=1e-3)
             wrong = {name: tensor * 1.05 for name, tensor in model(1).state_dict().items()}
-            with pytest.raises(SyncFailed):
-                await reference.check(engine, reference.logprobs(wrong))
+            with pytest.raises(WeightSyncError):
+                await reference.check(engine, reference.expected_logprobs(wrong))
 
 
 @pytest.mark.asyncio
@@ -375,23 +402,23 @@ async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(mon
 
     class Server:
         def __init__(self, name):
-            self.name, self.url, self.version = name, f"http://{name}", 0
+            self.name, self.url, self.weight_version = name, f"http://{name}", 0
 
-        async def renew(self, version):
-            self.version = version
+        async def reset_prefix_cache(self, version):
+            self.weight_version = version
 
     servers = [Server("a"), Server("b")]
-    carry = ByNccl(gpus_per_engine=2)
+    carry = NcclTransfer(gpus_per_engine=2)
     trained = model()
     for version in (1, 2):
         assert await carry(servers, trained.state_dict(), version) == [None, None]
-        assert [server.version for server in servers] == [version] * 2
+        assert [server.weight_version for server in servers] == [version] * 2
     assert joined == [("http://a", 0, 3), ("http://b", 0, 3)]
     assert sent == [(url, [name for name, _ in trained.named_parameters()]) for url in ("http://a", "http://b")] * 2
 
     lost.add("http://a")
     first, second = await carry(servers, trained.state_dict(), 3)
-    assert "gone" in str(first) and second is None and [server.version for server in servers] == [2, 3]
+    assert "gone" in str(first) and second is None and [server.weight_version for server in servers] == [2, 3]
     lost.clear()
     assert await carry(servers, trained.state_dict(), 4) == [None, None]
     assert joined[2:] == [("http://a", 0, 3)], "one that is back is joined anew"

@@ -19,7 +19,9 @@ from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
 from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid_result
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
-from trainer.environments.python_tool import ServiceFailed, Tools, service
+from trainer.environments.answer_check import AnswerChecker
+from trainer.environments.connection import SandboxUnavailable, open_sandbox
+from trainer.environments.python_tool import PythonTool
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 from trainer.episodes.reward import VerifyOutcome
 
@@ -39,15 +41,15 @@ def _isolation() -> None:
 def address(guest_python: Path) -> Iterator[str]:
     """A service of this file's own, by the code under test."""
     with asyncio.Runner() as runner:
-        local = service("local", timeout_s=2, arguments=LEAN)
+        local = open_sandbox("local", timeout_s=2, arguments=LEAN)
         yield runner.run(local.__aenter__()).endpoints[0]
         runner.run(local.__aexit__(None, None, None))
 
 
 def run(address: str, *asked: tuple[str, Any], **settings: Any) -> list[ToolCall]:
     async def main() -> list[ToolCall]:
-        async with service(address, **settings) as found:
-            return await asyncio.gather(*(found.run(name, arguments) for name, arguments in asked))
+        async with open_sandbox(address, **settings) as sandbox:
+            return await asyncio.gather(*(sandbox.python_tool.call(name, arguments) for name, arguments in asked))
 
     return asyncio.run(main())
 
@@ -87,8 +89,8 @@ def test_a_reply_is_what_the_model_reads_and_how_the_call_ended(address: str) ->
     ],
 )
 def test_what_is_no_call_is_answered_without_the_service(name: str, arguments: str, says: str) -> None:
-    tool = Tools(AsyncClient("http://127.0.0.1:1"), limits=Limits())
-    reply = asyncio.run(tool.run(name, arguments))
+    tool = PythonTool(AsyncClient("http://127.0.0.1:1"), Limits())
+    reply = asyncio.run(tool.call(name, arguments))
     assert reply.status is ToolCallStatus.MALFORMED
     assert reply.response.startswith(says)
     assert len(reply.response) < 500
@@ -123,27 +125,27 @@ NO_VERDICT = Result("", Status.UNAVAILABLE, error=CallError("NodeError", "tried 
 @pytest.mark.parametrize("gives", [NO_VERDICT, Overloaded("the service is full")])
 def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception) -> None:
     client = Refusing(gives)
-    reply = asyncio.run(Tools(client, limits=Limits()).run(*code("1")))
+    reply = asyncio.run(PythonTool(client, Limits()).call(*code("1")))
     assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
     assert reply.arguments["code"] == "1"
     assert "tried 3 times" in reply.error or "is full" in reply.error
-    verdicts = asyncio.run(Tools(client, limits=Limits()).verify([("1", "1"), ("1", "2")]))
+    verdicts = asyncio.run(AnswerChecker(client, Limits()).verify([("1", "1"), ("1", "2")]))
     assert verdicts == [VerifyOutcome.UNAVAILABLE] * 2
 
 
 def test_a_malformed_call_is_a_bug_of_ours_and_no_reward(caplog: pytest.LogCaptureFixture) -> None:
-    tools = Tools(Refusing(invalid_result("", "call.limits: expected an object")), limits=Limits())
-    reply = asyncio.run(tools.run(*code("1")))
+    client = Refusing(invalid_result("", "call.limits: expected an object"))
+    reply = asyncio.run(PythonTool(client, Limits()).call(*code("1")))
     assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
     assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error
-    assert asyncio.run(tools.verify([("1", "1")])) == [VerifyOutcome.UNAVAILABLE]
+    assert asyncio.run(AnswerChecker(client, Limits()).verify([("1", "1")])) == [VerifyOutcome.UNAVAILABLE]
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
 def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
     async def main() -> list[VerifyOutcome]:
-        async with service(address) as found:
-            return await found.verify([(r"\frac{1}{2}", "0.5"), ("7", "8"), ("7", "")])
+        async with open_sandbox(address) as sandbox:
+            return await sandbox.answer_checker.verify([(r"\frac{1}{2}", "0.5"), ("7", "8"), ("7", "")])
 
     assert asyncio.run(main()) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT, VerifyOutcome.UNPARSABLE]
 
@@ -166,40 +168,40 @@ def test_the_trainers_outcomes_and_statuses_are_the_sandboxs() -> None:
 def test_a_service_that_is_not_there_is_told_at_once(
     endpoint: Any, settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.environments.python_tool.RETRIES", 0)
+    monkeypatch.setattr("trainer.environments.connection.MAX_RETRIES", 0)
 
     async def main() -> None:
-        async with service(endpoint, **settings):
+        async with open_sandbox(endpoint, **settings):
             pytest.fail("there is none")
 
-    with pytest.raises(ServiceFailed) as raised:
+    with pytest.raises(SandboxUnavailable) as raised:
         asyncio.run(main())
     assert says in str(raised.value)
 
 
 def test_limits_that_mean_nothing_are_told_at_once(address: str) -> None:
-    with pytest.raises(ServiceFailed, match=r"limits\.memory_mb: expected a whole number from 16"):
+    with pytest.raises(SandboxUnavailable, match=r"limits\.memory_mb: expected a whole number from 16"):
         run(address, memory_mb=1)
 
 
 @asynccontextmanager
 async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
     if kind == "fake":
-        yield SimpleNamespace(run=FakePythonTool({"6 * 7": "42"}).run, verify=FakeVerifier().verify)
+        yield SimpleNamespace(call=FakePythonTool({"6 * 7": "42"}).call, verify=FakeVerifier().verify)
     else:
-        async with service(address) as found:
-            yield found
+        async with open_sandbox(address) as sandbox:
+            yield SimpleNamespace(call=sandbox.python_tool.call, verify=sandbox.answer_checker.verify)
 
 
 @pytest.mark.parametrize("kind", ["fake", "real"])
 def test_the_fakes_do_as_the_real_ones(kind: str, address: str) -> None:
     async def main() -> None:
         async with tools_of(kind, address) as found:
-            reply = await found.run(*code("6 * 7"))
+            reply = await found.call(*code("6 * 7"))
             assert replace(reply, duration_s=0) == ToolCall(
                 NAME, {"code": "6 * 7", "input": ""}, ToolCallStatus.OK, "42"
             )
-            reply = await found.run(NAME, "{")
+            reply = await found.call(NAME, "{")
             assert (reply.status, reply.arguments) == (ToolCallStatus.MALFORMED, "{")
             assert reply.response
             pairs = [("7", "7"), ("7", "8")]

@@ -35,12 +35,12 @@ from trainer.config import ConfigError, RunConfig  # noqa: E402
 from trainer.config_loading import load_config  # noqa: E402
 from trainer.data.sources import read_problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
-from trainer.environments.python_tool import service  # noqa: E402
+from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.json_files import read_rows  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
 from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # noqa: E402
 from trainer.recipe.runner import RunPhase, run_recipe  # noqa: E402
-from trainer.rollout.loop_thread import Background  # noqa: E402
+from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
@@ -98,9 +98,9 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
         pytest.skip(f"needs the guest runtime: {why}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with Background() as background:
-        tools = background.enter(service("local", arguments=["--slots", "8", "--zygote-pools", "1"]))
-        run = RecipeRun(_guessing(tmp_path_factory.mktemp("taught"), tools.endpoints))
+    with LoopThread() as loop_thread:
+        sandbox = loop_thread.enter(open_sandbox("local", arguments=["--slots", "8", "--zygote-pools", "1"]))
+        run = RecipeRun(_guessing(tmp_path_factory.mktemp("taught"), sandbox.endpoints))
         run_recipe(run.config, run_phase=_until("sft"))
         run.write_result(Phase("eval", "sft"), EvalResult())
         yield run
@@ -213,19 +213,19 @@ async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = model_folder(tmp_path / "model")
-    behind, paths = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=16, max_length=96), []
+    behind, paths = LocalEngine(AutoModelForCausalLM.from_pretrained(model), max_num_seqs=16, max_model_len=96), []
 
     async def load_saved(engine: LocalEngine, path: Path) -> None:
         paths.append(path)
         weights = load_file(path / "model.safetensors")
-        await engine.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 0)  # one tensor
+        await engine.load_weights({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 0)  # one tensor
 
     async with FakeVllm(behind, load=load_saved).serve() as url:
         sets = ["run_dir=run", "engines.kind=vllm", f"engines.endpoints={url}", "engines.max_down_s=77"]
         async with rollout_session._open_engine_pool(RecipeRun(_config(tmp_path, *sets)), model) as pool:
             assert paths == [tmp_path / "run/weights/v000000"]
             assert paths[0].exists(), "one that is started anew gets them again"
-            assert pool._patience_s == 77
+            assert pool._all_down_timeout_s == 77
     assert not paths[0].exists()
     await behind.close()
 

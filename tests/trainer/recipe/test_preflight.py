@@ -17,7 +17,7 @@ from aiohttp import web
 from trainer import cli
 from trainer.config import RunConfig
 from trainer.config_loading import load_config
-from trainer.environments import python_tool
+from trainer.environments import connection
 from trainer.recipe import preflight
 from trainer.recipe.phases import Phase, RecipeRun, TrainResult
 from trainer.recipe.preflight import missing
@@ -62,7 +62,7 @@ def _missing(config: RunConfig, *commands: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_tool, "RETRIES", 0)
+    monkeypatch.setattr(connection, "MAX_RETRIES", 0)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from sandbox.runtime import default_python
 from trainer.config import RunConfig
 from trainer.config_loading import load_config
 from trainer.data import tiny_model
-from trainer.engines.vllm_servers import Servers
+from trainer.engines.vllm_servers import VllmServers
 from trainer.json_files import read_json
 from trainer.recipe.runner import run_recipe
 
@@ -109,7 +109,7 @@ def test_servers_that_are_there(tmp_path: Path) -> None:
     @asynccontextmanager
     async def serving() -> AsyncIterator[list[str]]:
         tiny_model.write_tiny_model(tmp_path / "other", seed=1)
-        servers = Servers(VLLM, tmp_path / "other", max_length=MAX_LENGTH, slots=SLOTS, dtype="float32")
+        servers = VllmServers(VLLM, tmp_path / "other", max_model_len=MAX_LENGTH, max_num_seqs=SLOTS, dtype="float32")
         async with servers.serve(ENGINES, tmp_path / "logs") as urls:
             yield urls
 

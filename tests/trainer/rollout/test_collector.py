@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.fakes import END, FakeVerifier, ScriptedPool, ScriptedTools, answer, call, qwen_tokenizer, replied
 from trainer.config import SamplingConfig
-from trainer.engines.pool import Pool
-from trainer.engines.vllm_client import EngineFailed, Generation
+from trainer.engines.engine import EngineError, Generation
+from trainer.engines.pool import EnginePool
 from trainer.episodes.chat_format import rstar2_format
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCallStatus
 from trainer.episodes.turn_parser import parse_turn
-from trainer.rollout.collector import Collector, run_episode, turn_seed
+from trainer.rollout.collector import EpisodeCollector
+from trainer.rollout.episode_runner import EpisodeRunner, turn_seed
 from trainer.scheduling.scheduler import Scheduler
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
@@ -39,16 +40,19 @@ def turns_of(*said):
     return lambda context, sampling: next(left)
 
 
-async def run(chat, pool, tools=None, *, how=LIMITS, problem=PROBLEM, sample=0, seed=7):
-    tools = tools or ScriptedTools()
-    draft = Episode(problem, sample, tuple(chat.encode_prompt(problem.text)))
-    await run_episode(draft, chat=chat, seat=pool, tools=tools, how=how, seed=seed, busy=pool.busy)
-    return draft
+async def run(chat, pool, tools=None, *, limits=LIMITS, problem=PROBLEM, sample=0, seed=7):
+    """Run one episode on a scripted pool, which is its own episode handle. The episode is not scored."""
+    episode = Episode(problem, sample, tuple(chat.encode_prompt(problem.text)))
+    await EpisodeRunner(chat, tools or ScriptedTools(), limits, seed, pool.busy_timer).run(episode, pool)
+    return episode
 
 
-def collect(pool, chat, tools, problems, samples, how=LIMITS, seed=7, **asked):
-    collector = Collector(pool, chat, tools)
-    return collector.collect(problems, samples, how=how, seed=seed, **asked)
+def collector_of(pool, chat, tools, **options):
+    return EpisodeCollector(pool, chat, tools, tools.verify, **options)
+
+
+def collect(pool, chat, tools, problems, samples, limits=LIMITS, seed=7, **options):
+    return collector_of(pool, chat, tools).collect(problems, samples, limits=limits, seed=seed, **options)
 
 
 @pytest.mark.asyncio
@@ -134,7 +138,7 @@ async def test_what_the_code_did_is_read_by_the_model(chat, status):
 async def test_the_last_turn_may_ask_but_is_not_answered(chat):
     tools = ScriptedTools()
     pool = ScriptedPool(lambda context, sampling: call("1") + answer("42") + END)
-    episode = await run(chat, pool, tools, how=SamplingConfig(2000, 3))
+    episode = await run(chat, pool, tools, limits=SamplingConfig(2000, 3))
     assert (episode.stop_reason, episode.num_turns, episode.num_tool_calls) == (StopReason.TURN_LIMIT, 3, 2)
     assert (episode.answer, episode.answer_blocks) == ("42", 3)
     assert episode.loss_mask[-1] == 1
@@ -144,7 +148,7 @@ async def test_the_last_turn_may_ask_but_is_not_answered(chat):
 async def test_a_turn_that_is_cut_off_ends_the_episode(chat):
     tools = ScriptedTools()
     pool = ScriptedPool(turns_of(call("1") + END, "hm " + call("2") + "on and on" * 1000))
-    episode = await run(chat, pool, tools, how=SamplingConfig(400, 9))
+    episode = await run(chat, pool, tools, limits=SamplingConfig(400, 9))
     assert (episode.stop_reason, len(episode.response_ids), episode.num_turns) == (StopReason.TOKEN_LIMIT, 400, 2)
     assert episode.num_tool_calls == 1  # that of the second turn was not run: nobody would read its response
     assert episode.loss_mask[-1] == 1
@@ -158,7 +162,7 @@ async def test_a_response_that_leaves_no_room_ends_the_episode(chat):
     for max_tokens, stop in ((room, StopReason.TOKEN_LIMIT), (room + 1, StopReason.TOKEN_LIMIT)):
         pool = ScriptedPool(turns_of(said, "go on"))
         tools = ScriptedTools(lambda code: "x" * 50)
-        episode = await run(chat, pool, tools, how=SamplingConfig(max_tokens, 9))
+        episode = await run(chat, pool, tools, limits=SamplingConfig(max_tokens, 9))
         assert episode.stop_reason is stop
         assert episode.num_turns == 1 + (max_tokens > room)  # with room for one more token, one more is sampled
         assert len(episode.response_ids) <= max_tokens
@@ -172,7 +176,7 @@ async def test_tool_output_is_cut_and_says_so(chat):
     long = "a" * 500 + "b" * 500
     pool = ScriptedPool(turns_of(call("1") + END, "done" + END))
     episode = await run(
-        chat, pool, ScriptedTools(lambda code: long), how=SamplingConfig(2000, 5, max_tool_response_chars=101)
+        chat, pool, ScriptedTools(lambda code: long), limits=SamplingConfig(2000, 5, max_tool_response_chars=101)
     )
     (made,) = episode.turns[0].tool_calls
     assert made.is_truncated
@@ -206,7 +210,7 @@ async def test_no_verdict_of_the_sandbox_ends_the_episode_unread(chat):
 async def test_no_engine_ends_the_episode(chat):
     def script(context, sampling):
         if "<tool_response>" in context:
-            raise EngineFailed("the last engine is gone")
+            raise EngineError("the last engine is gone")
         return call("1") + answer("42") + END
 
     episode = await run(chat, ScriptedPool(script))
@@ -240,12 +244,12 @@ parts = st.sampled_from(
 def test_whatever_happens_an_episode_holds_together(chat, said, max_tokens, max_turns, tool_chars, gone_at):
     def script(context, sampling):
         if len(pool.asked) > gone_at + 1:
-            raise EngineFailed("gone")
+            raise EngineError("gone")
         return said[len(pool.asked) % len(said)] + END
 
     lost = replied(ToolCallStatus.UNAVAILABLE, "", "lost", error="down")
     pool, tools = ScriptedPool(script), ScriptedTools(lambda code: lost if code == "lost" else code * 200)
-    episode = asyncio.run(run(chat, pool, tools, how=SamplingConfig(max_tokens, max_turns, tool_chars)))
+    episode = asyncio.run(run(chat, pool, tools, limits=SamplingConfig(max_tokens, max_turns, tool_chars)))
     assert len(episode.response_ids) == len(episode.logprobs) == len(episode.loss_mask) <= max_tokens
     assert episode.num_turns <= max_turns
     sampled = [place for turn in episode.turns for place in range(turn.start, turn.end)]
@@ -366,7 +370,7 @@ async def test_a_group_is_scored_while_others_still_run(chat):
 async def test_our_failures_are_never_a_reward_of_zero(chat):
     def script(context, sampling):
         if "engine" in context:
-            raise EngineFailed("gone")
+            raise EngineError("gone")
         if "tool" in context:
             return call("1") + END
         return answer("unavailable" if "check" in context else "7") + END
@@ -391,9 +395,9 @@ async def test_an_outage_of_the_sandbox_does_not_teach_that_episodes_are_short(c
     class Asking(TableEngine):
         async def generate(self, ids, sampling):
             made = tuple(ends if "fine" in chat.decode(ids) else asks)
-            return Generation(made, (-1.0,) * len(made), True, self.name, self.version)
+            return Generation(made, (-1.0,) * len(made), True, self.name, self.weight_version)
 
-    async with Pool([Asking()], scheduler=Scheduler(2000)) as pool:
+    async with EnginePool([Asking()], scheduler=Scheduler(2000)) as pool:
         complete = pool.scheduler.complete
 
         def told(key, now, length=None):
@@ -411,7 +415,7 @@ async def test_an_outage_of_the_sandbox_does_not_teach_that_episodes_are_short(c
 @pytest.mark.asyncio
 async def test_a_pool_without_engines_gives_episodes_without_a_reward(chat):
     def script(context, sampling):
-        raise EngineFailed("no engine is left")
+        raise EngineError("no engine is left")
 
     ((episode,),) = await collect(ScriptedPool(script), chat, ScriptedTools(), [PROBLEM], 1)
     assert (episode.stop_reason, episode.reward, episode.error) == (
@@ -458,24 +462,24 @@ async def test_a_bug_in_an_engine_is_no_outcome(chat):
 async def test_times_are_those_of_the_clock(chat):
     now = iter(range(100))
     pool = ScriptedPool(turns_of(call("1") + END, answer("42") + END))
-    collector = Collector(pool, chat, ScriptedTools(), clock=lambda: float(next(now)))
-    ((episode,),) = await collector.collect([PROBLEM], 1, how=LIMITS, seed=0)
+    collector = collector_of(pool, chat, ScriptedTools(), clock=lambda: float(next(now)))
+    ((episode,),) = await collector.collect([PROBLEM], 1, limits=LIMITS, seed=0)
     assert [(turn.generate_s, turn.tool_s) for turn in episode.turns] == [(1.0, 1.0), (1.0, 0.0)]
     assert episode.duration_s > sum(turn.generate_s + turn.tool_s for turn in episode.turns)
-    assert collector.own_s > 0
+    assert collector.overhead_cpu_s > 0
 
 
 @pytest.mark.asyncio
 async def test_turns_without_numbers_are_counted_by_call(chat):
     pool = ScriptedPool(turns_of(answer("42") + END, answer("42") + END), nan_turns=10)
-    collector = Collector(pool, chat, ScriptedTools())
+    collector = collector_of(pool, chat, ScriptedTools())
     for count in (2, 0):
 
         async def break_some(count=count):
             pool.nan_turns += count
 
         pool.pause = break_some
-        await collector.collect([PROBLEM], 1, how=LIMITS, seed=0)
+        await collector.collect([PROBLEM], 1, limits=LIMITS, seed=0)
         assert collector.nan_turns == count
 
 
@@ -487,12 +491,12 @@ async def test_what_is_idle_is_what_neither_a_turn_nor_a_tool_filled(chat):
         await asyncio.sleep(0.03)
 
     pool = ScriptedPool(turns_of(*[call("1") + END, answer("42") + END] * 2), pause)
-    collector = Collector(pool, chat, ScriptedTools(pause=pause))
+    collector = collector_of(pool, chat, ScriptedTools(pause=pause))
     for _ in range(2):  # each call speaks for itself
-        before, began = pool.busy.seconds, time.perf_counter()
-        await collector.collect([PROBLEM], 1, how=LIMITS, seed=0)
-        busy_s, passed = pool.busy.seconds - before, time.perf_counter() - began
-        assert busy_s > 0.02 and 0.05 < collector.idle_s <= passed - busy_s
+        before, began = pool.busy_timer.seconds, time.perf_counter()
+        await collector.collect([PROBLEM], 1, limits=LIMITS, seed=0)
+        busy_s, passed = pool.busy_timer.seconds - before, time.perf_counter() - began
+        assert busy_s > 0.02 and 0.05 < collector.overhead_s <= passed - busy_s
 
 
 def first(number):
@@ -507,11 +511,11 @@ async def test_stragglers_are_stopped_once_the_others_are_enough(chat):
     async def pause():
         number = len(pool.asked)
         if number <= 3:
-            await (is_calling if number < 3 else pool.halted).wait()
+            await (is_calling if number < 3 else pool.abort_called).wait()
 
     async def runs():
         is_calling.set()
-        await pool.halted.wait()
+        await pool.abort_called.wait()
 
     def script(context, sampling):
         if sampling.seed == turn_seed(7, "p0", 3, 0):
@@ -520,7 +524,7 @@ async def test_stragglers_are_stopped_once_the_others_are_enough(chat):
 
     is_calling, pool = asyncio.Event(), ScriptedPool(script, pause)
     tools = ScriptedTools(pause=runs)
-    (group,) = await collect(pool, chat, tools, [PROBLEM], 4, is_enough=first(2))
+    (group,) = await collect(pool, chat, tools, [PROBLEM], 4, is_decided=first(2))
     assert [episode.stop_reason for episode in group] == [StopReason.FINISHED] * 2 + [StopReason.CANCELLED] * 2
     assert [episode.reward for episode in group] == [1.0, 1.0, None, None]
     _, whole, sampling, calling = group
@@ -532,7 +536,7 @@ async def test_stragglers_are_stopped_once_the_others_are_enough(chat):
 @pytest.mark.asyncio
 async def test_an_episode_that_ends_while_it_is_stopped_counts(chat):
     pool = ScriptedPool(lambda context, sampling: answer("42") + END, reached=lambda tokens: tokens)
-    (group,) = await collect(pool, chat, ScriptedTools(), [PROBLEM], 3, is_enough=first(1))
+    (group,) = await collect(pool, chat, ScriptedTools(), [PROBLEM], 3, is_decided=first(1))
     assert [(episode.stop_reason, episode.reward) for episode in group] == [(StopReason.FINISHED, 1.0)] * 3
 
 
@@ -544,7 +548,7 @@ async def test_early_stop_is_told_of_what_there_is_and_what_is_to_come(chat):
         asked.append((sorted(rewards), left))
         return False
 
-    (group,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5, is_enough=never)
+    (group,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5, is_decided=never)
     (expected,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5)
     assert [asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in group] == [
         asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in expected
@@ -583,10 +587,10 @@ def test_what_is_interrupted_is_neither_lost_nor_doubled(chat, data, wanted, pac
         version += 1
         pool = ScriptedPool(script, pause, version, reached=lambda tokens: rng.randrange(tokens + 1))
         held = [[(list(draft.response_ids), list(draft.weight_versions)) for draft in group] for group in groups]
-        collector = Collector(pool, chat, tools)
-        asked = {"how": LIMITS, "seed": version}
+        collector = collector_of(pool, chat, tools)
+        asked = {"limits": LIMITS, "seed": version}
         wanted = min(wanted, len(groups))
-        over = asyncio.run(collector.advance(groups, wanted=wanted, due=version > 3, **asked))
+        over = asyncio.run(collector.collect_groups(groups, min_complete=wanted, must_complete=version > 3, **asked))
         assert sum(map(bool, over)) >= wanted and pool.seated == tools.running == []
         assert version <= 3 or over[0]
         for group, before in zip(groups, held, strict=True):
@@ -633,10 +637,12 @@ async def test_what_a_real_engine_says_of_an_episode_is_what_the_trainer_says(ch
             if "it printed 1" in chat.decode(ids):
                 return await super().generate(ids, sampling)
             logprobs = await self.logprobs([*ids, *asks])
-            return Generation(tuple(asks), tuple(logprobs[-len(asks) :]), True, self.name, self.version)
+            return Generation(tuple(asks), tuple(logprobs[-len(asks) :]), True, self.name, self.weight_version)
 
     limits = SamplingConfig(len(asks) + len(chat.encode_tool_responses(["it printed 1"])) + 12, 9)
-    async with Pool([Asking(copy.deepcopy(model), slots=4, max_length=400)], scheduler=Scheduler(400)) as pool:
+    async with EnginePool(
+        [Asking(copy.deepcopy(model), max_num_seqs=4, max_model_len=400)], scheduler=Scheduler(400)
+    ) as pool:
         tools = ScriptedTools(lambda code: "it printed 1")
         groups = await collect(pool, chat, tools, [PROBLEM, Problem("p1", "What is it?", "1")], 2, limits)
     for episode in (episode for group in groups for episode in group):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainer.rollout.loop_thread import Background
+from trainer.rollout.loop_thread import LoopThread
 
 
 async def sleep_bounded() -> str:
@@ -24,9 +24,9 @@ def test_work_runs_in_a_thread_of_its_own_and_returns() -> None:
     async def where(offset: int, *, times: int) -> int:
         return threading.get_ident() + offset * times
 
-    with Background() as background:
-        assert background.run(where, 0, times=2) != threading.get_ident()
-        assert background.run(where, 3, times=2) - background.run(where, 0, times=2) == 6
+    with LoopThread() as loop_thread:
+        assert loop_thread.run(where, 0, times=2) != threading.get_ident()
+        assert loop_thread.run(where, 3, times=2) - loop_thread.run(where, 0, times=2) == 6
 
 
 def test_an_error_surfaces_with_its_own_traceback_and_the_loop_goes_on() -> None:
@@ -36,11 +36,11 @@ def test_an_error_surfaces_with_its_own_traceback_and_the_loop_goes_on() -> None
     async def fine() -> int:
         return 1
 
-    with Background() as background:
+    with LoopThread() as loop_thread:
         with pytest.raises(LookupError, match="here") as caught:
-            background.run(fail)
+            loop_thread.run(fail)
         assert caught.traceback[-1].name == "fail"
-        assert background.run(fine) == 1
+        assert loop_thread.run(fine) == 1
 
 
 def test_what_was_entered_is_left_in_its_own_task_last_first() -> None:
@@ -56,9 +56,9 @@ def test_what_was_entered_is_left_in_its_own_task_last_first() -> None:
             left.append(name)
 
     def leave_badly() -> None:
-        with Background() as background:
-            assert background.enter(room("outer")) == "outer"
-            assert background.enter(room("inner")) == "inner"
+        with LoopThread() as loop_thread:
+            assert loop_thread.enter(room("outer")) == "outer"
+            assert loop_thread.enter(room("inner")) == "inner"
             raise LookupError("in between")
 
     with pytest.raises(LookupError, match="in between"):
@@ -87,13 +87,13 @@ def test_ctrl_c_cancels_the_work_and_waits_for_its_end(monkeypatch: pytest.Monke
             raise KeyboardInterrupt
         return wait(*args, **more)
 
-    with Background() as background:
+    with LoopThread() as loop_thread:
         with monkeypatch.context() as patch:
             patch.setattr("trainer.rollout.loop_thread.wait", interrupted_once)
             with pytest.raises(KeyboardInterrupt):
-                background.run(work)
+                loop_thread.run(work)
         assert ended == ["work"]
-        assert background.run(sleep_bounded) == "slept"
+        assert loop_thread.run(sleep_bounded) == "slept"
 
 
 def test_work_that_was_left_running_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,14 +107,14 @@ def test_work_that_was_left_running_ends_with_the_block(monkeypatch: pytest.Monk
         finally:
             ended.append("work")
 
-    def interrupted(*args: Any, **more: Any) -> Any:  # also while it waits for the end
+    def aborted(*args: Any, **more: Any) -> Any:  # also while it waits for the end
         has_begun.wait()
         raise KeyboardInterrupt
 
-    with Background() as background, monkeypatch.context() as patch:
-        patch.setattr("trainer.rollout.loop_thread.wait", interrupted)
+    with LoopThread() as loop_thread, monkeypatch.context() as patch:
+        patch.setattr("trainer.rollout.loop_thread.wait", aborted)
         with pytest.raises(KeyboardInterrupt):
-            background.run(work)
+            loop_thread.run(work)
     assert ended == ["work"]
 
 
@@ -129,8 +129,8 @@ def test_a_loop_that_ended_is_said_and_not_waited_for() -> None:
         raise LookupError("its own")
 
     def use() -> None:
-        with Background() as background:
-            background.enter(broken())
+        with LoopThread() as loop_thread:
+            loop_thread.enter(broken())
 
     with pytest.raises(ExceptionGroup) as caught:
         use()

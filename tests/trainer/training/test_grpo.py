@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments 
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder, problems  # noqa: E402
 from trainer.config import ConfigError, HardwareConfig, StageConfig  # noqa: E402
 from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
-from trainer.rollout.loop_thread import Background  # noqa: E402
+from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
 from trainer.training import context, grpo, sft  # noqa: E402
 from trainer.training.context import TrainedModel, TrainingContext  # noqa: E402
@@ -45,9 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def background() -> Iterator[Background]:
-    with Background() as background:
-        yield background
+def loop_thread() -> Iterator[LoopThread]:
+    with LoopThread() as loop_thread:
+        yield loop_thread
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +63,13 @@ def _on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Stage:
     """One stage in a folder, run as often as a test asks."""
 
-    def __init__(self, folder: Path, model: Path, background: Background, **changes: Any) -> None:
-        self.folder, self.model, self.background = folder, model, background
+    def __init__(self, folder: Path, model: Path, loop_thread: LoopThread, **changes: Any) -> None:
+        self.folder, self.model, self.loop_thread = folder, model, loop_thread
         self.stage = replace(STAGE, **changes)
         self.run_folder = RunFolder(folder)
 
     def run(self, sampler: Sampler, count: int = 6, **more: Any) -> TrainedModel:
-        rollouts = RolloutRuntime(self.background, sampler, sampler)
+        rollouts = RolloutRuntime(self.loop_thread, sampler, sampler)
         out = self.folder / "stages" / self.stage.name
         keep = more.pop("optimizer_checkpoint", None)
         training = TrainingContext(self.model, out, self.run_folder, seed=3, **more)
@@ -85,7 +85,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_two_steps_keep_the_contract(
-    tmp_path: Path, model: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
     losses: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def test_two_steps_keep_the_contract(
         lambda self, model, inputs, **kw: losses.append(inputs) or compute_loss(self, model, inputs, **kw),
     )
     sampler = Sampler(model)
-    trained = Stage(tmp_path, model, background).run(sampler)
+    trained = Stage(tmp_path, model, loop_thread).run(sampler)
 
     # TRL asks for as many rows as a step has.
     assert [len(prompts) for prompts in seen] == [8, 8]
@@ -113,7 +113,7 @@ def test_two_steps_keep_the_contract(
     # What was asked for: 2G of each problem, under the stage's limits, with a seed for each step.
     (ids, samples, asked), (_, _, later) = (entry for entry in sampler.log if entry != "sync")
     assert len({*ids}) == 2 and samples == 8 and asked["seed"] != later["seed"]
-    assert asked["how"].max_response_tokens == 16 and asked["how"].temperature == 1.0
+    assert asked["limits"].max_response_tokens == 16 and asked["limits"].temperature == 1.0
     # The loss has the correction and leaves out what was shown.
     assert len(losses) == 2 * 4
     for inputs in losses:
@@ -139,7 +139,7 @@ def test_two_steps_keep_the_contract(
 
 
 def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
-    tmp_path: Path, model: Path, background: Background
+    tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
     """One step on four problems, against the same gradient worked out by hand."""
 
@@ -160,7 +160,7 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
     stage = Stage(
         tmp_path,
         model,
-        background,
+        loop_thread,
         steps=1,
         problems_per_step=4,
         samples_per_problem=4,
@@ -193,7 +193,7 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
 
 
 def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_weights(
-    tmp_path: Path, model: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three groups in flight the last two are complete in each step, so the first waits until it is due."""
     losses: list[dict[str, Any]] = []
@@ -204,7 +204,9 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
         lambda self, model, inputs, **kw: losses.append(inputs) or compute_loss(self, model, inputs, **kw),
     )
     sampler = Sampler(model)
-    stage = Stage(tmp_path, model, background, steps=5, partial_rollouts=0.5, max_staleness_steps=2, learning_rate=1e-2)
+    stage = Stage(
+        tmp_path, model, loop_thread, steps=5, partial_rollouts=0.5, max_staleness_steps=2, learning_rate=1e-2
+    )
     stage.run(sampler)
     metrics = list(stage.run_folder.read_metrics())
     assert [row["pending_groups"] for row in metrics] == [1, 1, 1, 1, 0]
@@ -241,7 +243,7 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
 
 
 def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
-    tmp_path: Path, model: Path, background: Background
+    tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
     """Six of eight are over, three of them right: two of each are kept, as of six."""
 
@@ -259,10 +261,10 @@ def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
             return replace(episode, reward=float(sample % 2))
 
     sampler = Stopping(model)
-    stage = Stage(tmp_path, model, background, steps=1, cancel_stragglers=True)
+    stage = Stage(tmp_path, model, loop_thread, steps=1, cancel_stragglers=True)
     stage.run(sampler)
-    is_enough = sampler.log[1][-1]["is_enough"]
-    assert is_enough([0.0] * 3 + [1.0] * 3, 2) and not is_enough([1.0] * 6, 2)
+    is_decided = sampler.log[1][-1]["is_decided"]
+    assert is_decided([0.0] * 3 + [1.0] * 3, 2) and not is_decided([1.0] * 6, 2)
     (row,) = stage.run_folder.read_metrics()
     lengths = (row["cancelled_response_length"], row["response_length"])
     assert (row["cancelled_share"], lengths, row["unavailable_episodes"]) == (0.25, (4, 8), 0)
@@ -271,20 +273,22 @@ def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
     assert sorted(episode["reward"] for episode in kept) == [0.0] * 4 + [1.0] * 4
 
 
-def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, background: Background) -> None:
+def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
     from tests.trainer.fakes import ScriptedTools
     from trainer.engines.local import LocalEngine
-    from trainer.engines.pool import Pool
-    from trainer.engines.weight_sync import Reference, direct
+    from trainer.engines.pool import EnginePool
+    from trainer.engines.weight_sync import SyncProbe, load_in_process
     from trainer.episodes.chat_format import rstar2_format
-    from trainer.rollout.collector import Collector
+    from trainer.rollout.collector import EpisodeCollector
     from trainer.scheduling.scheduler import Scheduler
 
-    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), slots=8, max_length=160)
-    pool = background.enter(Pool([engine], scheduler=Scheduler(160), carry=direct, reference=Reference(model)))
-    collector = Collector(
-        pool, rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go."), ScriptedTools()
+    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), max_num_seqs=8, max_model_len=160)
+    pool = loop_thread.enter(
+        EnginePool([engine], scheduler=Scheduler(160), transfer=load_in_process, probe=SyncProbe(model))
     )
+    tools = ScriptedTools()
+    chat_format = rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go.")
+    collector = EpisodeCollector(pool, chat_format, tools, tools.verify)
     changes = {
         "steps": 3,
         "samples_per_problem": 4,
@@ -293,11 +297,11 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, ba
         "cancel_stragglers": True,
         "max_response_tokens": 40,
     }
-    stage = Stage(tmp_path, model, background, **changes)
+    stage = Stage(tmp_path, model, loop_thread, **changes)
     out = tmp_path / "stages/rl1"
     train_stage(
         stage.stage, TrainingContext(model, out, stage.run_folder, seed=3), problems=problems(6),
-        rollouts=RolloutRuntime(background, collector, pool),
+        rollouts=RolloutRuntime(loop_thread, collector, pool),
     )  # fmt: skip
     rows = [list(stage.run_folder.read_episodes(step)) for step in (1, 2, 3)]
     assert [len(some) for some in rows] == [8, 8, 8]
@@ -316,9 +320,12 @@ def versions_of(row: dict[str, Any]) -> list[int]:
 
 
 def test_an_engine_that_disagrees_is_corrected_and_measured(
-    tmp_path: Path, model: Path, background: Background
+    tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
-    agreeing, off = Stage(tmp_path / "a", model, background, steps=1), Stage(tmp_path / "b", model, background, steps=1)
+    agreeing, off = (
+        Stage(tmp_path / "a", model, loop_thread, steps=1),
+        Stage(tmp_path / "b", model, loop_thread, steps=1),
+    )
     agreeing.run(Sampler(model))
     off.run(Sampler(model, shift=-1.0))  # e^1 is cut at 2: every token counts twice
     (one,), (other,) = agreeing.run_folder.read_metrics(), off.run_folder.read_metrics()
@@ -329,12 +336,12 @@ def test_an_engine_that_disagrees_is_corrected_and_measured(
 def test_a_metric_that_trl_has_renamed_is_nan_with_one_warning_and_broken_turns_are_counted(
     tmp_path: Path,
     model: Path,
-    background: Background,
+    loop_thread: LoopThread,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setitem(grpo.TRL_METRICS, "logprob_diff_mean", "sampling/an_older_name")
-    stage = Stage(tmp_path, model, background)
+    stage = Stage(tmp_path, model, loop_thread)
     stage.run(Sampler(model, nan_turns=3))
     rows = list(stage.run_folder.read_metrics())
     found = [(row["logprob_diff_mean"], row["importance_ratio_mean"] > 0, row["nan_turns"]) for row in rows]
@@ -344,16 +351,16 @@ def test_a_metric_that_trl_has_renamed_is_nan_with_one_warning_and_broken_turns_
     assert "sampling/importance_sampling_ratio/mean" in warning
 
 
-def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, background: Background) -> None:
-    stage = Stage(tmp_path, model, background, steps=1)
+def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+    stage = Stage(tmp_path, model, loop_thread, steps=1)
     trained = stage.run(Sampler(model, score=lambda *_: 1.0))
     (row,) = stage.run_folder.read_metrics()
     assert (row["loss"], row["grad_norm"], row["episodes_in_loss"], row["zero_variance_groups"]) == (0, 0, 0, 2)
     assert same(weights(trained.model), weights(model))
 
 
-def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, background: Background) -> None:
-    stage = Stage(tmp_path, model, background)
+def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+    stage = Stage(tmp_path, model, loop_thread)
     with pytest.raises(
         NoRewardsError, match=r"step 1: none of 16 episodes has a reward \(error of the first: sandbox: gone\)"
     ):
@@ -363,9 +370,9 @@ def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, 
 
 @pytest.mark.parametrize("changes", [{}, {"partial_rollouts": 0.5}])
 def test_resume_after_a_failure_ends_as_if_there_was_none(
-    tmp_path: Path, model: Path, background: Background, changes: dict[str, Any]
+    tmp_path: Path, model: Path, loop_thread: LoopThread, changes: dict[str, Any]
 ) -> None:
-    whole = Stage(tmp_path / "whole", model, background, steps=5, **changes)
+    whole = Stage(tmp_path / "whole", model, loop_thread, steps=5, **changes)
     straight = Sampler(model)
     expected = whole.run(straight, first_step=7)
 
@@ -376,7 +383,7 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
         if number == 3:
             raise StopTraining("the third step's")
 
-    broken = Stage(tmp_path / "broken", model, background, steps=5, **changes)
+    broken = Stage(tmp_path / "broken", model, loop_thread, steps=5, **changes)
     with pytest.raises(StopTraining) as caught:
         broken.run(Sampler(model, before=fail), first_step=7)
     assert caught.traceback[-1].name == "fail"
@@ -404,11 +411,11 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
     assert again.log == []
 
 
-def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, background: Background) -> None:
-    first = Stage(tmp_path, model, background).run(Sampler(model))
+def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+    first = Stage(tmp_path, model, loop_thread).run(Sampler(model))
     steps = {}
     for name, checkpoint in {"kept": first.checkpoint, "fresh": None}.items():
-        stage = Stage(tmp_path, first.model, background, name=name, steps=1, learning_rate=5e-4, save_steps=1)
+        stage = Stage(tmp_path, first.model, loop_thread, name=name, steps=1, learning_rate=5e-4, save_steps=1)
         sampler = Sampler(first.model)
         trained = stage.run(sampler, first_step=2, optimizer_checkpoint=checkpoint)
         assert same(sampler.weights[0], weights(first.model))
@@ -420,15 +427,15 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, bac
     assert steps == {"kept": {3}, "fresh": {1}}
 
 
-def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, background: Background) -> None:
+def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
     with pytest.raises(
         ConfigError, match=r"gpus_per_node=0: expected 2 training processes, got 1; set hardware\.launcher"
     ):
-        Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(nodes=2))
+        Stage(tmp_path, model, loop_thread).run(Sampler(model), hardware=HardwareConfig(nodes=2))
     with pytest.raises(ConfigError, match=r"nodes=1, gpus_per_node=1: expected GPUs, but torch can use none"):
-        Stage(tmp_path, model, background).run(Sampler(model), hardware=HardwareConfig(gpus_per_node=1))
+        Stage(tmp_path, model, loop_thread).run(Sampler(model), hardware=HardwareConfig(gpus_per_node=1))
     with pytest.raises(ConfigError, match=r"expected at least problems_per_step=2 problems .* got 1"):
-        Stage(tmp_path, model, background).run(Sampler(model), count=1)
+        Stage(tmp_path, model, loop_thread).run(Sampler(model), count=1)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from functools import partial
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample, VirtualClock
 
 TICK_S = 0.001
+SAMPLE_INTERVAL_S = 0.02, 0.1
+"""Range of the seconds between two samples."""
 SLICE_TICKS = 3
 """Ticks that a thread runs before another may."""
 
@@ -116,41 +118,30 @@ class Machine:
         for _ in range(load):
             self._enqueue(Task(0, 0, iter(()), None, 0, left=1 << 40))
 
-    def run(self, program: Program, *, cap_s: float = 1000.0, every: tuple[float, float] = (0.05, 0.25)) -> float:
-        """Run a call and return its wall time."""
-        return self.timed(program, None, cap_s=cap_s, every=every)[0]
-
-    def timed(
-        self,
-        program: Program,
-        clock: VirtualClock | None,
-        *,
-        counts_all: bool = True,
-        cap_s: float = 1000.0,
-        every: tuple[float, float] = (0.05, 0.25),
-    ) -> tuple[float, float]:
-        """Run a call; return its wall time, and its virtual time by a clock that is advanced at random moments and at
-        the end. `counts_all`: the CPU time of unsampled processes is counted, as by a cgroup."""
+    def run(self, program: Program, clock: VirtualClock | None = None) -> float:
+        """Run a call and return its wall time. The clock is advanced at random moments and at the end."""
         started = self.now
         root = self._add(program, None, pid=None)
         if clock is not None:
-            self._on_end = partial(self._last_sample, clock, root, started, counts_all)
-        next_sample_at = self.now + self._rng.uniform(*every) / TICK_S
-        while not root.has_ended and (self.now - started) * TICK_S < cap_s:
+            self._on_end = partial(self._last_sample, clock, root, started)
+        next_sample_at = self._next_sample_at()
+        while not root.has_ended:
             self._tick()
             if clock is not None and not root.has_ended and self.now >= next_sample_at:
-                self._advance(clock, root, started, counts_all)
-                next_sample_at = self.now + self._rng.uniform(*every) / TICK_S
-        return (self.now - started) * TICK_S, 0.0 if clock is None else clock.elapsed_s
+                self._advance(clock, root, started)
+                next_sample_at = self._next_sample_at()
+        return (self.now - started) * TICK_S
 
-    def _last_sample(self, clock: VirtualClock, root: Task, started: int, counts_all: bool) -> None:
+    def _next_sample_at(self) -> float:
+        return self.now + self._rng.uniform(*SAMPLE_INTERVAL_S) / TICK_S
+
+    def _last_sample(self, clock: VirtualClock, root: Task, started: int) -> None:
         """Sample in the last tick, in which the first process runs."""
         root.left = 1
-        self._advance(clock, root, started, counts_all)
+        self._advance(clock, root, started)
 
-    def _advance(self, clock: VirtualClock, root: Task, started: int, counts_all: bool) -> None:
-        all_ran = self._all_ran * TICK_S if counts_all else None
-        clock.advance((self.now - started) * TICK_S, self._sample(root), all_ran)
+    def _advance(self, clock: VirtualClock, root: Task, started: int) -> None:
+        clock.advance((self.now - started) * TICK_S, self._sample(root), self._all_ran * TICK_S)
 
     def _sample(self, root: Task) -> TreeSample:
         by_pid: dict[int, list[Task]] = {}
@@ -267,17 +258,9 @@ class Machine:
                 self._step(parent)
 
 
-def virtual_time(
-    program: Callable[[], Program],
-    *,
-    cores: int,
-    load: int,
-    seed: int,
-    counts_all: bool = True,
-    every: tuple[float, float] = (0.02, 0.1),
-) -> tuple[float, float, float]:
+def virtual_time(program: Callable[[], Program], *, cores: int, load: int, seed: int) -> tuple[float, float, float]:
     """Return a call's wall time on an idle machine, then its wall time and virtual time beside `load` busy threads."""
-    idle = Machine(cores, 0).run(program())
+    idle_s = Machine(cores, 0).run(program())
     clock = VirtualClock(cores)
-    wall, virtual = Machine(cores, load, seed=seed).timed(program(), clock, counts_all=counts_all, every=every)
-    return idle, wall, virtual
+    wall_s = Machine(cores, load, seed=seed).run(program(), clock)
+    return idle_s, wall_s, clock.elapsed_s

@@ -1,0 +1,116 @@
+"""The interface of an engine: token ids in, token ids and their log-probabilities out.
+
+Invariants of every engine:
+- Log-probabilities are those of the distribution that was sampled from, after temperature and top-p.
+- An engine that is down, hangs or returns an invalid answer raises `EngineError`. Nothing of such an answer is used, so
+  another engine can generate the turn from the same ids.
+- A request that no engine could serve raises `ValueError`.
+- `weight_version` is the version of the last weight sync, or 0 for the weights that the engine started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainer.scheduling.scheduler import EngineStats
+
+if TYPE_CHECKING:
+    import torch
+
+Weights = Mapping[str, "torch.Tensor"]
+"""A state dict: tensors by their names in the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    """Any of these ids ends the turn and is its last id."""
+    seed: int | None = None
+    """A 63-bit seed. With None, vLLM chooses one and `LocalEngine` uses 0."""
+    request_id: str = ""
+    """A name for `abort`, unique at the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The sampled `ids` and their log-probabilities. Empty only if the request was aborted before the first id."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    has_stop_token: bool
+    """True if the last id is a stop id. Otherwise there are `max_tokens` ids, or the request was aborted."""
+    engine: str
+    weight_version: int
+    is_aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    kv_tokens: int
+    """Tokens of the KV cache."""
+    max_running: int
+    """Turns that run at once."""
+    block_size: int = 1
+    """Tokens of a KV block."""
+
+
+class EngineError(Exception):
+    """An infrastructure failure: the engine is down, hangs or returned an invalid answer. Another one may continue."""
+
+
+class NonFiniteLogprobError(EngineError):
+    """A log-probability of this turn is not a finite number. The engine may still serve other turns."""
+
+
+class Engine(Protocol):
+    name: str
+    weight_version: int
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Continue `ids`."""
+        ...
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
+        ...
+
+    async def capacity(self) -> EngineCapacity: ...
+
+    async def stats(self) -> EngineStats | None:
+        """Return the engine's counters, or None if it has none that the pool does not know."""
+        ...
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Make these requests return the ids sampled so far."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class LoadsWeights(Protocol):
+    """An engine that loads weights by itself: from tensors in this process, or from a directory."""
+
+    name: str
+
+    async def load_weights(self, weights: Any, version: int) -> None: ...
+
+
+class WeightStore(Protocol):
+    """Stores weights for as long as an engine may have to load them again."""
+
+    async def save(self, weights: Weights, version: int) -> Path: ...
+
+    async def delete_others(self, keep: Path | None) -> None:
+        """Delete all stored weights but `keep`."""
+        ...
+
+
+WeightTransfer = Callable[[Sequence[Any], Any, int], Awaitable[Sequence[BaseException | None]]]
+"""Gives weights (or what `WeightStore.save` returned for them) and their version to engines of the kind that it
+supports. Returns for each engine the error, or None."""

@@ -1,0 +1,142 @@
+"""Runs one episode: generate a turn, run its tool calls, append their responses, until a stop reason is met.
+
+Invariants:
+- Sampled ids are never changed or re-tokenized; observations are appended after them.
+- A failure of the model is data: a malformed call gets a response that says what is wrong. An infrastructure failure
+  (no engine, no sandbox) ends the episode as `unavailable` and is never shown to the model.
+- The response has at most `max_tokens` tokens, tool responses included. A tool response that leaves no room for another
+  turn is not appended.
+- Tool calls in a truncated turn or in the last turn of `max_turns` are not run, because no turn would read them.
+- The samples depend on (weights, problem, sample, turn, seed) only, never on timing.
+- An aborted episode keeps its sampled ids; a running tool call is awaited; `run` can continue the episode later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from trainer.config import SamplingConfig
+from trainer.engines.busy_timer import BusyTimer
+from trainer.engines.engine import EngineError, Generation, SamplingParams
+from trainer.engines.pool import EpisodeHandle
+from trainer.episodes.chat_format import ChatFormat
+from trainer.episodes.episode import Episode, StopReason, ToolCall, ToolCallStatus, Turn
+from trainer.episodes.turn_parser import MalformedCall, ToolCallRequest, parse_turn
+
+
+class Tool(Protocol):
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+        """Run one tool call. Raises nothing but cancellation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRunner:
+    """`busy_timer` runs during tool calls. `clock` measures durations."""
+
+    chat_format: ChatFormat
+    tool: Tool
+    limits: SamplingConfig
+    seed: int
+    busy_timer: BusyTimer
+    clock: Callable[[], float] = time.perf_counter
+
+    async def run(self, episode: Episode, handle: EpisodeHandle) -> None:
+        """Continue an episode until it has a stop reason or its handle is aborted; then `stop_reason` is still None."""
+        started_at = self.clock()
+        is_aborted = False
+        while episode.stop_reason is None and not is_aborted:
+            requested_at = self.clock()
+            sampling = SamplingParams(
+                max_tokens=self.limits.max_response_tokens - len(episode.response_ids),
+                temperature=self.limits.temperature,
+                top_p=self.limits.top_p,
+                stop_ids=self.chat_format.stop_ids,
+                seed=turn_seed(self.seed, episode.problem.id, episode.sample, len(episode.turns)),
+            )
+            try:
+                generation = await handle.generate([*episode.prompt_ids, *episode.response_ids], sampling)
+            except EngineError as error:
+                episode.stop_reason, episode.error = StopReason.UNAVAILABLE, f"engine: {error}"
+                break
+            episode.append_sampled(generation.ids, generation.logprobs, generation.weight_version)
+            episode.turn_generate_s += self.clock() - requested_at
+            is_aborted = generation.is_aborted
+            if not is_aborted:
+                await self._finish_turn(episode, generation)
+        episode.duration_s += self.clock() - started_at
+
+    async def _finish_turn(self, episode: Episode, generation: Generation) -> None:
+        """Parse the turn, run its tool calls and append their responses, or end the episode."""
+        generated_at = self.clock()
+        start, end = episode.turn_start, len(episode.response_ids)
+        text = self.chat_format.decode(episode.response_ids[start : end - generation.has_stop_token])
+        parsed = parse_turn(text)
+        episode.answer_blocks += parsed.answer_blocks
+        episode.answer = parsed.answer
+        tool_calls: list[ToolCall] = []
+        if not generation.has_stop_token:
+            episode.stop_reason = StopReason.TOKEN_LIMIT
+        elif not parsed.tool_calls:
+            episode.stop_reason = StopReason.FINISHED
+        elif len(episode.turns) + 1 >= self.limits.max_turns:
+            episode.stop_reason = StopReason.TURN_LIMIT
+        else:
+            with self.busy_timer:
+                tool_calls = await self._run_tool_calls(parsed.tool_calls)
+            if errors := [call.error for call in tool_calls if call.status is ToolCallStatus.UNAVAILABLE]:
+                episode.stop_reason, episode.error = StopReason.UNAVAILABLE, f"tool: {errors[0]}"
+        turn = Turn(
+            start=start,
+            end=end,
+            text=text,
+            tool_calls=tuple(tool_calls),
+            engine=generation.engine,
+            weight_version=generation.weight_version,
+            generate_s=episode.turn_generate_s,
+            tool_s=self.clock() - generated_at if tool_calls else 0.0,
+        )
+        episode.turns.append(turn)
+        if episode.stop_reason is None:
+            observation = self.chat_format.encode_tool_responses([call.response for call in tool_calls])
+            if end + len(observation) < self.limits.max_response_tokens:
+                episode.append_observation(observation)
+                episode.turn_start, episode.turn_generate_s = len(episode.response_ids), 0.0
+            else:
+                episode.stop_reason = StopReason.TOKEN_LIMIT
+
+    async def _run_tool_calls(self, requests: Sequence[ToolCallRequest | MalformedCall]) -> list[ToolCall]:
+        """Run the tool calls of a turn concurrently. Return them in order."""
+        if len(requests) == 1:  # the usual case; a task would cost as much as parsing the call
+            return [await self._run_tool_call(requests[0])]
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._run_tool_call(request)) for request in requests]
+        return [task.result() for task in running]
+
+    async def _run_tool_call(self, request: ToolCallRequest | MalformedCall) -> ToolCall:
+        if isinstance(request, MalformedCall):
+            call = ToolCall("", request.text, ToolCallStatus.MALFORMED, request.response)
+        else:
+            call = await self.tool.call(request.name, request.arguments)
+        return _truncate_response(call, self.limits.max_tool_response_chars)
+
+
+def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:
+    """Return the 63-bit seed of one turn: a hash of everything that its samples may depend on."""
+    return int.from_bytes(blake2b(f"{seed}/{sample}/{turn}/{problem}".encode(), digest_size=8).digest()) >> 1
+
+
+def _truncate_response(call: ToolCall, max_chars: int) -> ToolCall:
+    """Keep at most `max_chars` characters from both ends, because a traceback names the error in its last line."""
+    text, tail = call.response, max_chars // 2
+    if len(text) <= max_chars:
+        return call
+    shortened = (
+        f"{text[: max_chars - tail]}\n... {len(text) - max_chars} characters cut ...\n{text[len(text) - tail :]}"
+    )
+    return replace(call, response=shortened, is_truncated=True)
