@@ -1,4 +1,4 @@
-"""What tests share: the guest's Python, and no settings from the machine they run on."""
+"""Fixtures of all tests: the guest runtime, and an environment without settings of the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sandbox.config import ENV_PREFIX
 from sandbox.errors import ConfigError
 from sandbox.runtime import default_python
 
-# The examples are the same on every machine and in every run; a slow machine is no failure.
+# Hypothesis uses the same examples on every machine and in every run, and has no deadline.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count the skipped tests by reason, so that no capability is missing without a word."""
+    """Count the skipped tests by reason, so that missing capabilities of the machine are visible."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     if reasons:
@@ -33,15 +33,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_settings_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")
 def guest_python() -> Path:
-    """The interpreter of the guest runtime; tests that ask for it skip where there is none."""
+    """The interpreter of the guest runtime. Tests that need it are skipped if it is missing."""
     try:
         return default_python()
-    except ConfigError as why:
-        pytest.skip(f"needs the guest runtime: {why}")
+    except ConfigError as error:
+        pytest.skip(f"needs the guest runtime: {error}")

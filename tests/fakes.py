@@ -141,10 +141,10 @@ class FakeFleet:
         self.executors: list[FakeExecutor] = []
 
     async def launch(self) -> FakeExecutor:
-        ours, theirs = socket.socketpair()
+        local_end, remote_end = socket.socketpair()
         executor = FakeExecutor(self.slots, self.starts.pop(0) if self.starts else "ready", self.window)
-        executor.socket = ours
-        await executor.connect(theirs)
+        executor.socket = local_end
+        await executor.connect(remote_end)
         self.executors.append(executor)
         return executor
 

@@ -1,4 +1,4 @@
-"""The waits between tries."""
+"""Tests of the exponential back-off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator's ceilings, end to end: a limit above is lowered, the lower one holds, and the result says so."""
+"""Tests of the server's maximum limits, end to end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.executor.calling import OWN_PYTHON
 DEADLINE_S = 60
 
 
-def test_a_limit_above_the_ceiling_is_lowered_holds_and_is_said() -> None:
+def test_a_limit_above_the_maximum_is_lowered_enforced_and_reported() -> None:
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     flags = ("--port", "0", "--python", OWN_PYTHON, "--profiles", "bare", "--zygote-pools", "1", "--slots", "1")
     argv = [sys.executable, "-m", "sandbox", "serve", *flags, "--max-memory-mb", "64", "--max-disk-mb", "32"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
@@ -29,8 +29,8 @@ def test_a_limit_above_the_ceiling_is_lowered_holds_and_is_said() -> None:
             line = next(line for line in process.stderr if " on http://" in line)
             url = line.split(" on ")[1].split()[0]
             code = "x = bytearray(100 << 20)"
-            asked = {"memory_mb": 1000, "disk_mb": 16, "timeout_s": 30}
-            body = json.dumps({"code": code, "limits": asked}).encode()
+            limits = {"memory_mb": 1000, "disk_mb": 16, "timeout_s": 30}
+            body = json.dumps({"code": code, "limits": limits}).encode()
             request = urllib.request.Request(f"{url}/v1/execute", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
                 result = json.load(response)

@@ -1,4 +1,4 @@
-"""The command line: fast help, exit codes that mean something, and `run` ending as Python would."""
+"""Tests of the command line: fast help, exit codes, and `run` with the output and exit code of Python."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from sandbox.errors import IsolationError, NodeError
 from sandbox.types import Call, CallError, Limits, Profile, Result, Status, Usage
 
 HELP_S = 0.5
-"""What DESIGN promises for any `--help`."""
+"""Maximum CPU seconds of `--help`."""
 COMMANDS = ((), ("serve",), ("run",), ("doctor",), ("runtime",), ("bench",))
 
-Answer = Callable[[Call, ExecutorConfig], Result]
+MakeResult = Callable[[Call, ExecutorConfig], Result]
 
 
-def _answers(monkeypatch: pytest.MonkeyPatch, answer: Answer | Result) -> list[Call]:
-    """Put a fake executor in place; the calls that reach it."""
+def _fake_executor(monkeypatch: pytest.MonkeyPatch, make_result: MakeResult | Result) -> list[Call]:
+    """Replace the executor by a fake. Returns the list of the calls that reach it."""
     calls: list[Call] = []
 
     def run_once(call: Call, config: ExecutorConfig) -> Result:
         calls.append(call)
-        return answer if isinstance(answer, Result) else answer(call, config)
+        return make_result if isinstance(make_result, Result) else make_result(call, config)
 
     monkeypatch.setitem(sys.modules, "sandbox.executor", types.SimpleNamespace(run_once=run_once))
     monkeypatch.setattr("sys.stdin", None)
-    monkeypatch.setenv("RSTAR_SANDBOX_PYTHON", sys.executable)  # else a machine without a runtime would make one
+    monkeypatch.setenv(
+        "RSTAR_SANDBOX_PYTHON", sys.executable
+    )  # without it, a machine without a runtime would build one
     return calls
 
 
@@ -55,7 +57,7 @@ def test_help_is_fast_and_imports_no_framework(command: tuple[str, ...]) -> None
 
 
 def _seconds(command: list[str]) -> float:
-    """Of a core, since what else the machine does is not ours to test: `--help` waits for nothing."""
+    """Return the CPU seconds of a command, which do not depend on the load of the machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -68,7 +70,7 @@ def test_version_is_the_installed_one() -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--prot", "1"], ["run", "--profile", "huge", "x.py"]])
-def test_misuse_that_argparse_sees_is_2(argv: list[str]) -> None:
+def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     assert ended.value.code == 2
@@ -88,26 +90,26 @@ def test_misuse_that_argparse_sees_is_2(argv: list[str]) -> None:
         (["bench", "nothing"], "bench nothing: expected one of"),
     ],
 )
-def test_misuse_that_we_see_is_2_and_says_what_was_expected(
+def test_wrong_usage_that_the_command_detects_exits_with_2_and_names_the_expectation(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert cli.main(argv) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rstar-sandbox: ")
-    assert message in said
+    output = capsys.readouterr().err
+    assert output.startswith("rstar-sandbox: ")
+    assert message in output
 
 
 @pytest.mark.parametrize(
     ("failure", "code"), [(NodeError("gone"), 1), (IsolationError("no seccomp"), 2), (KeyboardInterrupt(), 130)]
 )
-def test_our_failures_are_a_line_and_an_exit_code(
+def test_a_failure_of_the_service_is_one_line_and_an_exit_code(
     failure: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(call: Call, config: ExecutorConfig) -> Result:
         raise failure
 
-    _answers(monkeypatch, fail)
+    _fake_executor(monkeypatch, fail)
     assert cli.main(["run", "-c", "1"]) == code
     assert "Traceback" not in capsys.readouterr().err
 
@@ -126,21 +128,23 @@ def test_our_failures_are_a_line_and_an_exit_code(
         (Result("", Status.UNAVAILABLE), 1),
     ],
 )
-def test_run_ends_as_a_shell_would_have_seen_it(result: Result, code: int) -> None:
+def test_run_exits_with_the_code_that_a_shell_would_report(result: Result, code: int) -> None:
     assert cli.exit_code(result) == code
 
 
 def test_run_prints_what_python_prints(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = _answers(monkeypatch, Result("", Status.ERROR, "out é\udc80", "Traceback: no\n", exit_code=1))
+    calls = _fake_executor(monkeypatch, Result("", Status.ERROR, "out é\udc80", "Traceback: no\n", exit_code=1))
     assert cli.main(["run", "-c", "print(1)"]) == 1
     assert capfdbinary.readouterr() == ("out é\\udc80".encode(), b"Traceback: no\n")
     assert calls == [Call("print(1)", echo=False)]
 
 
-def test_run_echoes_only_when_asked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = _answers(monkeypatch, lambda call, _: Result("", Status.OK, value="2" if call.echo else None))
+def test_run_prints_the_last_value_only_with_echo(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _fake_executor(monkeypatch, lambda call, _: Result("", Status.OK, value="2" if call.echo else None))
     assert cli.main(["run", "-c", "1 + 1"]) == 0
     assert capfd.readouterr().out == ""
     assert cli.main(["run", "-c", "1 + 1", "--echo"]) == 0
@@ -158,36 +162,38 @@ def test_run_echoes_only_when_asked(capfd: pytest.CaptureFixture[str], monkeypat
         (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "could not be run: all died"),
     ],
 )
-def test_run_says_what_python_could_not(
+def test_run_reports_statuses_that_python_does_not_have(
     result: Result, line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _answers(monkeypatch, result)
+    _fake_executor(monkeypatch, result)
     assert cli.main(["run", "-c", "1"]) != 0
     assert f"rstar-sandbox: {line}" in capfd.readouterr().err
 
 
-def test_run_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_passes_code_input_files_limits_and_settings_to_the_executor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("main.py").write_text("\ufeffprint('é')", encoding="utf-8")
     Path("in.csv").write_bytes(b"1,2")
     Path("answers").write_text("7\n", encoding="utf-8")
-    seen: list[ExecutorConfig] = []
+    configs: list[ExecutorConfig] = []
 
     def answer(call: Call, config: ExecutorConfig) -> Result:
-        seen.append(config)
+        configs.append(config)
         return Result("", Status.OK)
 
-    calls = _answers(monkeypatch, answer)
+    calls = _fake_executor(monkeypatch, answer)
     flags = "--stdin answers --file in.csv --timeout-s 2 --memory-mb 64 --profile numeric --isolation none"
     assert cli.main(["run", "main.py", *flags.split()]) == 0
     limits = Limits(timeout_s=2.0, memory_mb=64)
     files = {"in.csv": b"1,2"}
     assert calls == [Call("print('é')", "7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
-    assert (seen[0].isolation, seen[0].slots, seen[0].zygote_pools) == ("none", 1, 1)
+    assert (configs[0].isolation, configs[0].slots, configs[0].zygote_pools) == ("none", 1, 1)
 
 
-def test_run_takes_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = _answers(monkeypatch, Result("", Status.OK))
+def test_run_reads_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _fake_executor(monkeypatch, Result("", Status.OK))
     for argv in (["run", "-"], ["run", "-c", "input()"]):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"42")))
         assert cli.main(argv) == 0
@@ -198,13 +204,13 @@ def test_run_json_is_the_whole_result_on_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = Result("", Status.ERROR, "a\nb", exit_code=3)
-    _answers(monkeypatch, result)
+    _fake_executor(monkeypatch, result)
     assert cli.main(["run", "-c", "1", "--json"]) == 3
     [line] = capsys.readouterr().out.splitlines()
     assert Result.decode(json.loads(line)) == result
 
 
-def test_returned_files_stay_in_this_folder_and_overwrite_nothing(
+def test_returned_files_stay_in_the_current_directory_and_overwrite_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home, outside = tmp_path / "home", tmp_path / "outside"
@@ -212,7 +218,7 @@ def test_returned_files_stay_in_this_folder_and_overwrite_nothing(
     outside.mkdir()
     monkeypatch.chdir(home)
     Path("link").symlink_to(outside)
-    calls = _answers(monkeypatch, Result("", Status.OK, files={"new/a": b"1", "unasked": b"2"}))
+    calls = _fake_executor(monkeypatch, Result("", Status.OK, files={"new/a": b"1", "unasked": b"2"}))
     assert cli.main(["run", "-c", "1", "--return", "new/a"]) == 0
     assert Path("new/a").read_bytes() == b"1"
     assert not Path("unasked").exists()
@@ -225,18 +231,18 @@ def test_returned_files_stay_in_this_folder_and_overwrite_nothing(
     assert not any(outside.iterdir())
 
 
-def test_a_file_that_the_code_did_not_leave_is_named(
+def test_a_missing_returned_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _answers(monkeypatch, Result("", Status.OK, missing_files=("out.csv",)))
+    _fake_executor(monkeypatch, Result("", Status.OK, missing_files=("out.csv",)))
     assert cli.main(["run", "-c", "1", "--return", "out.csv"]) == 0
     assert "--return out.csv: the code left no such file" in capfd.readouterr().err
 
 
 @dataclass(frozen=True)
 class ProbedLayer:
-    """As `sandbox.jail` has it."""
+    """The fields of `sandbox.jail.ProbedLayer`."""
 
     name: str
     ok: bool
@@ -260,13 +266,13 @@ def _jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
 
 
 @pytest.mark.parametrize(("level", "code"), [("namespaces", 0), (None, 1)])
-def test_doctor_says_what_there_is_and_whether_it_isolates(
+def test_doctor_shows_the_layers_and_the_level_that_auto_chooses(
     level: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _jail(monkeypatch, level)
-    _answers(monkeypatch, Result("", Status.OK, "42\n"))
+    _fake_executor(monkeypatch, Result("", Status.OK, "42\n"))
     assert cli.main(["doctor"]) == code
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for word in (
         "seccomp",
         "filter mode",
@@ -274,7 +280,7 @@ def test_doctor_says_what_there_is_and_whether_it_isolates(
         f"{level}; weaker than" if level else "nothing isolates here",
         "a call: ok" if level else "",
     ):
-        assert word in said
+        assert word in output
     assert cli.main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["auto"] == level
@@ -283,30 +289,30 @@ def test_doctor_says_what_there_is_and_whether_it_isolates(
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "message"),
     [
         (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "a call: unavailable: all died"),
         (Result("", Status.ERROR, stderr="no stdlib\n", exit_code=1), "a call: error: no stdlib"),
         (None, "a call: the kernel refused"),
     ],
 )
-def test_doctor_fails_where_a_call_does_not_run(
-    answer: Result | None, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_doctor_fails_if_a_call_does_not_run(
+    answer: Result | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(call: Call, config: ExecutorConfig) -> Result:
         raise IsolationError("the kernel refused")
 
     _jail(monkeypatch, "namespaces")
-    _answers(monkeypatch, answer or fail)
+    _fake_executor(monkeypatch, answer or fail)
     assert cli.main(["doctor"]) == 1
-    assert says in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
-def test_doctor_fails_without_a_runtime_and_names_the_command_that_makes_one(
+def test_doctor_fails_without_a_runtime_and_names_the_command_that_builds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _jail(monkeypatch, "namespaces")
-    calls = _answers(monkeypatch, Result("", Status.OK, "42\n"))
+    calls = _fake_executor(monkeypatch, Result("", Status.OK, "42\n"))
     monkeypatch.delenv("RSTAR_SANDBOX_PYTHON")
     monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "nowhere"))
     assert cli.main(["doctor"]) == 1
@@ -315,7 +321,7 @@ def test_doctor_fails_without_a_runtime_and_names_the_command_that_makes_one(
 
 
 @pytest.mark.parametrize("command", [("run", "-c", "1"), ("serve", "--port", "0")], ids=lambda command: command[0])
-def test_what_runs_calls_makes_their_python_once_unless_told_not_to(
+def test_run_and_serve_build_the_runtime_once_and_fail_with_no_install(
     command: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -324,40 +330,40 @@ def test_what_runs_calls_makes_their_python_once_unless_told_not_to(
 ) -> None:
     built: list[Path] = []
 
-    def build(python: Path, new: Path, folder: Path) -> None:
-        built.append(folder)
+    def build(python: Path, new: Path, directory: Path) -> None:
+        built.append(directory)
         (new / "venv" / "bin").mkdir(parents=True)
         (new / "venv" / "bin" / "python").symlink_to(python)
         (new / "venv" / runtime._MARKER).write_text(json.dumps({"requirements": runtime.REQUIREMENTS}))
 
-    seen: list[str | None] = []
+    configs: list[str | None] = []
 
     def serve(config: ServeConfig) -> int:
-        seen.append(config.python)
+        configs.append(config.python)
         return 0
 
     def answer(call: Call, config: ExecutorConfig) -> Result:
-        seen.append(config.python)
+        configs.append(config.python)
         return Result("", Status.OK)
 
-    _answers(monkeypatch, answer)
+    _fake_executor(monkeypatch, answer)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", types.SimpleNamespace(serve=serve))
     monkeypatch.delenv("RSTAR_SANDBOX_PYTHON")
     monkeypatch.setattr(runtime, "_build_venv", build)
-    folder = tmp_path / "runtime"
-    monkeypatch.setenv("RSTAR_RUNTIME", str(folder))
+    directory = tmp_path / "runtime"
+    monkeypatch.setenv("RSTAR_RUNTIME", str(directory))
     caplog.set_level("INFO")
     assert cli.main([*command, "--no-install"]) == 2
-    assert f"no guest runtime at {folder}; run `rstar-sandbox runtime` first" in capsys.readouterr().err
-    assert (built, seen) == ([], [])
+    assert f"no guest runtime at {directory}; run `rstar-sandbox runtime` first" in capsys.readouterr().err
+    assert (built, configs) == ([], [])
     for _ in range(2):
         assert cli.main([*command]) == 0
     assert cli.main([*command, "--no-install"]) == 0
-    assert (built, seen) == ([folder], [str(folder / "bin" / "python")] * 3)
+    assert (built, configs) == ([directory], [str(directory / "bin" / "python")] * 3)
     lines = [*caplog.messages, *capsys.readouterr().err.splitlines()]
     assert len(lines) == 1 and "building the guest runtime" in lines[0]
     assert cli.main([*command, "--python", "/their/python"]) == 0
-    assert seen[-1] == "/their/python"
+    assert configs[-1] == "/their/python"
 
 
 def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,12 +377,12 @@ def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.Monk
     assert served[0].isolation_reason == "weaker than auto"
 
 
-def test_the_removed_flag_gateways_is_an_error_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_removed_flag_gateways_is_an_error_that_names_the_replacement(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--gateways", "2"]) == 2
     assert "--gateways: was removed: one server has one gateway" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_is_no_traceback(guest_python: Path) -> None:
+def test_a_closed_stdout_causes_no_traceback(guest_python: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "sandbox", "runtime", "--check"]

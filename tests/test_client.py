@@ -1,4 +1,4 @@
-"""Both clients against a real gateway over fake executors, and against servers that misbehave."""
+"""Tests of both clients with a real gateway over fake executors, and with scripted servers that misbehave."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def well(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamR
 
 
 async def torn(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-    """All but the last call are answered, then the connection goes."""
+    """Send the results of all calls except the last one, then abort the connection."""
     response = web.StreamResponse()
     await response.prepare(request)
     await response.write(lines(calls, range(len(calls) - 1)))
@@ -69,7 +69,7 @@ def refusing(status: int, **headers: str) -> Respond:
 
 
 def failing(kind: str, which: str) -> Respond:
-    """Calls whose code is `which` come back as `unavailable`, because of `kind`; the others go well."""
+    """Return `unavailable` with error type `kind` for calls whose code is `which`, and ok for the others."""
 
     async def respond(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         lost = unavailable_result("", kind, "try again").encode(binary=True)
@@ -81,28 +81,28 @@ def failing(kind: str, which: str) -> Respond:
 
 
 class Scripted:
-    """A server that answers each request by the next of `script`, the last one for good; `seen` has their calls."""
+    """A server that handles each request by the next function of `script`, and all later ones by the last function."""
 
     def __init__(self, *script: Respond) -> None:
         self.script = list(script)
-        self.seen: list[list[dict[str, Any]]] = []
+        self.requests: list[list[dict[str, Any]]] = []
         self.url = ""
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         calls = msgpack.unpackb(await request.read())["calls"]
-        self.seen.append(calls)
+        self.requests.append(calls)
         respond = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         return await respond(request, calls)
 
 
 @asynccontextmanager
 async def scripted(*script: Respond) -> AsyncIterator[Scripted]:
-    made = Scripted(*script)
+    scripted_server = Scripted(*script)
     app = web.Application()
-    app.router.add_post("/v1/batch", made.respond)
+    app.router.add_post("/v1/batch", scripted_server.respond)
     async with TestServer(app) as server:
-        made.url = str(server.make_url("/"))
-        yield made
+        scripted_server.url = str(server.make_url("/"))
+        yield scripted_server
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.asyncio
-async def test_execute_takes_source_or_a_call() -> None:
+async def test_execute_accepts_source_or_a_call() -> None:
     async with serving() as served, AsyncClient(served.url) as client:
         first = await client.execute("one", stdin="in", limits=Limits(timeout_s=3))
         second = await client.execute(Call("two", id="mine"), stdin="other")
@@ -123,11 +123,11 @@ async def test_execute_takes_source_or_a_call() -> None:
 
 
 @pytest.mark.asyncio
-async def test_calls_asked_together_go_together() -> None:
+async def test_calls_submitted_together_share_requests() -> None:
     async with scripted(well) as server, AsyncClient(server.url) as client:
         results = await asyncio.gather(*(client.execute(f"{n}") for n in range(150)))
     assert [r.stdout for r in results] == [f"{n}" for n in range(150)]
-    assert [len(calls) for calls in server.seen] == [64, 64, 22]
+    assert [len(calls) for calls in server.requests] == [64, 64, 22]
 
 
 def held_back(respond: Respond, release: asyncio.Event) -> Respond:
@@ -143,13 +143,13 @@ def held(release: asyncio.Event) -> Respond:
 
 
 @pytest.mark.asyncio
-async def test_one_alone_goes_at_once_and_later_ones_gather_until_a_request_is_over() -> None:
+async def test_a_single_call_is_sent_at_once_and_later_calls_gather_until_its_request_ends() -> None:
     release = asyncio.Event()
     async with scripted(held(release), well) as server, AsyncClient(server.url, gather_s=3600) as client:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.execute("1"))
-            await until(lambda: len(server.seen) == 1)
-            for code in ("2", "3"):  # in turns of the loop of their own
+            await until(lambda: len(server.requests) == 1)
+            for code in ("2", "3"):  # in separate iterations of the event loop
                 tasks.create_task(client.execute(code))
                 await asyncio.sleep(0)
             gone = tasks.create_task(client.execute("gone"))
@@ -157,12 +157,14 @@ async def test_one_alone_goes_at_once_and_later_ones_gather_until_a_request_is_o
             gone.cancel()
             release.set()
         await client.execute("4")
-    assert [[call["code"] for call in calls] for calls in server.seen] == [["1"], ["2", "3"], ["4"]]
+    assert [[call["code"] for call in calls] for calls in server.requests] == [["1"], ["2", "3"], ["4"]]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("gather_s", "batch_size"), [(0.001, 64), (3600, 2)])
-async def test_those_that_gather_go_in_their_time_or_once_they_fill_a_request(gather_s: float, batch_size: int) -> None:
+async def test_gathering_calls_are_sent_after_gather_s_or_when_they_fill_a_request(
+    gather_s: float, batch_size: int
+) -> None:
     release = asyncio.Event()
     async with (
         scripted(held(release), well) as server,
@@ -170,22 +172,22 @@ async def test_those_that_gather_go_in_their_time_or_once_they_fill_a_request(ga
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(client.execute("1"))
-        await until(lambda: len(server.seen) == 1)
+        await until(lambda: len(server.requests) == 1)
         both = [tasks.create_task(client.execute(code)) for code in ("2", "3")]
         assert [(await one).stdout for one in both] == ["2", "3"]
         release.set()
-    assert [len(calls) for calls in server.seen] == [1, 2]
+    assert [len(calls) for calls in server.requests] == [1, 2]
 
 
 @pytest.mark.asyncio
-async def test_more_than_the_connections_hold_goes_in_larger_batches() -> None:
+async def test_calls_beyond_all_connections_are_sent_in_larger_batches() -> None:
     async with scripted(well) as server, AsyncClient(server.url, max_connections=2) as client:
         await client.run_batch(["1"] * 1000)
-    assert [len(calls) for calls in server.seen] == [500, 500]
+    assert [len(calls) for calls in server.requests] == [500, 500]
 
 
 @pytest.mark.asyncio
-async def test_batch_results_keep_their_order_and_names() -> None:
+async def test_batch_results_keep_their_order_and_ids() -> None:
     async with serving() as served, AsyncClient(served.url, batch_size=7) as client:
         results = await client.run_batch([*(f"{n}" for n in range(50)), Call("last", id="x")], {"stdin": "same"})
     assert [r.stdout for r in results] == [*(f"{n}" for n in range(50)), "last"]
@@ -194,7 +196,7 @@ async def test_batch_results_keep_their_order_and_names() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_slow_call_holds_up_nobody() -> None:
+async def test_a_slow_call_does_not_delay_other_results() -> None:
     async with serving() as served, AsyncClient(served.url) as client:
         stream = client.stream(["hang", "quick"])
         index, result = await anext(stream)
@@ -232,7 +234,7 @@ async def test_malformed_calls_are_refused_before_they_are_sent() -> None:
             await client.execute("1", limits={"timeout_s": -1})
         with pytest.raises(InvalidCall, match="unknown field"):
             await client.run_batch(["1"], {"colour": "red"})
-    assert server.seen == []
+    assert server.requests == []
 
 
 NOT_CALLS: list[tuple[Any, type[Exception], str]] = [
@@ -251,7 +253,7 @@ NOT_CALLS: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("calls", "expected", "message"), NOT_CALLS)
-async def test_what_is_no_list_of_calls_is_refused_by_name_and_index(
+async def test_malformed_lists_of_calls_are_refused_with_name_and_index(
     calls: Any, expected: type[Exception], message: str
 ) -> None:
     async with scripted(well) as server, AsyncClient(server.url) as client:
@@ -259,11 +261,11 @@ async def test_what_is_no_list_of_calls_is_refused_by_name_and_index(
             await client.run_batch(calls)
         with pytest.raises(expected, match=message):
             client.stream(calls)
-    assert server.seen == []
+    assert server.requests == []
 
 
 @pytest.mark.asyncio
-async def test_a_single_call_of_the_wrong_kind_is_refused() -> None:
+async def test_a_single_call_of_the_wrong_type_is_refused() -> None:
     async with AsyncClient() as client:
         with pytest.raises(TypeError, match=r"code: expected Python source \(str\), a Call, or a mapping .*, got int"):
             await client.execute(5)  # type: ignore[arg-type]
@@ -274,7 +276,7 @@ async def test_a_single_call_of_the_wrong_kind_is_refused() -> None:
 
 
 @pytest.mark.asyncio
-async def test_batches_take_source_calls_and_mappings_as_in_http() -> None:
+async def test_batches_accept_source_calls_and_mappings_as_in_http() -> None:
     calls: list[Any] = [
         "one",
         Call("two", stdin="own"),
@@ -288,7 +290,7 @@ async def test_batches_take_source_calls_and_mappings_as_in_http() -> None:
         ("two", "own", "1"),
         ("three", "in", "mine"),
     ]
-    assert server.seen[0][2]["limits"] == {"timeout_s": 2}
+    assert server.requests[0][2]["limits"] == {"timeout_s": 2}
 
 
 @pytest.mark.asyncio
@@ -302,13 +304,13 @@ async def test_batches_take_source_calls_and_mappings_as_in_http() -> None:
         ([{"gold": "1"}], ValueError, r"pairs\[0\]: expected an object of gold and answer, got the fields gold"),
     ],
 )
-async def test_what_is_no_list_of_pairs_is_refused_by_name_and_index(
+async def test_malformed_lists_of_pairs_are_refused_with_name_and_index(
     pairs: Any, expected: type[Exception], message: str
 ) -> None:
     async with scripted(checked) as server, AsyncClient(server.url) as client:
         with pytest.raises(expected, match=message):
             await client.verify(pairs)
-        assert server.seen == []
+        assert server.requests == []
         assert [v.outcome for v in await client.verify([{"gold": "1", "answer": "1"}, ["1", "2"]])] == [  # type: ignore[list-item]
             "equivalent",
             "not_equivalent",
@@ -332,29 +334,31 @@ async def test_what_is_no_list_of_pairs_is_refused_by_name_and_index(
         (5, TypeError, "endpoints: expected a list, each item a URL; got int"),
     ],
 )
-def test_what_is_no_url_is_refused_at_once(kind: type, endpoints: Any, expected: type[Exception], message: str) -> None:
+def test_malformed_urls_are_refused_by_the_constructor(
+    kind: type, endpoints: Any, expected: type[Exception], message: str
+) -> None:
     with pytest.raises(expected, match=message):
         kind(endpoints)
 
 
-def test_urls_of_every_form_are_taken() -> None:
+def test_valid_urls_are_accepted() -> None:
     AsyncClient(["http://127.0.0.1:8642/", "https://pool.example/sandbox", "http://[::1]:8642", "http://node_1:80"])
 
 
 @pytest.mark.asyncio
-async def test_signs_of_life_are_no_results() -> None:
+async def test_heartbeats_are_no_results() -> None:
     async def quiet(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         sign = codec.HEARTBEAT[codec.MSGPACK_STREAM]
         return web.Response(body=sign + lines(calls, range(1)) + sign * 2 + lines(calls, range(1, 2)))
 
     async with scripted(quiet) as server, AsyncClient(server.url) as client:
         assert [result.stdout for result in await client.run_batch(["1", "2"])] == ["1", "2"]
-    assert len(server.seen) == 1
+    assert len(server.requests) == 1
     assert TIMEOUT_S >= 4 * codec.HEARTBEAT_S
 
 
 @pytest.mark.asyncio
-async def test_a_call_waits_for_a_slot_no_longer_than_its_client_asks() -> None:
+async def test_a_call_waits_for_a_slot_at_most_queue_timeout_s() -> None:
     async with (
         serving(FakeFleet(slots=1)) as served,
         AsyncClient(served.url, queue_timeout_s=0.01) as client,
@@ -370,27 +374,27 @@ async def test_a_call_waits_for_a_slot_no_longer_than_its_client_asks() -> None:
 
 
 @pytest.mark.asyncio
-async def test_calls_that_are_all_malformed_have_results_like_those_among_others() -> None:
+async def test_a_batch_of_malformed_calls_only_has_results() -> None:
     async with scripted(all_invalid) as server, AsyncClient(server.url) as client:
         results = await client.run_batch(["a", "b"])
     assert [(result.id, result.status) for result in results] == [("0", Status.INVALID), ("1", Status.INVALID)]
-    assert len(server.seen) == 1
+    assert len(server.requests) == 1
 
 
 @pytest.mark.asyncio
-async def test_a_torn_stream_resends_only_what_is_unanswered() -> None:
+async def test_after_a_broken_stream_only_unfinished_calls_are_sent_again() -> None:
     async with scripted(torn, well) as server, AsyncClient(server.url) as client:
         results = await client.run_batch(["a", "b", "c"])
     assert [r.stdout for r in results] == ["a", "b", "c"]
-    assert [[call["code"] for call in calls] for calls in server.seen] == [["a", "b", "c"], ["c"]]
+    assert [[call["code"] for call in calls] for calls in server.requests] == [["a", "b", "c"], ["c"]]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("failure", [refusing(429, Retry_After="0"), refusing(503), refusing(500), garbage])
-async def test_what_may_pass_is_tried_again(failure: Respond) -> None:
+async def test_temporary_failures_are_retried(failure: Respond) -> None:
     async with scripted(failure, failure, well) as server, AsyncClient(server.url) as client:
         assert (await client.execute("1")).stdout == "1"
-    assert len(server.seen) == 3
+    assert len(server.requests) == 3
 
 
 @pytest.mark.asyncio
@@ -398,35 +402,35 @@ async def test_what_may_pass_is_tried_again(failure: Respond) -> None:
     ("failure", "expected"),
     [(refusing(429), Overloaded), (refusing(503), Overloaded), (refusing(502), Unreachable), (garbage, Unreachable)],
 )
-async def test_used_up_retries_raise(failure: Respond, expected: type[ServiceError]) -> None:
+async def test_a_call_without_retries_left_raises(failure: Respond, expected: type[ServiceError]) -> None:
     async with scripted(failure) as server, AsyncClient(server.url, retries=2) as client:
         with pytest.raises(expected):
             await client.execute("1")
-    assert len(server.seen) == 3
+    assert len(server.requests) == 3
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", sorted(RETRYABLE_ERRORS))
-async def test_a_call_without_a_verdict_for_a_reason_that_may_pass_is_sent_again_alone(kind: str) -> None:
+async def test_only_the_unavailable_call_of_a_batch_is_retried(kind: str) -> None:
     async with scripted(failing(kind, "b"), failing(kind, "b"), well) as server, AsyncClient(server.url) as client:
         results = await client.run_batch(["a", "b", "c"])
     assert [(r.status, r.stdout, r.id) for r in results] == [(Status.OK, x, str(n)) for n, x in enumerate("abc")]
-    assert [[call["code"] for call in calls] for calls in server.seen] == [["a", "b", "c"], ["b"], ["b"]]
+    assert [[call["code"] for call in calls] for calls in server.requests] == [["a", "b", "c"], ["b"], ["b"]]
 
 
 @pytest.mark.asyncio
-async def test_it_is_sent_to_another_endpoint() -> None:
+async def test_an_unavailable_call_is_retried_at_another_endpoint() -> None:
     async with (
         scripted(failing("Stopped", "1")) as one,
         scripted(well) as two,
         AsyncClient([one.url, two.url]) as client,
     ):
         assert (await client.execute("1")).stdout == "1"
-    assert (len(one.seen), len(two.seen)) == (1, 1)
+    assert (len(one.requests), len(two.requests)) == (1, 1)
 
 
 @pytest.mark.asyncio
-async def test_it_is_sent_again_while_its_request_goes_on() -> None:
+async def test_an_unavailable_call_is_retried_while_its_request_continues() -> None:
     release = asyncio.Event()
 
     async def lost_at_once(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
@@ -447,24 +451,24 @@ async def test_it_is_sent_again_while_its_request_goes_on() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_call_that_never_gets_a_verdict_is_unavailable_after_its_retries_and_takes_no_other_along() -> None:
+async def test_a_call_that_stays_unavailable_does_not_affect_other_calls() -> None:
     async with scripted(failing("ExecutorLost", "die")) as server, AsyncClient(server.url, retries=2) as client:
         results = await client.run_batch(["a", "die"])
     assert [result.status for result in results] == [Status.OK, Status.UNAVAILABLE]
     assert results[1].error is not None and results[1].error.type == "ExecutorLost"
-    assert [len(calls) for calls in server.seen] == [2, 1, 1]
+    assert [len(calls) for calls in server.requests] == [2, 1, 1]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["QueueTimeout", "ResultsUnread", "ResultTooLarge", "Starved", "InvalidCall"])
-async def test_what_would_be_the_same_again_is_not_sent_again(kind: str) -> None:
+async def test_permanent_failures_are_not_retried(kind: str) -> None:
     async with scripted(failing(kind, "1")) as server, AsyncClient(server.url) as client:
         assert (await client.execute("1")).status is Status.UNAVAILABLE
-    assert len(server.seen) == 1
+    assert len(server.requests) == 1
 
 
 @pytest.mark.asyncio
-async def test_checks_without_a_verdict_are_sent_again() -> None:
+async def test_unavailable_checks_are_retried() -> None:
     async def stopped(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
         lost = unavailable_result("", "Stopped", "try again").encode(binary=True)
         return web.Response(body=b"".join(msgpack.packb({"index": n, **lost}) for n in range(len(calls))))
@@ -475,7 +479,7 @@ async def test_checks_without_a_verdict_are_sent_again() -> None:
 
 @pytest.mark.asyncio
 async def test_failures_of_one_call_do_not_use_up_the_retries_of_another() -> None:
-    """The second try of "b" and the first of "late" go together, and that request fails."""
+    """The second attempt of "b" and the first of "late" share a request, which fails."""
     release = asyncio.Event()
     script = [held_back(failing("Stopped", "b"), release), refusing(502), well]
     async with (
@@ -484,7 +488,7 @@ async def test_failures_of_one_call_do_not_use_up_the_retries_of_another() -> No
         asyncio.TaskGroup() as tasks,
     ):
         first = tasks.create_task(client.execute("b"))
-        await until(lambda: len(server.seen) == 1)
+        await until(lambda: len(server.requests) == 1)
         late = tasks.create_task(client.execute("late"))
         await asyncio.sleep(0)
         release.set()
@@ -492,7 +496,7 @@ async def test_failures_of_one_call_do_not_use_up_the_retries_of_another() -> No
 
 
 @pytest.mark.asyncio
-async def test_each_retry_is_logged_once_and_the_error_says_how_many_there_were(
+async def test_each_retry_is_logged_once_and_the_error_counts_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "sandbox.client")
@@ -500,15 +504,15 @@ async def test_each_retry_is_logged_once_and_the_error_says_how_many_there_were(
     async with AsyncClient(url, retries=2) as client:
         with pytest.raises(Unreachable) as raised:
             await client.run_batch(["1"] * 50)
-    said = r" \(3 tries in \d+\.\d s\); is `rstar-sandbox serve` running at "
-    assert re.fullmatch(re.escape(f"{url}: connection refused") + said + re.escape(url) + r"\?", str(raised.value))
+    response = r" \(3 tries in \d+\.\d s\); is `rstar-sandbox serve` running at "
+    assert re.fullmatch(re.escape(f"{url}: connection refused") + response + re.escape(url) + r"\?", str(raised.value))
     logged = [record.getMessage() for record in caplog.records if record.name == "sandbox.client"]
     expected = [f"{url}: connection refused; retry {n} of 2, with 50 calls, in 0.0 s" for n in (1, 2)]
     assert logged == expected
 
 
 @pytest.mark.asyncio
-async def test_calls_that_are_sent_again_together_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_that_are_retried_together_are_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sandbox.client")
     async with scripted(failing("Stopped", "1"), well) as server, AsyncClient(server.url) as client:
         await client.run_batch(["1"] * 50)
@@ -523,17 +527,17 @@ async def test_a_refused_request_is_not_repeated(status: int) -> None:
     async with scripted(refusing(status)) as server, AsyncClient(server.url) as client:
         with pytest.raises(RequestRefused, match=f"answered {status}"):
             await client.execute("1")
-    assert len(server.seen) == 1
+    assert len(server.requests) == 1
 
 
 async def checked(request: web.Request, calls: list[dict[str, Any]]) -> web.StreamResponse:
-    """Equal texts are equivalent; what says "die" tears the connection, once."""
+    """Return equivalent for equal texts; abort the connection at the answer "die" in a batch of three."""
     response = web.StreamResponse()
     await response.prepare(request)
     for index, call in enumerate(calls):
         gold, answer = json.loads(call["stdin"])
-        said = Result("", Status.OK, value=repr("equivalent" if gold == answer else "not_equivalent"))
-        await response.write(msgpack.packb({"index": index, **said.encode(binary=True)}))
+        result = Result("", Status.OK, value=repr("equivalent" if gold == answer else "not_equivalent"))
+        await response.write(msgpack.packb({"index": index, **result.encode(binary=True)}))
         if answer == "die" and len(calls) == 3:
             assert request.transport is not None
             request.transport.abort()
@@ -542,18 +546,18 @@ async def checked(request: web.Request, calls: list[dict[str, Any]]) -> web.Stre
 
 
 @pytest.mark.asyncio
-async def test_checks_are_calls_and_tried_again_like_them() -> None:
+async def test_checks_are_calls_and_retried_like_calls() -> None:
     async with scripted(checked) as server, AsyncClient(server.url) as client:
         verdicts = await client.verify([("1", "1"), ("2", "die"), ("3", "3")], limits={"timeout_s": 2}, tenant="mine")
         assert await client.verify([]) == []
     assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
-    assert [len(calls) for calls in server.seen] == [3, 1]
+    assert [len(calls) for calls in server.requests] == [3, 1]
     shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
-    assert Call.decode(server.seen[1][0]) == verify.check_call("3", "3", shared)
+    assert Call.decode(server.requests[1][0]) == verify.check_call("3", "3", shared)
 
 
 @pytest.mark.asyncio
-async def test_checks_without_a_service_are_no_verdicts() -> None:
+async def test_checks_raise_if_no_server_responds() -> None:
     async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=0) as client:
         with pytest.raises(Unreachable):
             await client.verify([("1", "1")])
@@ -562,7 +566,7 @@ async def test_checks_without_a_service_are_no_verdicts() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nobody_there_is_unreachable() -> None:
+async def test_a_closed_port_is_unreachable() -> None:
     async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=1) as client:
         assert not await client.ready()
         with pytest.raises(Unreachable):
@@ -570,7 +574,7 @@ async def test_nobody_there_is_unreachable() -> None:
 
 
 @pytest.mark.asyncio
-async def test_another_endpoint_takes_over() -> None:
+async def test_calls_go_to_another_endpoint_if_one_is_down() -> None:
     async with serving() as served:
         dead = f"http://127.0.0.1:{unused_port()}"
         async with AsyncClient([dead, served.url], retries=1) as client:
@@ -580,11 +584,11 @@ async def test_another_endpoint_takes_over() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_idle_client_takes_turns_between_endpoints() -> None:
+async def test_an_idle_client_alternates_between_endpoints() -> None:
     async with scripted(well) as one, scripted(well) as two, AsyncClient([one.url, two.url]) as client:
         for _ in range(6):
             await client.execute("1")
-        assert (len(one.seen), len(two.seen)) == (3, 3)
+        assert (len(one.requests), len(two.requests)) == (3, 3)
 
 
 @pytest.mark.asyncio
@@ -598,7 +602,7 @@ async def test_the_token_is_sent() -> None:
 
 
 @pytest.mark.asyncio
-async def test_closing_ends_calls_in_flight() -> None:
+async def test_closing_ends_running_calls() -> None:
     async with serving() as served:
         async with AsyncClient(served.url) as client:
             asking = asyncio.create_task(client.execute("hang"))
@@ -608,15 +612,13 @@ async def test_closing_ends_calls_in_flight() -> None:
 
 
 @pytest.mark.asyncio
-async def test_closing_ends_calls_that_are_about_to_be_sent_or_wait_to_be_sent_again(
+async def test_closing_ends_calls_that_wait_for_their_request_or_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving() as served:
         client = await AsyncClient(served.url).open()
         asking = asyncio.create_task(client.execute("1"))
-        await until(
-            lambda: bool(client._transport._requests)
-        )  # the task of its request has been made, and has not begun
+        await until(lambda: bool(client._transport._requests))  # the request's task exists and has not started
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await asking
@@ -638,14 +640,14 @@ async def test_a_client_can_be_opened_and_closed_by_hand() -> None:
         await client.close()
         for _ in range(2):
             assert await client.open() is client
-            async with client:  # open already
+            async with client:  # already open
                 assert (await client.execute("1")).status is Status.OK
-            await asyncio.create_task(client.close())  # closed already, and from another task
+            await asyncio.create_task(client.close())  # already closed; from another task
             with pytest.raises(RuntimeError, match="not open"):
                 await client.execute("1")
 
 
-def test_so_can_the_synchronous_one() -> None:
+def test_a_synchronous_client_can_be_opened_and_closed_by_hand() -> None:
     with serving_in_a_thread() as url:
         client = Client(url)
         client.close()
@@ -661,21 +663,21 @@ def test_so_can_the_synchronous_one() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_is_not_open_shows_how() -> None:
+async def test_the_error_of_a_closed_client_shows_how_to_open_it() -> None:
     with pytest.raises(RuntimeError, match="async with AsyncClient"):
         await AsyncClient().execute("1")
     with pytest.raises(RuntimeError, match="    with Client"):
         Client().execute("1")
 
 
-def test_settings_that_mean_nothing_are_refused() -> None:
+def test_out_of_range_arguments_of_a_client_are_refused() -> None:
     wrong: list[dict[str, Any]] = [{"endpoints": []}, {"batch_size": 0}, {"max_connections": 0}, {"retries": -1}]
     for settings in wrong:
         with pytest.raises(ValueError, match="expected"):
             AsyncClient(**settings)
 
 
-def test_backoff_grows_and_heeds_the_service() -> None:
+def test_the_retry_delay_grows_and_is_at_least_retry_after() -> None:
     rng = random.Random(0)
     assert 30 <= retry_delay_s(1, 30.0, rng) <= 45
     assert retry_delay_s(1, None, rng) <= retry_delay_s(2, None, rng) * 1.5
@@ -684,7 +686,7 @@ def test_backoff_grows_and_heeds_the_service() -> None:
 
 @contextmanager
 def serving_in_a_thread() -> Iterator[str]:
-    """A gateway in its own thread, for the synchronous client; gives its URL."""
+    """Run a gateway in a thread of its own, and yield its URL."""
     address: list[str] = []
     opened = threading.Event()
     loop = asyncio.new_event_loop()
@@ -707,7 +709,7 @@ def serving_in_a_thread() -> Iterator[str]:
         loop.close()
 
 
-def test_the_synchronous_client_does_the_same() -> None:
+def test_the_synchronous_client_has_the_same_methods() -> None:
     with serving_in_a_thread() as url, Client(url) as client:
         assert client.ready()
         assert client.execute("one", stdin="x").value == "x"
@@ -732,29 +734,29 @@ def test_the_synchronous_client_works_from_many_threads() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["asyncio.events.new_event_loop", "aiohttp.TCPConnector"])
-def test_a_synchronous_client_that_cannot_open_says_why(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synchronous_client_that_cannot_open_raises_the_reason(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
-    client, came = Client(), list[OSError]()
+    client, errors = Client(), list[OSError]()
 
     def open_it() -> None:
         try:
             client.__enter__()
-        except OSError as why:
-            came.append(why)
+        except OSError as error:
+            errors.append(error)
 
     with monkeypatch.context() as patched:
         patched.setattr(lacking, fail)
         opening = threading.Thread(target=open_it, daemon=True)
         opening.start()
         opening.join(30)
-    assert [why.errno for why in came] == [errno.EMFILE]
+    assert [error.errno for error in errors] == [errno.EMFILE]
     with pytest.raises(RuntimeError, match="is not open"):
         client.ready()
 
 
-def test_the_surface_is_parallel() -> None:
+def test_both_clients_have_the_same_public_names() -> None:
     def public(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}
 

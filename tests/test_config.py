@@ -1,4 +1,4 @@
-"""Settings: who wins, what is refused, and that every refusal says what was expected."""
+"""Tests of the settings: precedence of the sources, refused values, and error messages."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from sandbox.errors import ConfigError
 from sandbox.types import Limits
 
 
-def _toml(folder: Path, text: str) -> Path:
-    file = folder / "serve.toml"
+def _toml(directory: Path, text: str) -> Path:
+    file = directory / "serve.toml"
     file.write_text(text, encoding="utf-8")
     return file
 
 
-def test_defaults_hold_when_nothing_is_said() -> None:
+def test_without_sources_all_settings_have_their_defaults() -> None:
     assert load(None, {}, {}) == ServeConfig()
 
 
-def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path: Path) -> None:
     file = _toml(tmp_path, "port = 1\nslots = 1\nzygote_pools = 1\n")
     config = load(file, {"RSTAR_SANDBOX_SLOTS": "2", "RSTAR_SANDBOX_ZYGOTE_POOLS": "2"}, {"zygote_pools": "3"})
     assert (config.port, config.slots, config.zygote_pools) == (1, 2, 3)
 
 
-def test_every_setting_can_be_said_in_every_way(tmp_path: Path) -> None:
-    said = {"queue_timeout_s": "5", "profiles": "bare, numeric", "max_memory_mb": "100", "isolation": "landlock"}
+def test_every_source_accepts_every_type_of_setting(tmp_path: Path) -> None:
+    values = {"queue_timeout_s": "5", "profiles": "bare, numeric", "max_memory_mb": "100", "isolation": "landlock"}
     expected = ServeConfig(
         queue_timeout_s=5.0,
         profiles=("bare", "numeric"),
         max_limits=Limits(300.0, 100, 16384, 1024, 4096),
         isolation="landlock",
     )
-    environ = {f"RSTAR_SANDBOX_{name.upper()}": text for name, text in said.items()}
+    environ = {f"RSTAR_SANDBOX_{name.upper()}": text for name, text in values.items()}
     file = _toml(
         tmp_path,
         'queue_timeout_s = 5\nprofiles = ["bare", "numeric"]\nmax_memory_mb = 100\nisolation = "landlock"\n',
     )
-    assert load(None, environ, {}) == load(None, {}, said) == load(file, {}, {}) == expected
+    assert load(None, environ, {}) == load(None, {}, values) == load(file, {}, {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_bad_value_is_refused_with_what_was_expected(flags: dict[str, str], me
     assert str(caught.value).startswith(message)
 
 
-def test_an_unknown_name_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_in_every_source(tmp_path: Path) -> None:
     file = _toml(tmp_path, "prot = 1\n")
     with pytest.raises(ConfigError, match=r"serve\.toml: prot: unknown setting; did you mean port\?"):
         load(file, {}, {})
@@ -74,7 +74,7 @@ def test_an_unknown_name_is_refused_wherever_it_stands(tmp_path: Path) -> None:
         load(None, {"RSTAR_SANDBOX_PROT": "1"}, {})
 
 
-def test_toml_values_have_their_own_kinds(tmp_path: Path) -> None:
+def test_toml_values_must_have_the_right_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"port: expected a whole number from 0 to 65535, got '1'"):
         load(_toml(tmp_path, 'port = "1"\n'), {}, {})
     with pytest.raises(ConfigError, match=r"port: expected a whole number from 0 to 65535, got True"):
@@ -82,7 +82,7 @@ def test_toml_values_have_their_own_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["port =", "\x00"])
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_with_invalid_toml_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"serve\.toml: is not TOML"):
         load(_toml(tmp_path, text), {}, {})
 
@@ -93,7 +93,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "sandbox.internal"])
-def test_beyond_loopback_a_token_is_required(host: str) -> None:
+def test_a_host_beyond_loopback_requires_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match="needs a token"):
         load(None, {}, {"host": host})
     assert load(None, {"RSTAR_SANDBOX_TOKEN": "secret"}, {"host": host}).token == "secret"
@@ -104,7 +104,7 @@ def test_loopback_needs_no_token(host: str) -> None:
     assert load(None, {}, {"host": host}).token is None
 
 
-def test_a_token_comes_from_a_file_and_a_higher_source_wins(tmp_path: Path) -> None:
+def test_a_token_may_come_from_a_file_and_the_higher_source_wins(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("from-file\n", encoding="utf-8")
     assert load(None, {"RSTAR_SANDBOX_TOKEN": "from-env"}, {"token_file": str(token)}).token == "from-file"
@@ -112,13 +112,13 @@ def test_a_token_comes_from_a_file_and_a_higher_source_wins(tmp_path: Path) -> N
     assert load(file, {"RSTAR_SANDBOX_TOKEN": "from-env"}, {}).token == "from-env"
 
 
-def test_an_empty_token_file_is_no_token(tmp_path: Path) -> None:
+def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").touch()
     with pytest.raises(ConfigError, match="is empty"):
         load(None, {}, {"token_file": str(tmp_path / "token")})
 
 
-def test_the_token_shows_in_no_repr_message_or_flag(tmp_path: Path) -> None:
+def test_the_token_is_in_no_repr_message_or_flag(tmp_path: Path) -> None:
     assert "secret" not in repr(ServeConfig(token="secret"))
     assert not SETTINGS["token"].is_flag
     with pytest.raises(ConfigError) as caught:
@@ -126,12 +126,12 @@ def test_the_token_shows_in_no_repr_message_or_flag(tmp_path: Path) -> None:
     assert "12345678" not in str(caught.value)
 
 
-def test_a_cluster_s_service_links_are_no_settings() -> None:
+def test_service_links_of_kubernetes_are_no_settings() -> None:
     links = {"RSTAR_SANDBOX_PORT": "tcp://10.0.0.1:8642", "RSTAR_SANDBOX_SERVICE_HOST": "10.0.0.1"}
     assert load(None, {**links, "RSTAR_SANDBOX_PORT_8642_TCP_PORT": "8642"}, {}) == ServeConfig()
 
 
-def test_the_executor_s_part_survives_the_wire() -> None:
+def test_executor_settings_survive_encoding() -> None:
     config = ServeConfig(python="/usr/bin/python3", slots=4, profiles=("bare",), attempts=2)
     assert ExecutorConfig.decode(config.executor_config().encode()) == config.executor_config()
     assert ExecutorConfig.decode(ServeConfig().executor_config().encode()) == ExecutorConfig()
@@ -147,7 +147,7 @@ def test_the_executor_s_part_survives_the_wire() -> None:
         (64, {"cores": 4, "zygote_pools": 1, "executors": 2}, [(2, 32, 1), (2, 32, 1)]),
     ],
 )
-def test_executors_share_what_is_the_whole_servers(
+def test_executors_divide_the_capacity_of_the_server(
     cores: int, given: dict[str, int], expected: list[tuple[int, ...]]
 ) -> None:
     shares = ServeConfig(**given).resolved(cores).per_executor()  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_an_executor_without_a_slot_is_refused() -> None:
         ServeConfig(slots=2, executors=3).resolved(8)
 
 
-def test_executor_settings_are_checked_like_any_others() -> None:
+def test_decoded_executor_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"slots: expected a whole number from 0 to 100000, got 'many'"):
         ExecutorConfig.decode({"slots": "many"})
     with pytest.raises(ConfigError, match=r"port: unknown setting"):
@@ -178,7 +178,10 @@ def test_executor_settings_are_checked_like_any_others() -> None:
 
 def test_every_field_is_a_setting_and_every_default_is_allowed() -> None:
     config = ServeConfig()
-    found = {"max_limits", "isolation_reason"}  # neither is one setting: the second is what the server finds out
+    found = {
+        "max_limits",
+        "isolation_reason",
+    }  # max_limits is several settings; the server itself sets isolation_reason
     assert {f.name for f in fields(config)} - found == {n for n in SETTINGS if not n.startswith("max_")}
     for name, setting in SETTINGS.items():
         value = (

@@ -1,4 +1,4 @@
-"""A service of one's own is there when it says so, and ends with its maker."""
+"""Tests of `local_service`: the server is ready when its URL is yielded, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ asyncio.run(main())
 def _can_run(guest_python: Path) -> None:
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
 
 
-def test_it_ends_with_the_block_whatever_happens_in_it() -> None:
+def test_the_server_ends_with_its_block_even_after_an_exception() -> None:
     async def main() -> str:
         async with local_service(LEAN) as url, AsyncClient(url) as client:
             assert (await client.execute("1 + 1")).value == "2"
@@ -53,7 +53,7 @@ def test_it_ends_with_the_block_whatever_happens_in_it() -> None:
     assert not asyncio.run(is_ready(raised.value.args[0]))
 
 
-def test_it_ends_with_a_maker_that_is_killed() -> None:
+def test_the_server_ends_when_its_parent_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", CHILD, *LEAN], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         url = maker.stdout.readline().strip()
@@ -69,25 +69,25 @@ def test_it_ends_with_a_maker_that_is_killed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(("--no-such-flag",), "ended (2)"), (("--python", "/nowhere"), "/nowhere")]
+    ("arguments", "message"), [(("--no-such-flag",), "ended (2)"), (("--python", "/nowhere"), "/nowhere")]
 )
-def test_one_that_does_not_start_says_why(arguments: tuple[str, ...], says: str) -> None:
+def test_a_server_that_does_not_start_raises_the_reason(arguments: tuple[str, ...], message: str) -> None:
     async def main() -> None:
         async with local_service(arguments):
-            pytest.fail("it says that it is ready")
+            pytest.fail("the server is ready")
 
     with pytest.raises(ServiceError) as raised:
         asyncio.run(main())
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 LONG_LOG = "for n in range(20_000): print(f'line {n} of a long log')\n"
 
 
-def test_the_last_words_of_a_long_log_are_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_contains_the_end_of_a_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with local_service():
-            pytest.fail("it says that it is ready")
+            pytest.fail("the server is ready")
 
     monkeypatch.setattr(local, "_CHILD", LONG_LOG + "raise SystemExit('this is why')")
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_the_last_words_of_a_long_log_are_its_last(monkeypatch: pytest.MonkeyPat
         asyncio.run(main())
 
 
-def test_the_address_is_found_behind_a_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_is_found_after_a_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> str:
         async with local_service() as url:
             return url

@@ -1,4 +1,4 @@
-"""Cores and memory, of machines that are made of files."""
+"""Tests of granted cores and memory on machines that consist of files in a directory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
 
 
-def made(root: Path, *, mounts: str = "", groups: str = "", files: dict[str, str] | None = None) -> str:
-    """A machine of 16 GiB, 12 of them free, below `root`."""
+def write_machine(root: Path, *, mounts: str = "", groups: str = "", files: dict[str, str] | None = None) -> str:
+    """Write the files of a machine with 16 GiB, 12 GiB of them free, below `root`. Returns `root`."""
     meminfo = "MemTotal: 16777216 kB\nMemAvailable: 12582912 kB\nHugePages_Total: 0\n"
     found = {"proc/meminfo": meminfo, "proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
     for name, text in (found | {f"sys/fs/cgroup/{name}": text for name, text in (files or {}).items()}).items():
@@ -33,8 +33,8 @@ def made(root: Path, *, mounts: str = "", groups: str = "", files: dict[str, str
     return str(root)
 
 
-def test_without_groups_all_is_ours(tmp_path: Path) -> None:
-    root = made(tmp_path)
+def test_without_cgroups_the_whole_machine_is_granted(tmp_path: Path) -> None:
+    root = write_machine(tmp_path)
     assert (machine.granted_cores(root), machine.memory_limit(root), machine.memory_available(root)) == (
         8,
         16 * GIB,
@@ -43,19 +43,19 @@ def test_without_groups_all_is_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("max", 8), ("150000", 2), ("1000", 1), ("900000", 8), ("-", 8)])
-def test_the_quota_of_version_2_is_rounded_up(tmp_path: Path, quota: str, expected: int) -> None:
-    root = made(tmp_path, mounts=V2, groups="0::/a\n", files={"a/cpu.max": f"{quota} 100000\n"})
+def test_the_cpu_quota_of_cgroup_v2_is_rounded_up(tmp_path: Path, quota: str, expected: int) -> None:
+    root = write_machine(tmp_path, mounts=V2, groups="0::/a\n", files={"a/cpu.max": f"{quota} 100000\n"})
     assert machine.granted_cores(root) == expected
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("-1", 8), ("250000", 5)])
-def test_the_quota_of_version_1(tmp_path: Path, quota: str, expected: int) -> None:
+def test_the_cpu_quota_of_cgroup_v1_is_rounded_up(tmp_path: Path, quota: str, expected: int) -> None:
     files = {"cpu/a/cpu.cfs_quota_us": quota, "cpu/a/cpu.cfs_period_us": "50000"}
-    root = made(tmp_path, mounts=V1.format("cpu"), groups="1:cpu:/a\n", files=files)
+    root = write_machine(tmp_path, mounts=V1.format("cpu"), groups="1:cpu:/a\n", files=files)
     assert machine.granted_cores(root) == expected
 
 
-def test_a_group_above_ours_counts(tmp_path: Path) -> None:
+def test_limits_of_parent_cgroups_count(tmp_path: Path) -> None:
     files = {
         "cpu.max": "300000 100000",
         "a/b/cpu.max": "max 100000",
@@ -64,7 +64,7 @@ def test_a_group_above_ours_counts(tmp_path: Path) -> None:
         "a/memory.stat": f"anon 7\ninactive_file {GIB}\n",
         "a/b/memory.max": "max",
     }
-    root = made(tmp_path, mounts=V2, groups="0::/a/b\n", files=files)
+    root = write_machine(tmp_path, mounts=V2, groups="0::/a/b\n", files=files)
     assert (machine.granted_cores(root), machine.memory_limit(root), machine.memory_available(root)) == (
         3,
         4 * GIB,
@@ -72,24 +72,24 @@ def test_a_group_above_ours_counts(tmp_path: Path) -> None:
     )
 
 
-def test_memory_of_version_1(tmp_path: Path) -> None:
+def test_memory_limits_of_cgroup_v1_count(tmp_path: Path) -> None:
     files = {
         "memory/memory.limit_in_bytes": UNLIMITED,
         "memory/a/memory.limit_in_bytes": str(2 * GIB),
         "memory/a/memory.usage_in_bytes": str(3 * GIB),
         "memory/a/memory.stat": f"cache 1\ntotal_inactive_file {GIB // 2}\n",
     }
-    root = made(tmp_path, mounts=V1.format("memory"), groups="4:memory:/a\n", files=files)
+    root = write_machine(tmp_path, mounts=V1.format("memory"), groups="4:memory:/a\n", files=files)
     assert (machine.memory_limit(root), machine.memory_available(root)) == (2 * GIB, 0)
 
 
-def test_a_mount_that_shows_another_part_of_the_hierarchy(tmp_path: Path) -> None:
+def test_a_mount_of_another_part_of_the_hierarchy_counts_as_its_root(tmp_path: Path) -> None:
     mounts = V2.replace(" / ", " /box ", 1)
-    root = made(tmp_path, mounts=mounts, groups="0::/elsewhere\n", files={"cpu.max": "100000 100000"})
+    root = write_machine(tmp_path, mounts=mounts, groups="0::/elsewhere\n", files={"cpu.max": "100000 100000"})
     assert machine.granted_cores(root) == 1
 
 
-def test_this_machine_has_some_of_each() -> None:
+def test_this_machine_has_cores_and_memory() -> None:
     assert 1 <= machine.granted_cores() <= 8
     assert 0 < machine.memory_available() <= machine.memory_limit()
 

@@ -21,7 +21,7 @@ GPU_BUILDS = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)$")
 
 
 def locked(name: str) -> list[tuple[Requirement, str]]:
-    """Each pinned requirement of a file, and the lines that belong to it."""
+    """Return each pinned requirement of a file with its lines."""
     text = (REPOSITORY / "requirements" / f"{name}.txt").read_text()
     blocks = re.findall(r"^(?!#).*(?:\n[ ].*)*", text, re.MULTILINE)
     return [(Requirement(block.split("\\")[0]), block) for block in blocks if block]

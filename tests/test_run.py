@@ -1,4 +1,4 @@
-"""`rstar-sandbox run` and `run_once`, end to end: one call in a real jail, ending as under Python itself."""
+"""Tests of `rstar-sandbox run` and `run_once` in a real jail, compared with Python itself."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ DEADLINE_S = 60
 def _machine() -> None:
     try:
         choose_level("auto")
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
 
 
 def python(*args: str, stdin: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
-    """Python itself."""
+    """Run Python itself."""
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     argv = [OWN_PYTHON, *args]
     return subprocess.run(argv, input=stdin, capture_output=True, check=False, cwd=cwd, env=environ, timeout=DEADLINE_S)
 
 
 def ours(*args: str, stdin: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
-    """The same code under `rstar-sandbox run`."""
+    """Run `rstar-sandbox run` with the same arguments."""
     argv = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, *args]
     return subprocess.run(argv, input=stdin, capture_output=True, check=False, cwd=cwd, timeout=DEADLINE_S)
 
@@ -87,7 +87,7 @@ def test_code_comes_from_a_pipe_or_the_command_line(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, b"piped\n", b"")
 
 
-def test_files_go_in_and_come_back(tmp_path: Path) -> None:
+def test_files_are_copied_in_and_returned(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_bytes(b"\xffin")
     code = "open('out.bin', 'wb').write(open('in.txt', 'rb').read()[::-1])"
     done = ours("-c", code, "--file", "in.txt", "--return", "out.bin", cwd=tmp_path)
@@ -105,7 +105,7 @@ def test_json_is_the_whole_result() -> None:
     assert json.loads(failed.stdout)["error"]["type"] == "ZeroDivisionError"
 
 
-def test_what_is_not_pythons_doing_is_said_in_a_line() -> None:
+def test_statuses_and_errors_beyond_python_are_one_line() -> None:
     late = ours("-c", "print('kept', flush=True)\nwhile True: pass", "--timeout-s", "0.3")
     assert (late.returncode, late.stdout) == (124, b"kept\n")
     assert late.stderr.startswith(b"rstar-sandbox: timed out after ")
@@ -115,20 +115,20 @@ def test_what_is_not_pythons_doing_is_said_in_a_line() -> None:
     assert nowhere.stderr.count(b"\n") == 1
 
 
-def test_ctrl_c_ends_it_quietly_and_wholly() -> None:
+def test_ctrl_c_ends_run_without_output_or_leftover_processes() -> None:
     argv = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, "-c", "while True: pass"]
-    # A shell's background jobs ignore Ctrl-C, and so would what they start, these tests among it.
+    # Background jobs of a shell, and so perhaps these tests and their children, ignore SIGINT.
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heeding) as process:
         while len(everyone := descendants(process.pid)) < 5:  # launcher, init, zygote, call
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, said) == (130, b"")
+        _, output = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, output) == (130, b"")
     wait_gone(everyone)
 
 
-def test_run_once_is_the_whole_story_of_a_call() -> None:
+def test_run_once_returns_a_complete_result() -> None:
     call = Call(
         "import sys\nprint(input(), open('a/b').read())\nopen('c', 'w').write('back')\n[1, 2]",
         stdin="in",
@@ -160,7 +160,7 @@ def test_the_profile_follows_from_the_imports(guest_python: Path) -> None:
     assert run_once(Call(code, profile=Profile.BARE), with_runtime).value == "(False, False)"
 
 
-def test_what_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_start_raises_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         run_once(Call("1"), ExecutorConfig(python=str(tmp_path / "python")))
     with pytest.raises(SandboxError):
@@ -174,8 +174,8 @@ def _start_nothing(_family: ZygotePool, _sock: object) -> subprocess.Popen[bytes
     return subprocess.Popen(["true"])
 
 
-def test_a_call_runs_at_the_level_that_auto_takes_in_a_user_namespace() -> None:
-    """Where `unshare -Ur` makes us root of one id, level namespaces is refused and level landlock holds."""
+def test_a_call_runs_at_the_level_that_auto_chooses_in_a_user_namespace() -> None:
+    """In a user namespace with one id, level namespaces is refused and level landlock works."""
     command = [sys.executable, "-m", "sandbox", "run", "--python", OWN_PYTHON, "-c", "print(1)"]
     run = jails.run_in_user_namespace(*command)
     if "isolation=landlock: this machine lacks" in run.stderr:

@@ -1,4 +1,4 @@
-"""The guest runtime: whole or not there, made once, and never in the place of something else."""
+"""Tests of the guest runtime: it is complete or absent, built once, and replaces nothing else."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sandbox.errors import ConfigError
 HERE = sys.version_info[:2]
 
 
-def _fake_build(python: Path, new: Path, folder: Path) -> None:
-    """What `_build_venv` leaves, without the libraries."""
+def _fake_build(python: Path, new: Path, directory: Path) -> None:
+    """Create the files of `_build_venv` without the libraries."""
     venv = new / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(python)
@@ -32,93 +32,95 @@ def _fake_build(python: Path, new: Path, folder: Path) -> None:
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that were built, by a builder that takes no time."""
+    """Replace the build by a fast one. The list has the directories that were built."""
     built: list[Path] = []
 
-    def build(python: Path, new: Path, folder: Path) -> None:
-        built.append(folder)
-        _fake_build(python, new, folder)
+    def build(python: Path, new: Path, directory: Path) -> None:
+        built.append(directory)
+        _fake_build(python, new, directory)
 
     monkeypatch.setattr(runtime, "_build_venv", build)
     return built
 
 
-def _make(folder: Path, *, force: bool = False) -> Path:
-    return runtime.build(Path(sys.executable), folder, force=force)
+def build_at(directory: Path, *, force: bool = False) -> Path:
+    return runtime.build(Path(sys.executable), directory, force=force)
 
 
-def test_a_second_run_makes_nothing(tmp_path: Path, builds: list[Path]) -> None:
-    folder = tmp_path / "a" / "runtime"
-    assert _make(folder) == _make(folder) == folder / "bin" / "python"
-    assert builds == [folder]
+def test_a_complete_runtime_is_not_built_again(tmp_path: Path, builds: list[Path]) -> None:
+    directory = tmp_path / "a" / "runtime"
+    assert build_at(directory) == build_at(directory) == directory / "bin" / "python"
+    assert builds == [directory]
 
 
-def test_force_makes_it_anew_and_leaves_nothing_beside_it(tmp_path: Path, builds: list[Path]) -> None:
-    _make(tmp_path / "runtime")
-    _make(tmp_path / "runtime", force=True)
+def test_force_builds_again_and_leaves_nothing_beside_the_runtime(tmp_path: Path, builds: list[Path]) -> None:
+    build_at(tmp_path / "runtime")
+    build_at(tmp_path / "runtime", force=True)
     assert len(builds) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["runtime"]
 
 
-def test_changed_pins_make_another_one(tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    _make(tmp_path / "runtime")
+def test_changed_pins_require_another_runtime(
+    tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_at(tmp_path / "runtime")
     before = runtime.default_dir(HERE, {"HOME": "/h"})
     monkeypatch.setattr(runtime, "REQUIREMENTS", ("sympy==1.13",))
     assert not runtime.is_complete(tmp_path / "runtime")
     assert runtime.default_dir(HERE, {"HOME": "/h"}) != before
-    _make(tmp_path / "runtime")
+    build_at(tmp_path / "runtime")
     assert len(builds) == 2
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(python: Path, new: Path, folder: Path) -> None:
+    def fail(python: Path, new: Path, directory: Path) -> None:
         (new / "venv").mkdir()
         raise runtime.RuntimeBuildError("no network")
 
     monkeypatch.setattr(runtime, "_build_venv", fail)
     with pytest.raises(runtime.RuntimeBuildError, match="no network"):
-        _make(tmp_path / "runtime")
+        build_at(tmp_path / "runtime")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_build_left_is_not_used_and_is_cleared(tmp_path: Path, builds: list[Path]) -> None:
+def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path, builds: list[Path]) -> None:
     left = tmp_path / ".runtime.new-x" / "venv" / "bin"
     left.mkdir(parents=True)
-    _make(tmp_path / "runtime")
+    build_at(tmp_path / "runtime")
     assert not left.exists()
 
 
 @pytest.mark.parametrize("there", ["file", "full", "link"])
-def test_what_is_not_ours_is_never_replaced(tmp_path: Path, builds: list[Path], there: str) -> None:
-    folder = tmp_path / "precious"
+def test_a_directory_that_is_no_runtime_is_never_replaced(tmp_path: Path, builds: list[Path], there: str) -> None:
+    directory = tmp_path / "precious"
     if there == "file":
-        folder.write_text("thesis", encoding="utf-8")
+        directory.write_text("thesis", encoding="utf-8")
     elif there == "link":
-        folder.symlink_to(tmp_path / "nowhere")
+        directory.symlink_to(tmp_path / "nowhere")
     else:
-        folder.mkdir()
-        (folder / "thesis").touch()
+        directory.mkdir()
+        (directory / "thesis").touch()
     for force in (False, True):
         with pytest.raises(ConfigError, match="is no guest runtime"):
-            _make(folder, force=force)
+            build_at(directory, force=force)
     assert builds == []
 
 
-def test_two_at_once_build_once(tmp_path: Path, builds: list[Path]) -> None:
-    folder = tmp_path / "runtime"
+def test_concurrent_builders_build_once(tmp_path: Path, builds: list[Path]) -> None:
+    directory = tmp_path / "runtime"
     with (tmp_path / ".runtime.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        others = [threading.Thread(target=_make, args=(folder,)) for _ in range(2)]
+        others = [threading.Thread(target=build_at, args=(directory,)) for _ in range(2)]
         for other in others:
             other.start()
         assert builds == []
     for other in others:
         other.join()
-    assert builds == [folder]
+    assert builds == [directory]
 
 
-def test_a_lock_whose_file_is_gone_counts_for_nothing(tmp_path: Path, builds: list[Path]) -> None:
-    folder, path = tmp_path / "runtime", tmp_path / ".runtime.lock"
+def test_a_lock_on_a_removed_file_is_not_enough(tmp_path: Path, builds: list[Path]) -> None:
+    directory, path = tmp_path / "runtime", tmp_path / ".runtime.lock"
     waits, waited_twice = threading.Semaphore(0), threading.Semaphore(0)
 
     def log(line: str) -> None:
@@ -128,7 +130,7 @@ def test_a_lock_whose_file_is_gone_counts_for_nothing(tmp_path: Path, builds: li
     waits_for_first = True
     with path.open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        other = threading.Thread(target=runtime.build, args=(Path(sys.executable), folder), kwargs={"log": log})
+        other = threading.Thread(target=runtime.build, args=(Path(sys.executable), directory), kwargs={"log": log})
         other.start()
         assert waits.acquire(timeout=60)
         waits_for_first = False
@@ -136,13 +138,13 @@ def test_a_lock_whose_file_is_gone_counts_for_nothing(tmp_path: Path, builds: li
         second = path.open("w")
         fcntl.flock(second, fcntl.LOCK_EX)
     with second:
-        assert waited_twice.acquire(timeout=60), "it took the lock of a file that is gone"
+        assert waited_twice.acquire(timeout=60), "it acquired the lock of a removed file"
         assert builds == []
     other.join()
-    assert builds == [folder]
+    assert builds == [directory]
 
 
-def test_a_runtime_without_its_base_interpreter_is_not_whole(tmp_path: Path, builds: list[Path]) -> None:
+def test_a_runtime_without_its_base_interpreter_is_not_complete(tmp_path: Path, builds: list[Path]) -> None:
     python = tmp_path / "python-to-be-removed"
     python.symlink_to(sys.executable)
     runtime.build(python, tmp_path / "runtime")
@@ -150,7 +152,7 @@ def test_a_runtime_without_its_base_interpreter_is_not_whole(tmp_path: Path, bui
     assert not runtime.is_complete(tmp_path / "runtime")
 
 
-def test_the_folder_follows_the_environment() -> None:
+def test_the_directory_follows_the_environment() -> None:
     name = runtime.default_dir((3, 12), {"HOME": "/h"}).name
     assert name.startswith("runtime-3.12-")
     assert runtime.default_dir((3, 12), {"HOME": "/h"}).parent == Path("/h/.local/share/rstar-sandbox")
@@ -158,19 +160,19 @@ def test_the_folder_follows_the_environment() -> None:
     assert runtime.default_dir((3, 12), {"RSTAR_RUNTIME": "/r", "XDG_DATA_HOME": "/d"}) == Path("/r")
 
 
-def test_the_runtime_of_the_newest_python_is_taken(tmp_path: Path, builds: list[Path]) -> None:
+def test_the_runtime_of_the_newest_python_is_used(tmp_path: Path, builds: list[Path]) -> None:
     environ = {"HOME": str(tmp_path)}
     with pytest.raises(ConfigError, match="run `rstar-sandbox runtime` first"):
         runtime.default_python(environ)
     for version in ((3, 9), HERE, (3, 99)):
-        folder = runtime.default_dir(version, environ)
-        _make(folder)
-        assert runtime.default_python(environ) == folder / "bin" / "python"
-    _make(runtime.default_dir((3, 98), environ))
-    assert runtime.default_python(environ) == folder / "bin" / "python"
+        directory = runtime.default_dir(version, environ)
+        build_at(directory)
+        assert runtime.default_python(environ) == directory / "bin" / "python"
+    build_at(runtime.default_dir((3, 98), environ))
+    assert runtime.default_python(environ) == directory / "bin" / "python"
 
 
-def test_what_is_missing_is_made_once_where_all_commands_look(
+def test_a_missing_runtime_is_built_once_for_all_commands(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     better = (3, 99)
@@ -189,12 +191,12 @@ def test_what_is_missing_is_made_once_where_all_commands_look(
     assert builds == [runtime.default_dir(better)] and len(lines) == 1
 
 
-def test_a_better_python_that_comes_later_is_taken_when_asked_for(
+def test_a_better_python_found_later_is_used_only_with_force(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RSTAR_RUNTIME", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    old = _make(runtime.default_dir((3, 98)))
+    old = build_at(runtime.default_dir((3, 98)))
     monkeypatch.setattr(runtime, "best_python", lambda *_: (Path(sys.executable), (3, 99)))
     assert cli.main(["runtime"]) == 0
     assert capsys.readouterr().out.strip() == str(old) == str(runtime.ensure_python())
@@ -202,7 +204,7 @@ def test_a_better_python_that_comes_later_is_taken_when_asked_for(
     assert capsys.readouterr().out.strip() == str(runtime.default_python()) != str(old)
 
 
-def test_a_runtime_that_other_commands_will_not_take_says_so(
+def test_a_runtime_that_other_commands_do_not_use_is_reported(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "theirs"))
@@ -213,7 +215,7 @@ def test_a_runtime_that_other_commands_will_not_take_says_so(
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere/runtime", "file/runtime", "file/a/runtime"])
-def test_a_place_that_cannot_be_written_is_one_line(
+def test_a_directory_that_cannot_be_written_is_reported_in_one_line(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -224,21 +226,21 @@ def test_a_place_that_cannot_be_written_is_one_line(
     assert "set RSTAR_RUNTIME to a directory that this user can create" in line
 
 
-def test_a_full_disk_is_said_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = types.SimpleNamespace(free=(runtime.SIZE_MB << 20) - 1)
     monkeypatch.setattr(runtime.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
         runtime.RuntimeBuildError, match=r"needs 350 MB at \S+/runtime, where 349 MB are free; set RSTAR_R"
     ):
-        _make(tmp_path / "runtime")
+        build_at(tmp_path / "runtime")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_may_not_be_read_is_not_there(tmp_path: Path) -> None:
-    """PYENV_ROOT of another user, or a runtime of another user."""
+def test_an_unreadable_runtime_counts_as_missing(tmp_path: Path) -> None:
+    """PYENV_ROOT or the runtime may belong to another user."""
     locked = tmp_path / "locked"
     (locked / "versions").mkdir(parents=True)
-    _make(locked / "runtime")
+    build_at(locked / "runtime")
     locked.chmod(0)
 
     def look() -> None:
@@ -254,7 +256,7 @@ def test_what_may_not_be_read_is_not_there(tmp_path: Path) -> None:
 
 
 def _without_privileges(look: Callable[[], None]) -> None:
-    """In a child that is an ordinary user, since root may read everything."""
+    """Run in a child process as an ordinary user, since root can read everything."""
     pid = os.fork()
     if not pid:
         try:
@@ -262,14 +264,14 @@ def _without_privileges(look: Callable[[], None]) -> None:
                 os.setresuid(65534, 65534, 65534)
             look()
             os._exit(0)
-        except BaseException as why:
-            os.write(2, f"{type(why).__name__}: {why}\n".encode())
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_user_without_a_home_is_asked_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_directory_must_name_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -283,7 +285,7 @@ MAIN = """
 import signal, sys
 from pathlib import Path
 from sandbox import cli, runtime
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
 python = Path(sys.argv.pop(1))
 runtime.best_python = lambda *_: (python, (3, 12))
 sys.exit(cli.main(sys.argv[1:]))
@@ -298,7 +300,7 @@ wait
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", [("runtime",), ("serve", "--port", "0"), ("run", "-c", "1")], ids=lambda c: c[0])
-def test_an_end_in_the_middle_leaves_nothing(
+def test_a_signal_during_the_build_leaves_no_files_or_processes(
     number: signal.Signals, code: int, command: tuple[str, ...], tmp_path: Path
 ) -> None:
     python, fifo, made = tmp_path / "python", tmp_path / "fifo", tmp_path / "made"
@@ -310,36 +312,36 @@ def test_an_end_in_the_middle_leaves_nothing(
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ) as process:
         pidfd = os.pidfd_open(int(fifo.read_text()))
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said.count("\n")) == (code, 1), said
-    assert "building the guest runtime" in said
+        _, output = process.communicate(timeout=60)
+    assert (process.returncode, output.count("\n")) == (code, 1), output
+    assert "building the guest runtime" in output
     assert list(made.iterdir()) == []
     ended, _, _ = select.select([pidfd], [], [], 60)
     os.close(pidfd)
-    assert ended, "what a step has started goes on"
+    assert ended, "a child of the build step is still running"
 
 
-def _pretend(python: Path, says: str) -> Path:
+def _pretend(python: Path, message: str) -> Path:
     python.parent.mkdir(parents=True, exist_ok=True)
-    python.write_text(f"#!/bin/sh\necho '{says}'\n")
+    python.write_text(f"#!/bin/sh\necho '{message}'\n")
     python.chmod(0o755)
     return python
 
 
-def test_a_runtime_is_made_with_the_newest_tried_python(tmp_path: Path) -> None:
+def test_a_runtime_is_built_with_the_preferred_python(tmp_path: Path) -> None:
     pyenv = _pretend(tmp_path / "pyenv/versions/3.13.1/bin/python3.13", "cpython 3 13")
     shim = _pretend(tmp_path / "shims/python3.13", "no such version is active")
     environ = {"PATH": str(shim.parent), "PYENV_ROOT": str(tmp_path / "pyenv")}
     assert runtime.best_python(environ) == (pyenv, (3, 13))
 
 
-def test_a_runtime_is_made_with_our_own_python_where_no_better_is_found(tmp_path: Path) -> None:
+def test_a_runtime_is_built_with_the_servers_python_if_no_preferred_one_is_found(tmp_path: Path) -> None:
     freethreaded = _pretend(tmp_path / "python3.13", "cpython 3 13 t") if HERE < (3, 12) else tmp_path / "none"
     environ = {"PATH": str(freethreaded.parent), "PYENV_ROOT": str(tmp_path / "nowhere")}
     assert runtime.best_python(environ) == (Path(sys.executable), HERE)
 
 
-def test_a_failing_step_says_what_pip_said() -> None:
+def test_the_error_of_a_failed_step_contains_the_output_of_pip() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('ERROR: No matching distribution found for numpy')"]
     with pytest.raises(runtime.RuntimeBuildError, match=r"(?s)installing failed \(exit 1\); pip found no wheel.*numpy"):
         runtime._run_step("installing", command)
@@ -354,26 +356,26 @@ def test_a_failing_step_says_what_pip_said() -> None:
         ("ModuleNotFoundError: No module named 'sympy'", False),
     ],
 )
-def test_a_python_without_venv_is_told_from_other_failures(said: str, advises: bool) -> None:
+def test_a_python_without_venv_gets_its_own_advice(output: str, advises: bool) -> None:
     with pytest.raises(runtime.RuntimeBuildError) as raised:
-        runtime._run_step("making", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
+        runtime._run_step("making", [sys.executable, "-c", f"import sys; sys.exit({output!r})"])
     assert ("apt install python3-venv" in str(raised.value)) == advises
 
 
-def test_of_what_pip_said_its_errors_are_told_and_not_each_retry() -> None:
-    said = "WARNING: Retrying after connection broken\nERROR: No matching distribution found for numpy"
+def test_the_error_contains_the_errors_of_pip_without_its_warnings() -> None:
+    output = "WARNING: Retrying after connection broken\nERROR: No matching distribution found for numpy"
     with pytest.raises(runtime.RuntimeBuildError) as raised:
-        runtime._run_step("installing", [sys.executable, "-c", f"import sys; sys.exit({said!r})"])
+        runtime._run_step("installing", [sys.executable, "-c", f"import sys; sys.exit({output!r})"])
     assert str(raised.value).splitlines()[1:] == ["ERROR: No matching distribution found for numpy"]
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
-def test_what_is_no_python_is_refused(python: str) -> None:
+def test_an_executable_that_is_no_python_is_refused(python: str) -> None:
     with pytest.raises(ConfigError, match="expected a Python interpreter"):
         runtime.version_of(Path(python))
 
 
-def test_check_makes_nothing(
+def test_check_builds_nothing(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "runtime"))
@@ -384,7 +386,7 @@ def test_check_makes_nothing(
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "runtime" / "bin" / "python")] * 2
 
 
-def test_the_real_one_has_the_pinned_libraries_and_no_pip(guest_python: Path) -> None:
+def test_the_installed_runtime_has_the_pinned_libraries_and_no_pip(guest_python: Path) -> None:
     script = (
         "import importlib.metadata as m, importlib.util as u\n"
         "print(sorted(f'{d.name}=={d.version}' for d in m.distributions()), u.find_spec('pip'))"
@@ -393,7 +395,7 @@ def test_the_real_one_has_the_pinned_libraries_and_no_pip(guest_python: Path) ->
     assert done.stdout.strip() == f"{sorted(runtime.REQUIREMENTS)} None"
 
 
-def test_the_real_one_is_readable_by_every_uid(guest_python: Path) -> None:
-    for folder, _, files in os.walk(guest_python.parent.parent):
-        assert os.stat(folder).st_mode & 0o555 == 0o555, folder
-        assert all(os.stat(os.path.join(folder, file)).st_mode & 0o444 == 0o444 for file in files), folder
+def test_the_installed_runtime_is_readable_by_every_uid(guest_python: Path) -> None:
+    for directory, _, files in os.walk(guest_python.parent.parent):
+        assert os.stat(directory).st_mode & 0o555 == 0o555, directory
+        assert all(os.stat(os.path.join(directory, file)).st_mode & 0o444 == 0o444 for file in files), directory

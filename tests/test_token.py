@@ -1,4 +1,4 @@
-"""The token stays with the process that checks it: no executor, launcher, zygote or call has it in its environment."""
+"""The token is only in the environment of the server process, not in that of executors, launchers, zygotes or calls."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TOKEN = "token-b0b4c5d2a9e14f7f"
 def test_token_is_in_no_environment_below_the_server(level: str, source: str, tmp_path: Path) -> None:
     try:
         choose_level(level)
-    except IsolationError as why:
-        pytest.skip(str(why))
+    except IsolationError as error:
+        pytest.skip(str(error))
     python: str | None = OWN_PYTHON
     if level == "landlock" and os.geteuid() == 0 and not all_users_can_reach(OWN_PYTHON):
         python = system_python() or pytest.skip("calls with uids of their own need a Python that others can reach")
@@ -61,7 +61,7 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
             assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
-    # The server, its executor, the launcher, its init (but at level none), the zygote, the call.
+    # The server, its executor, the launcher, its init (not at level none), the zygote, the call.
     assert len(found) == (5 if level == "none" else 6)
     having = [pid for pid, environment in environments.items() if TOKEN.encode() in environment]
     assert having == ([process.pid] if source == "variable" else [])

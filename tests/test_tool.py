@@ -1,4 +1,4 @@
-"""How results read to a model, and what it is told about malformed arguments."""
+"""Tests of the texts that a model reads: results, and errors about malformed arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sandbox.types import CallError, Result, Status, invalid_result, unavailable
 TRACEBACK = 'Traceback (most recent call last):\n  File "main.py", line 1\nZeroDivisionError: division by zero\n'
 
 
-def test_stdout_is_the_answer() -> None:
+def test_stdout_is_the_response() -> None:
     assert render(Result("", Status.OK, stdout="4\n", value="5")) == "4"
 
 
@@ -19,7 +19,7 @@ def test_without_stdout_the_last_value_is_shown() -> None:
     assert render(Result("", Status.OK, value="[1, 2]")) == "[1, 2]"
 
 
-def test_silence_is_said() -> None:
+def test_a_call_without_output_is_rendered_as_no_output() -> None:
     assert render(Result("", Status.OK)) == "(no output)"
 
 
@@ -47,29 +47,29 @@ def test_an_exit_code_is_an_error() -> None:
         (Result("", Status.KILLED, signal=11), "The interpreter crashed: SIGSEGV"),
     ],
 )
-def test_limits_and_crashes_are_said(result: Result, expected: str) -> None:
+def test_limits_and_crashes_are_rendered(result: Result, expected: str) -> None:
     assert render(result).startswith(expected)
 
 
-def test_every_status_but_unavailable_renders() -> None:
+def test_every_status_except_unavailable_and_invalid_is_rendered() -> None:
     for status in Status:
         if status not in (Status.UNAVAILABLE, Status.INVALID):
             assert render(Result("", status))
 
 
-def test_our_failure_never_reads_as_tool_output() -> None:
+def test_a_failure_of_the_service_is_never_rendered() -> None:
     with pytest.raises(ServiceError, match="QueueTimeout: waited"):
         render(unavailable_result("", "QueueTimeout", "waited"))
     with pytest.raises(ServiceError, match=r"the caller sent a malformed call: InvalidCall: call\.code"):
         render(invalid_result("", "call.code: expected text"))
 
 
-def test_long_output_keeps_both_ends_and_says_what_is_missing() -> None:
+def test_long_output_keeps_both_ends_and_the_number_of_missing_characters() -> None:
     shown = render(Result("", Status.OK, stdout="a" * 1000 + "b" * 1000), max_chars=100)
     assert shown == "a" * 50 + "\n... 1900 characters cut ...\n" + "b" * 50
 
 
-def test_output_cut_by_the_sandbox_is_said() -> None:
+def test_truncated_output_is_marked() -> None:
     shown = render(Result("", Status.OK, stdout="aaa", truncated=("stdout",)))
     assert shown == "aaa\n... the rest of the output was cut"
 
@@ -93,13 +93,13 @@ def test_arguments_become_a_call() -> None:
         ('{"code": "", "language": "c"}', "unexpected argument 'language'"),
     ],
 )
-def test_malformed_arguments_get_their_error_back(arguments: str, expected: str) -> None:
-    with pytest.raises(InvalidCall) as why:
+def test_malformed_arguments_raise_the_text_of_the_response(arguments: str, expected: str) -> None:
+    with pytest.raises(InvalidCall) as error:
         parse_arguments(arguments)
-    assert expected in str(why.value)
+    assert expected in str(error.value)
 
 
-def test_the_schema_names_what_parse_takes() -> None:
+def test_the_schema_has_the_arguments_that_parse_accepts() -> None:
     assert TOOL_SCHEMA["function"]["name"] == TOOL_NAMES[0] == "execute_python_code_with_standard_io"
     assert set(TOOL_SCHEMA["function"]["parameters"]["properties"]) == {"code", "input"}
     assert tool_schema(TOOL_NAMES[1])["function"]["name"] == "python_code_with_standard_io"

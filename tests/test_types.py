@@ -1,4 +1,4 @@
-"""Calls and results survive encoding; hostile input meets `InvalidCall` and nothing else."""
+"""Calls and results survive encoding, and hostile input raises nothing but `InvalidCall`."""
 
 from __future__ import annotations
 
@@ -108,23 +108,23 @@ def test_hostile_input_raises_nothing_but_invalid_call(raw: Any) -> None:
     for decode in (Call.decode, Call.decode_defaults, Limits.decode):
         try:
             decode(raw)
-        except InvalidCall as why:
-            assert str(why).isprintable()
-            assert len(str(why)) < 600
+        except InvalidCall as error:
+            assert str(error).isprintable()
+            assert len(str(error)) < 600
 
 
 @given(st.sampled_from(list(CALL_FIELDS)), hostile)
 def test_a_hostile_field_raises_nothing_but_invalid_call(name: str, value: Any) -> None:
     try:
         call = Call.decode({"code": "", name: value})
-    except InvalidCall as why:
-        assert str(why).startswith(f"call.{name}")
+    except InvalidCall as error:
+        assert str(error).startswith(f"call.{name}")
     else:
         assert Call.decode(call.encode()) == call
 
 
 @pytest.mark.parametrize("huge", [10**5000, -(10**400), float("inf"), float("nan")], ids=["5000", "400", "inf", "nan"])
-def test_numbers_beyond_any_float_are_refused_by_name(huge: float) -> None:
+def test_numbers_beyond_any_float_are_refused_with_their_field(huge: float) -> None:
     with pytest.raises(InvalidCall, match=r"^call\.limits\.memory_mb: expected a whole number from 16 to"):
         Call.decode({"code": "", "limits": {"memory_mb": huge}})
 
@@ -138,7 +138,7 @@ def test_decoding_twice_changes_nothing(raw: Any) -> None:
     assert Call.decode(call.encode()) == call
 
 
-def test_code_is_never_refused_for_what_it_says() -> None:
+def test_code_is_accepted_whatever_it_contains() -> None:
     for code in ("", "\0", "\ud800", "import os; os._exit(1)"):
         assert Call.decode({"code": code}).code == code
 
@@ -146,7 +146,7 @@ def test_code_is_never_refused_for_what_it_says() -> None:
 @pytest.mark.parametrize(
     "path", ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/.", "a\0b", "a\nb", "\ud800", "x" * 256, "a/" * 600 + "b"]
 )
-def test_paths_that_leave_the_folder_are_refused(path: str) -> None:
+def test_paths_that_leave_the_directory_are_refused(path: str) -> None:
     for call in ({"code": "", "files": {path: ""}}, {"code": "", "return_files": [path]}):
         with pytest.raises(InvalidCall, match="relative path"):
             Call.decode(call)
@@ -164,7 +164,7 @@ def test_too_many_files_are_refused() -> None:
         Call.decode({"code": "", "files": {f"f{i}": "" for i in range(MAX_FILES + 1)}})
 
 
-def test_an_unknown_field_is_named_with_those_there_are() -> None:
+def test_the_error_of_an_unknown_field_lists_the_fields() -> None:
     with pytest.raises(InvalidCall, match=r"unknown field 'timeout'; the fields are code, stdin"):
         Call.decode({"code": "", "timeout": 3})
 
@@ -174,39 +174,39 @@ def test_the_batch_index_is_in_the_message() -> None:
         Call.decode({"code": "", "echo": 1}, where="calls[7]")
 
 
-def test_defaults_fill_what_a_call_leaves_out() -> None:
+def test_defaults_set_fields_that_a_call_omits() -> None:
     defaults = Call.decode_defaults({"limits": {"timeout_s": 2}, "tenant": "rl", "echo": False})
     call = Call.decode({"code": "1", "limits": {"memory_mb": 64}}, defaults)
     assert call == Call("1", limits=Limits(timeout_s=2.0, memory_mb=64), tenant="rl", echo=False)
 
 
-def test_defaults_hold_no_code() -> None:
+def test_defaults_must_not_contain_code() -> None:
     with pytest.raises(InvalidCall, match="belongs to a single call"):
         Call.decode_defaults({"code": "1"})
 
 
 @given(limits, limits)
-def test_clamped_limits_are_under_the_ceiling_and_say_what_was_lowered(asked: Limits, ceiling: Limits) -> None:
+def test_clamped_limits_are_at_most_the_maximum_and_list_the_lowered_fields(asked: Limits, ceiling: Limits) -> None:
     held, lowered = asked.clamped(ceiling)
     for name in LIMIT_FIELDS:
         assert getattr(held, name) == min(getattr(asked, name), getattr(ceiling, name))
         assert (name in lowered) == (getattr(asked, name) > getattr(ceiling, name))
 
 
-def test_the_limits_are_described_once_and_completely() -> None:
+def test_limits_and_fields_of_a_call_are_described_completely() -> None:
     assert {f.name: getattr(DEFAULT_LIMITS, f.name) for f in fields(Limits)} == {
         name: rule.default for name, rule in LIMIT_FIELDS.items()
     }
     assert [f.name for f in fields(Call)] == list(CALL_FIELDS)
 
 
-def test_no_verdict_says_whose_move_is_next() -> None:
+def test_unavailable_and_invalid_results_have_their_own_status_and_error() -> None:
     ours, theirs = unavailable_result("a", "ExecutorLost", "it died"), invalid_result("a", "no code")
     assert (ours.status, ours.error) == (Status.UNAVAILABLE, CallError("ExecutorLost", "it died"))
     assert (theirs.status, theirs.error) == (Status.INVALID, CallError("InvalidCall", "no code"))
 
 
-def test_an_older_client_reads_a_newer_server() -> None:
+def test_unknown_keys_of_a_result_are_ignored() -> None:
     result = Result(id="a", status=Status.OK)
     assert Result.decode({**result.encode(), "colour": "blue"}) == result
     assert Result.decode({"id": "a", "status": "ok"}) == replace(result, usage=Usage())
@@ -230,14 +230,14 @@ def test_an_older_client_reads_a_newer_server() -> None:
         ({"id": None}, r"call\.id: expected printable text"),
     ],
 )
-def test_a_call_made_in_python_is_checked_like_one_from_the_wire(fields: dict[str, Any], message: str) -> None:
+def test_the_constructor_of_a_call_checks_its_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Call(**{"code": "1", **fields})
     with pytest.raises(ValueError, match=message):
         replace(Call("1"), **fields)
 
 
-def test_a_call_made_in_python_takes_fields_as_they_are_on_the_wire() -> None:
+def test_the_constructor_of_a_call_accepts_fields_in_json_form() -> None:
     call = Call("1", limits={"timeout_s": 2}, profile="bare", return_files=["a"])  # type: ignore[arg-type]
     assert call == Call("1", limits=Limits(timeout_s=2), profile=Profile.BARE, return_files=("a",))
     assert call.encode() == {"code": "1", "limits": {"timeout_s": 2}, "profile": "bare", "return_files": ["a"]}

@@ -1,4 +1,4 @@
-"""Answers are checked inside the sandbox as math-verify checks them, and no text of theirs can say how it ends."""
+"""Answer checks equal those of math-verify, and no answer can forge its outcome."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PLAIN = verify.shared_fields({})
 EQUIVALENT, NOT_EQUIVALENT, UNPARSABLE = Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE
 
 
-# What a result means
+# Results of checks as verdicts
 
 
 @pytest.mark.parametrize(
     ("value", "outcome"),
     [("'equivalent'", EQUIVALENT), ("'not_equivalent'", NOT_EQUIVALENT), ("'no gold'", UNPARSABLE)],
 )
-def test_a_checker_that_came_to_its_end_has_the_word(value: str, outcome: Outcome) -> None:
+def test_the_value_of_a_finished_check_is_the_outcome(value: str, outcome: Outcome) -> None:
     verdict = verify.verdict_of(Result("", Status.OK, value=value))
     assert (verdict.outcome, verdict.status) == (outcome, Status.OK)
 
 
 @pytest.mark.parametrize("status", [Status.TIMEOUT, Status.MEMORY_LIMIT, Status.KILLED, Status.OUTPUT_LIMIT])
-def test_what_a_pair_does_to_its_checker_is_its_own(status: Status) -> None:
+def test_a_check_that_exceeds_its_limits_is_unparsable(status: Status) -> None:
     result = Result("", status, value="'equivalent'", error=CallError("Timeout", "used up its 1 s"))
     assert verify.verdict_of(result) == Verdict(UNPARSABLE, status, "Timeout: used up its 1 s")
 
@@ -52,28 +52,28 @@ def test_what_a_pair_does_to_its_checker_is_its_own(status: Status) -> None:
         Result("", Status.OK),
     ],
 )
-def test_anything_else_is_ours(result: Result) -> None:
+def test_any_other_result_of_a_check_is_unavailable(result: Result) -> None:
     verdict = verify.verdict_of(result)
     assert (verdict.outcome, verdict.status) == (Outcome.UNAVAILABLE, Status.UNAVAILABLE)
     assert verdict.message
 
 
-def test_a_malformed_pair_is_the_callers() -> None:
+def test_a_malformed_pair_is_invalid() -> None:
     verdict = verify.verdict_of(invalid_result("", "pairs[0]: expected an object"))
     assert verdict == Verdict(Outcome.INVALID, Status.INVALID, "InvalidCall: pairs[0]: expected an object")
 
 
-def test_a_check_is_a_call_with_both_texts_as_input() -> None:
+def test_a_check_is_a_call_with_both_answers_as_input() -> None:
     shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
     call = verify.check_call("1'\n", "\ud800" * 10_000, shared)
     assert (call.profile, call.limits, call.tenant, call.priority) == (Profile.VERIFY, Limits(timeout_s=2), "mine", 3)
-    assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_ANSWER_CHARS + 1)], "no more than is looked at"
+    assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_ANSWER_CHARS + 1)], "longer answers are truncated"
     assert Call.decode(call.encode(binary=True)) == call
     assert verify.check_call("7", "8", PLAIN).code == call.code
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         (7, "pairs[3]: expected an object of gold and answer, got int"),
         ({"gold": "1"}, "pairs[3]: expected an object of gold and answer, got the fields gold"),
@@ -81,18 +81,18 @@ def test_a_check_is_a_call_with_both_texts_as_input() -> None:
         ({"gold": "1", "answer": 2}, "pairs[3].answer: expected text of at most"),
     ],
 )
-def test_a_malformed_pair_is_told_what_was_expected(raw: Any, says: str) -> None:
+def test_the_error_of_a_malformed_pair_names_the_expectation(raw: Any, message: str) -> None:
     with pytest.raises(InvalidCall) as raised:
         verify.decode_pair(raw, "pairs[3]")
-    assert str(raised.value).startswith(says)
+    assert str(raised.value).startswith(message)
 
 
-def test_a_pair_may_not_say_what_runs() -> None:
+def test_a_request_cannot_set_the_code_of_its_checks() -> None:
     with pytest.raises(InvalidCall, match="unknown field 'code'; the fields are limits, priority, tenant"):
         verify.shared_fields({"code": "1"})
 
 
-# The checker itself, in the sandbox
+# The checker in the sandbox
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def check(caller: Caller, pairs: Sequence[tuple[str, str]], **fields: Any) -> li
     ]
 
 
-def test_the_zygote_that_verifies_comes_when_it_is_asked_for(guest_python: Path) -> None:
+def test_the_verify_zygote_is_spawned_on_first_use(guest_python: Path) -> None:
     with executor(guest_python) as caller:
         caller.run("1")
         caller.until(lambda: bool(caller.stats.get("zygotes")))
@@ -118,7 +118,7 @@ def test_the_zygote_that_verifies_comes_when_it_is_asked_for(guest_python: Path)
         assert caller.stats["zygotes"] == {"bare": 1, "verify": 1}
 
 
-def test_a_library_whose_alarms_are_off_does_not_say_so(guest_python: Path) -> None:
+def test_math_verify_without_alarms_logs_no_warning(guest_python: Path) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import checker; print(checker.compare('1', '1'))"
     argv = [guest_python, "-I", "-c", code, str(Path(verify.__file__).parent / "guest")]
     done = subprocess.run(argv, capture_output=True, text=True)
@@ -148,7 +148,7 @@ UNLIKE = (
 )
 
 
-def test_what_means_the_same_is_equivalent_and_nothing_else_is(caller: Caller) -> None:
+def test_equal_answers_are_equivalent_and_others_are_not(caller: Caller) -> None:
     verdicts = check(caller, [*ALIKE, *UNLIKE])
     expected = [EQUIVALENT] * len(ALIKE) + [NOT_EQUIVALENT] * len(UNLIKE)
     assert [(verdict.outcome, verdict.status) for verdict in verdicts] == [(one, Status.OK) for one in expected]
@@ -156,7 +156,7 @@ def test_what_means_the_same_is_equivalent_and_nothing_else_is(caller: Caller) -
 
 
 @pytest.mark.parametrize("text", ["", " \n", "7" * (verify.MAX_ANSWER_CHARS + 1), "7 " * 10_000])
-def test_what_is_no_answer_is_unparsable_on_either_side(text: str, caller: Caller) -> None:
+def test_a_text_without_an_answer_is_unparsable_on_either_side(text: str, caller: Caller) -> None:
     as_gold, as_answer = check(caller, [(text, "7"), ("7", text)])
     assert (as_gold.outcome, as_gold.status) == (as_answer.outcome, as_answer.status) == (UNPARSABLE, Status.OK)
     assert as_gold.message.startswith("gold is empty, too long")
@@ -197,14 +197,14 @@ FORGERIES = (
 )
 
 
-def test_no_text_forges_a_verdict(caller: Caller) -> None:
-    """Nor turns into an outage of ours: it is wrong, or it cannot be read."""
+def test_no_answer_text_forges_a_verdict(caller: Caller) -> None:
+    """Each text is not equivalent or unparsable; none makes the service fail."""
     for text, verdict in zip(FORGERIES, check(caller, [("8", text) for text in FORGERIES]), strict=True):
         assert verdict.outcome in (NOT_EQUIVALENT, UNPARSABLE), (text, verdict)
 
 
-def test_sympy_evaluates_no_text_there_but_numbers(caller: Caller) -> None:
-    """Whatever way a text may find to where sympy evaluates it."""
+def test_sympy_evaluates_only_numbers_in_the_checker(caller: Caller) -> None:
+    """This holds for every text that reaches `sympify`, whatever its path."""
     script = "import rstar_checker, sympy\nrstar_checker.refuse_code()\nlist(map(sympy.sympify, {}))"
     good = caller.run(script.format(["1 + 2*3", "-0.5", "1e10", "10/4"]), profile=Profile.VERIFY)
     assert good.value == "[7, -0.500000000000000, 10000000000.0000, 5/2]"
@@ -217,7 +217,7 @@ def test_sympy_evaluates_no_text_there_but_numbers(caller: Caller) -> None:
 HANGS = ("9^{9^{9^{9}}} + x", r"\binom{10^9}{10^8}", r"\operatorname{eye}(100000)", "{" * 2000, "(" * 999 + ")" * 999)
 
 
-def test_a_check_that_does_not_end_is_the_pairs_own_and_no_others(caller: Caller) -> None:
+def test_an_endless_check_affects_only_its_own_pair(caller: Caller) -> None:
     *hung, last = check(caller, [*[("7", text) for text in HANGS], ("7", "7")], limits={"timeout_s": 0.5})
     for verdict in hung:
         assert verdict.outcome in (UNPARSABLE, NOT_EQUIVALENT), verdict
@@ -226,18 +226,18 @@ def test_a_check_that_does_not_end_is_the_pairs_own_and_no_others(caller: Caller
     assert last.outcome is EQUIVALENT
 
 
-def test_a_python_without_the_library_is_ours() -> None:
+def test_a_python_without_math_verify_makes_checks_unavailable() -> None:
     with executor() as caller:
         (verdict,) = check(caller, [("7", "7")])
     assert verdict.outcome is Outcome.UNAVAILABLE
     assert "math_verify" in verdict.message
 
 
-# Beside math-verify itself
+# Comparison with math-verify
 
 
 def perturbed(answer: str, number: int) -> str:
-    """The same with one digit changed, or its sign."""
+    """Return the answer with one digit or its sign changed."""
     digits = [found.start() for found in re.finditer("[0-9]", answer)]
     if not digits:
         return f"-({answer})"
@@ -246,7 +246,7 @@ def perturbed(answer: str, number: int) -> str:
 
 
 class Direct:
-    """math-verify, called in this process."""
+    """Calls math-verify in this process."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -258,7 +258,7 @@ class Direct:
 
 
 @pytest.mark.slow
-def test_it_agrees_with_math_verify_called_directly(caller: Caller) -> None:
+def test_outcomes_equal_those_of_math_verify_called_directly(caller: Caller) -> None:
     math_verify = Direct(pytest.importorskip("math_verify"))
     if not MATH_500.exists():
         pytest.skip(f"needs the answers of MATH-500 at {MATH_500}")

@@ -1,4 +1,4 @@
-"""Frames come out as they went in, however the stream was cut; other bytes meet `ProtocolError`."""
+"""Frames survive any split of the stream; other bytes raise `ProtocolError`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ messages = st.tuples(any_text, st.lists(values, max_size=3)).map(lambda parts: [
 
 
 @given(st.lists(messages, max_size=5), st.lists(st.integers(0, 200), max_size=8))
-def test_frames_survive_any_cut_of_the_stream(sent: list[list[Any]], cuts: list[int]) -> None:
+def test_frames_survive_any_split_of_the_stream(sent: list[list[Any]], cuts: list[int]) -> None:
     stream = b"".join(map(pack, sent))
     ends = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     unpacker = Unpacker()
@@ -48,28 +48,28 @@ def test_hostile_bytes_raise_nothing_but_protocol_error(data: bytes) -> None:
         assert all(isinstance(message[0], str) for message in messages)
 
 
-def test_a_frame_that_claims_too_much_is_refused_before_it_is_read() -> None:
+def test_a_frame_with_an_excessive_length_is_refused_before_it_is_read() -> None:
     unpacker = Unpacker(max_frame_bytes=10)
     unpacker.feed(struct.pack("<I", 11))
     with pytest.raises(ProtocolError, match="frame of 11 bytes, expected at most 10"):
         list(unpacker)
 
 
-def test_a_frame_that_no_peer_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_above_the_maximum_size_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10)
     with pytest.raises(ProtocolError, match="send fewer calls"):
         pack(["calls", "x" * 20])
 
 
 @pytest.mark.parametrize("body", [b"", b"\x90", b"\x91\x01", b"\x80", b"\x91\xa1k\x00", b"\xc1"])
-def test_what_is_no_array_with_a_kind_is_refused(body: bytes) -> None:
+def test_a_message_that_is_no_array_with_a_kind_is_refused(body: bytes) -> None:
     unpacker = Unpacker()
     unpacker.feed(struct.pack("<I", len(body)) + body)
     with pytest.raises(ProtocolError):
         list(unpacker)
 
 
-def test_leaving_the_loop_early_loses_and_repeats_no_frame() -> None:
+def test_a_loop_that_ends_early_loses_and_repeats_no_frame() -> None:
     unpacker = Unpacker()
     unpacker.feed(pack(["ready"]) + pack(["stats", 1]) + pack(["stats", 2]))
     for message in unpacker:
@@ -79,7 +79,7 @@ def test_leaving_the_loop_early_loses_and_repeats_no_frame() -> None:
     assert list(unpacker) == []
 
 
-def test_a_call_crosses_as_it_is() -> None:
+def test_a_call_survives_a_frame() -> None:
     call = Call.decode({"code": "print('\ud800')", "files": {"a": "AAE="}, "limits": {"timeout_s": 2}})
     unpacker = Unpacker()
     unpacker.feed(pack(["calls", [[1, call.encode(binary=True)]]]))

@@ -68,7 +68,7 @@ async def _serve(config: ServeConfig, launch: Launch) -> None:
             listener, address = await _listen(runner, dispatcher)
             if await _wait_started_or_stopped(stop, dispatcher):
                 _announce(dispatcher, address)
-                _warn_of_less(dispatcher, listener.max_connections)
+                _log_lowered_settings(dispatcher, listener.max_connections)
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
             listener.close()
@@ -130,7 +130,7 @@ async def _start_failure(dispatcher: Dispatcher) -> ConfigError | None:
     return None
 
 
-def _warn_of_less(dispatcher: Dispatcher, connections: int) -> None:
+def _log_lowered_settings(dispatcher: Dispatcher, connections: int) -> None:
     """Log which settings had to be lowered, and which modules calls cannot import."""
     config = dispatcher.config
     reports = [executor.ready_report for executor in dispatcher.executors if executor.ready_report]

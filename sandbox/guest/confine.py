@@ -1,8 +1,8 @@
 """Confinement: the steps between the fork and the first line of a call's code.
 
 `Confinement` turns the plan, which the executor's side has made, into one ordered list of system calls per call. The
-zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At level
-`landlock` and `none`, `finish` takes the last steps, which are more than a system call.
+zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At the
+levels `landlock` and `none`, `finish` takes the last steps, which are more than a system call.
 
     step                                          levels                      why here
     1  dup2 of output, report, input              all                         later failures are written to the report
@@ -135,8 +135,8 @@ class Confinement:
         if not call["blobs"][1]:
             steps += self._empty_input
         steps += self._signals
+        steps += self._unshare
         if self.scratch_mount is not None:
-            steps += self._unshare
             steps += _step(system_calls.MOUNT, *self._mount, data + 8 * _OPTIONS_WORD)
         if uid is not None:
             steps += _step(system_calls.SETGROUPS, 0, 0)

@@ -6,8 +6,9 @@ A fork copies each mapping of its parent (about 1 us, and as much again when the
 each 4 KiB page that the parent has written. For a heap of 50 MB these entries cost more than all else of a small call.
 
     use_one_heap, reexec_with_malloc   all memory comes from malloc's heap             when a zygote starts
+    colocate_bytecode                  bytecode of hot functions lies side by side     after the first warm-up
     remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
-    compact_heap                       the heap is collapsed into huge pages           after that; Linux 6.1
+    compact_heap                       the heap is filled up and in huge pages         after that; Linux 6.1
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import gc
 import mmap
 import os
 import sys
+import types
+from collections.abc import Iterator
 
 import fork_refcounts
 
 _HUGE_BYTES = 2 << 20
+_BYTES_OVERHEAD = sys.getsizeof(b"")
 _MADV_COLLAPSE = 25
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 _MAP_PRIVATE_ANONYMOUS = 0x22
@@ -29,6 +33,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _PT_LOAD, _PF_W = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
+_libc.free.argtypes = (ctypes.c_void_p,)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = (ctypes.c_size_t,)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -82,7 +89,9 @@ _HEAP_THRESHOLD_BYTES = 32 << 20
 """Maximum of M_MMAP_THRESHOLD: malloc takes smaller blocks from its heap, and maps larger ones."""
 _CALL_THRESHOLD_BYTES = 4 << 20
 """The same threshold for calls. malloc would start at 128 KiB and adapt, for which calls are too short."""
+_CHUNK_BYTES = 1 << 16
 _kept_alive: list = []
+_fillers: list = []
 _remapped: set = set()
 
 
@@ -148,6 +157,46 @@ def _map_blocks_from(size: int) -> None:
     _mallopt(_M_TRIM_THRESHOLD, 2 * size)
 
 
+def colocate_bytecode(directory: str) -> int:
+    """Copy the bytecode of frequently run functions of `directory` side by side. Return their number.
+
+    Since Python 3.12 the interpreter records in the bytecode which way each jump went. So a call copies each page that
+    contains a function which it runs, and so does the zygote after each fork.
+    """
+    functions = [subject for subject in gc.get_objects() if type(subject) is types.FunctionType]
+    guest_functions = [function for function in functions if function.__code__.co_filename.startswith(directory)]
+    hot = [function for function in guest_functions if _is_specialised(function.__code__)]
+    sizes = sorted({sys.getsizeof(function.__code__) for function in hot}, reverse=True)
+    fillers = [block for size in sizes for block in _fill_holes(size)]
+    objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
+    # New objects come from malloc, whatever their size. The interpreter's own functions can free both kinds.
+    mixed = _Allocator(raw.context, raw.malloc, raw.calloc, objects.realloc, objects.free)
+    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(mixed))
+    replaced = [function.__code__ for function in hot]  # kept alive, so that no new code takes their memory
+    for function in hot:
+        function.__code__ = function.__code__.replace()
+    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(objects))
+    for filler in fillers:
+        _libc.free(filler)
+    return len(replaced)
+
+
+def _is_specialised(code: types.CodeType) -> bool:
+    """Return whether the interpreter has specialised one of the instructions (PEP 659)."""
+    plain, adapted = code.co_code[::2], getattr(code, "_co_code_adaptive", code.co_code)[::2]
+    return any(before != after for before, after in zip(plain, adapted) if before)  # 0 is a cache entry
+
+
+def _fill_holes(size: int) -> Iterator[int]:
+    """Allocate every free block of at least `size` bytes below the end of malloc's heap."""
+    end = _libc.malloc(_HUGE_BYTES * 8)  # larger than every hole
+    _libc.free(end)
+    block = 0
+    while block < end <= _libc.sbrk(0):
+        block = _libc.malloc(size)
+        yield block
+
+
 def compact_heap() -> int:
     """Free what is unused, exclude the rest from collection, and collapse it. Return the number of huge pages."""
     gc.collect()
@@ -156,10 +205,19 @@ def compact_heap() -> int:
     gc.freeze()
     gc.disable()
     gc.collect()  # empties the interpreter's free lists, whose objects are scattered
+    _fill_pools()
+    _fill_last_block()
     _restore_allocators()
     top = _libc.sbrk(0) // _HUGE_BYTES  # not collapsed: the heap could not grow any more
     blocks |= _resident_blocks_below(top)
     return sum(_collapse(block) for block in blocks if block != top)
+
+
+def _fill_last_block() -> None:
+    """Allocate the rest of the last huge page of the heap, so that calls allocate memory behind it."""
+    last = 0
+    while (block := _libc.malloc(_CHUNK_BYTES)) // _HUGE_BYTES == last // _HUGE_BYTES or block < last:
+        last = block
 
 
 _MIN_RESIDENT_PAGES = 33
@@ -180,6 +238,42 @@ def _resident_blocks_below(top: int) -> set:
 def _collapse(block: int) -> bool:
     """Collapse a block of 2 MiB into a huge page. Return whether the kernel did."""
     return bool(_libc.madvise(block * _HUGE_BYTES, _HUGE_BYTES, _MADV_COLLAPSE) == 0)
+
+
+# Pools of the interpreter's allocator (CPython, Objects/obmalloc.c), in bytes.
+_POOL_BYTES, _POOL_HEADER_BYTES, _MAX_BLOCK_BYTES, _ALIGNMENT_BYTES = 1 << 14, 48, 512, 16
+_BATCH_BLOCKS, _MAX_BATCHES, _MAX_GAP_BLOCKS = 16, 4096, 8
+
+
+def _fill_pools() -> None:
+    """Allocate every free block of a pool that has other objects, so that calls allocate from pools of their own.
+
+    Otherwise a call's objects would go to free blocks all over the heap, each in a page to copy.
+    """
+    for size in range(_ALIGNMENT_BYTES, _MAX_BLOCK_BYTES + 1, _ALIGNMENT_BYTES):
+        kind = {16: object, 32: complex}.get(size, bytes)  # a type whose objects have exactly this size
+        arguments = (size - _BYTES_OVERHEAD,) if kind is bytes else ()
+        addresses: list = []
+        for _ in range(_MAX_BATCHES):
+            batch: list = [None] * _BATCH_BLOCKS
+            for index in range(_BATCH_BLOCKS):  # the loop allocates nothing else
+                batch[index] = kind(*arguments)
+            _fillers.append(batch)
+            addresses = addresses[-2:] + [id(filler) for filler in batch]
+            if _starts_new_pool(addresses, size):
+                break
+
+
+def _starts_new_pool(addresses: list, size: int) -> bool:
+    """Return whether three of the addresses follow each other from the start of a pool, so no other pool had room.
+
+    Some blocks between them may be missing, because this module itself has allocated them.
+    """
+    start, max_distance = _POOL_HEADER_BYTES + 3 * size, _MAX_GAP_BLOCKS * size
+    return any(
+        first % _POOL_BYTES < start and first < second < third < first + max_distance
+        for first, second, third in zip(addresses, addresses[1:], addresses[2:])
+    )
 
 
 _MAX_HUGE_CODE_BYTES = 16 << 20

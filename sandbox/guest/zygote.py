@@ -357,12 +357,9 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, pro
     fork_memory.use_one_heap()
     missing, problems = profiles.load(profile)
     runner.take_over_logging()
-    warming = Zygote(frames.FrameReader(sock), confinement)
-    fork_warmup.run_scripts(warming, 20)
+    _warm_up(sock, confinement)
     if threading.active_count() != 1:
         raise RuntimeError(f"expected one thread, because a zygote forks, but importing {profile} started others")
-    os.close(warming.child_signal_fd)
-    del warming
     fork_memory.remap_code()
     fork_memory.compact_heap()
     # Made after the compaction, so that what changes with each call is outside the huge pages: a write to a huge page
@@ -375,6 +372,12 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, pro
     zygote.send({"op": "ready", **ready})
     zygote.writer.flush()
     zygote.serve()
+
+
+def _warm_up(sock: socket.socket, confinement: confine.Confinement) -> None:
+    zygote = Zygote(frames.FrameReader(sock), confinement)
+    fork_warmup.run_scripts(zygote, 20)
+    os.close(zygote.child_signal_fd)
 
 
 def _inherited_kb() -> int:
@@ -442,6 +445,8 @@ def main() -> None:
         confinement = confine.Confinement(header["plan"])
         confine.restrict_zygote(header["plan"])
         runner.prepare(confinement.scratch_mount or "")
+        _warm_up(sock, confinement)
+        fork_memory.colocate_bytecode(os.path.dirname(__file__))
         warm_up_and_serve(sock, confinement, header["profile"])
 
 

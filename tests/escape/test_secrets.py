@@ -141,21 +141,21 @@ def values(frame):
         frame = frame.f_back
 found, seen = list(values(sys._getframe().f_back)), set()
 while found and len(seen) < 500_000:
-    one = found.pop()
-    if id(one) in seen: continue
-    seen.add(id(one))
-    if isinstance(one, (bytes, bytearray, memoryview)): scan(bytes(one))
-    elif isinstance(one, str): scan(one.encode(errors="replace"))
-    elif isinstance(one, dict): found += [*one.keys(), *one.values()]
-    elif isinstance(one, (list, tuple, set, frozenset)): found += one
-    elif hasattr(type(one), "__slots__"): found += [getattr(one, s, None) for s in type(one).__slots__]
-    elif hasattr(one, "__dict__") and not isinstance(one, type(sys)): found.append(vars(one))
+    value = found.pop()
+    if id(value) in seen: continue
+    seen.add(id(value))
+    if isinstance(value, (bytes, bytearray, memoryview)): scan(bytes(value))
+    elif isinstance(value, str): scan(value.encode(errors="replace"))
+    elif isinstance(value, dict): found += [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)): found += value
+    elif hasattr(type(value), "__slots__"): found += [getattr(value, s, None) for s in type(value).__slots__]
+    elif hasattr(value, "__dict__") and not isinstance(value, type(sys)): found.append(vars(value))
 """,
     "objects known to the collector": """
 import gc
 gc.unfreeze()
-for one in gc.get_objects():
-    for part in gc.get_referents(one):
+for value in gc.get_objects():
+    for part in gc.get_referents(value):
         if isinstance(part, (bytes, bytearray)): scan(bytes(part))
         elif type(part) is str: scan(part.encode(errors="replace"))
 """,
@@ -194,28 +194,28 @@ for first, last in runs:
 }
 
 
-@pytest.mark.parametrize("where", SEARCH)
-def test_secrets_of_other_calls_in(where: str, target: Target) -> None:
-    past, early, late = other_calls(), other_calls(), other_calls()
-    attack = target.call(SEARCH[where], timeout_s=120.0, memory_mb=1024)
+@pytest.mark.parametrize("search", SEARCH)
+def test_secrets_of_other_calls_in(search: str, target: Target) -> None:
+    earlier, batch_before, batch_after = other_calls(), other_calls(), other_calls()
+    attack = target.call(SEARCH[search], timeout_s=120.0, memory_mb=1024)
     caller = target.caller
-    hanging = caller.submit(past.running)
-    caller.run_all([past.ended] * 3)
+    hanging = caller.submit(earlier.running)
+    caller.run_all([earlier.ended] * 3)
     caller.stats.clear()
     # Wait until the calls of the test before are gone and the hanging call is long, so that all four short slots are free.
     caller.until(lambda: (caller.stats.get("running"), caller.stats.get("running_long")) == (1, 1))
     with target.stopped():  # so that the zygote receives all four calls before it forks the first
-        before = caller.submit(early.ended)
-        attacks = caller.submit(attack)
-        batch_mates = [caller.submit(late.running), caller.submit(late.ended)]
+        before = caller.submit(batch_before.ended)
+        attacker = caller.submit(attack)
+        after = [caller.submit(batch_after.running), caller.submit(batch_after.ended)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == 5)
     caller.result_of(before)
-    output = caller.result_of(attacks).stdout
-    caller.result_of(batch_mates[1])
-    caller.send("cancel", [hanging, batch_mates[0]])
+    output = caller.result_of(attacker).stdout
+    caller.result_of(after[1])
+    caller.send("cancel", [hanging, after[0]])
     assert output.endswith("END\n")
-    stolen = [token for token in past.secrets | early.secrets | late.secrets if token in output]
+    stolen = [token for token in earlier.secrets | batch_before.secrets | batch_after.secrets if token in output]
     assert not stolen, output
 
 
@@ -229,7 +229,7 @@ def test_calls_of_a_batch_do_not_inherit_each_others_descriptors(target: Target)
         attacks = [caller.submit(attack) for _ in range(3)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == len(attacks))
-    output = [caller.result_of(one).stdout for one in attacks]
+    output = [caller.result_of(seq).stdout for seq in attacks]
     assert all(text.endswith("END\n") for text in output), output
     assert not any("BREACH" in text for text in output), output
 
@@ -245,8 +245,8 @@ serve([secret, {"kept": [secret.decode()]}])
 """
 
 
-@pytest.mark.parametrize("where", SEARCH)
-def test_search_finds_secrets_of_the_parent_without_a_jail(where: str, host: Host, tmp_path: Path) -> None:
-    argv = [OWN_PYTHON, "-c", ZYGOTE, canary(), host.with_facts(SEARCH[where])]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=DEADLINE_S)
-    assert "BREACH CANARY" in done.stdout, done
+@pytest.mark.parametrize("search", SEARCH)
+def test_search_finds_secrets_of_the_parent_without_a_jail(search: str, host: Host, tmp_path: Path) -> None:
+    argv = [OWN_PYTHON, "-c", ZYGOTE, canary(), host.with_facts(SEARCH[search])]
+    run = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=DEADLINE_S)
+    assert "BREACH CANARY" in run.stdout, run

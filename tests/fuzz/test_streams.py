@@ -1,6 +1,6 @@
-"""Streams of frames that were damaged on the way: what came before is given, and then there is one kind of error.
+"""Damaged streams of frames: the frames before the damage are decoded, and damage raises `ProtocolError` only.
 
-Where the stream is cut makes no difference to what comes out of it.
+The result does not depend on how the stream is split into reads.
 """
 
 from __future__ import annotations
@@ -22,63 +22,62 @@ Codec = tuple[Callable[[Any], bytes], Callable[[], Any]]
 
 
 def _zygote_unpacker() -> zygote_frames.Unpacker:
-    made = zygote_frames.Unpacker()
-    made.max_body_bytes = 1000
-    return made
+    unpacker = zygote_frames.Unpacker()
+    unpacker.max_body_bytes = 1000
+    return unpacker
 
 
 CODECS: dict[str, Codec] = {
     "wire": (lambda text: wire.pack(["results", [[1, text]]]), lambda: wire.Unpacker(max_frame_bytes=1000)),
     "zygote": (lambda text: frame({"op": "ended", "run_id": 1}, text.encode(), b""), _zygote_unpacker),
-    "zygote's answers": (lambda text: ended_binary(1, text.encode()), _zygote_unpacker),
+    "zygote, ended": (lambda text: ended_binary(1, text.encode()), _zygote_unpacker),
 }
 
 
-def read(made: Any, pieces: list[bytes]) -> tuple[list[Any], str]:
-    """The frames that came out, and what ended them."""
-    received: list[Any] = []
+def decode(unpacker: Any, pieces: list[bytes]) -> tuple[list[Any], str]:
+    """Return the decoded frames and the error, or ""."""
+    frames: list[Any] = []
     try:
         for piece in pieces:
-            made.feed(piece)
-            for whole in made:
-                received.append(whole)
-    except ProtocolError as why:
-        assert len(str(why)) < 500
-        return received, str(why)
-    return received, ""
+            unpacker.feed(piece)
+            for received in unpacker:
+                frames.append(received)
+    except ProtocolError as error:
+        assert len(str(error)) < 500
+        return frames, str(error)
+    return frames, ""
 
 
-def cut(stream: bytes, places: list[int]) -> list[bytes]:
-    ends = [0, *sorted(min(place, len(stream)) for place in places), len(stream)]
+def split(stream: bytes, positions: list[int]) -> list[bytes]:
+    ends = [0, *sorted(min(position, len(stream)) for position in positions), len(stream)]
     return [stream[start:end] for start, end in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(
     texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=10), min_size=1, max_size=4),
-    at=st.integers(0, 400),
-    gone=st.integers(0, 9),
-    put=st.binary(max_size=9),
-    places=st.lists(st.integers(0, 400), max_size=6),
+    damage_at=st.integers(0, 400),
+    removed_bytes=st.integers(0, 9),
+    inserted=st.binary(max_size=9),
+    positions=st.lists(st.integers(0, 400), max_size=6),
 )
-def test_damage_is_found_no_earlier_than_it_is_there(
-    codec: str, texts: list[str], at: int, gone: int, put: bytes, places: list[int]
+def test_frames_before_the_damage_are_decoded(
+    codec: str, texts: list[str], damage_at: int, removed_bytes: int, inserted: bytes, positions: list[int]
 ) -> None:
     pack, unpacker = CODECS[codec]
-    parts = [pack(text) for text in texts]
-    stream = b"".join(parts)
-    damaged = stream[:at] + put + stream[at + gone :]
-    whole, _ = read(unpacker(), [stream])
-    received, error = read(unpacker(), [damaged])
-    ends = itertools.accumulate(map(len, parts))
-    before = sum(end <= at for end in ends)
-    assert len(whole) == len(texts)
-    assert received[:before] == whole[:before]
-    assert read(unpacker(), cut(damaged, places)) == (received, error)
+    packed = [pack(text) for text in texts]
+    stream = b"".join(packed)
+    damaged = stream[:damage_at] + inserted + stream[damage_at + removed_bytes :]
+    all_frames, _ = decode(unpacker(), [stream])
+    frames, error = decode(unpacker(), [damaged])
+    intact = sum(end <= damage_at for end in itertools.accumulate(map(len, packed)))
+    assert len(all_frames) == len(texts)
+    assert frames[:intact] == all_frames[:intact]
+    assert decode(unpacker(), split(damaged, positions)) == (frames, error)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@given(data=st.binary(max_size=60), places=st.lists(st.integers(0, 60), max_size=4))
-def test_any_bytes_come_out_the_same_however_cut(codec: str, data: bytes, places: list[int]) -> None:
+@given(data=st.binary(max_size=60), positions=st.lists(st.integers(0, 60), max_size=4))
+def test_any_bytes_are_decoded_the_same_however_split(codec: str, data: bytes, positions: list[int]) -> None:
     _, unpacker = CODECS[codec]
-    assert read(unpacker(), cut(data, places)) == read(unpacker(), [data])
+    assert decode(unpacker(), split(data, positions)) == decode(unpacker(), [data])

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to by the DevTools protocol: pages of their own context, their DOM, their screenshots."""
+"""A headless Chromium, controlled over the DevTools protocol: isolated pages, their DOM and their screenshots."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-port=0",
 )  # fmt: skip
 
-FAINTEST = """() => {
+LOWEST_CONTRAST_JS = """() => {
   const light = text => {
     const parts = text.match(/[0-9.]+/g).slice(0, 3).map(n => n / 255).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
     return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2];
@@ -50,26 +50,26 @@ class Browser:
         self._socket = socket
         self._numbers = itertools.count(1)
         self.faults: list[str] = []
-        """What the pages complained about: uncaught errors, breaches of their content policy, failed loads."""
+        """Problems that the pages reported: uncaught errors, violations of the content policy, failed loads."""
 
     async def call(self, method: str, session: str | None = None, **params: Any) -> Any:
-        """One command and its result."""
+        """Send a command, and return its result."""
         number = next(self._numbers)
-        message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
-        await self._socket.send_json(message)
+        command = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        await self._socket.send_json(command)
         while True:
-            got = json.loads(await self._socket.receive_str(timeout=PATIENCE_S))
-            if got.get("id") == number:
-                assert "error" not in got, f"{method}: {got['error']}"
-                return got["result"]
-            if got.get("method") == "Runtime.exceptionThrown":
-                self.faults.append(str(got["params"]["exceptionDetails"]))
-            elif got.get("method") == "Log.entryAdded":
-                self.faults.append(f"{got['params']['entry']['text']} {got['params']['entry'].get('url', '')}")
+            message = json.loads(await self._socket.receive_str(timeout=TIMEOUT_S))
+            if message.get("id") == number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                return message["result"]
+            if message.get("method") == "Runtime.exceptionThrown":
+                self.faults.append(str(message["params"]["exceptionDetails"]))
+            elif message.get("method") == "Log.entryAdded":
+                self.faults.append(f"{message['params']['entry']['text']} {message['params']['entry'].get('url', '')}")
 
     @asynccontextmanager
     async def page(self, url: str, width: int = 1280, height: int = 800, *, dark: bool = False) -> AsyncIterator[Page]:
-        """`url` in a context without history."""
+        """Open `url` in a new browser context, without cookies and storage."""
         self.faults.clear()
         context = (await self.call("Target.createBrowserContext"))["browserContextId"]
         target = (await self.call("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
@@ -87,7 +87,7 @@ class Browser:
 
 
 class Page:
-    """One page."""
+    """A page of the browser."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
@@ -106,43 +106,43 @@ class Page:
         )
 
     async def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
-        got = await self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in got, got["exceptionDetails"]
-        return got["result"].get("value")
+        """Evaluate a JavaScript expression in the page, and return its value."""
+        message = await self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in message, message["exceptionDetails"]
+        return message["result"].get("value")
 
     async def until(self, claim: str) -> None:
-        """Return once the expression `claim` is true."""
+        """Wait until the JavaScript expression `claim` is true."""
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                while not await self.run(claim):  # noqa: ASYNC110  the page has no event for us
+            async with asyncio.timeout(TIMEOUT_S):
+                while not await self.run(claim):  # noqa: ASYNC110  the page sends no event
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise AssertionError(f"never true: {claim}; {self.faults}\n{await self.text()}") from None
 
     async def text(self, selector: str = "body") -> str:
-        """What can be read there."""
+        """Return the visible text of an element."""
         return str(await self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
 
-    async def faintest(self) -> float:
-        """The least contrast between a text that can be seen and what is behind it."""
-        return float(await self.run(f"({FAINTEST})()"))
+    async def lowest_contrast(self) -> float:
+        """Return the lowest contrast between a visible text and its background (WCAG ratio)."""
+        return float(await self.run(f"({LOWEST_CONTRAST_JS})()"))
 
     async def screenshot(self) -> bytes:
-        """All of the page as a PNG, as far as it can be scrolled."""
+        """Return a PNG of the whole page, the part outside of the window included."""
         return base64.b64decode((await self.call("Page.captureScreenshot", captureBeyondViewport=True))["data"])
 
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A Chromium of our own, gone afterwards with all that it wrote."""
+    """Start a Chromium with a temporary profile; kill it and remove the profile at the end."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM, *FLAGS, f"--user-data-dir={folder}", stderr=asyncio.subprocess.PIPE, start_new_session=True
         )
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 address = await _address(process)
             async with aiohttp.ClientSession() as http, http.ws_connect(address, max_msg_size=0) as socket:
                 browser = Browser(socket)
@@ -159,12 +159,12 @@ async def chromium() -> AsyncIterator[Browser]:
 
 async def _address(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
-    said = b""
+    output = b""
     while line := await process.stderr.readline():
-        said += line
+        output += line
         if line.startswith(b"DevTools listening on "):
             return line.split()[-1].decode()
-    raise AssertionError(f"chromium did not start: {said.decode(errors='replace')}")
+    raise AssertionError(f"chromium did not start: {output.decode(errors='replace')}")
 
 
 def _scheme(dark: bool) -> dict[str, str]:

@@ -41,6 +41,18 @@ print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_be
         pytest.skip("this kernel or interpreter has no code that fills huge pages")
 
 
+def test_objects_that_are_made_later_are_in_pools_of_their_own() -> None:
+    """90 objects of 100 bytes fill less than two pools of 16 KiB."""
+    code = """
+scattered = [bytes(100) for _ in range(100_000)]
+del scattered[::7]
+fork_memory.compact_heap()
+pools = {id(later) >> 14 for later in [bytes(100) for _ in range(90)]}
+print(len(pools) <= 2)
+"""
+    assert _run(code) == "True\n"
+
+
 def test_what_a_zygote_loads_is_one_heap_of_huge_pages() -> None:
     code = """
 fork_memory.use_one_heap()
@@ -79,3 +91,39 @@ print(has_own_allocator, sum(len(str(number)) for number in [[n] for n in range(
 os._exit(0)
 """
     assert _run(code, "an argument", isolation="-s") == "True [] ['-c', 'an argument']\nTrue 688890\n"
+
+
+def test_filling_ends_when_no_pool_has_free_blocks() -> None:
+    """2,000 batches of 16 blocks would be far more than the 8,800 free blocks."""
+    code = """
+for size in range(16, 500, 16):
+    scattered = [bytes(size) for _ in range(2_000)]
+    del scattered[::7]
+fork_memory.compact_heap()
+print(len(fork_memory._fillers) < 2_000)
+"""
+    assert _run(code) == "True\n"
+
+
+def test_hot_functions_lie_side_by_side_and_run_on() -> None:
+    code = f"""
+fork_memory.use_one_heap()
+import frames, os, runner
+holes = [bytearray(size) for size in range(200, 4000, 8)]
+del holes[::2]
+def work():
+    runner._last_line("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
+    return frames.split_blobs(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
+before = [work() for _ in range(200)][0]
+count = fork_memory.colocate_bytecode({str(GUEST)!r})
+functions = frames.split_blobs, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
+addresses = sorted(id(function.__code__) for function in functions)
+print(count, all(work() == before for _ in range(200)), addresses[-1] - addresses[0] < 32768, end=" ")
+print(frames.split_blobs.__name__, flush=True)
+os._exit(0)
+"""
+    count, same, together, name = _run(code).split()
+    assert (same, name) == ("True", "split_blobs")
+    if count == "0":
+        pytest.skip("this interpreter does not specialise its bytecode")
+    assert together == "True"

@@ -133,7 +133,14 @@ def test_zygote_keeps_only_the_capabilities_it_needs(spec: JailSpec) -> None:
         text = Path(f"/proc/{jail.receive()}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if line.startswith(("Cap", "NoNew")))
     if spec.uid_base is not None:
-        assert int(fields["CapPrm"], 16) == int(fields["CapBnd"], 16) == sum(1 << cap for cap in (0, 5, 6, 7, 8))
+        assert (
+            int(fields["CapPrm"], 16)
+            == int(fields["CapBnd"], 16)
+            == sum(
+                1 << number
+                for number in (0, 5, 6, 7, 8)  # CHOWN, KILL, SETGID, SETUID, SETPCAP
+            )
+        )
     assert fields["NoNewPrivs"] == "1"
 
 

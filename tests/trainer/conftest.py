@@ -1,4 +1,4 @@
-"""One thread for torch: two that wait for each other on a machine that is busy take a hundred times as long."""
+"""Limits torch to one thread: on a busy machine, two threads that wait for each other take a hundred times as long."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""vLLM's routes in front of any engine, and an engine without torch to put behind them."""
+"""A fake vLLM server in front of any engine, and an engine without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.scheduling.scheduler import EngineStats
 
 @dataclass
 class TableEngine:
-    """The next id's distribution follows from the last id and `salt`, which are its weights."""
+    """An engine whose next-id distribution depends on the last id and on `salt`, which stands for its weights."""
 
     name: str = "table"
     salt: Any = 0
@@ -29,21 +29,21 @@ class TableEngine:
     max_model_len: int = 256
     weight_version: int = 0
     before: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-    """Awaited in each `generate`; it may raise or never return."""
+    """Awaited in each `generate`. It may raise or never return."""
     room: EngineCapacity = field(default_factory=lambda: EngineCapacity(10_000, 1000))
     scraped: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-    """Awaited in each `gauge`, and in `logprobs`."""
+    """Awaited in each `stats`, `capacity` and `logprobs`."""
     preemptions: int = 0
     computed: int = 0
     asked: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
     running: int = 0
     reached: int = 2
-    """Tokens that a request has when it is interrupted."""
+    """Tokens that a request has when it is aborted."""
     aborted: set[str] = field(default_factory=set)
     abort_called: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the first `interrupt`."""
+    """Set by the first `abort`."""
     begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    """Released by each request that comes to `until_halted`."""
+    """Released by each request that reaches `until_aborted`."""
     is_closed: bool = False
 
     def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
@@ -76,7 +76,7 @@ class TableEngine:
         return Generation(tuple(made), tuple(logprobs), has_stop_token, self.name, self.weight_version, not is_over)
 
     async def until_aborted(self) -> None:
-        """For `before`: requests last until one is interrupted."""
+        """For `before`: requests last until one is aborted."""
         self.begun.release()
         await self.abort_called.wait()
 
@@ -89,7 +89,7 @@ class TableEngine:
         return [math.log(self.distribution(last)[id]) for last, id in pairwise(ids)]
 
     async def load_weights(self, weights: Any, version: int) -> None:
-        """A folder's file, or what stands under `salt`, is the new salt."""
+        """Take the new salt from a directory's file or from `weights["salt"]`."""
         is_here = isinstance(weights, Path)
         self.salt = (weights / "model.safetensors").read_bytes() if is_here else weights["salt"]
         self.weight_version = version
@@ -130,21 +130,21 @@ vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0",num_gpu_bl
 
 @dataclass
 class FakeVllm:
-    """A server on loopback. `twist` sees each route's answer and may change it, or raise an `web.HTTPException`."""
+    """A server on loopback. `twist` gets each route's answer and may change it or raise a `web.HTTPException`."""
 
     engine: Any
     twist: Callable[[str, Any], Any] = lambda route, answer: answer
     load: Callable[[Any, Path], Awaitable[None]] | None = None
-    """How `engine` takes a folder; None is `engine.load`."""
+    """Loads a directory into `engine`. None calls `engine.load_weights`."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
     running: int = 0
     dropped: int = 0
-    """Requests whose client went away."""
+    """Number of requests whose client has disconnected."""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @asynccontextmanager
     async def serve(self, port: int = 0) -> AsyncIterator[str]:
-        """Its URL."""
+        """Run the server until the block ends. Yields its URL."""
         app = web.Application()
         routes = {
             "/v1/completions": self._completions,

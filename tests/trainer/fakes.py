@@ -1,4 +1,4 @@
-"""What stands in for a model, its tokenizer and the sandbox in the tests of episodes."""
+"""Fakes of the engine pool, the tokenizer and the sandbox for tests of episodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = [
 
 @cache
 def qwen_tokenizer(template: str | None = None) -> Any:
-    """A byte-level BPE of a few hundred tokens with Qwen's: chat tokens that are special, tags that are not."""
+    """Return a byte-level BPE of a few hundred tokens with Qwen's special chat tokens and its plain tags."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -48,7 +48,7 @@ def qwen_tokenizer(template: str | None = None) -> Any:
 
 
 class FakePythonTool:
-    """A tool whose `code` says what becomes of it: `error`, `timeout`, `unavailable` and so on by the names of
+    """A tool whose result is the value of `code`: `error`, `timeout`, `unavailable` and so on by the values of
     `ToolCallStatus`; `replies` has the response to any other code, which is else its own response."""
 
     def __init__(self, replies: Mapping[str, str] | None = None) -> None:
@@ -70,7 +70,7 @@ class FakePythonTool:
 
 
 class FakeVerifier:
-    """Equal texts are equivalent; an answer that is the name of a verdict gets that one."""
+    """Equal texts are equivalent. An answer that is the value of an outcome gets that outcome."""
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
@@ -88,34 +88,34 @@ class FakeVerifier:
 
 END = "<|im_end|>"
 Script = Callable[[str, SamplingParams], str]
-"""From what stands before the turn, as text, to what the model says; without `END` it is cut off by `max_tokens`."""
+"""Takes the context as text and returns the turn's text. Without `END`, `max_tokens` truncates it."""
 Pause = Callable[[], Awaitable[None]]
 
 
 @dataclass
 class ScriptedPool:
-    """Engines that say what a script says. `asked` has every request, `seated` who sits where."""
+    """A pool whose turns come from a script. `asked` has every request, `open_groups` the groups of open handles."""
 
     script: Script
     pause: Pause = lambda: asyncio.sleep(0)
     weight_version: int = 3
     reached: Callable[[int], int] = lambda tokens: tokens // 2
-    """Of the tokens of a turn, those that there are when it is interrupted."""
+    """Takes the tokens of a turn and returns how many are sampled when it is aborted."""
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
-    seated: list[str] = field(default_factory=list)
+    open_groups: list[str] = field(default_factory=list)
     busy_timer: BusyTimer = field(default_factory=BusyTimer)
     nan_turns: int = 0
     abort_called: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the first `interrupt`."""
+    """Set by the first `abort`."""
 
     @asynccontextmanager
     async def open_episode(self, *, group: str, max_context_tokens: int) -> AsyncIterator[ScriptedHandle]:
         assert max_context_tokens > 0
-        self.seated.append(group)
+        self.open_groups.append(group)
         try:
             yield ScriptedHandle(self)
         finally:
-            self.seated.remove(group)
+            self.open_groups.remove(group)
 
     async def abort(self, handles: Sequence[ScriptedHandle]) -> None:
         for handle in handles:
@@ -153,7 +153,7 @@ class ScriptedHandle:
 
 @dataclass
 class ScriptedTools:
-    """A tool that replies what `replies` makes of the code, after a pause, and `FakeVerifier`."""
+    """A tool whose response is `replies(code)` after a pause, and a `FakeVerifier`."""
 
     replies: Callable[[str], ToolCall | str] = lambda code: code
     pause: Pause = lambda: asyncio.sleep(0)
@@ -185,12 +185,12 @@ def replied(
     name: str = "python",
     **more: Any,
 ) -> ToolCall:
-    """What came of a call."""
+    """Return a finished tool call."""
     return ToolCall(name, arguments, status, response, **more)
 
 
 def call(code: str = "print(1)", **more: str) -> str:
-    """A tool call as a model writes it."""
+    """Return a tool call as a model writes it."""
     return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code, **more}})}\n</tool_call>"
 
 

@@ -1,5 +1,5 @@
-"""An event loop whose time stands still as long as anything can happen or a thread works, and then jumps to what is due
-next."""
+"""An event loop with a virtual clock. The clock stands still while any task can run or a thread works; then it jumps to
+the next timer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def jumping(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an asynchronous test in such a loop, for at most a week of its time."""
+    """Run an asynchronous test in such a loop, for at most a week of virtual time."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU for tests, with the tiny model of `test_local`."""
+"""Starts a real vLLM on the CPU with the tiny model of `test_local`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.engines.vllm_servers import VllmServers
 
 
 def saved(folder: Path) -> Path:
-    """The model, and a tokenizer for its vocabulary, which vLLM wants to see."""
+    """Save the model and a tokenizer for its vocabulary, which vLLM requires."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""An engine and a collector in one: they sample for real from a model, without turns or tools."""
+"""A fake engine pool and collector in one, which sample from a model without turns or tools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET_LIBRARIES = pytest.mark.filterwarnings(
 
 
 def by_parity(problem: Problem, sample: int, ids: Sequence[int]) -> float | None:
-    """A reward that a group differs in, and that follows from what was sampled."""
+    """Return a reward that depends on the samples and differs within a group."""
     return float(sum(ids) % 2)
 
 
@@ -35,13 +35,13 @@ def problems(count: int) -> list[Problem]:
 
 @dataclass
 class Sampler:
-    """`pool` and `collector` at once. `before` is called at the start of each collection with its number."""
+    """Pool and collector. `before` is called with the index of each collection when it starts."""
 
     folder: Path
     score: Score = by_parity
     tokens: int = 8
     shift: float = 0.0
-    """Added to the log-probabilities that are reported: an engine that disagrees with the trainer."""
+    """Added to the reported log-probabilities, so that engine and trainer disagree."""
     before: Callable[[int], None] = lambda number: None
     error: str = ""
     overhead_cpu_s: float = 0.0
@@ -64,7 +64,7 @@ class Sampler:
     async def collect_groups(
         self, groups: Sequence[Sequence[Episode]], *, min_complete: int, must_complete: int, **asked: Any
     ) -> list[list[Episode] | None]:
-        """Those are complete that are `due`, and of the others the last ones."""
+        """Complete the first `must_complete` groups, and then the last ones of the others."""
         self.before(sum(entry != "sync" for entry in self.log))
         self.log.append(([group[0].problem.id for group in groups], len(groups[0]), asked))
         complete = {*range(must_complete), *range(len(groups) - min_complete + must_complete, len(groups))}
@@ -85,7 +85,7 @@ class Sampler:
         return over
 
     def episode(self, problem: Problem, sample: int, seed: int, draft: Episode | None = None) -> Episode:
-        """A few sampled tokens, two that are shown, and as many sampled ones again; `draft` has the first of them."""
+        """Return an episode of sampled tokens with two observation tokens among them. `draft` has its first tokens."""
         prompt = [20 + ord(letter) for letter in problem.id]
         draw = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
         begun = draft or Episode(problem, sample)

@@ -1,4 +1,5 @@
-"""Run by `torchrun` in two processes: two steps of a stage, and what each rank had, as JSON in the folder given.
+"""Run by `torchrun` in two processes: trains two steps of a stage and writes each rank's results as JSON to a
+directory.
 
 The second step's rollouts take longer than the default process group lets an exchange take.
 With "full" as the third argument the model is sharded by FSDP, as on GPUs.
@@ -87,7 +88,7 @@ def main(model: Path, folder: Path, sharding: Any = "none") -> None:
 
 
 def _as_on_gpus(init: Any) -> Any:
-    """accelerate shards on GPUs alone; torch does with gloo as well."""
+    """Make accelerate shard on the CPU: it does so on GPUs only, although torch can with gloo."""
 
     def init_as_on_gpus(self: Any, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
@@ -98,7 +99,7 @@ def _as_on_gpus(init: Any) -> Any:
 
 
 def _noting(name: str, function: Any, waits: list[tuple[str, float]]) -> Any:
-    """`function`, which also notes on which group it waited, and for how many seconds."""
+    """Return `function` with a record of its process group and duration."""
 
     def noting(*args: Any, group: Any = None, **more: Any) -> Any:
         which = "default" if group is None or group is distributed_c10d._get_default_group() else "own"

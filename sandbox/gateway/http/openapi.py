@@ -63,7 +63,7 @@ class Route:
     """`response_schemas` for status 400 if every item of a batch is malformed."""
 
 
-REFUSALS: Mapping[int, str] = {
+ERROR_DESCRIPTIONS: Mapping[int, str] = {
     400: "The request is malformed; the message names the field, what was expected and what came",
     401: "The token is missing or wrong",
     403: "The request comes from a web page of another site, or its Host header is not a name of this server",
@@ -133,7 +133,7 @@ def _overview(needs_token: bool) -> str:
     rows = "\n".join(f"| `{status}` | {status.description} |" for status in Status)
     return (
         "Runs untrusted Python code, each call in its own isolated process. The `status` of a result is what the code "
-        "did. A failure of the service is an HTTP error or the status `unavailable`. "
+        "did. A failure of the server is an HTTP error or the status `unavailable`. "
         f"{'Requests need the token.' if needs_token else 'This server was started without a token.'}\n\n"
         f"| status | meaning |\n|---|---|\n{rows}\n"
     )
@@ -312,7 +312,7 @@ def _operation(route: Route) -> Schema:
     content = {kind: _media(name) for kind, name in route.response_schemas.items()}
     responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
     for code in (*route.error_statuses, 500):
-        about, content = f"{ERROR_TYPES[code]}: {REFUSALS[code]}.", {"application/json": _media("Refusal")}
+        about, content = f"{ERROR_TYPES[code]}: {ERROR_DESCRIPTIONS[code]}.", {"application/json": _media("Refusal")}
         if code == 400 and route.invalid_schemas:
             about += " If every item of a batch is malformed: the results, each with its own message."
             either = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}

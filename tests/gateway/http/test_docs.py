@@ -18,7 +18,7 @@ ASKED = "!document.getElementById('ask').hidden"
 TOKEN = "s3cret"
 
 
-def test_the_page_makes_no_markup_of_data() -> None:
+def test_the_page_never_inserts_data_as_markup() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\bon\w+=\"", PAGE)
 
 
@@ -28,7 +28,7 @@ def test_the_page_loads_nothing_from_other_hosts() -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_without_a_token_it_asks_for_none(browser: Browser) -> None:
+async def test_the_page_requests_no_token_if_the_server_has_none(browser: Browser) -> None:
     async with serving() as served, browser.page(f"{served.url}/docs") as page:
         await page.until(SHOWN)
         assert not await page.run(ASKED)
@@ -40,7 +40,7 @@ async def test_without_a_token_it_asks_for_none(browser: Browser) -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_it_asks_for_the_token_and_sends_it(browser: Browser) -> None:
+async def test_the_page_requests_the_token_and_sends_it(browser: Browser) -> None:
     async with serving(token=TOKEN) as served, browser.page(f"{served.url}/docs") as page:
         await page.until(ASKED)
         assert not await page.run(SHOWN) and "Result" not in await page.text()
@@ -61,8 +61,8 @@ async def test_it_asks_for_the_token_and_sends_it(browser: Browser) -> None:
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_token_stays_in_the_tab(browser: Browser) -> None:
-    """It is asked for once there, the dashboard included, and is in no address, cookie or lasting store."""
+async def test_the_token_is_stored_only_for_the_tab(browser: Browser) -> None:
+    """The tab requests it once, for the dashboard too. It is in no URL, no cookie and no permanent storage."""
     async with serving(token=TOKEN) as served:
         async with browser.page(f"{served.url}/docs") as page:
             await page.until(ASKED)

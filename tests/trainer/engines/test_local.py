@@ -64,7 +64,7 @@ async def test_a_deprecation_warning_is_logged_and_fails_no_request(caplog):
     await same.close()
 
 
-async def test_an_interrupted_request_goes_on_as_if_it_had_not_been():
+async def test_an_aborted_request_continues_with_the_same_tokens():
     engine, prompt = await engine_of(max_num_seqs=2), prompts(1)[0]
     whole = await engine.generate(prompt, SamplingParams(150, seed=1))
     ids, logprobs, pieces = (), (), 0
@@ -89,7 +89,7 @@ async def test_an_interrupted_request_goes_on_as_if_it_had_not_been():
     assert (ids, logprobs) == (whole.ids, whole.logprobs)
 
 
-async def test_bits_do_not_depend_on_company_slot_or_time():
+async def test_bits_do_not_depend_on_batch_slot_or_time():
     asked = [
         (ids, SamplingParams(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index))
         for index, ids in enumerate(prompts(12))
@@ -106,7 +106,7 @@ async def test_bits_do_not_depend_on_company_slot_or_time():
 
 @pytest.mark.parametrize("slots", [5, 64])
 async def test_every_slot_computes_the_same_bits(slots):
-    """What the test above rests on, for all slots at once: the same ids, alone or among strangers further on."""
+    """The same ids give the same bits in every slot, alone or in a batch with longer contexts."""
     engine, strangers = await engine_of(max_num_seqs=slots), await engine_of(max_num_seqs=slots)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (80,), generator=draw)
@@ -120,7 +120,7 @@ async def test_every_slot_computes_the_same_bits(slots):
     await asyncio.gather(engine.close(), strangers.close())
 
 
-async def test_logprobs_are_the_trainers():
+async def test_logprobs_equal_the_trainers():
     trained, engine = model(), await engine_of()
     prompt = prompts(1)[0]
     for temperature in (1.0, 0.6):
@@ -132,7 +132,7 @@ async def test_logprobs_are_the_trainers():
     await engine.close()
 
 
-async def test_a_kept_prefix_changes_no_bit():
+async def test_a_cached_prefix_changes_no_bit():
     kept, fresh = await engine_of(max_num_seqs=2), await engine_of(max_num_seqs=2)
     prompt = prompts(1)[0]
     first = await kept.generate(prompt, SamplingParams(30, seed=1))
@@ -161,7 +161,7 @@ async def test_sampling_follows_the_distribution():
     await engine.close()
 
 
-async def test_top_p_drops_the_tail_and_renormalises():
+async def test_top_p_drops_the_tail_and_renormalizes():
     trained, engine = model(), await engine_of()
     prompt = prompts(1)[0]
     drawn = await asyncio.gather(
@@ -178,7 +178,7 @@ async def test_top_p_drops_the_tail_and_renormalises():
     await engine.close()
 
 
-async def test_it_stops_after_a_stop_id():
+async def test_generation_ends_after_a_stop_id():
     engine, prompt = await engine_of(), prompts(1)[0]
     got = await engine.generate(prompt, SamplingParams(12, seed=4))
     assert (len(got.ids), got.has_stop_token) == (12, False)
@@ -189,7 +189,7 @@ async def test_it_stops_after_a_stop_id():
     await engine.close()
 
 
-async def test_new_weights_change_the_version_and_forget_what_was_kept(tmp_path):
+async def test_new_weights_change_the_version_and_clear_the_prefix_cache(tmp_path):
     engine, other = await engine_of(), model(seed=1)
     prompt = prompts(1)[0]
     before = await engine.generate(prompt, SamplingParams(8, seed=0))
@@ -203,7 +203,7 @@ async def test_new_weights_change_the_version_and_forget_what_was_kept(tmp_path)
     await engine.close()
 
 
-async def test_a_load_while_something_generates_is_refused():
+async def test_loading_weights_while_a_request_runs_is_an_error():
     engine = await engine_of()
     running = asyncio.create_task(engine.generate([1], SamplingParams(40, seed=0)))
     await engine.logprobs([1, 2])  # by now the other has begun
@@ -213,7 +213,7 @@ async def test_a_load_while_something_generates_is_refused():
     await engine.close()
 
 
-async def test_a_load_does_not_meet_what_was_cancelled_before_it():
+async def test_loading_weights_ignores_requests_cancelled_before():
     engine, weights = await engine_of(max_num_seqs=2), model().state_dict()
     for version in range(5):
         endless = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(4)]
@@ -226,7 +226,7 @@ async def test_a_load_does_not_meet_what_was_cancelled_before_it():
     await engine.close()
 
 
-async def test_cancelled_requests_leave_their_slots():
+async def test_cancelled_requests_free_their_slots():
     engine = await engine_of(max_num_seqs=2)
     endless = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(10)]
     await asyncio.sleep(0)
@@ -243,7 +243,7 @@ async def test_cancelled_requests_leave_their_slots():
     ("ids", "sampling"),
     [([], SamplingParams(1)), ([1] * 250, SamplingParams(7)), ([1], SamplingParams(0)), ([96], SamplingParams(1))],
 )
-async def test_what_cannot_be_served_is_said_at_once(ids, sampling):
+async def test_an_invalid_request_is_a_value_error_at_once(ids, sampling):
     engine = await engine_of()
     with pytest.raises(ValueError, match="expected"):
         await engine.generate(ids, sampling)
@@ -251,7 +251,7 @@ async def test_what_cannot_be_served_is_said_at_once(ids, sampling):
     await engine.close()
 
 
-async def test_broken_weights_fail_every_turn_and_leave_nothing_behind_once_they_are_mended():
+async def test_nan_weights_fail_every_turn_and_have_no_effect_after_valid_weights_are_loaded():
     engine, fresh, broken = await engine_of(max_num_seqs=2), await engine_of(max_num_seqs=2), model()
     with torch.no_grad():
         broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
@@ -266,8 +266,8 @@ async def test_broken_weights_fail_every_turn_and_leave_nothing_behind_once_they
     await asyncio.gather(engine.close(), fresh.close())
 
 
-async def test_a_turn_whose_logits_are_no_numbers_fails_alone_and_leaves_nothing_behind():
-    """An id whose embedding is broken: who reads it fails; others in the same batch, or later in its slot, do not."""
+async def test_a_turn_with_nan_logits_fails_alone_and_does_not_affect_later_turns_in_its_slot():
+    """Only requests that contain the id with the NaN embedding fail, not others in the batch or later in the slot."""
     fresh, broken = await engine_of(max_num_seqs=2), model(tie_word_embeddings=False)
     broken.load_state_dict(model().state_dict())
     asked = [prompt[:10] for prompt in prompts(3)]
@@ -288,7 +288,7 @@ async def test_a_turn_whose_logits_are_no_numbers_fails_alone_and_leaves_nothing
     await asyncio.gather(engine.close(), fresh.close())
 
 
-async def test_close_fails_what_waits():
+async def test_close_fails_waiting_requests():
     engine = await engine_of()
     running = asyncio.create_task(engine.generate([1], SamplingParams(255, seed=0)))
     await asyncio.sleep(0)
@@ -297,6 +297,6 @@ async def test_close_fails_what_waits():
         await running
 
 
-async def test_attention_the_engine_cannot_do_is_refused():
+async def test_unsupported_attention_is_a_value_error():
     with pytest.raises(ValueError, match="use vLLM"):
         LocalEngine(model(layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=True))

@@ -1,4 +1,4 @@
-"""The pool: no episode is lost, whatever becomes of engines; only proven weights sample; the books balance."""
+"""The engine pool: no episode is lost in any engine failure, and only engines with checked weights generate."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def forever():
 
 
 def steps(count):
-    """Something that takes `count` steps of the event loop."""
+    """Return a coroutine function that takes `count` steps of the event loop."""
 
     async def step():
         for _ in range(count):
@@ -60,7 +60,7 @@ def steps(count):
 
 
 def working(engine):
-    """What makes an engine say at each scrape that it has computed more."""
+    """Return a coroutine function for `scraped` that raises the engine's token counter at each scrape."""
 
     async def work():
         engine.computed += 1
@@ -68,7 +68,7 @@ def working(engine):
     return work
 
 
-def test_what_is_done_at_the_same_time_counts_once():
+def test_the_busy_timer_counts_overlapping_tasks_once():
     now = iter([1.0, 5.0, 6.0, 9.0])
     busy = BusyTimer(lambda: next(now))
     with busy:
@@ -84,7 +84,7 @@ def test_what_is_done_at_the_same_time_counts_once():
 
 @dataclass
 class TableProbe:
-    """Another engine with the trainer's weights."""
+    """Compares an engine with another one that has the trainer's weights."""
 
     ids = (1, 2, 3, 4)
 
@@ -115,7 +115,7 @@ def pool_of(made, policy="kv", **options):
 
 
 async def episode(pool, number, turns=5, tool_s=0.0):
-    """The ids of one episode, prompt included."""
+    """Run an episode and return its ids, prompt included."""
     ids = [number % 50]
     async with pool.open_episode(group=number // 4, max_context_tokens=MOST) as handle:
         for turn in range(turns):
@@ -126,7 +126,7 @@ async def episode(pool, number, turns=5, tool_s=0.0):
 
 
 async def alone(numbers, turns=5):
-    """What comes of episodes where nothing goes wrong."""
+    """Return the ids of the same episodes on a single engine without failures."""
     async with pool_of(engines(1)) as pool:
         return [await episode(pool, number, turns) for number in numbers]
 
@@ -141,7 +141,7 @@ async def served_by(pool):
 
 
 @jumping
-async def test_an_episode_keeps_its_engine_and_engines_share_episodes():
+async def test_episodes_stay_on_their_engines_and_are_spread_evenly():
     made, log = engines(3), []
     async with pool_of(made, on_turn=log.append) as pool:
         await asyncio.gather(*(episode(pool, number, tool_s=1.0) for number in range(12)))
@@ -153,7 +153,7 @@ async def test_an_episode_keeps_its_engine_and_engines_share_episodes():
 
 
 @jumping
-async def test_a_turn_is_told_with_its_times_and_tokens():
+async def test_each_turn_is_reported_with_its_times_and_tokens():
     made, log = engines(1, before=lambda: asyncio.sleep(3)), []
     async with (
         pool_of(made, on_turn=log.append) as pool,
@@ -173,7 +173,7 @@ async def test_a_turn_is_told_with_its_times_and_tokens():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @jumping
-async def test_only_turns_that_have_a_place_are_requests(policy):
+async def test_only_placed_turns_are_requests(policy):
     room = EngineCapacity(300, 5)
     made = engines(2, room=room, before=lambda: asyncio.sleep(1))
     most: Counter[str] = Counter()
@@ -197,7 +197,7 @@ async def test_only_turns_that_have_a_place_are_requests(policy):
 
 
 @jumping
-async def test_an_episode_goes_on_elsewhere_token_for_token_when_its_engine_dies():
+async def test_an_episode_continues_with_the_same_tokens_on_another_engine_when_its_engine_dies():
     made = engines(2)
     async with pool_of(made) as pool, pool.open_episode(group="a", max_context_tokens=MOST) as handle:
         first = await handle.generate([1], SamplingParams(4, seed=0))
@@ -211,7 +211,7 @@ async def test_an_episode_goes_on_elsewhere_token_for_token_when_its_engine_dies
 
 @pytest.mark.parametrize("how", [failing(), forever], ids=["dies", "hangs"])
 @jumping
-async def test_all_turns_of_a_lost_engine_go_on_elsewhere(how):
+async def test_all_turns_of_a_lost_engine_continue_on_other_engines(how):
     made = engines(3, before=lambda: asyncio.sleep(1))
     async with pool_of(made) as pool:
         async with asyncio.TaskGroup() as tasks:
@@ -225,7 +225,7 @@ async def test_all_turns_of_a_lost_engine_go_on_elsewhere(how):
 
 
 @jumping
-async def test_an_engine_that_answers_scrapes_but_computes_nothing_is_lost():
+async def test_an_engine_that_answers_scrapes_but_computes_no_token_is_marked_down():
     made = engines(2, before=lambda: asyncio.sleep(1))
     async with pool_of(made) as pool:
         asked = pool.now()
@@ -240,7 +240,7 @@ async def test_an_engine_that_answers_scrapes_but_computes_nothing_is_lost():
 
 @pytest.mark.parametrize("misses", [MAX_MISSED_SCRAPES - 1, MAX_MISSED_SCRAPES])
 @jumping
-async def test_some_missed_scrapes_are_a_suspicion_and_many_are_a_loss(misses):
+async def test_an_engine_is_marked_down_only_after_several_missed_scrapes(misses):
     made = engines(1)
     async with pool_of(made) as pool:
         await served_by(pool)
@@ -260,7 +260,7 @@ async def test_some_missed_scrapes_are_a_suspicion_and_many_are_a_loss(misses):
 
 
 @jumping
-async def test_a_slow_engine_is_given_the_time_that_its_speed_asks_for():
+async def test_the_turn_timeout_grows_with_the_engines_slowness():
     made = engines(1, before=lambda: asyncio.sleep(50))
     async with (
         pool_of(made, turn_timeout_s=60) as pool,
@@ -273,7 +273,7 @@ async def test_a_slow_engine_is_given_the_time_that_its_speed_asks_for():
 
 
 @jumping
-async def test_a_request_that_a_server_forgot_goes_on_elsewhere():
+async def test_a_turn_that_times_out_continues_on_another_engine():
     made = engines(2)
     async with (
         pool_of(made, turn_timeout_s=60) as pool,
@@ -288,7 +288,7 @@ async def test_a_request_that_a_server_forgot_goes_on_elsewhere():
 
 
 @jumping
-async def test_when_all_are_down_for_too_long_what_failed_is_said():
+async def test_the_error_names_each_engines_failure_when_all_are_down_for_too_long():
     made = engines(2)
     for engine in made:
         engine.before = engine.scraped = failing(f"{engine.name} burnt")
@@ -317,7 +317,7 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
 
 
 def breaking(turns):
-    """`turns` of all that are asked have a log-probability that is no number."""
+    """Return a coroutine function for `before` that makes the first `turns` turns fail with NaN."""
     left = iter(range(turns))
 
     async def fail():
@@ -329,7 +329,7 @@ def breaking(turns):
 
 
 @jumping
-async def test_a_turn_without_numbers_is_asked_for_again_and_takes_no_engine_down():
+async def test_a_turn_with_nan_logprobs_runs_again_and_marks_no_engine_down():
     made = engines(1)
     async with pool_of(made) as pool:
         made[0].before = breaking(MAX_FAILURES_PER_TURN - 1)
@@ -339,7 +339,7 @@ async def test_a_turn_without_numbers_is_asked_for_again_and_takes_no_engine_dow
 
 
 @jumping
-async def test_a_turn_that_never_has_numbers_is_given_up_alone():
+async def test_a_turn_that_always_has_nan_logprobs_fails_its_episode_alone():
     made = engines(1)
     async with pool_of(made) as pool:
         made[0].before = breaking(MAX_FAILURES_PER_TURN)
@@ -351,7 +351,7 @@ async def test_a_turn_that_never_has_numbers_is_given_up_alone():
 
 
 @jumping
-async def test_an_engine_whose_every_turn_has_no_numbers_is_lost_and_no_episode_with_it():
+async def test_an_engine_with_nan_logprobs_in_every_turn_is_marked_down_and_no_episode_is_lost():
     made = engines(2)
     made[0].before = breaking(1 << 30)
     async with pool_of(made) as pool:
@@ -363,7 +363,7 @@ async def test_an_engine_whose_every_turn_has_no_numbers_is_lost_and_no_episode_
 
 
 @jumping
-async def test_an_engine_that_answers_well_in_between_stays_and_after_its_rest_begins_anew():
+async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_nan_episodes():
     made = engines(1)
     async with pool_of(made) as pool:
         for number in range(2 * MAX_NON_FINITE_EPISODES):
@@ -400,8 +400,8 @@ def started_anew(engine):
 
 @pytest.mark.parametrize("is_noticed", [False, True])
 @jumping
-async def test_the_only_engine_is_started_anew_and_its_episodes_go_on_with_the_last_weights(is_noticed):
-    """Its client may not notice that: it takes the version that was there before for that of today."""
+async def test_episodes_continue_with_the_last_weights_after_the_only_engine_restarts(is_noticed):
+    """The engine's client may not notice the restart and may still report the old version."""
     made, keep = engines(1, before=lambda: asyncio.sleep(1)), Keeping()
     async with pool_of(made, store=keep, all_down_timeout_s=1000) as pool:
         await pool.sync_weights({"salt": 5})
@@ -421,7 +421,7 @@ async def test_the_only_engine_is_started_anew_and_its_episodes_go_on_with_the_l
 
 
 @jumping
-async def test_an_engine_that_missed_a_sync_gets_it_once_it_is_back_where_weights_are_kept():
+async def test_an_engine_that_missed_a_sync_gets_stored_weights_once_it_is_back():
     class Coarse(TableProbe):
         async def check(self, engine, expected):
             await engine.logprobs(self.ids)
@@ -437,7 +437,7 @@ async def test_an_engine_that_missed_a_sync_gets_it_once_it_is_back_where_weight
 
 
 @jumping
-async def test_kept_weights_stay_until_newer_ones_are_proven():
+async def test_stored_weights_last_until_newer_ones_are_checked():
     made, keep, there = engines(1), Keeping(), []
 
     class Looking(TableProbe):
@@ -453,7 +453,7 @@ async def test_kept_weights_stay_until_newer_ones_are_proven():
 
 
 @jumping
-async def test_a_sync_waits_for_an_engine_up_to_a_limit_but_not_for_one_that_was_never_there():
+async def test_a_sync_waits_for_an_engine_to_come_back_but_the_first_sync_does_not():
     made = engines(1)
     async with pool_of(made, store=Keeping(), all_down_timeout_s=500) as pool:
         made[0].before = made[0].scraped = failing("refused")
@@ -478,7 +478,7 @@ async def test_a_sync_waits_for_an_engine_up_to_a_limit_but_not_for_one_that_was
 
 
 @jumping
-async def test_a_turn_that_makes_every_engine_fail_is_given_up():
+async def test_a_turn_that_fails_on_several_engines_fails_its_episode():
     made = engines(5)
     async with pool_of(made) as pool, pool.open_episode(group="a", max_context_tokens=MOST) as handle:
         for engine in made:
@@ -490,7 +490,7 @@ async def test_a_turn_that_makes_every_engine_fail_is_given_up():
 
 
 @jumping
-async def test_a_wrong_request_is_not_the_engines_failure():
+async def test_an_invalid_request_marks_no_engine_down():
     async with (
         pool_of(engines(1), scheduler=Scheduler(400)) as pool,
         pool.open_episode(group="a", max_context_tokens=400) as handle,
@@ -505,7 +505,7 @@ async def test_a_wrong_request_is_not_the_engines_failure():
 
 
 @jumping
-async def test_preemptions_correct_what_is_promised_but_for_those_before_the_pool():
+async def test_only_preemptions_after_the_bring_up_lower_the_target_utilization():
     made = engines(1, preemptions=50)
     async with pool_of(made) as pool:
         await served_by(pool)
@@ -518,7 +518,7 @@ async def test_preemptions_correct_what_is_promised_but_for_those_before_the_poo
 
 
 @jumping
-async def test_a_failed_engine_is_tried_after_its_rest_though_nobody_asks():
+async def test_a_failed_engine_is_brought_up_again_without_any_request():
     made = engines(2)
     async with pool_of(made) as pool:
         await pool.sync_weights({"salt": 5})
@@ -534,7 +534,7 @@ async def test_a_failed_engine_is_tried_after_its_rest_though_nobody_asks():
 
 
 @jumping
-async def test_an_engine_that_was_started_anew_has_to_prove_its_weights_first():
+async def test_a_restarted_engine_is_up_only_after_its_weights_are_checked():
     made = engines(2)
     async with pool_of(made) as pool:
         await pool.sync_weights({"salt": 5})
@@ -548,7 +548,7 @@ async def test_an_engine_that_was_started_anew_has_to_prove_its_weights_first():
 
 
 @jumping
-async def test_a_sync_reaches_every_engine_and_is_proven():
+async def test_a_sync_reaches_every_engine_and_checks_it():
     made = engines(3)
     async with pool_of(made) as pool:
         assert (await pool.sync_weights({"salt": 5}), await pool.sync_weights({"salt": 6})) == (1, 2)
@@ -558,7 +558,7 @@ async def test_a_sync_reaches_every_engine_and_is_proven():
 
 
 @jumping
-async def test_an_engine_with_other_weights_stops_the_run():
+async def test_an_engine_with_other_weights_raises_from_the_sync():
     class Deaf(TableEngine):
         async def load_weights(self, weights, version):
             self.weight_version = version
@@ -570,7 +570,7 @@ async def test_an_engine_with_other_weights_stops_the_run():
 
 
 @jumping
-async def test_an_engine_that_misses_a_sync_does_not_sample_until_the_next():
+async def test_an_engine_that_misses_a_sync_does_not_generate_until_the_next():
     made = engines(2)
     async with pool_of(made) as pool:
         made[0].before = failing()
@@ -587,8 +587,8 @@ async def test_an_engine_that_misses_a_sync_does_not_sample_until_the_next():
 
 
 @jumping
-async def test_what_missed_a_sync_is_told_apart_though_versions_are_alike_and_the_proof_is_coarse():
-    """As between two stages, and in bfloat16."""
+async def test_an_engine_that_missed_a_sync_stays_down_even_if_version_and_probe_agree():
+    """Two stages may use the same version, and in bfloat16 the probe does not detect small steps."""
 
     class Coarse(TableProbe):
         async def check(self, engine, expected):
@@ -608,7 +608,7 @@ async def test_what_missed_a_sync_is_told_apart_though_versions_are_alike_and_th
 @pytest.mark.parametrize("is_known", [False, True], ids=["found out by a sync", "known before"])
 @pytest.mark.parametrize("is_scraped", [False, True], ids=["answers nothing", "answers scrapes"])
 @jumping
-async def test_an_engine_that_hangs_keeps_one_sync_waiting_at_most(is_known, is_scraped):
+async def test_an_engine_that_hangs_delays_at_most_one_sync(is_known, is_scraped):
     class Hanging(TableEngine):
         async def logprobs(self, ids):
             await self.before()
@@ -637,7 +637,7 @@ async def test_an_engine_that_hangs_keeps_one_sync_waiting_at_most(is_known, is_
 
 
 @jumping
-async def test_an_engine_that_failed_and_works_again_gets_the_next_sync_though_it_rests():
+async def test_a_failed_engine_that_answers_again_gets_the_next_sync_before_its_retry_time():
     made = engines(2)
     async with pool_of(made) as pool:
         made[0].before = failing()
@@ -650,7 +650,7 @@ async def test_an_engine_that_failed_and_works_again_gets_the_next_sync_though_i
 
 
 @jumping
-async def test_whatever_an_engine_that_failed_says_is_its_own_affair():
+async def test_any_exception_of_a_failed_engine_only_keeps_it_down():
     async def refuse():
         raise ValueError("this server takes other requests")
 
@@ -666,7 +666,7 @@ async def test_whatever_an_engine_that_failed_says_is_its_own_affair():
 
 
 @jumping
-async def test_a_sync_that_is_cancelled_at_any_step_hinders_no_later_one():
+async def test_a_sync_cancelled_at_any_step_does_not_break_later_ones():
     for step in itertools.count():
         made = engines(2, before=steps(3), scraped=steps(3))
         async with pool_of(made) as pool:
@@ -687,7 +687,7 @@ async def test_a_sync_that_is_cancelled_at_any_step_hinders_no_later_one():
 
 
 @jumping
-async def test_the_only_engine_is_given_weights_though_it_failed():
+async def test_the_only_engine_gets_weights_although_it_failed():
     made = engines(1)
     async with pool_of(made, all_down_timeout_s=0) as pool:
         made[0].before = failing()
@@ -698,7 +698,7 @@ async def test_the_only_engine_is_given_weights_though_it_failed():
 
 
 @jumping
-async def test_an_engine_that_cannot_prove_its_weights_in_time_does_not_keep_a_sync_waiting():
+async def test_an_engine_whose_check_times_out_does_not_block_a_sync():
     class Mute(TableEngine):
         async def logprobs(self, ids):
             await forever()
@@ -710,7 +710,7 @@ async def test_an_engine_that_cannot_prove_its_weights_in_time_does_not_keep_a_s
 
 
 @jumping
-async def test_a_sync_waits_for_turns_that_run_and_others_wait_for_it():
+async def test_a_sync_waits_for_running_turns_and_new_turns_wait_for_the_sync():
     made = engines(2, before=lambda: asyncio.sleep(1))
     versions = []
     async with pool_of(made) as pool:
@@ -738,7 +738,7 @@ async def test_a_sync_waits_for_turns_that_run_and_others_wait_for_it():
 
 
 @jumping
-async def test_a_sync_that_is_cancelled_lets_nothing_sample_that_has_not_proven_its_weights():
+async def test_after_a_cancelled_sync_only_checked_engines_generate():
     made = engines(2)
     async with pool_of(made) as pool:
         await pool.sync_weights({"salt": 5})
@@ -755,7 +755,7 @@ async def test_a_sync_that_is_cancelled_lets_nothing_sample_that_has_not_proven_
 
 @pytest.mark.parametrize("kind", ["one episode", "all", "generate alone"])
 @jumping
-async def test_a_cancellation_at_any_step_leaves_the_books_in_order(kind):
+async def test_a_cancellation_at_any_step_leaves_the_scheduler_consistent(kind):
     for step in itertools.count():
         made = engines(2, room=EngineCapacity(120, 3), before=steps(3))
         async with pool_of(made) as pool:
@@ -777,12 +777,12 @@ async def test_a_cancellation_at_any_step_leaves_the_books_in_order(kind):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**9), policy=st.sampled_from(sorted(POLICIES)))
-def test_no_episode_is_lost_or_doubled_whatever_happens(seed, policy):
+def test_no_episode_is_lost_or_run_twice_under_random_failures(seed, policy):
     jumping(disaster)(seed, policy)
 
 
 async def disaster(seed, policy):
-    """Engines die, hang, stop answering scrapes and come back; episodes are cancelled; weights are synced."""
+    """Engines die, hang, miss scrapes and come back at random; episodes and syncs are started and cancelled."""
     draw = random.Random(seed)
     made, log = engines(3, room=EngineCapacity(draw.randint(150, 900), draw.randint(1, 9))), []
 
@@ -827,7 +827,7 @@ async def disaster(seed, policy):
 
 
 @jumping
-async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
+async def test_a_bug_in_the_pool_ends_its_block():
     async def broken():
         if pool.engine_states["e0"].is_up:
             raise KeyError("a bug")
@@ -842,14 +842,14 @@ async def test_what_goes_wrong_in_the_pool_itself_ends_its_block():
 
 
 @pytest.mark.parametrize("made", [[], [TableEngine("same"), TableEngine("same")]])
-def test_a_pool_needs_engines_that_can_be_told_apart(made):
+def test_a_pool_needs_engines_with_different_names(made):
     with pytest.raises(ValueError, match="different names"):
         EnginePool(made, scheduler=Scheduler(MOST))
 
 
 @jumping
-async def test_interrupted_turns_return_what_there_is_and_leave_the_books_in_order():
-    """Of four turns at an engine for two: two run, two wait for a place. Their seats are over, other seats are not."""
+async def test_aborted_turns_return_their_sampled_ids_and_leave_the_scheduler_consistent():
+    """Four turns at an engine that runs two: two run, and two wait to be placed. Only their handles are aborted."""
     (engine,) = made = engines(1, room=EngineCapacity(300, 2))
     engine.before = engine.until_aborted
     async with pool_of(made) as pool, AsyncExitStack() as stack:
@@ -873,7 +873,7 @@ async def test_interrupted_turns_return_what_there_is_and_leave_the_books_in_ord
 
 
 @jumping
-async def test_what_cannot_be_interrupted_ends_in_its_time():
+async def test_a_turn_ends_by_itself_if_its_abort_fails():
     class Deaf(TableEngine):
         async def abort(self, requests):
             raise EngineError("no such route")
@@ -890,7 +890,7 @@ async def test_what_cannot_be_interrupted_ends_in_its_time():
 
 @pytest.mark.parametrize("dies", [False, True])
 @jumping
-async def test_an_engine_that_hangs_does_not_keep_an_interrupt_waiting(dies):
+async def test_an_engine_that_hangs_does_not_block_an_abort(dies):
     class Hanging(TableEngine):
         async def abort(self, requests):
             await forever()
@@ -910,7 +910,7 @@ async def test_an_engine_that_hangs_does_not_keep_an_interrupt_waiting(dies):
 
 
 @jumping
-async def test_an_interrupted_turn_does_not_move_from_an_engine_that_dies():
+async def test_an_aborted_turn_does_not_run_again_after_its_engine_dies():
     made = engines(2)
     begun = asyncio.Semaphore(0)
 

@@ -55,7 +55,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 @contract
-async def test_as_many_tokens_as_asked_each_with_its_logprob(engine):
+async def test_a_generation_has_max_tokens_ids_and_a_logprob_for_each(engine):
     made = await engine.generate(PROMPT, SamplingParams(20, seed=1))
     assert (len(made.ids), len(made.logprobs), made.has_stop_token) == (20, 20, False)
     assert all(-100 < logprob <= 1e-3 for logprob in made.logprobs)
@@ -63,7 +63,7 @@ async def test_as_many_tokens_as_asked_each_with_its_logprob(engine):
 
 
 @contract
-async def test_a_seed_says_what_is_sampled(engine):
+async def test_the_seed_determines_the_samples(engine):
     first, again, other = await asyncio.gather(
         *(engine.generate(PROMPT, SamplingParams(20, seed=seed)) for seed in (1, 1, 2**63 - 2))
     )
@@ -71,7 +71,7 @@ async def test_a_seed_says_what_is_sampled(engine):
 
 
 @contract
-async def test_a_stop_id_ends_it_and_is_its_last(engine):
+async def test_a_stop_id_ends_the_generation_and_is_its_last_id(engine):
     free = await engine.generate(PROMPT, SamplingParams(12, seed=6))
     stop = free.ids[3]
     made = await engine.generate(PROMPT, SamplingParams(12, seed=6, stop_ids=(stop, 49)))
@@ -82,7 +82,7 @@ async def test_a_stop_id_ends_it_and_is_its_last(engine):
 
 
 @contract
-async def test_sampled_logprobs_are_those_of_a_score(engine):
+async def test_sampled_logprobs_equal_the_scored_ones(engine):
     made = await engine.generate(PROMPT, SamplingParams(20, seed=5))
     scores = await engine.logprobs([*PROMPT, *made.ids])
     assert len(scores) == len(PROMPT) + 19
@@ -91,13 +91,13 @@ async def test_sampled_logprobs_are_those_of_a_score(engine):
 
 @contract
 @pytest.mark.parametrize(("ids", "tokens"), [([], 4), ([1] * 250, 20), ([1], 0), ([100_000], 4)])
-async def test_a_request_that_no_engine_could_serve_is_the_callers_error(engine, ids, tokens):
+async def test_a_request_that_no_engine_could_serve_is_a_value_error(engine, ids, tokens):
     with pytest.raises(ValueError, match=r"expected|refused"):
         await engine.generate(ids, SamplingParams(tokens, seed=0))
 
 
 @contract
-async def test_a_cancelled_request_leaves_the_engine_in_order(engine):
+async def test_an_engine_works_after_a_cancelled_request(engine):
     tasks = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(200, seed=seed))) for seed in range(4)]
     await asyncio.sleep(0)
     for task in tasks:
@@ -107,7 +107,7 @@ async def test_a_cancelled_request_leaves_the_engine_in_order(engine):
 
 
 @contract
-async def test_what_is_interrupted_says_so_and_can_be_carried_on(engine):
+async def test_an_aborted_generation_is_marked_and_can_be_continued(engine):
     ids, logprobs, names = list(PROMPT), [], iter("abcde")
     while left := len(PROMPT) + 200 - len(ids):
         name = next(names)
@@ -122,7 +122,7 @@ async def test_what_is_interrupted_says_so_and_can_be_carried_on(engine):
 
 
 @contract
-async def test_many_at_once_are_all_answered(engine):
+async def test_many_concurrent_requests_are_all_answered(engine):
     draw = random.Random(0)
     prompts = [[draw.randrange(50) for _ in range(draw.randint(1, 30))] for _ in range(20)]
     made = await asyncio.gather(*(engine.generate(ids, SamplingParams(8, seed=7)) for ids in prompts))
@@ -167,7 +167,7 @@ WRONG = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("twist", WRONG.values(), ids=WRONG.keys())
-async def test_wrong_answers_are_failures_and_are_not_repaired(twist):
+async def test_an_invalid_answer_is_an_engine_error(twist):
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
         with pytest.raises(EngineError, match=r"engine http://127.0.0.1:\d+: expected .*, got "):
             await engine.generate([1], SamplingParams(4, seed=0))
@@ -192,7 +192,7 @@ NO_NUMBERS = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("twist", NO_NUMBERS.values(), ids=NO_NUMBERS.keys())
-async def test_a_log_probability_that_is_no_number_is_the_turns_failure_alone(twist):
+async def test_a_non_finite_logprob_is_a_non_finite_logprob_error(twist):
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
         with pytest.raises(NonFiniteLogprobError, match="finite log-probabilities"):
             await engine.generate([1], SamplingParams(4, seed=0))
@@ -202,7 +202,7 @@ async def test_a_log_probability_that_is_no_number_is_the_turns_failure_alone(tw
 @pytest.mark.parametrize(
     "twist", [choice_with(logprobs={"token_logprobs": [math.nan] * 4}, token_ids=None), choice_with(token_ids=[None])]
 )
-async def test_what_is_more_than_that_is_the_engines(twist):
+async def test_a_non_finite_logprob_with_another_fault_is_an_engine_error(twist):
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
         with pytest.raises(EngineError) as raised:
             await engine.generate([1], SamplingParams(4, seed=0))
@@ -210,14 +210,14 @@ async def test_what_is_more_than_that_is_the_engines(twist):
 
 
 @pytest.mark.asyncio
-async def test_scores_of_another_sequence_are_a_failure():
+async def test_scores_of_another_sequence_are_an_engine_error():
     async with vllm(FakeVllm(TableEngine(), choice_with(prompt_logprobs=[None, {"7": {"logprob": -1.0}}]))) as engine:
         with pytest.raises(EngineError, match="prompt_logprobs of 2 ids"):
             await engine.logprobs([1, 2])
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_fails_or_is_gone_is_a_failure():
+async def test_a_server_that_fails_or_has_ended_is_an_engine_error():
     def broken(route, answer):
         raise web.HTTPInternalServerError(text="EngineDeadError")
 
@@ -231,7 +231,7 @@ async def test_a_server_that_fails_or_is_gone_is_a_failure():
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_hangs_is_a_failure():
+async def test_a_server_that_hangs_is_an_engine_error():
     async with vllm(FakeVllm(TableEngine(scraped=asyncio.Event().wait)), timeout_s=0.3) as engine:
         for ask in (engine.logprobs([1, 2]), engine.stats(), engine.capacity()):
             with pytest.raises(EngineError, match="got TimeoutError"):
@@ -239,7 +239,7 @@ async def test_a_server_that_hangs_is_a_failure():
 
 
 @pytest.mark.asyncio
-async def test_a_server_says_its_room_and_how_it_does():
+async def test_capacity_and_stats_are_read_from_the_metrics():
     fake = FakeVllm(TableEngine(room=EngineCapacity(4096, 7), preemptions=3, computed=99))
     async with vllm(fake, max_num_seqs=7) as engine:
         assert await engine.capacity() == EngineCapacity(4096, 7, 16)
@@ -251,7 +251,7 @@ async def test_a_server_says_its_room_and_how_it_does():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "many"])
-async def test_metrics_that_are_no_numbers_are_a_failure(value):
+async def test_metrics_that_are_not_numbers_are_an_engine_error(value):
     twist = lambda route, answer: re.sub(r"(?m)^(vllm:num_preemptions_total.*) .*$", rf"\1 {value}", answer)  # noqa: E731
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
         with pytest.raises(EngineError, match="vllm:num_preemptions as a number in /metrics, got"):
@@ -259,7 +259,7 @@ async def test_metrics_that_are_no_numbers_are_a_failure(value):
 
 
 @pytest.mark.asyncio
-async def test_what_is_started_anew_where_nobody_listened_has_the_weights_that_it_had_at_first(tmp_path):
+async def test_a_refused_connection_resets_the_weight_version(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     async with FakeVllm(TableEngine()).serve() as url:
         engine = VllmEngine(url, vocab_size=50, max_model_len=256)
@@ -273,7 +273,7 @@ async def test_what_is_started_anew_where_nobody_listened_has_the_weights_that_i
 
 
 @pytest.mark.asyncio
-async def test_cancelling_drops_the_request_in_the_server():
+async def test_cancelling_a_request_drops_it_in_the_server():
     fake = FakeVllm(TableEngine(before=asyncio.Event().wait))
     async with vllm(fake) as engine:
         task = asyncio.create_task(engine.generate([1], SamplingParams(4, seed=0)))
@@ -286,7 +286,7 @@ async def test_cancelling_drops_the_request_in_the_server():
 
 
 @pytest.mark.asyncio
-async def test_a_load_reloads_and_empties_the_prefix_cache(tmp_path):
+async def test_loading_weights_reloads_the_model_and_empties_the_prefix_cache(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     fake = FakeVllm(TableEngine())
     async with vllm(fake) as engine:
@@ -299,7 +299,7 @@ async def test_a_load_reloads_and_empties_the_prefix_cache(tmp_path):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("said", [{"success": False}, {}, [True], "yes"])
-async def test_a_prefix_cache_that_stays_is_a_failure(tmp_path, said):
+async def test_a_prefix_cache_that_is_not_emptied_is_an_engine_error(tmp_path, said):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     twist = lambda route, answer: said if route == "/reset_prefix_cache" else answer  # noqa: E731
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
@@ -309,7 +309,7 @@ async def test_a_prefix_cache_that_stays_is_a_failure(tmp_path, said):
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_left_to_a_models_own_generation_config():
+async def test_the_models_generation_config_has_no_effect():
     fake = FakeVllm(TableEngine())
     async with vllm(fake) as engine:
         await engine.generate([1], SamplingParams(4, temperature=0.7, top_p=0.9, stop_ids=(8,), seed=3))
@@ -320,7 +320,7 @@ async def test_nothing_is_left_to_a_models_own_generation_config():
 
 
 @pytest.mark.asyncio
-async def test_a_server_is_asked_again_to_interrupt_what_it_had_not_yet():
+async def test_an_abort_is_sent_again_until_the_server_knows_the_request():
     class Late(TableEngine):
         """Has the requests only when it is asked for the third time."""
 
@@ -345,7 +345,7 @@ async def test_a_server_is_asked_again_to_interrupt_what_it_had_not_yet():
 
 
 @pytest.mark.asyncio
-async def test_what_waits_for_a_connection_is_interrupted_without_one(monkeypatch):
+async def test_a_request_that_waits_for_a_connection_is_aborted_in_the_client(monkeypatch):
     monkeypatch.setattr("trainer.engines.vllm_client.MAX_CONNECTIONS", 1)
     table = TableEngine()
     table.before = table.until_aborted

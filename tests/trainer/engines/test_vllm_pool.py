@@ -25,7 +25,7 @@ MOST = 256
 
 
 def signal_server(url, what):
-    """To the process that listens there, and all that it started."""
+    """Send a signal to the process that listens at a URL, and to its whole group."""
     port = url.rpartition(":")[2]
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         words = line.read_bytes().decode().split("\0") if line.exists() else []
@@ -36,7 +36,7 @@ def signal_server(url, what):
 
 
 async def episode(pool, number):
-    """Even ones take the likeliest token, odd ones draw."""
+    """Even episodes are greedy, odd ones sample."""
     draw = random.Random(number)
     ids = draw.choices(range(40), k=20)
     async with pool.open_episode(group=number // 4, max_context_tokens=MOST) as handle:
@@ -49,7 +49,7 @@ async def episode(pool, number):
 
 @asynccontextmanager
 async def while_running(pool, engine, turns):
-    """Runs all episodes; the block once `turns` are over and some run on `engine`, whose end is awaited after it."""
+    """Run all episodes. The block starts once `turns` turns are over and some run on `engine`; its exit is awaited."""
     reached, served = asyncio.Event(), []
 
     def log(turn):

@@ -42,7 +42,7 @@ http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 
 @pytest.fixture
 def servers(tmp_path, monkeypatch):
-    """Servers whose Python has a `vllm` that is a stand-in."""
+    """Servers whose Python has a fake `vllm` package."""
     module = tmp_path / "site/vllm/entrypoints/openai/api_server.py"
     module.parent.mkdir(parents=True)
     module.write_text(STAND_IN)
@@ -61,8 +61,8 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.asyncio
-async def test_servers_that_a_rank_starts_get_nothing_of_what_makes_it_one(servers, tmp_path, monkeypatch):
-    """What the installed torchrun sets, and what others of its versions and accelerate do."""
+async def test_servers_started_by_a_rank_get_no_launcher_variables(servers, tmp_path, monkeypatch):
+    """Variables that the installed torchrun sets, and those of accelerate and other versions of torchrun."""
     pytest.importorskip("torch")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # torchrun sets it where nobody has
     (tmp_path / "rank.py").write_text(OF_A_RANK)
@@ -117,7 +117,7 @@ async def answers(session, url):
 
 
 @pytest.mark.asyncio
-async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_path):
+async def test_servers_answer_and_end_with_all_their_processes(servers, tmp_path):
     async with servers.serve(2, tmp_path / "logs") as urls:
         pids, cores = started(tmp_path)
         assert len(set(urls)) == 2
@@ -130,7 +130,7 @@ async def test_servers_answer_and_end_with_all_that_they_started(servers, tmp_pa
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_ends_is_started_anew_at_its_address(servers, tmp_path, monkeypatch, caplog):
+async def test_a_server_that_ends_is_restarted_at_its_address(servers, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(vllm_servers, "RESTART_DELAY_S", 0.0)
     async with servers.serve(2, tmp_path / "logs") as urls:
         first = started_at(tmp_path, urls[0])
@@ -147,14 +147,14 @@ async def test_a_server_that_ends_is_started_anew_at_its_address(servers, tmp_pa
 
 
 @pytest.mark.asyncio
-async def test_a_python_that_is_not_there_is_said(servers, tmp_path):
+async def test_a_missing_python_is_an_error(servers, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         async with replace(servers, python=str(tmp_path / "nowhere")).serve(1, tmp_path / "logs"):
             pass
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_cannot_start_is_said_with_what_it_said(servers, tmp_path):
+async def test_a_failed_start_is_an_error_with_the_end_of_the_log(servers, tmp_path):
     broken = replace(servers, model=tmp_path / "broken")
     with pytest.raises(EngineError, match=r"exit code 1; .*engine0.log ends with:\nno such architecture"):
         async with broken.serve(1, tmp_path / "logs"):
@@ -182,7 +182,7 @@ asyncio.run(main())
     os.kill(child, signal.SIGKILL)  # a stand-in's: vLLM's own end with their server
 
 
-def test_gpus_are_given_out_in_turn_and_cores_are_shared_when_few():
+def test_each_server_gets_its_own_gpus_and_cores_are_shared_if_there_are_too_few():
     gpu = VllmServers("python", Path("model"), 64, gpus_per_server=2, first_gpu=4)
     assert [gpu.environment(number, 2, [0], {})["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
     assert CORES_VARIABLE not in gpu.environment(0, 2, [0], {CORES_VARIABLE: "auto"})
@@ -194,7 +194,7 @@ def test_gpus_are_given_out_in_turn_and_cores_are_shared_when_few():
 
 
 @pytest.mark.parametrize("shown", [["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES"], vllm_servers.GPU_VARIABLES])
-def test_a_job_s_engines_keep_to_the_gpus_that_it_was_given(shown):
+def test_servers_use_only_the_visible_gpus(shown):
     base = dict.fromkeys(shown, "4,5,GPU-6f,7")
     servers = VllmServers("python", Path("model"), 64, gpus_per_server=1, first_gpu=2)  # two train
     for number, own in enumerate(("GPU-6f", "7")):
@@ -202,8 +202,8 @@ def test_a_job_s_engines_keep_to_the_gpus_that_it_was_given(shown):
         assert {name: made[name] for name in vllm_servers.GPU_VARIABLES if name in made} == dict.fromkeys(shown, own)
 
 
-def test_gpus_that_rocm_shows_are_counted_from_zero():
-    """As Slurm shows a job its GPUs on AMD."""
+def test_gpus_visible_to_rocm_are_counted_from_zero():
+    """Slurm sets ROCR_VISIBLE_DEVICES for a job on AMD GPUs."""
     base = {"ROCR_VISIBLE_DEVICES": "4,5,6"}
     servers = VllmServers("python", Path("model"), 64, gpus_per_server=1, first_gpu=1)
     made = [servers.environment(number, 2, [0], base) for number in (0, 1)]
@@ -218,7 +218,7 @@ def test_gpus_that_rocm_shows_are_counted_from_zero():
 
 
 @pytest.mark.asyncio
-async def test_engines_for_which_gpus_are_lacking_are_refused_before_any_is_started(servers, tmp_path, monkeypatch):
+async def test_too_few_gpus_are_a_config_error_before_any_server_starts(servers, tmp_path, monkeypatch):
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
     for shown, last in (("4,5,6", 2), ("", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)

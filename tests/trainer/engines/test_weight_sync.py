@@ -53,7 +53,7 @@ def local(name="local", seed=0):
 
 
 async def take(engine, folder):
-    """As vLLM takes a saved model: tied weights are saved once."""
+    """Load a saved model as vLLM does: tied weights are stored once."""
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights
     await engine.load_weights(
@@ -61,7 +61,7 @@ async def take(engine, folder):
     )
 
 
-def test_the_reference_says_what_the_model_says_under_any_weights(folder):
+def test_the_probe_scores_like_the_model_for_any_weights(folder):
     reference = SyncProbe(folder)
     for seed in (0, 1):
         trained = model(seed)
@@ -72,7 +72,7 @@ def test_the_reference_says_what_the_model_says_under_any_weights(folder):
 
 
 @pytest.mark.asyncio
-async def test_engines_in_this_process_take_the_trainers_tensors(folder):
+async def test_engines_in_this_process_copy_the_trainers_tensors(folder):
     async with EnginePool(
         [local("a"), local("b")], transfer=load_in_process, scheduler=Scheduler(256), probe=SyncProbe(folder)
     ) as pool:
@@ -91,7 +91,9 @@ async def test_engines_in_this_process_take_the_trainers_tensors(folder):
 
 
 @pytest.mark.asyncio
-async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_are_proven(folder, tmp_path, monkeypatch):
+async def test_servers_load_weights_from_a_directory_that_lasts_until_newer_ones_are_checked(
+    folder, tmp_path, monkeypatch
+):
     behind, there = local(), []
 
     async def taking(engine, path):
@@ -119,8 +121,8 @@ async def test_servers_take_weights_from_a_folder_that_stays_until_newer_ones_ar
 
 
 @pytest.mark.asyncio
-async def test_a_file_has_what_the_engines_compute_in(tmp_path):
-    """Rounded here as they would round it themselves, at half the size."""
+async def test_stored_weights_have_the_engines_dtype(tmp_path):
+    """The weights are rounded as the engines would round them, which halves the file."""
     trained = model(1)
     kept = await FileWeightStore(tmp_path, "bfloat16").save(trained.state_dict(), 1)
     saved = load_file(kept / "model.safetensors")
@@ -131,8 +133,8 @@ async def test_a_file_has_what_the_engines_compute_in(tmp_path):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("keep", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", ""])
-async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
-    """`keep` stays as it was, as after a reload that left a mix of old and new; '' is all of them."""
+async def test_a_weight_that_did_not_arrive_is_detected(folder, keep):
+    """The weights whose names contain `keep` stay old, as after an incomplete reload. '' keeps all of them."""
 
     async def partly(engines, weights, version):
         (engine,) = engines
@@ -151,7 +153,7 @@ async def test_weights_that_did_not_all_arrive_are_seen(folder, keep):
 
 
 class Scoring:
-    """An engine that scores as a model does, in its dtype and by other kernels than the trainer's."""
+    """An engine that scores with a model in the given dtype and with other attention kernels than the trainer's."""
 
     name, weight_version = "scoring", 1
 
@@ -169,7 +171,7 @@ def reference_of(folder, dtype, layers):
 
 
 def sharper(seed, layers, factor):
-    """A random model with larger weights: its layers say more, and its logits have more to round."""
+    """Return a random model with larger weights, so that its layers matter more and its logits round more."""
     made = model(seed, num_hidden_layers=layers)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -181,8 +183,9 @@ def sharper(seed, layers, factor):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("dtype", BOUNDS)
-async def test_rounding_is_no_other_weights(tmp_path, dtype, layers):
-    """Far below the bound: the largest of so many would be close to it, were one of 10,000 above."""
+async def test_rounding_alone_passes_the_check(tmp_path, dtype, layers):
+    """The largest of these differences is far below the bound, as 10,000 models showed
+    (`trainer.engines.weight_sync`)."""
     reference, draw, worst = reference_of(tmp_path, dtype, layers), random.Random(0), 0.0
     for seed in range(12):
         trained = sharper(seed, layers, 1 + seed % 4)
@@ -200,7 +203,7 @@ async def test_rounding_is_no_other_weights(tmp_path, dtype, layers):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("dtype", BOUNDS)
-async def test_every_layer_that_is_stale_or_in_anothers_place_is_found(tmp_path, dtype, layers):
+async def test_a_stale_or_exchanged_layer_is_detected(tmp_path, dtype, layers):
     """Each layer, and each matrix alone, as it was before the training; each layer that misses a step that a higher
     learning rate makes; each pair of layers exchanged."""
     reference = reference_of(tmp_path, dtype, layers)
@@ -226,7 +229,7 @@ async def test_every_layer_that_is_stale_or_in_anothers_place_is_found(tmp_path,
 
 
 @pytest.mark.asyncio
-async def test_weights_of_the_trainers_own_that_are_no_numbers_are_no_engines_fault(folder):
+async def test_nan_weights_of_the_trainer_are_reported_as_divergence(folder):
     broken = model()
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
@@ -238,7 +241,7 @@ async def test_weights_of_the_trainers_own_that_are_no_numbers_are_no_engines_fa
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_path):
+async def test_a_server_that_cannot_load_weights_is_down_and_the_others_generate(folder, tmp_path):
     async def refuse(engine, folder):
         raise EngineError("disk full")
 
@@ -269,8 +272,8 @@ async def test_a_server_that_cannot_load_rests_and_the_others_go_on(folder, tmp_
 
 
 @pytest.mark.asyncio
-async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_the_last_weights(folder, tmp_path):
-    """It comes back at its address with the weights that it was started with, and nothing of what it had computed."""
+async def test_a_turn_continues_with_the_same_tokens_after_the_only_server_restarts(folder, tmp_path):
+    """The restarted server has its first weights and an empty cache at the same address."""
     begun = asyncio.Event()
 
     class Hanging(LocalEngine):
@@ -321,7 +324,7 @@ async def test_the_only_server_dies_in_a_turn_and_goes_on_token_for_token_with_t
 
 
 @pytest.mark.asyncio
-async def test_a_sync_waits_for_the_only_server_that_is_being_started_anew(folder, tmp_path):
+async def test_a_sync_waits_for_the_restart_of_the_only_server(folder, tmp_path):
     options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
     behind = local()
     async with AsyncExitStack() as stack:
@@ -346,7 +349,7 @@ async def test_a_sync_waits_for_the_only_server_that_is_being_started_anew(folde
 
 
 @pytest.mark.asyncio
-async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path):
+async def test_a_real_vllm_scores_like_the_trainer_after_every_sync(tmp_path):
     if not VLLM:
         pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
     async with real(VLLM, tmp_path) as engine:
@@ -369,8 +372,8 @@ async def test_a_real_vllm_says_what_the_trainer_says_after_every_sync(tmp_path)
 
 
 @pytest.mark.asyncio
-async def test_nccl_gives_every_engine_ranks_of_its_own_and_each_tensor_once(monkeypatch):
-    """Our half of the transfer. vLLM's, sender and client, are stand-ins here: no GPU has run this yet."""
+async def test_nccl_gives_every_engine_its_own_communicator_and_each_tensor_once(monkeypatch):
+    """This tests the trainer's half of the transfer. vLLM's sender and client are fakes, since no GPU is used."""
     joined, sent, lost = [], [], set()
 
     class Meta(NamedTuple):

@@ -1,4 +1,4 @@
-"""The tools over a real service, and over services that are not there."""
+"""The Python tool and the answer checker, with a real service and with unusable ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _isolation() -> None:
 
 @pytest.fixture(scope="module")
 def address(guest_python: Path) -> Iterator[str]:
-    """A service of this file's own, by the code under test."""
+    """The URL of a service that `open_sandbox` has started for this file."""
     with asyncio.Runner() as runner:
         local = open_sandbox("local", timeout_s=2, arguments=LEAN)
         yield runner.run(local.__aenter__()).endpoints[0]
@@ -58,7 +58,7 @@ def code(text: str, stdin: str = "") -> tuple[str, str]:
     return NAME, json.dumps({"code": text, "input": stdin})
 
 
-def test_a_reply_is_what_the_model_reads_and_how_the_call_ended(address: str) -> None:
+def test_a_tool_call_has_a_response_and_a_status(address: str) -> None:
     replies = run(
         address,
         code("print(input())", "hello"),
@@ -88,7 +88,7 @@ def test_a_reply_is_what_the_model_reads_and_how_the_call_ended(address: str) ->
         ("x" * 10_000, "{}", "NameError"),
     ],
 )
-def test_what_is_no_call_is_answered_without_the_service(name: str, arguments: str, says: str) -> None:
+def test_a_malformed_call_is_answered_without_the_service(name: str, arguments: str, says: str) -> None:
     tool = PythonTool(AsyncClient("http://127.0.0.1:1"), Limits())
     reply = asyncio.run(tool.call(name, arguments))
     assert reply.status is ToolCallStatus.MALFORMED
@@ -96,7 +96,7 @@ def test_what_is_no_call_is_answered_without_the_service(name: str, arguments: s
     assert len(reply.response) < 500
 
 
-def test_a_reply_is_whole_but_for_what_the_sandbox_cut_which_it_says(address: str) -> None:
+def test_a_response_is_complete_or_marked_as_truncated_by_the_sandbox(address: str) -> None:
     whole, flood = run(address, code("print('x' * 50_000)"), code("print('y' * 2_000_000)"))
     assert (whole.is_truncated, flood.is_truncated) == (False, True)
     assert whole.response == "x" * 50_000
@@ -104,7 +104,7 @@ def test_a_reply_is_whole_but_for_what_the_sandbox_cut_which_it_says(address: st
 
 
 class Refusing(AsyncClient):
-    """A client whose service gives what it is told to."""
+    """A client whose requests return or raise the given value."""
 
     def __init__(self, gives: Result | Exception) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ NO_VERDICT = Result("", Status.UNAVAILABLE, error=CallError("NodeError", "tried 
 
 
 @pytest.mark.parametrize("gives", [NO_VERDICT, Overloaded("the service is full")])
-def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception) -> None:
+def test_an_infrastructure_failure_is_unavailable_without_a_response(gives: Result | Exception) -> None:
     client = Refusing(gives)
     reply = asyncio.run(PythonTool(client, Limits()).call(*code("1")))
     assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
@@ -133,7 +133,7 @@ def test_our_failure_is_unavailable_and_never_rendered(gives: Result | Exception
     assert verdicts == [VerifyOutcome.UNAVAILABLE] * 2
 
 
-def test_a_malformed_call_is_a_bug_of_ours_and_no_reward(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_the_sandbox_rejects_is_logged_and_unavailable(caplog: pytest.LogCaptureFixture) -> None:
     client = Refusing(invalid_result("", "call.limits: expected an object"))
     reply = asyncio.run(PythonTool(client, Limits()).call(*code("1")))
     assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
@@ -142,7 +142,7 @@ def test_a_malformed_call_is_a_bug_of_ours_and_no_reward(caplog: pytest.LogCaptu
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
-def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
+def test_the_answer_checker_returns_the_sandboxs_outcomes(address: str) -> None:
     async def main() -> list[VerifyOutcome]:
         async with open_sandbox(address) as sandbox:
             return await sandbox.answer_checker.verify([(r"\frac{1}{2}", "0.5"), ("7", "8"), ("7", "")])
@@ -150,7 +150,7 @@ def test_the_verifier_says_what_the_sandbox_says(address: str) -> None:
     assert asyncio.run(main()) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT, VerifyOutcome.UNPARSABLE]
 
 
-def test_the_trainers_outcomes_and_statuses_are_the_sandboxs() -> None:
+def test_outcomes_and_statuses_equal_the_sandboxs() -> None:
     assert {verdict.value for verdict in VerifyOutcome} == {outcome.value for outcome in Outcome} - {"invalid"}
     assert {status.value for status in Status} - {"invalid"} == {status.value for status in ToolCallStatus} - {
         "malformed"
@@ -165,7 +165,7 @@ def test_the_trainers_outcomes_and_statuses_are_the_sandboxs() -> None:
         ("127.0.0.1:8642", {}, "endpoints[0]: expected a URL such as http://127.0.0.1:8642, got '127.0.0.1:8642'"),
     ],
 )
-def test_a_service_that_is_not_there_is_told_at_once(
+def test_an_unusable_service_is_an_error_at_once(
     endpoint: Any, settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.environments.connection.MAX_RETRIES", 0)
@@ -179,7 +179,7 @@ def test_a_service_that_is_not_there_is_told_at_once(
     assert says in str(raised.value)
 
 
-def test_limits_that_mean_nothing_are_told_at_once(address: str) -> None:
+def test_invalid_limits_are_an_error_at_once(address: str) -> None:
     with pytest.raises(SandboxUnavailable, match=r"limits\.memory_mb: expected a whole number from 16"):
         run(address, memory_mb=1)
 
@@ -194,7 +194,7 @@ async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("kind", ["fake", "real"])
-def test_the_fakes_do_as_the_real_ones(kind: str, address: str) -> None:
+def test_the_fakes_behave_like_the_real_ones(kind: str, address: str) -> None:
     async def main() -> None:
         async with tools_of(kind, address) as found:
             reply = await found.call(*code("6 * 7"))

@@ -20,7 +20,7 @@ async def sleep_bounded() -> str:
     return "slept"
 
 
-def test_work_runs_in_a_thread_of_its_own_and_returns() -> None:
+def test_a_job_runs_in_the_loop_thread_and_returns_its_result() -> None:
     async def where(offset: int, *, times: int) -> int:
         return threading.get_ident() + offset * times
 
@@ -29,7 +29,7 @@ def test_work_runs_in_a_thread_of_its_own_and_returns() -> None:
         assert loop_thread.run(where, 3, times=2) - loop_thread.run(where, 0, times=2) == 6
 
 
-def test_an_error_surfaces_with_its_own_traceback_and_the_loop_goes_on() -> None:
+def test_an_error_is_raised_with_its_traceback_and_the_loop_continues() -> None:
     async def fail() -> None:
         raise LookupError("here")
 
@@ -43,7 +43,7 @@ def test_an_error_surfaces_with_its_own_traceback_and_the_loop_goes_on() -> None
         assert loop_thread.run(fine) == 1
 
 
-def test_what_was_entered_is_left_in_its_own_task_last_first() -> None:
+def test_context_managers_are_left_in_their_task_in_reverse_order() -> None:
     left: list[str] = []
 
     @asynccontextmanager
@@ -66,7 +66,7 @@ def test_what_was_entered_is_left_in_its_own_task_last_first() -> None:
     assert left == ["inner", "outer"]
 
 
-def test_ctrl_c_cancels_the_work_and_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_cancels_the_job_and_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun = threading.Event()
     ended: list[str] = []
 
@@ -96,7 +96,7 @@ def test_ctrl_c_cancels_the_work_and_waits_for_its_end(monkeypatch: pytest.Monke
         assert loop_thread.run(sleep_bounded) == "slept"
 
 
-def test_work_that_was_left_running_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_still_runs_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun = threading.Event()
     ended: list[str] = []
 
@@ -118,7 +118,7 @@ def test_work_that_was_left_running_ends_with_the_block(monkeypatch: pytest.Monk
     assert ended == ["work"]
 
 
-def test_a_loop_that_ended_is_said_and_not_waited_for() -> None:
+def test_a_job_for_an_ended_loop_is_an_error_at_once() -> None:
     @asynccontextmanager
     async def broken() -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:

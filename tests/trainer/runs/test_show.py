@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.gateway.browser import CHROMIUM, PATIENCE_S, Browser, Page, chromium
+from tests.gateway.browser import CHROMIUM, TIMEOUT_S, Browser, Page, chromium
 from tests.trainer.run_folders import KEEP, STAGES, episode, group, write_run, write_step
 from trainer import cli
 from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
@@ -405,7 +405,7 @@ async def test_only_the_pages_own_script_would_run(browser: Browser, folder: Run
         script = "(s => { s.textContent = 'hacked=1'; document.body.append(s) })(document.createElement('script'))"
         await page.run(script)
         await page.run("document.body.append(Object.assign(new Image(), {src: 'https://example.invalid/x.png'}))")
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while sum("Content Security Policy" in fault for fault in page.faults) < 2:
                 await page.run("0")  # what has been said meanwhile is read with its answer
         assert await page.run("typeof hacked") == "undefined"
@@ -447,4 +447,4 @@ async def test_it_fits_and_stands_out(browser: Browser, folder: RunFolder, tmp_p
         await page.run("document.querySelectorAll('details').forEach(one => one.open = true)")
         for choices in ({}, {"reward": "no reward"}, {"tools": "some failed"}):
             await find(page, **choices)
-            assert await page.faintest() >= 4.5, "WCAG 2.2, 1.4.3"
+            assert await page.lowest_contrast() >= 4.5, "WCAG 2.2, 1.4.3"

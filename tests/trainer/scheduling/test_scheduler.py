@@ -1,4 +1,5 @@
-"""The scheduler against random engines, tools and accidents: nothing lost, nothing twice, books that balance."""
+"""The scheduler under random turns and engine failures: no episode is lost or placed twice, and all reservations
+end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CAPACITY = 1000
 
 @dataclass
 class World:
-    """Episodes of random turns on engines that do what they are told, and die now and then."""
+    """Drives a scheduler with random episodes, turns and engine failures, and checks each placement."""
 
     scheduler: Scheduler
     rng: random.Random
@@ -131,7 +132,7 @@ def play(policy: str, seed: int, episodes: int = 60, accidents: bool = False) ->
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), accidents=st.booleans())
-def test_every_episode_ends_once_and_the_books_balance(policy: str, seed: int, accidents: bool) -> None:
+def test_every_episode_ends_once_and_leaves_no_reservation(policy: str, seed: int, accidents: bool) -> None:
     made = play(policy, seed, accidents=accidents)
     assert sorted(made.over) == list(range(60))
     assert not made.waiting
@@ -141,11 +142,11 @@ def test_every_episode_ends_once_and_the_books_balance(policy: str, seed: int, a
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_same_events_give_same_decisions(policy: str) -> None:
+def test_the_same_events_lead_to_the_same_decisions(policy: str) -> None:
     assert play(policy, 7, accidents=True).log == play(policy, 7, accidents=True).log
 
 
-def test_a_turn_goes_on_where_its_context_is() -> None:
+def test_the_next_turn_runs_on_the_same_engine() -> None:
     made = world("kv", 0)
     made.submit(0, 0)
     made.place()
@@ -156,7 +157,7 @@ def test_a_turn_goes_on_where_its_context_is() -> None:
     assert again == Placement(0, first.engine)
 
 
-def test_a_turn_leaves_a_full_engine_for_an_empty_one() -> None:
+def test_an_episode_migrates_from_a_full_engine_to_an_empty_one() -> None:
     scheduler = Scheduler(MOST)
     scheduler.add_engine("old", CAPACITY)
     for key in range(4):
@@ -169,8 +170,8 @@ def test_a_turn_leaves_a_full_engine_for_an_empty_one() -> None:
 
 
 @given(lengths=st.lists(st.integers(2, MOST), max_size=12), turns=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_a_turn_that_is_alone_on_its_engine_has_no_better_place(lengths: list[int], turns: list[int]) -> None:
-    """Whatever is kept free for chance is kept free elsewhere, too."""
+def test_an_episode_alone_on_its_engine_never_migrates(lengths: list[int], turns: list[int]) -> None:
+    """The headroom counts on the other engine as well, so an empty engine is not emptier than this one."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("old", CAPACITY)
     for key, length in enumerate(lengths):
@@ -186,7 +187,7 @@ def test_a_turn_that_is_alone_on_its_engine_has_no_better_place(lengths: list[in
         assert scheduler.place(3.0 + turn) == [Placement("alone", "old")]
 
 
-def test_what_an_engine_had_goes_on_elsewhere_when_it_is_lost() -> None:
+def test_turns_of_a_removed_engine_are_placed_on_another() -> None:
     made = world("kv", 3, engines=2)
     for key in range(4):
         made.submit(key, 0)
@@ -198,7 +199,7 @@ def test_what_an_engine_had_goes_on_elsewhere_when_it_is_lost() -> None:
     assert sorted(made.running) == [0, 1, 2, 3]
 
 
-def test_a_turn_that_lost_its_engine_holds_up_none_that_has_one() -> None:
+def test_a_displaced_turn_does_not_delay_resumed_ones() -> None:
     scheduler = Scheduler(MOST)
     for name in ("e0", "e1"):
         scheduler.add_engine(name, MOST)
@@ -224,15 +225,15 @@ def test_nothing_is_placed_while_weights_change() -> None:
     assert len(made.scheduler.place(0.0)) == 1
 
 
-def test_an_empty_engine_takes_an_episode_that_fits_nowhere() -> None:
+def test_an_empty_engine_admits_an_episode_that_fits_nowhere() -> None:
     scheduler = Scheduler(10 * CAPACITY)
     scheduler.add_engine("small", CAPACITY)
     scheduler.submit("long", 0, 5 * CAPACITY, 10 * CAPACITY)
     assert scheduler.place(0.0) == [Placement("long", "small")]
 
 
-def test_no_engine_stands_empty_while_one_waits() -> None:
-    """Though another, that is full, has more room."""
+def test_an_empty_engine_admits_the_head_of_the_queue_even_if_another_has_more_free_tokens() -> None:
+    """The large engine is full and still has more free tokens than the small one."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("large", 10 * MOST)
     for key in range(9):
@@ -245,7 +246,7 @@ def test_no_engine_stands_empty_while_one_waits() -> None:
     assert scheduler.place(2.0) == [Placement("next", "small")]
 
 
-def test_turns_that_go_on_put_no_episode_out_of_turn() -> None:
+def test_resumed_turns_do_not_shift_the_round_robin_order() -> None:
     scheduler = Scheduler(MOST, round_robin())
     for name in ("e0", "e1"):
         scheduler.add_engine(name, CAPACITY)
@@ -261,8 +262,8 @@ def test_turns_that_go_on_put_no_episode_out_of_turn() -> None:
     assert began == ["e0", "e1"] * 3
 
 
-def test_what_was_expected_of_turns_is_forgotten_without_a_gauge() -> None:
-    """An engine that nobody observes, which is never without an episode."""
+def test_stale_predictions_are_dropped_without_any_observation() -> None:
+    """The engine is never observed and never without an episode."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", 100 * MOST)
     most = 0
@@ -280,8 +281,8 @@ def test_what_was_expected_of_turns_is_forgotten_without_a_gauge() -> None:
     assert most < 100
 
 
-def test_a_cache_is_never_promised_twice() -> None:
-    """Contexts that are known to stay as they are: as many are let in as fit."""
+def test_reservations_never_exceed_the_target_utilization() -> None:
+    """The contexts cannot grow, so exactly as many are admitted as fit."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", CAPACITY)
     for key in range(20):
@@ -291,7 +292,7 @@ def test_a_cache_is_never_promised_twice() -> None:
 
 
 def two_groups_begun() -> Scheduler:
-    """Episodes 0 and 1 of one group, 2 and 3 of another: the first of each runs, and nothing is known of either."""
+    """Return a scheduler with two groups of two episodes (0 and 1, 2 and 3). The first of each group runs."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", 10 * MOST, 2)
     for key, group in enumerate(["short", "short", "long", "long"]):
@@ -300,22 +301,22 @@ def two_groups_begun() -> Scheduler:
     return scheduler
 
 
-def test_the_group_that_proves_long_goes_first() -> None:
+def test_a_group_with_long_finished_episodes_is_admitted_first() -> None:
     scheduler = two_groups_begun()
     scheduler.complete(0, 1.0, 20)
     scheduler.complete(2, 1.0, 350)
     assert [placed.episode for placed in scheduler.place(1.0)] == [3, 1]
 
 
-def test_the_group_whose_episodes_have_come_far_goes_first() -> None:
-    """None of them is over: what its turns and the engine's speed tell of it is enough."""
+def test_a_group_with_long_running_episodes_is_admitted_first() -> None:
+    """No episode has finished; the length of a finished turn is enough."""
     scheduler = two_groups_begun()
     scheduler.park(2, 300, 1.0)
     assert [placed.episode for placed in scheduler.place(1.0)] == [3]
 
 
-def test_the_group_whose_turn_goes_on_and_on_goes_first() -> None:
-    """Its engine's speed tells, as nothing else does before the turn is over."""
+def test_a_group_with_an_overdue_turn_is_admitted_first() -> None:
+    """Before a turn ends, only the engine's speed shows how long it has become."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", 10 * MOST, 2)
     for key in ("quick", "long"):
@@ -331,8 +332,8 @@ def test_the_group_whose_turn_goes_on_and_on_goes_first() -> None:
     assert [placed.episode for placed in scheduler.place(1.3)] == ["another long"]
 
 
-def test_a_long_prompt_tells_nothing_of_its_group() -> None:
-    """As long as nothing is known of lengths, as many of each group begin."""
+def test_a_long_prompt_does_not_raise_its_groups_priority() -> None:
+    """While no length is known, equally many episodes of each group are admitted."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", 10 * MOST, 8)
     for key in range(16):
@@ -340,7 +341,7 @@ def test_a_long_prompt_tells_nothing_of_its_group() -> None:
     assert sorted(placed.episode // 8 for placed in scheduler.place(0.0)) == [0] * 4 + [1] * 4
 
 
-def test_preemptions_make_an_engine_take_less_and_quiet_more() -> None:
+def test_preemptions_lower_the_target_utilization_and_quiet_observations_raise_it() -> None:
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", CAPACITY)
     before = scheduler.engines["e0"].target_utilization
@@ -352,7 +353,7 @@ def test_preemptions_make_an_engine_take_less_and_quiet_more() -> None:
     assert less < scheduler.engines["e0"].target_utilization <= before
 
 
-def test_each_burst_of_preemptions_counts_once_and_lasting_ones_until_nothing_is_left_to_learn() -> None:
+def test_each_burst_of_preemptions_lowers_the_target_once_down_to_its_minimum() -> None:
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", CAPACITY)
     seen = [scheduler.engines["e0"].target_utilization]
@@ -364,8 +365,8 @@ def test_each_burst_of_preemptions_counts_once_and_lasting_ones_until_nothing_is
     assert seen[-1] == MIN_TARGET_UTILIZATION
 
 
-def test_an_engine_that_is_overfull_is_punished_once() -> None:
-    """What it holds cannot be taken from it: until that fits again, preemptions say nothing new."""
+def test_an_overfull_engine_lowers_its_target_once() -> None:
+    """The engine keeps its episodes, so preemptions carry no new information until its reservations fit again."""
     scheduler = Scheduler(MOST)
     scheduler.add_engine("e0", CAPACITY)
     for key in range(3):
@@ -389,7 +390,7 @@ def test_an_engine_that_is_overfull_is_punished_once() -> None:
         (lambda s: s.resume("a", 20, 0.0), "expected a parked episode, got a waiting one"),
     ],
 )
-def test_what_cannot_have_happened_is_refused(act: object, says: str) -> None:
+def test_an_impossible_event_is_a_value_error(act: object, says: str) -> None:
     scheduler = Scheduler(MOST)
     scheduler.submit("a", 0, 10, MOST)
     with pytest.raises(ValueError, match=says):
@@ -401,7 +402,7 @@ def test_what_cannot_have_happened_is_refused(act: object, says: str) -> None:
     entries=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 500)), min_size=1, max_size=30),
     later=st.integers(0, 600),
 )
-def test_the_peak_is_that_of_a_walk_over_all_ticks(entries: list[tuple[int, int]], later: int) -> None:
+def test_the_peak_equals_that_of_a_walk_over_all_steps(entries: list[tuple[int, int]], later: int) -> None:
     ledger, width = KvForecast(10.0), 10.0
     kept = [ledger.reserve(context, 0.0, [float(growth)]) for context, growth in entries]
 
@@ -424,8 +425,8 @@ def test_the_peak_is_that_of_a_walk_over_all_ticks(entries: list[tuple[int, int]
     assert (ledger.resident_tokens, ledger.num_episodes) == (0, 0)
 
 
-def test_lengths_are_learnt_without_falling_for_those_that_end_first() -> None:
-    """Of 100 episodes half end at 50 and half at 350. When only the short ones are over, the mean must not be 50."""
+def test_the_length_model_is_not_biased_to_episodes_that_finish_first() -> None:
+    """Of 100 episodes half end at 50 and half at 350. When only the short ones have ended, the mean must not be 50."""
     lengths = LengthModel(MOST)
     for _ in range(100):
         lengths.on_start(0)
@@ -441,8 +442,8 @@ def test_lengths_are_learnt_without_falling_for_those_that_end_first() -> None:
     assert lengths.mean_length_above(100) == pytest.approx(350, rel=0.1)
 
 
-def test_who_is_cut_short_would_have_been_as_long_at_least() -> None:
-    """Else a step that stops its last ones early would teach that all are short."""
+def test_a_cancelled_episode_counts_as_longer_than_it_is() -> None:
+    """Otherwise a training step that cancels its stragglers would teach that all episodes are short."""
 
     def mean(cut_at: float) -> float:
         scheduler = Scheduler(MOST)
@@ -459,7 +460,7 @@ def test_who_is_cut_short_would_have_been_as_long_at_least() -> None:
     assert mean(cut_at=70.0) > 1.5 * mean(cut_at=10.0)
 
 
-def test_siblings_tell_more_than_the_stage() -> None:
+def test_a_groups_own_episodes_weigh_more_than_the_stage() -> None:
     lengths = LengthModel(MOST)
     for group, length in (("hard", 300), ("easy", 20)):
         for _ in range(8):
@@ -473,8 +474,8 @@ def test_siblings_tell_more_than_the_stage() -> None:
     assert max(lengths.growth_quantiles("hard", 390, MOST)) <= 10
 
 
-def test_lengths_stay_sound_over_a_thousand_steps() -> None:
-    """What has faded away leaves the prior, and what was thought too long may be taken back a step later."""
+def test_the_length_model_stays_valid_over_thousands_of_steps() -> None:
+    """Decay leaves the prior, and an extrapolated length may be corrected one training step later."""
     lengths = LengthModel(MOST)
     for _ in range(2000):
         lengths.on_start(10)
