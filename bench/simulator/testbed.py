@@ -27,7 +27,8 @@ from bench.rollouts import Counts
 from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import Hardware, Plan, Turn, tell
 from trainer.engines.engine import SamplingParams
-from trainer.engines.pool import EnginePool, TurnRecord
+from trainer.engines.engine_health import TurnRecord
+from trainer.engines.pool import EnginePool
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.scheduling.scheduler import Scheduler

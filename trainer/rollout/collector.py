@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from trainer.config import SamplingConfig
-from trainer.engines.pool import EnginePool, EpisodeHandle
+from trainer.engines.episode_handle import EpisodeHandle
+from trainer.engines.pool import EnginePool
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.episodes.reward import VerifyPairs, score_episodes

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from trainer.config import SamplingConfig
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import EngineError, Generation, SamplingParams
-from trainer.engines.pool import EpisodeHandle
+from trainer.engines.episode_handle import EpisodeHandle
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Episode, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.episodes.turn_parser import MalformedCall, ToolCallRequest, parse_turn

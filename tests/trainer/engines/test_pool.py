@@ -19,15 +19,8 @@ from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import EngineCapacity, EngineError, NonFiniteLogprobError, SamplingParams
-from trainer.engines.pool import (
-    BRING_UP_TIMEOUT_S,
-    MAX_FAILURES_PER_TURN,
-    MAX_MISSED_SCRAPES,
-    MAX_NON_FINITE_EPISODES,
-    SCRAPE_TIMEOUT_S,
-    STALL_TIMEOUT_S,
-    EnginePool,
-)
+from trainer.engines.episode_handle import MAX_FAILURES_PER_TURN, MAX_NON_FINITE_EPISODES
+from trainer.engines.pool import BRING_UP_TIMEOUT_S, MAX_MISSED_SCRAPES, SCRAPE_TIMEOUT_S, STALL_TIMEOUT_S, EnginePool
 from trainer.scheduling.scheduler import Scheduler
 
 MOST = 200
