@@ -183,7 +183,7 @@ def _recorded(row: Mapping[str, Any], group: int) -> Plan:
         group=group,
         prompt=row["prompt_tokens"],
         turns=tuple(
-            (turn["end"] - turn["start"], end - turn["end"], turn["tools_s"] if end > turn["end"] else 0.0)
+            (turn["end"] - turn["start"], end - turn["end"], turn["tool_s"] if end > turn["end"] else 0.0)
             for turn, end in zip(turns, ends, strict=True)
         ),
     )

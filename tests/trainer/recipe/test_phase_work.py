@@ -325,8 +325,8 @@ def test_evaluation_and_rollout_write_what_show_reads(
     assert len(list(RunFolder(run.stage_dir("sft") / "eval").read_episodes(0))) == 2
     with monkeypatch.context() as nothing:  # of it starts again for what is over, nor where only its last word is lost
         nothing.setattr(phase_work, "open_rollout", None)
-        for lost in ("nothing", "evaluated.json"):
-            (run.stage_dir("sft") / lost).unlink(missing_ok=True)
+        for lost in ("nothing", "eval.json"):
+            (run.stage_dir("sft") / lost).unlink(missing_ok=lost == "nothing")
             assert cli.main(["eval", str(run.dir), "--run-dir", str(run.dir), "--stage", "sft", "--json"]) == 0
             assert json.loads(capsys.readouterr().out.splitlines()[-1]) == reports
 

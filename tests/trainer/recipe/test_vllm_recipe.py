@@ -90,8 +90,8 @@ def _check(config: RunConfig, names: Sequence[str]) -> None:
     assert all(row["logprob_diff_mean"] < 1e-3 for row in rows if row["episodes_in_loss"])
     turns = [turn for row in rows for episode in run.run_folder.read_episodes(row["step"]) for turn in episode["turns"]]
     assert len({turn["engine"] for turn in turns}) == ENGINES
-    assert len({turn["version"] for turn in turns}) == len(rows)
-    evaluation = read_json(run.stage_dir("rl1") / "evaluated.json")
+    assert len({turn["weight_version"] for turn in turns}) == len(rows)
+    evaluation = read_json(run.stage_dir("rl1") / "eval.json")
     assert evaluation is not None
     assert not math.isnan(evaluation["scores"]["accuracy"])
     assert list((run.dir / "weights").iterdir()) == []
