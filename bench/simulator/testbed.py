@@ -27,7 +27,8 @@ from bench.rollouts import Counts
 from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import Hardware, Plan, Turn, tell
 from trainer.engines.engine import SamplingParams
-from trainer.engines.pool import EnginePool, TurnRecord
+from trainer.engines.engine_health import TurnRecord
+from trainer.engines.pool import EnginePool
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.scheduling.scheduler import Scheduler
@@ -148,7 +149,7 @@ def make_model(folder: Path) -> None:
 
     from trainer.data import tiny_model
 
-    tiny_model.make(folder)
+    tiny_model.write_tiny_model(folder)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS}
     config = AutoConfig.from_pretrained(folder, **sizes, layer_types=["full_attention"] * LAYERS)
     Qwen3ForCausalLM(config).save_pretrained(folder)

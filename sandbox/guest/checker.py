@@ -56,7 +56,7 @@ def compare(gold: str, answer: str) -> str:
 
 
 def boxed(text: str) -> str:
-    """Return the text in a box, unless it has one. math-verify takes all that a box contains as the answer."""
+    """Return the text inside `\\boxed{}`, whose content math-verify takes as the answer, unless it contains one."""
     return text if "\\boxed{" in text else "\\boxed{" + text + "}"
 
 

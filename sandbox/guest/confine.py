@@ -60,7 +60,7 @@ class Confinement:
 
     def __init__(self, plan: dict) -> None:
         self.scratch_mount: str | None = plan["scratch_mount"]
-        """Where each call gets a file system of its own as working directory."""
+        """Directory on which each call mounts its own tmpfs, its working directory. None at the other levels."""
         self.landlock = landlock_slots.LandlockSlots(plan["landlock"]) if plan["landlock"] else None
         self.address_space_bytes = 0
         """Address space of the zygote, to which a call's own limit is added. The executor sends it."""
@@ -72,7 +72,7 @@ class Confinement:
         self._inodes: int = plan["max_files"]
         self._uid_base: int | None = plan["uid_base"]
         self._limits = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
-        self._buffers: list = []  # what the steps point at
+        self._buffers: list = []  # memory that the steps point at
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
         self._clone_flags, self._tid = 0, 0

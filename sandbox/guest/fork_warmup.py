@@ -71,7 +71,7 @@ def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
     zygote.confined_flags, zygote.writer = mmap.mmap(-1, mmap.PAGESIZE), frames.FrameWriter(zygote.reader.sock)
     zygote.on_call({**call, "blobs": [len(script), 0, 0]}, memoryview(script))
     zygote.fork_pending()
-    zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)  # the call has closed the flags after it had set its own
+    zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)  # the script has set its flag and closed the flags
     zygote.confined_flags[_SLOT] = 1
     for running in zygote.running.values():
         zygote.send_ended(running, 0, resource.getrusage(resource.RUSAGE_CHILDREN))
@@ -85,36 +85,43 @@ def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
 
 @contextlib.contextmanager
 def _stubbed(zygote: Zygote) -> Iterator[None]:
-    """Replace what cannot be undone by stubs, and restore everything afterwards."""
+    """Replace what cannot be undone by stubs, and restore it afterwards."""
     confinement, batch = zygote.confinement, zygote.batch
     saved: list = [(owner, name, getattr(owner, name)) for owner, name, _ in _STUBS]
     saved += [(zygote, name, getattr(zygote, name)) for name in ("confined_flags", "writer")]
     saved += [(batch, name, getattr(batch, name)) for name in ("execute", "invoke")]
     saved.append((confinement, "landlock", confinement.landlock))
-    environ = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
-    directory = os.getcwd()
-    fds = [os.dup(fd) for fd in range(runner.REPORT_FD + 1)]
     confinement.landlock = confinement.landlock and _StubLandlock()  # type: ignore[assignment]
     confinement.cgroup_procs_fds[_SLOT] = [-1]
     batch.invoke = _fake_invoke
     if batch.has_machine_code:
         batch.execute = functools.partial(batch.execute_in_python)  # a C callable, as the machine code is
+    with _process_state_restored():
+        try:
+            for owner, name, stub in _STUBS:
+                setattr(owner, name, stub)
+            yield
+        finally:
+            for owner, name, value in saved:
+                setattr(owner, name, value)
+            del confinement.cgroup_procs_fds[_SLOT]
+
+
+@contextlib.contextmanager
+def _process_state_restored() -> Iterator[None]:
+    """Restore the descriptors 0 to 3, the working directory and the environment after the block."""
+    fds = [os.dup(fd) for fd in range(runner.REPORT_FD + 1)]
+    directory, environ = os.getcwd(), dict(os.environ)
     try:
-        for owner, name, stub in _STUBS:
-            setattr(owner, name, stub)
         yield
     finally:
-        for owner, name, value in saved:
-            setattr(owner, name, value)
-        del confinement.cgroup_procs_fds[_SLOT]
-        if confinement.landlock is not None:
-            for name in ("HOME", "TMPDIR"):
-                os.environ.pop(name, None)
-            os.environ.update(environ)
-        os.chdir(directory)
         for fd, original in enumerate(fds):
             os.dup2(original, fd, inheritable=fd == 2)
             os.close(original)
+        os.chdir(directory)
+        if os.environ != environ:
+            os.environ.clear()
+            os.environ.update(environ)
 
 
 def _fake_invoke(number: int, *arguments: int) -> int:

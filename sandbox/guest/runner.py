@@ -61,7 +61,7 @@ _HERE = __file__
 _LIBRARY_PREFIXES = tuple({os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))})
 _MAX_TRACEBACK_FRAMES = 200
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
-_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+_memory_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 """Address space that is released to report a MemoryError. It is never written to, so it uses no memory."""
 
 
@@ -207,7 +207,7 @@ def _run_script(call: dict, source: bytes, files: list, report: _Report) -> int:
         return _exit_code(error, report)
     except BaseException as error:
         if isinstance(error, MemoryError):
-            _reserve.close()
+            _memory_reserve.close()
             report.out_of_memory = True
         report.error = _describe(error)
         return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -25,24 +25,21 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Self
 
-from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import (
     Engine,
     EngineError,
-    Generation,
-    NonFiniteLogprobError,
-    SamplingParams,
     Weights,
     WeightStore,
     WeightTransfer,
 )
+from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S, EngineHealth, TurnRecord
 from trainer.engines.engine_state import EngineState
-from trainer.scheduling.scheduler import Placement, Scheduler
+from trainer.engines.episode_handle import EpisodeHandle
+from trainer.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
@@ -58,15 +55,6 @@ STALL_TIMEOUT_S = 120.0
 """An engine with running turns is marked down if its token counter has not changed for this many seconds."""
 BRING_UP_TIMEOUT_S = 60.0
 """Seconds that a bring-up or a liveness probe may take."""
-ALL_DOWN_TIMEOUT_S = 60.0
-"""Seconds after which episodes fail because all engines are down."""
-TURN_TIMEOUT_FACTOR = 10.0
-"""A turn times out after this multiple of the time that `max_tokens` would take at the engine's recent decode speed,
-but never before `turn_timeout_s`."""
-MAX_FAILURES_PER_TURN = 3
-"""A turn that has failed on this many engines fails its episode, because the turn may be the cause."""
-MAX_NON_FINITE_EPISODES = 3
-"""An engine is marked down after turns of this many episodes in a row had log-probabilities that are not finite."""
 UNKNOWN_VERSION = -1
 """The weight version of an engine whose weights are not those of the last sync."""
 LIVENESS_PROBE_IDS = (0, 0)
@@ -74,24 +62,7 @@ LIVENESS_PROBE_IDS = (0, 0)
 hangs."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """A finished turn. Times are the event loop's, in seconds."""
-
-    episode: int
-    group: Hashable
-    engine: str
-    requested_at: float
-    started_at: float
-    ended_at: float
-    context_tokens: int
-    """Tokens of the context before the turn."""
-    sampled_tokens: int
-    is_migration: bool
-    """True if the episode's last turn ran on another engine."""
-
-
-class EnginePool:
+class EnginePool(EngineHealth):
     """A context manager that owns and closes its engines, and `scheduler`, which no other pool may use.
 
     `transfer`, `probe`: needed only for `sync_weights`.
@@ -118,31 +89,22 @@ class EnginePool:
     ) -> None:
         if not engines or len({engine.name for engine in engines}) < len(engines):
             raise ValueError(f"expected engines with different names, got {[engine.name for engine in engines]}")
-        self.scheduler = scheduler
-        self.engine_states = {engine.name: EngineState(engine) for engine in engines}
-        self.weight_version = 0
-        self.on_turn = on_turn
-        self.busy_timer = BusyTimer()
-        """Runs while an engine generates or while a caller marks other work (tool calls, answer checks). The rest of a
-        rollout's wall time is overhead."""
-        self.nan_turns = 0
-        """Number of turns with a log-probability that was not finite."""
-        self.handles: dict[Hashable, EpisodeHandle] = {}
-        self.name = token_hex(4)
-        """Prefix of this pool's request ids, because other clients may use the same servers."""
-        self.scheduler_event = asyncio.Event()
-        """Set after each event that was reported to the scheduler."""
-        self.request_ended = asyncio.Event()
-        """Set when a request or a placed turn has ended."""
+        super().__init__(
+            engines,
+            scheduler,
+            turn_timeout_s=turn_timeout_s,
+            retry_after_s=retry_after_s,
+            all_down_timeout_s=all_down_timeout_s,
+            on_turn=on_turn,
+        )
+        self._name = token_hex(4)  # prefix of request ids, because other clients may use the same servers
         self._transfer, self._store, self._probe = transfer, store, probe
-        self._scrape_interval_s, self._turn_timeout_s = scrape_interval_s, turn_timeout_s
-        self._retry_after_s, self._all_down_timeout_s = retry_after_s, all_down_timeout_s
+        self._scrape_interval_s = scrape_interval_s
         self._expected: ExpectedLogprobs | None = None  # of the last sync's weights
         self._stored: Path | None = None  # the last sync's weights
         self._keys = itertools.count()
         self._tasks = asyncio.TaskGroup()
         self._background_tasks: list[asyncio.Task[None]] = []
-        self._all_down_since = 0.0
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -164,7 +126,8 @@ class EnginePool:
     @asynccontextmanager
     async def open_episode(self, *, group: Hashable, max_context_tokens: int) -> AsyncIterator[EpisodeHandle]:
         """Open a handle for one episode of the problem `group`."""
-        handle = EpisodeHandle(self, next(self._keys), group, max_context_tokens)
+        key = next(self._keys)
+        handle = EpisodeHandle(self, key, group, max_context_tokens, request_id=f"{self._name}-{key}")
         try:
             yield handle
         except BaseException:
@@ -235,63 +198,7 @@ class EnginePool:
             await self._store.delete_others(stored)
         return version
 
-    # --- for episode handles ---
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def request_timeout_s(self, state: EngineState, max_tokens: int) -> float:
-        """Return the seconds that a turn of up to `max_tokens` may take on the engine."""
-        rate = self.scheduler.engines[state.engine.name].tokens_per_s
-        return max(self._turn_timeout_s, TURN_TIMEOUT_FACTOR * max_tokens / rate if rate else 0.0)
-
-    @asynccontextmanager
-    async def request(self, state: EngineState, owner: object, timeout_s: float) -> AsyncIterator[None]:
-        """Register a request to an engine. Raises `TimeoutError` after `timeout_s` or when the engine is marked
-        down."""
-        try:
-            async with asyncio.timeout(timeout_s) as state.requests[owner]:
-                yield
-        finally:
-            del state.requests[owner]
-            self.request_ended.set()
-
-    def mark_failed(self, state: EngineState, reason: str) -> None:
-        """Mark an engine down that has lost its contexts. Its turns are placed again."""
-        logger.warning("engine %s is down, next attempt in %g s: %s", state.engine.name, self._retry_after_s, reason)
-        self._mark_down(state)
-        self._schedule_retry(state, reason)
-
-    def has_given_up(self) -> bool:
-        """Return whether all engines have been down for `all_down_timeout_s`."""
-        is_down = not (self.scheduler.is_paused or self._is_any_up())
-        return is_down and self.now() - self._all_down_since >= self._all_down_timeout_s
-
-    def all_down_error(self) -> EngineError:
-        reasons = "; ".join(f"{name}: {state.down_reason}" for name, state in self.engine_states.items())
-        return EngineError(f"all {len(self.engine_states)} engines are down: {reasons}")
-
-    # --- engine failures and bring-up ---
-
-    def _is_any_up(self) -> bool:
-        return any(state.is_up for state in self.engine_states.values())
-
-    def _schedule_retry(self, state: EngineState, reason: str) -> None:
-        state.down_reason, state.is_unresponsive = reason, True
-        state.retry_at = self.now() + self._retry_after_s
-
-    def _mark_down(self, state: EngineState) -> None:
-        now = self.now()
-        state.cancel_requests(now)
-        if not state.is_up:
-            return
-        state.is_up = False
-        for key in self.scheduler.remove_engine(state.engine.name):
-            self.handles[key].placement = None
-        if not self._is_any_up():
-            self._all_down_since = now
-        self.scheduler_event.set()
-        self.request_ended.set()
+    # --- bring-up and monitoring ---
 
     def _invalidate_weights(self) -> list[EngineState]:
         """Mark all engines down, since new weights invalidate their KV caches. Return the engines that will receive the
@@ -411,131 +318,3 @@ class EnginePool:
         while any(state.requests for state in self.engine_states.values()) or self.scheduler.num_running:
             self.request_ended.clear()
             await self.request_ended.wait()
-
-
-class _Aborted(Exception):
-    """The handle was aborted before its turn was placed."""
-
-
-class EpisodeHandle:
-    """An episode's access to the pool. It generates one turn after the other; each continues the context of the
-    last."""
-
-    def __init__(self, pool: EnginePool, key: int, group: Hashable, max_context_tokens: int) -> None:
-        self.key = key
-        self.length = 0
-        """Tokens of the context after the last turn."""
-        self.request_id = f"{pool.name}-{key}"
-        self.placement: Placement | None = None
-        """The placement of the requested turn."""
-        self.is_aborted = False
-        self._pool, self._group, self._max_context_tokens = pool, group, max_context_tokens
-        self._is_submitted = False
-        self._placement_changed: asyncio.Future[None] | None = None
-
-    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue `ids`, on another engine if one fails.
-
-        Raises `EngineError` when all engines are down or the turn has failed on `MAX_FAILURES_PER_TURN` of them. After
-        an exception the scheduler drops the episode; the next call submits it as a new one.
-        """
-        pool, requested_at, context_tokens = self._pool, self._pool.now(), len(ids)
-        sampling = replace(sampling, request_id=self.request_id)
-        self._request_turn(context_tokens)
-        try:
-            generation, placement, started_at = await self._generate_with_failover(ids, sampling)
-            ended_at, length = pool.now(), context_tokens + len(generation.ids)
-            pool.scheduler.park(self.key, length, ended_at)
-        except _Aborted:
-            self.close(None)
-            return Generation((), (), False, "", pool.weight_version, is_aborted=True)
-        except BaseException:
-            self.close(None)
-            raise
-        self.placement, self.length = None, length
-        pool.scheduler_event.set()
-        if pool.on_turn is not None:
-            record = TurnRecord(
-                episode=self.key,
-                group=self._group,
-                engine=placement.engine,
-                requested_at=requested_at,
-                started_at=started_at,
-                ended_at=ended_at,
-                context_tokens=context_tokens,
-                sampled_tokens=len(generation.ids),
-                is_migration=placement.is_migration,
-            )
-            pool.on_turn(record)
-        return generation
-
-    def set_placement(self, placement: Placement) -> None:
-        self.placement = placement
-        self.notify()
-
-    def notify(self) -> None:
-        """Make a waiting `generate` check its placement, abort flag and the pool's state again."""
-        if self._placement_changed is not None and not self._placement_changed.done():
-            self._placement_changed.set_result(None)
-
-    def close(self, length: int | None) -> None:
-        """Complete the episode with `length` tokens; None means that it was cancelled. Later calls do nothing."""
-        if self._is_submitted:
-            self._is_submitted, self.placement = False, None
-            pool = self._pool
-            del pool.handles[self.key]
-            pool.scheduler.complete(self.key, pool.now(), length)
-            pool.scheduler_event.set()
-            pool.request_ended.set()
-
-    def _request_turn(self, length: int) -> None:
-        pool = self._pool
-        if self._is_submitted:
-            pool.scheduler.resume(self.key, length, pool.now())
-        else:
-            pool.scheduler.submit(self.key, self._group, length, self._max_context_tokens)
-            pool.handles[self.key] = self
-            self._is_submitted = True
-        pool.scheduler_event.set()
-
-    async def _generate_with_failover(
-        self, ids: Sequence[int], sampling: SamplingParams
-    ) -> tuple[Generation, Placement, float]:
-        """Return the turn, its placement and its start time."""
-        pool, failures = self._pool, 0
-        while True:
-            placement, started_at = await self._wait_for_placement(), pool.now()
-            state = pool.engine_states[placement.engine]
-            timeout_s = pool.request_timeout_s(state, sampling.max_tokens)
-            try:
-                with pool.busy_timer:
-                    async with pool.request(state, self, timeout_s):
-                        generation = await state.engine.generate(ids, sampling)
-                if self.placement is placement:  # otherwise the engine was marked down as it answered
-                    state.non_finite_episodes.clear()
-                    return generation, placement, started_at
-            except NonFiniteLogprobError as error:
-                pool.nan_turns += 1
-                failures += 1
-                if failures == MAX_FAILURES_PER_TURN:
-                    raise
-                state.non_finite_episodes.add(self.key)
-                if self.placement is placement and len(state.non_finite_episodes) >= MAX_NON_FINITE_EPISODES:
-                    pool.mark_failed(state, f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: {error}")
-            except (EngineError, TimeoutError) as error:
-                if self.placement is placement:  # otherwise the engine is already down, because of another request
-                    reason = str(error) or f"engine {placement.engine}: no answer in {timeout_s:.0f} s"
-                    pool.mark_failed(state, reason)
-                    failures += 1
-                    if failures == MAX_FAILURES_PER_TURN:
-                        raise EngineError(f"the same turn failed on {failures} engines, the last: {reason}") from error
-
-    async def _wait_for_placement(self) -> Placement:
-        while self.placement is None or self.is_aborted:
-            if self.is_aborted:
-                raise _Aborted
-            if self._pool.has_given_up():
-                raise self._pool.all_down_error()
-            self._placement_changed = asyncio.get_running_loop().create_future()
-            await self._placement_changed
-        return self.placement

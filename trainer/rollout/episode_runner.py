@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from trainer.config import SamplingConfig
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import EngineError, Generation, SamplingParams
-from trainer.engines.pool import EpisodeHandle
+from trainer.engines.episode_handle import EpisodeHandle
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Episode, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.episodes.turn_parser import MalformedCall, ToolCallRequest, parse_turn
@@ -53,7 +53,7 @@ class EpisodeRunner:
         while episode.stop_reason is None and not is_aborted:
             requested_at = self.clock()
             sampling = SamplingParams(
-                max_tokens=self.limits.max_tokens - len(episode.response_ids),
+                max_tokens=self.limits.max_response_tokens - len(episode.response_ids),
                 temperature=self.limits.temperature,
                 top_p=self.limits.top_p,
                 stop_ids=self.chat_format.stop_ids,
@@ -104,7 +104,7 @@ class EpisodeRunner:
         episode.turns.append(turn)
         if episode.stop_reason is None:
             observation = self.chat_format.encode_tool_responses([call.response for call in tool_calls])
-            if end + len(observation) < self.limits.max_tokens:
+            if end + len(observation) < self.limits.max_response_tokens:
                 episode.append_observation(observation)
                 episode.turn_start, episode.turn_generate_s = len(episode.response_ids), 0.0
             else:
@@ -123,7 +123,7 @@ class EpisodeRunner:
             call = ToolCall("", request.text, ToolCallStatus.MALFORMED, request.response)
         else:
             call = await self.tool.call(request.name, request.arguments)
-        return _truncate_response(call, self.limits.tool_chars)
+        return _truncate_response(call, self.limits.max_tool_response_chars)
 
 
 def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:

@@ -292,10 +292,11 @@ class _ExecutorProtocol(asyncio.Protocol):
                 raise ProtocolError(f"unexpected frame {message[0]!r:.40} with {len(message) - 1} parts")
 
 
-def _check_result(pair: object) -> SizedResult:
-    """Check the parts of a result that the gateway reads; the rest is passed through. Raises `ProtocolError`."""
+def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
+    """Check the parts of a result that the gateway reads; the rest is passed through. An executor may send anything,
+    whatever the annotation says. Raises `ProtocolError`."""
     try:
-        seq, result = cast(tuple[int, EncodedResult], pair)
+        seq, result = pair
         usage = result["usage"]
         times_ms = usage["queue_ms"] + usage["run_ms"]
         if isinstance(times_ms, (int, float)) and isinstance(result["files"], dict) and result["status"] in _STATUSES:

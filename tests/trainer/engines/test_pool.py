@@ -19,15 +19,8 @@ from tests.trainer.fake_vllm import TableEngine
 from tests.trainer.jump import jumping
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import EngineCapacity, EngineError, NonFiniteLogprobError, SamplingParams
-from trainer.engines.pool import (
-    BRING_UP_TIMEOUT_S,
-    MAX_FAILURES_PER_TURN,
-    MAX_MISSED_SCRAPES,
-    MAX_NON_FINITE_EPISODES,
-    SCRAPE_TIMEOUT_S,
-    STALL_TIMEOUT_S,
-    EnginePool,
-)
+from trainer.engines.episode_handle import MAX_FAILURES_PER_TURN, MAX_NON_FINITE_EPISODES
+from trainer.engines.pool import BRING_UP_TIMEOUT_S, MAX_MISSED_SCRAPES, SCRAPE_TIMEOUT_S, STALL_TIMEOUT_S, EnginePool
 from trainer.scheduling.scheduler import Scheduler
 
 MOST = 200
@@ -97,7 +90,7 @@ class TableProbe:
 
 
 async def carry(engines, weights, version):
-    async def load(engine):
+    async def load_config(engine):
         try:
             async with asyncio.timeout(LOAD_S):
                 await engine.before()
@@ -106,7 +99,7 @@ async def carry(engines, weights, version):
         await engine.load_weights(weights, version)
         return None
 
-    return [await load(engine) for engine in engines]
+    return [await load_config(engine) for engine in engines]
 
 
 def pool_of(made, policy="kv", **options):

@@ -1,0 +1,144 @@
+"""An episode's access to the engine pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams
+from trainer.engines.engine_health import EngineHealth, TurnRecord
+from trainer.scheduling.scheduler import Placement
+
+MAX_FAILURES_PER_TURN = 3
+"""A turn that has failed on this many engines fails its episode, because the turn may be the cause."""
+MAX_NON_FINITE_EPISODES = 3
+"""An engine is marked down after turns of this many episodes in a row had log-probabilities that are not finite."""
+
+
+class _Aborted(Exception):
+    """The handle was aborted before its turn was placed."""
+
+
+class EpisodeHandle:
+    """An episode's access to the pool. It generates one turn after the other; each continues the context of the
+    last."""
+
+    def __init__(self, pool: EngineHealth, key: int, group: Hashable, max_context_tokens: int, request_id: str) -> None:
+        self.key = key
+        self.length = 0
+        """Tokens of the context after the last turn."""
+        self.request_id = request_id
+        self.placement: Placement | None = None
+        """The placement of the requested turn."""
+        self.is_aborted = False
+        self._pool, self._group, self._max_context_tokens = pool, group, max_context_tokens
+        self._is_submitted = False
+        self._placement_changed: asyncio.Future[None] | None = None
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Continue `ids`, on another engine if one fails.
+
+        Raises `EngineError` when all engines are down or the turn has failed on `MAX_FAILURES_PER_TURN` of them. After
+        an exception the scheduler drops the episode; the next call submits it as a new one.
+        """
+        pool, requested_at, context_tokens = self._pool, self._pool.now(), len(ids)
+        sampling = replace(sampling, request_id=self.request_id)
+        self._request_turn(context_tokens)
+        try:
+            generation, placement, started_at = await self._generate_with_failover(ids, sampling)
+            ended_at, length = pool.now(), context_tokens + len(generation.ids)
+            pool.scheduler.park(self.key, length, ended_at)
+        except _Aborted:
+            self.close(None)
+            return Generation((), (), False, "", pool.weight_version, is_aborted=True)
+        except BaseException:
+            self.close(None)
+            raise
+        self.placement, self.length = None, length
+        pool.scheduler_event.set()
+        if pool.on_turn is not None:
+            record = TurnRecord(
+                episode=self.key,
+                group=self._group,
+                engine=placement.engine,
+                requested_at=requested_at,
+                started_at=started_at,
+                ended_at=ended_at,
+                context_tokens=context_tokens,
+                sampled_tokens=len(generation.ids),
+                is_migration=placement.is_migration,
+            )
+            pool.on_turn(record)
+        return generation
+
+    def set_placement(self, placement: Placement) -> None:
+        self.placement = placement
+        self.notify()
+
+    def notify(self) -> None:
+        """Make a waiting `generate` check its placement, abort flag and the pool's state again."""
+        if self._placement_changed is not None and not self._placement_changed.done():
+            self._placement_changed.set_result(None)
+
+    def close(self, length: int | None) -> None:
+        """Complete the episode with `length` tokens; None means that it was cancelled. Later calls do nothing."""
+        if self._is_submitted:
+            self._is_submitted, self.placement = False, None
+            pool = self._pool
+            del pool.handles[self.key]
+            pool.scheduler.complete(self.key, pool.now(), length)
+            pool.scheduler_event.set()
+            pool.request_ended.set()
+
+    def _request_turn(self, length: int) -> None:
+        pool = self._pool
+        if self._is_submitted:
+            pool.scheduler.resume(self.key, length, pool.now())
+        else:
+            pool.scheduler.submit(self.key, self._group, length, self._max_context_tokens)
+            pool.handles[self.key] = self
+            self._is_submitted = True
+        pool.scheduler_event.set()
+
+    async def _generate_with_failover(
+        self, ids: Sequence[int], sampling: SamplingParams
+    ) -> tuple[Generation, Placement, float]:
+        """Return the turn, its placement and its start time."""
+        pool, failures = self._pool, 0
+        while True:
+            placement, started_at = await self._wait_for_placement(), pool.now()
+            state = pool.engine_states[placement.engine]
+            timeout_s = pool.request_timeout_s(state, sampling.max_tokens)
+            try:
+                with pool.busy_timer:
+                    async with pool.request(state, self, timeout_s):
+                        generation = await state.engine.generate(ids, sampling)
+                if self.placement is placement:  # otherwise the engine was marked down as it answered
+                    state.non_finite_episodes.clear()
+                    return generation, placement, started_at
+            except NonFiniteLogprobError as error:
+                pool.nan_turns += 1
+                failures += 1
+                if failures == MAX_FAILURES_PER_TURN:
+                    raise
+                state.non_finite_episodes.add(self.key)
+                if self.placement is placement and len(state.non_finite_episodes) >= MAX_NON_FINITE_EPISODES:
+                    pool.mark_failed(state, f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: {error}")
+            except (EngineError, TimeoutError) as error:
+                if self.placement is placement:  # otherwise the engine is already down, because of another request
+                    reason = str(error) or f"engine {placement.engine}: no answer in {timeout_s:.0f} s"
+                    pool.mark_failed(state, reason)
+                    failures += 1
+                    if failures == MAX_FAILURES_PER_TURN:
+                        raise EngineError(f"the same turn failed on {failures} engines, the last: {reason}") from error
+
+    async def _wait_for_placement(self) -> Placement:
+        while self.placement is None or self.is_aborted:
+            if self.is_aborted:
+                raise _Aborted
+            if self._pool.has_given_up():
+                raise self._pool.all_down_error()
+            self._placement_changed = asyncio.get_running_loop().create_future()
+            await self._placement_changed
+        return self.placement
