@@ -17,8 +17,9 @@ from time import perf_counter
 from typing import Any
 
 from bench.harness import command
-from trainer.config import load
-from trainer.recipe.runner import Run, UnitFailed, recipe
+from trainer.config_loading import load_config
+from trainer.recipe.phases import RecipeRun
+from trainer.recipe.runner import PhaseFailed, run_recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 MOST_S, LEAST_GAIN, MOST_ALONE = 1200.0, 0.15, 0.05
@@ -42,11 +43,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    config = load(args.config, {}, args.set)
+    config = load_config(args.config, {}, args.set)
     began = perf_counter()
     try:
-        run = recipe(replace(config, run_dir=str(args.folder)))
-    except UnitFailed as why:
+        run = run_recipe(replace(config, run_dir=str(args.folder)))
+    except PhaseFailed as why:
         raise command.BenchFailed(str(why)) from None
     figures = {"bench": "recipe", "config": args.config.name, **measured(run, perf_counter() - began)}
     columns = {name: name.replace("_", " ") for name in ("accuracy", "tool_error_ratio", "one_answer", "seconds")}
@@ -58,22 +59,22 @@ def _measure(args: argparse.Namespace) -> int:
     return 0 if all(row["holds"] for row in figures["verdicts"]) else 1
 
 
-def measured(run: Run, seconds: float = 0.0) -> dict[str, Any]:
+def measured(run: RecipeRun, seconds: float = 0.0) -> dict[str, Any]:
     """What a run that is over says of itself, and how long it took: `seconds` by the clock, or, where more was done
     before, what its units say, who do not count the start of their processes."""
     stages = run.summary()["stages"]
-    steps = [row for row in run.record.read_metrics() if "step_s" in row]
+    steps = [row for row in run.run_folder.read_metrics() if "step_s" in row]
     if not steps or len(stages) < 2:
-        raise command.BenchFailed(f"{run.folder}: expected SFT and a stage of RL, each evaluated")
+        raise command.BenchFailed(f"{run.dir}: expected SFT and a stage of RL, each evaluated")
     whole_s = sum(row["step_s"] for row in steps)
     found: dict[str, Any] = {
         "stages": [
             {name: row[name] for name in ("name", "accuracy", "tool_error_ratio", "one_answer", "seconds")}
             for row in stages
         ],
-        "seconds": max(seconds, sum(found["seconds"] for unit in run.units() if (found := run.done(unit)))),
+        "seconds": max(seconds, sum(result.seconds for phase in run.phases() if (result := run.result(phase)))),
         "gain": stages[-1]["accuracy"] - stages[0]["accuracy"],
-        "problems": (run.folder / "data" / "evaluate.jsonl").read_bytes().count(b"\n"),
+        "problems": run.eval_problems_path().read_bytes().count(b"\n"),
         "steps": len(steps),
         "alone": sum(row["overhead_s"] for row in steps) / whole_s,
         "own_cpu": sum(row["overhead_cpu_s"] for row in steps) / whole_s,

@@ -23,18 +23,20 @@ from statistics import fmean, stdev
 from typing import Any
 
 from bench.harness import command
-from trainer.config import RunConfig, load
-from trainer.recipe.evaluation import outcomes_of, report
-from trainer.recipe.runner import Run, Unit, UnitFailed, recipe
+from trainer.config import RunConfig
+from trainer.config_loading import load_config
+from trainer.recipe.evaluation import read_outcomes, summarize
+from trainer.recipe.phases import RecipeRun
+from trainer.recipe.runner import PhaseFailed, run_recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 GROUP = 8
 """G. RoC samples twice as many."""
 ARMS: dict[str, dict[str, Any]] = {
-    "roc": {"samples": 2 * GROUP, "keep": GROUP, "select": "paper"},
-    "grpo-g": {"samples": GROUP, "keep": GROUP, "select": "all"},
-    "grpo-2g": {"samples": 2 * GROUP, "keep": 2 * GROUP, "select": "all"},
-    "roc-released": {"samples": 2 * GROUP, "keep": GROUP, "select": "released"},
+    "roc": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "paper"},
+    "grpo-g": {"samples_per_problem": GROUP, "kept_per_problem": GROUP, "roc_mode": "off"},
+    "grpo-2g": {"samples_per_problem": 2 * GROUP, "kept_per_problem": 2 * GROUP, "roc_mode": "off"},
+    "roc-released": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "released"},
 }
 DEFAULT_ARMS = "roc,grpo-g,grpo-2g"
 NAMES = {
@@ -83,19 +85,19 @@ def _arms(text: str) -> tuple[str, ...]:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    shared = load(args.config, {}, args.set)
+    shared = load_config(args.config, {}, args.set)
     if not shared.stages:
         raise command.BenchFailed(f"{args.config}: expected a stage, for the lengths and turns that all arms have")
     seeds = []
     try:
         for seed in range(args.seeds):
-            taught = recipe(taught_by(shared, args.folder / f"sft-{seed}", seed), say=_say)
+            taught = run_recipe(taught_by(shared, args.folder / f"sft-{seed}", seed), log=_say)
             rows = {"sft": measured(taught, "sft")}
             for arm in args.arms:
                 config = arm_of(shared, arm, taught, args.folder / f"{arm}-{seed}", args.steps)
-                rows[arm] = measured(recipe(config, say=_say), STAGE)
+                rows[arm] = measured(run_recipe(config, log=_say), STAGE)
             seeds.append(rows)
-    except UnitFailed as why:
+    except PhaseFailed as why:
         raise command.BenchFailed(str(why)) from None
     figures = {"bench": "roc", "steps": args.steps, "group": GROUP, **summary(seeds)}
     _show(figures)
@@ -106,26 +108,26 @@ def _compare(args: argparse.Namespace) -> int:
 
 def taught_by(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
     """SFT and nothing after it. Evaluated at the length and turns of the longest stage, as every arm is."""
-    longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
-    limits = replace(shared.evaluate, max_tokens=longest.max_tokens, max_turns=longest.max_turns)
-    return replace(shared, seed=seed, run_dir=str(folder), stages={}, evaluate=limits)
+    longest = max(shared.stages.values(), key=lambda stage: (stage.max_response_tokens, stage.max_turns))
+    limits = replace(shared.eval, max_response_tokens=longest.max_response_tokens, max_turns=longest.max_turns)
+    return replace(shared, seed=seed, run_dir=str(folder), stages={}, eval=limits)
 
 
-def arm_of(shared: RunConfig, arm: str, taught: Run, folder: Path, steps: int) -> RunConfig:
+def arm_of(shared: RunConfig, arm: str, taught: RecipeRun, folder: Path, steps: int) -> RunConfig:
     """One long stage from the model of `taught`, in the arm's way."""
     config = taught.config
-    longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
-    stage = replace(longest, name=STAGE, steps=steps, drop_solved=0, reset_optimizer=False, **ARMS[arm])
-    model = replace(config.model, path=str(taught.folder / taught.needed(Unit("sft", "sft"))["model"]))
+    longest = max(shared.stages.values(), key=lambda stage: (stage.max_response_tokens, stage.max_turns))
+    stage = replace(longest, name=STAGE, steps=steps, difficulty_filter_samples=0, reset_optimizer=False, **ARMS[arm])
+    model = replace(config.model, path=str(taught.dir / taught.trained_model("sft").model))
     return replace(config, run_dir=str(folder), model=model, sft=replace(config.sft, data=()), stages={STAGE: stage})
 
 
-def measured(run: Run, stage: str) -> dict[str, Any]:
+def measured(run: RecipeRun, stage: str) -> dict[str, Any]:
     """What a run's last evaluation and its metrics say."""
-    outcomes = sorted(outcomes_of(run.stage(stage) / "evaluation").items())
+    outcomes = sorted(read_outcomes(run.stage_dir(stage) / "eval").items())
     groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
-    found = report(groups, run.config.evaluate.samples)
-    steps = [row for row in run.record.read_metrics() if row["stage"] == stage]
+    found = summarize(groups, run.config.eval.samples_per_problem)
+    steps = [row for row in run.run_folder.read_metrics() if row["stage"] == stage]
     return {
         **{name: found.measures[name].value if name in found.measures else None for name in MEASURES},
         "unavailable": found.unavailable,

@@ -42,8 +42,8 @@ from typing import Any
 from bench.harness import command as output
 from bench.simulator.placement import POLICIES
 from bench.simulator.simulation import ORACLE, Hardware, Plan, Turn, decision_cost, lower_bound_s, simulate, workload
-from trainer.config import load
-from trainer.recipe.resource_plan import plan as plan_of
+from trainer.config_loading import load_config
+from trainer.recipe.resource_plan import resource_plan
 
 FITTED = Path(__file__).parent / "simulator" / "profiles" / "cpu-tiny.json"
 VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
@@ -97,20 +97,20 @@ def mi300x(cache_share: float | None = None) -> Hardware:
     is assumed, as are 2 ms a step for all that is neither. Half of the 192 GB is the engine's, the other half trains;
     or `cache_share` of them all is its cache's.
     """
-    config = load(CONFIG, {})
+    config = load_config(CONFIG, {})
     assert config.model.shape is not None
-    about = plan_of(config, config.model.shape)
+    about = resource_plan(config, config.model.shape)
     bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
-    weights = 2.0 * about["parameters"]  # bytes, and operations of a token
-    cache = cache_share and cache_share * config.hardware.gpu_gb * 1e9 / about["kv_bytes_per_token"]
+    weights = 2.0 * about.parameters  # bytes, and operations of a token
+    cache = cache_share and cache_share * config.hardware.gpu_memory_gb * 1e9 / about.kv_bytes_per_token
     return Hardware(
         name="mi300x-14b",
-        capacity=int(cache or about["kv_tokens"]),
-        most_running=config.engines.slots,
+        capacity=int(cache or about.kv_tokens),
+        most_running=config.engines.max_num_seqs,
         base_s=0.002,
         weights_s=weights / bandwidth,
         per_sequence_s=weights / flops,
-        per_context_s=about["kv_bytes_per_token"] / bandwidth,
+        per_context_s=about.kv_bytes_per_token / bandwidth,
         prefill_s=weights / flops,
         source="roofline: 65 % of 5.3 TB/s, 40 % of 1,307 TFLOP/s, 2 ms a step; simulated",
     )
@@ -183,7 +183,7 @@ def _recorded(row: Mapping[str, Any], group: int) -> Plan:
         group=group,
         prompt=row["prompt_tokens"],
         turns=tuple(
-            (turn["end"] - turn["start"], end - turn["end"], turn["tools_s"] if end > turn["end"] else 0.0)
+            (turn["end"] - turn["start"], end - turn["end"], turn["tool_s"] if end > turn["end"] else 0.0)
             for turn, end in zip(turns, ends, strict=True)
         ),
     )

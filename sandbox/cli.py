@@ -21,19 +21,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import (
-    ENV_PREFIX,
-    LOG_FORMAT,
-    RENAMED_SETTINGS,
-    SETTINGS,
-    NameListRule,
-    ServeConfig,
-    SettingRule,
-    flag_name,
-    load,
-)
+from sandbox.config import ENV_PREFIX, LOG_FORMAT, RENAMED_SETTINGS, SETTINGS, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
-from sandbox.fields import NumberRule
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
@@ -297,15 +286,7 @@ def _settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -
             setting = SETTINGS[name]
             default = ",".join(setting.default) if isinstance(setting.default, tuple) else setting.default
             text = setting.doc if default is None else f"{setting.doc} (default: {default})"
-            group.add_argument(f"--{flag_name(name)}", dest=name, metavar=_metavar(setting.rule), help=text)
-
-
-def _metavar(rule: SettingRule) -> str:
-    if isinstance(rule, NumberRule):
-        return "N"
-    if isinstance(rule, NameListRule):
-        return "NAMES"
-    return "|".join(rule.choices) or "TEXT"
+            group.add_argument(f"--{flag_name(name)}", dest=name, metavar=setting.rule.metavar, help=text)
 
 
 def _config(args: argparse.Namespace, names: Sequence[str]) -> ServeConfig:

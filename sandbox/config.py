@@ -50,6 +50,10 @@ class TextRule:
     def expected(self) -> str:
         return f"one of {', '.join(self.choices)}" if self.choices else "text"
 
+    @property
+    def metavar(self) -> str:
+        return "|".join(self.choices) or "TEXT"
+
     def parse(self, text: str) -> str:
         return text
 
@@ -65,6 +69,7 @@ class NameListRule:
     """A setting that is a list of distinct names out of `choices`. In text, commas separate the names."""
 
     choices: tuple[str, ...]
+    metavar = "NAMES"
 
     @property
     def expected(self) -> str:

@@ -28,6 +28,7 @@ class NumberRule:
     whole: bool = True
     default: float = 0
     doc: str = ""
+    metavar = "N"
 
     @property
     def expected(self) -> str:

@@ -3,8 +3,8 @@
 - All types are frozen. A `Call` that exists is valid: the constructor and `Call.decode` check by the same rules.
 - `code` and `stdin` may hold any characters. NUL bytes and lone surrogates reach the guest and come back as a Python
   error in the result.
-- `CALL_FIELDS`, `LIMIT_FIELDS`, `RESULT_FIELDS` and so on describe each field once; validation and the OpenAPI schema
-  use these descriptions.
+- `CALL_FIELDS` and `LIMIT_FIELDS` describe each field of a call once, for validation and the OpenAPI schema.
+  `sandbox.gateway.http.result_fields` describes the fields of results.
 
 Bytes (file contents) are base64 text in JSON and raw `bin` in msgpack; `decode` takes both.
 """
@@ -228,7 +228,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources that a call used. `USAGE_FIELDS` states the precision of each number."""
+    """Resources that a call used."""
 
     queue_ms: float = 0.0
     run_ms: float = 0.0
@@ -276,7 +276,7 @@ class EncodedResult(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one call. `RESULT_FIELDS` describes each field."""
+    """The result of one call."""
 
     id: str
     status: Status
@@ -400,44 +400,6 @@ CALL_FIELDS: dict[str, str] = {
     "id": "your name for the call, returned with its result",
     "priority": "waiting calls with a lower number run first",
     "tenant": "owner of the call; the server divides its slots fairly between tenants",
-}
-CALL_ERROR_FIELDS: dict[str, str] = {
-    "type": "name of the exception's type, of the signal, or of the limit that ended the call",
-    "message": "the exception's text, or what was expected and what came",
-    "traceback": "the traceback as Python prints it, with frames of the code only; empty if there is none",
-    "line": "line of the code, from 1; null if unknown",
-}
-USAGE_FIELDS: dict[str, str] = {
-    "queue_ms": "milliseconds that the call waited for a slot, summed over all attempts",
-    "run_ms": "milliseconds of wall time from the start of the call's process to its end",
-    "cpu_ms": "milliseconds of CPU time of all processes of the call; without cgroups, of the first process and of the "
-    "children that it waited for",
-    "peak_memory_mb": "peak MiB that the call added to the memory inherited from its zygote. With cgroups: all its "
-    "processes, its files, and the inherited pages that it wrote to, about 0.5 MiB for the smallest call. Without "
-    "cgroups: its largest process only, without files and without inherited pages",
-}
-RESULT_FIELDS: dict[str, str] = {
-    "id": "the call's id; without one, its index in the batch, from 0",
-    "status": "how the call ended",
-    "stdout": "text written to standard output, at most output_kb",
-    "stderr": "text written to standard error, at most output_kb",
-    "value": "repr() of the last expression if echo is true and the status is ok; else null",
-    "error": "the reason why the call did not end as ok; null if it did",
-    "exit_code": "exit code of the call's process; null if a signal ended it or nothing ran",
-    "signal": "number of the signal that ended the call's process; else null",
-    "truncated": "names of the fields that were truncated: stdout, stderr, value, traceback or files",
-    "files": "returned files by path: base64 text in JSON, raw bytes in msgpack",
-    "usage": "resources that the call used",
-    "attempts": "number of times that the call was started; 0 if never",
-    "clamped": "limits above the server's maximum, with the lower value that was used",
-    "missing_files": "paths of return_files that are not in files: the code left no readable regular file there, the "
-    "file did not fit (truncated then contains files), or the call was killed before its files were read",
-}
-VERDICT_FIELDS: dict[str, str] = {
-    "outcome": "how the answer compares with the right answer",
-    "status": "how the check ended, in its own virtual time and limits: ok if the comparison finished",
-    "message": "the reason why there is no comparison; else empty",
-    "usage": "resources that the check used",
 }
 PRIORITY = NumberRule(-100, 100, True, 0, CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}

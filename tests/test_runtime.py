@@ -348,7 +348,7 @@ def test_the_error_of_a_failed_step_contains_the_output_of_pip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "advises"),
+    ("output", "advises"),
     [
         ("The virtual environment was not created successfully because ensurepip is not available.", True),
         ("/usr/bin/python3: No module named venv", True),

@@ -211,7 +211,7 @@ def test_sympy_evaluates_only_numbers_in_the_checker(caller: Caller) -> None:
     for text in ("print(1)", "x.y", "[].append", "Integer.__class__", "'a'.upper()", EXIT):
         bad = caller.run(script.format([text]), profile=Profile.VERIFY)
         assert bad.status is Status.ERROR, text
-        assert bad.error is not None and "an answer is no code" in bad.error.traceback
+        assert bad.error is not None and "expected numbers and arithmetic only" in bad.error.traceback
 
 
 HANGS = ("9^{9^{9^{9}}} + x", r"\binom{10^9}{10^8}", r"\operatorname{eye}(100000)", "{" * 2000, "(" * 999 + ")" * 999)

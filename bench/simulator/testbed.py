@@ -149,7 +149,7 @@ def make_model(folder: Path) -> None:
 
     from trainer.data import tiny_model
 
-    tiny_model.make(folder)
+    tiny_model.write_tiny_model(folder)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS}
     config = AutoConfig.from_pretrained(folder, **sizes, layer_types=["full_attention"] * LAYERS)
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -63,12 +63,14 @@ GUEST_ENV = {
 }
 """Environment variables of every call."""
 MIN_AVAILABLE_MEMORY_SHARE = 1 / 8
-"""Share of the machine's memory below which no call moves to a long slot. That would let a further call start."""
+"""Share of the machine's memory below which no call moves to a long slot, since that lets a further call
+start."""
 MEMORY_SAMPLE_INTERVAL_S = 0.25
 STALL_S = 0.08
 """Seconds without the end of a call, while calls wait for a short slot, after which calls are demoted earlier. It is
 below the default of `demote_after_ms`, so that calls which hold all short slots are demoted when first sampled."""
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
+"""Seconds until a call is retried. The delay doubles with each attempt and each failed start."""
 MAX_FREE_START_FAILURES = 8
 """Failed starts of a call (no process, no descriptor) that do not count as an attempt; with back-off they cover about
 20 s."""
@@ -87,6 +89,7 @@ class Executor:
 
     def __init__(self, config: ExecutorConfig, on_result: OnResult, *, is_replacement: bool = False) -> None:
         self.granted_cores = machine.granted_cores()
+        """Cores that the machine grants to this process and its calls."""
         capacity = resolve_capacity(config, self.granted_cores)
         self.level = jail.choose_level(config.isolation).level
         self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
@@ -101,6 +104,7 @@ class Executor:
         self.missed_imports: Counter[str] = Counter()
         """How often calls import modules that their zygote has not loaded, by module."""
         self._planned_cores = capacity["cores"]
+        """Cores that are meant for the calls of this executor: its share of the setting `cores`."""
         self._max_attempts = config.attempts
         self._on_result = on_result
         self._is_replacement = is_replacement
@@ -110,6 +114,7 @@ class Executor:
         self._min_available_bytes = int(MIN_AVAILABLE_MEMORY_SHARE * machine.memory_limit())
         self._memory_sampled_at = -math.inf
         self._has_memory = True
+        """Result of the last memory sample."""
         self._calls: dict[int, CallState] = {}
         """All calls without a result, by seq."""
         self._queue: deque[CallState] = deque()

@@ -44,6 +44,7 @@ CROWDED_CALLS_PER_CORE = 48
 """Calls per core above which sample intervals grow in proportion, so that the total cost of sampling stays constant.
 Not lower: the virtual time of child processes that start and end between two samples is only estimated."""
 MIN_SAMPLE_INTERVAL_S = 0.002
+"""Minimum seconds between two samples of a call."""
 POLL_BUDGET_S = 0.002
 """CPU seconds of sampling after which the monitor yields to the event loop."""
 FREE_SAMPLE_CPU_S, MAX_COSTLY_SAMPLE_SHARE = 0.0005, 0.2

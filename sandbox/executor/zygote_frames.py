@@ -112,8 +112,8 @@ def _decode_ended(head: bytes) -> Header:
 
 def get_number(header: Header, name: str) -> float:
     """Return a finite number of the header. Raises `ProtocolError`."""
-    value: object = header.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not -1e15 < value < 1e15:
+    value: Any = header.get(name)
+    if type(value) not in (int, float) or not -1e15 < value < 1e15:
         raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected a finite number")
     return float(value)
 

@@ -42,6 +42,7 @@ START_TIMEOUT_S = 60.0
 START_TRIES = 3
 """Failed starts in a row after which the executor gives up, if its zygotes have never been ready."""
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
+"""Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
 MAX_SLOTS_PER_POOL = 4096
 """Size of the zygote's array of confinement marks (`guest/zygote.py`)."""
 

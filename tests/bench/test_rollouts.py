@@ -47,7 +47,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_lengths_of_a_recorded_run_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    turns = [{"start": 0, "end": 14, "tools_s": 0.5}, {"start": 37, "end": 51, "tools_s": 0.0}]
+    turns = [{"start": 0, "end": 14, "tool_s": 0.5}, {"start": 37, "end": 51, "tool_s": 0.0}]
     row = {"step": 1, "group": 0, "prompt_tokens": 21, "turns": turns}
     file = tmp_path / "step_000001.jsonl"
     file.write_text("\n".join(json.dumps(row | {"group": group}) for group in (0, 0, 1)))
@@ -109,7 +109,7 @@ def test_errors_of_opposite_sign_are_told() -> None:
 
 def test_of_a_recorded_run_no_length_is_known_beforehand(tmp_path: Path) -> None:
     """What it played is what is played again: to be told of it would be to be told the answer."""
-    row = {"step": 1, "group": 0, "prompt_tokens": 21, "turns": [{"start": 0, "end": 14, "tools_s": 0.0}]}
+    row = {"step": 1, "group": 0, "prompt_tokens": 21, "turns": [{"start": 0, "end": 14, "tool_s": 0.0}]}
     file = tmp_path / "step_000001.jsonl"
     file.write_text(json.dumps(row))
     parser = rollouts._parser()

@@ -15,16 +15,13 @@ from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.http.auth import PUBLIC_PATHS
 from sandbox.gateway.http.codec import HEARTBEAT_S
 from sandbox.gateway.http.errors import ERROR_TYPES
+from sandbox.gateway.http.result_fields import CALL_ERROR_FIELDS, RESULT_FIELDS, USAGE_FIELDS, VERDICT_FIELDS
 from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
 from sandbox.types import (
-    CALL_ERROR_FIELDS,
     CALL_FIELDS,
     LIMIT_FIELDS,
     PRIORITY,
-    RESULT_FIELDS,
-    USAGE_FIELDS,
-    VERDICT_FIELDS,
     Call,
     CallError,
     DocumentedEnum,
@@ -117,11 +114,7 @@ def document(routes: Iterable[Route], needs_token: bool) -> Schema:
     token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with"}
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "rstar-sandbox",
-            "version": VERSION,
-            "description": _overview(needs_token),
-        },
+        "info": {"title": "rstar-sandbox", "version": VERSION, "description": _overview(needs_token)},
         "paths": paths,
         "components": {"schemas": schemas(), "securitySchemes": {"token": token}},
         "security": [{"token": []}] if needs_token else [],
@@ -141,171 +134,134 @@ def _overview(needs_token: bool) -> str:
 
 def schemas() -> dict[str, Schema]:
     """Return every named schema."""
-    timeout = {"type": "number", "exclusiveMinimum": 0, "description": BATCH_FIELDS["queue_timeout_s"]}
+    timeout = _field("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
     call = _schema_of_dataclass(Call, CALL_FIELDS)
     call["properties"]["priority"] |= _range(PRIORITY)
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
-    index = {"type": "integer", "description": "index in the batch of the call that this result belongs to"}
-    result = _schema_of_dataclass(Result, RESULT_FIELDS)
-    result["additionalProperties"] = True
-    result["required"] = [f.name for f in fields(Result)]
+    result = _response_schema(Result, RESULT_FIELDS)
+    index = _field("integer", "index in the batch of the call that this result belongs to")
+    line = _object(
+        f"A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each {HEARTBEAT_S:g} s without "
+        "a result.",
+        {"index": index, **result["properties"]},
+        additionalProperties=True,
+    )
+    batch = {
+        "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=_ref("Call")),
+        "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
+        "queue_timeout_s": timeout,
+    }
+    ready = {
+        "status": _field("string", "ready; anything else is an HTTP error"),
+        "isolation": _field("string", "the isolation level of all calls"),
+        "isolation_reason": _field(
+            "string", "why `auto` did not choose a stronger level; empty if it chose the strongest"
+        ),
+    }
+    error = {
+        "type": _field("string", "name of the HTTP status, such as InvalidRequest"),
+        "message": _field("string", "expected, received, and what to do"),
+    }
     return {
         "Limits": _limits(),
         "Call": call,
         "Execute": {**call, "properties": {**call["properties"], "queue_timeout_s": timeout}},
-        "Defaults": {
-            "type": "object",
-            "description": "Values for fields that a call omits.",
-            "properties": defaults,
-            "additionalProperties": False,
-        },
-        "Batch": {
-            "type": "object",
-            "description": "Calls that are sent together. Each has its own result.",
-            "required": ["calls"],
-            "additionalProperties": False,
-            "properties": {
-                "calls": {"type": "array", "minItems": 1, "items": _ref("Call"), "description": BATCH_FIELDS["calls"]},
-                "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
-                "queue_timeout_s": timeout,
-            },
-        },
+        "Defaults": _input("Values for fields that a call omits.", defaults),
+        "Batch": _input("Calls that are sent together. Each has its own result.", batch, "calls"),
         "Status": _schema_of_enum(Status),
         "Profile": _schema_of_enum(Profile),
         "CallError": _schema_of_dataclass(CallError, CALL_ERROR_FIELDS),
         "Usage": _schema_of_dataclass(Usage, USAGE_FIELDS),
         "Result": result,
         "Results": _list_of("Result", "one result for each call, in the order of the calls"),
-        "Line": {
-            **result,
-            "description": "A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each "
-            f"{HEARTBEAT_S:g} s without a result.",
-            "properties": {"index": index, **result["properties"]},
-            "required": ["index", *result["required"]],
-        },
+        "Line": line,
         **_checks(call["properties"], timeout),
         **_stats(),
-        "State": {
-            "type": "object",
-            "description": "The state of the server.",
-            "required": ["status"],
-            "properties": {"status": {"type": "string", "description": "ok; anything else is an HTTP error"}},
-        },
-        "Ready": {
-            "type": "object",
-            "description": "Whether the server accepts calls, and how it isolates them.",
-            "required": ["status", "isolation", "isolation_reason"],
-            "properties": {
-                "status": {"type": "string", "description": "ready; anything else is an HTTP error"},
-                "isolation": {"type": "string", "description": "the isolation level of all calls"},
-                "isolation_reason": {
-                    "type": "string",
-                    "description": "why `auto` did not choose a stronger level; empty if it chose the strongest",
-                },
-            },
-        },
-        "Refusal": {
-            "type": "object",
-            "description": "A request that is rejected.",
-            "required": ["error"],
-            "properties": {
-                "error": {
-                    "type": "object",
-                    "description": "the reason",
-                    "required": ["type", "message"],
-                    "properties": {
-                        "type": {"type": "string", "description": "name of the HTTP status, such as InvalidRequest"},
-                        "message": {"type": "string", "description": "expected, received, and what to do"},
-                    },
-                }
-            },
-        },
+        "State": _object(
+            "The state of the server.", {"status": _field("string", "ok; anything else is an HTTP error")}
+        ),
+        "Ready": _object("Whether the server accepts calls, and how it isolates them.", ready),
+        "Refusal": _object("A request that is rejected.", {"error": _object("the reason", error)}),
     }
 
 
 def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
     """Return the schemas of `/v1/verify`."""
-    verdict = _schema_of_dataclass(Verdict, VERDICT_FIELDS)
-    verdict["additionalProperties"] = True
-    verdict["required"] = [f.name for f in fields(Verdict)]
-    pairs = {"type": "array", "minItems": 1, "items": _ref("Pair"), "description": VERIFY_FIELDS["pairs"]}
+    pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
+    pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=_ref("Pair"))
     shared = {name: call[name] for name in VERIFY_FIELDS if name in call}
+    about = "Pairs to check, each in its own call, and the limits of these calls."
     return {
-        "Pair": {
-            "type": "object",
-            "description": "The right answer and the answer to check.",
-            "required": list(PAIR_FIELDS),
-            "additionalProperties": False,
-            "properties": {name: {"type": "string", "description": doc} for name, doc in PAIR_FIELDS.items()},
-        },
-        "Verify": {
-            "type": "object",
-            "description": "Pairs to check, each in its own call, and the limits of these calls.",
-            "required": ["pairs"],
-            "additionalProperties": False,
-            "properties": {"pairs": pairs, **shared, "queue_timeout_s": timeout},
-        },
+        "Pair": _input("The right answer and the answer to check.", pair, *pair),
+        "Verify": _input(about, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
         "Outcome": _schema_of_enum(Outcome),
-        "Verdict": verdict,
+        "Verdict": _response_schema(Verdict, VERDICT_FIELDS),
         "Verdicts": _list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
     }
 
 
-def _list_of(name: str, doc: str) -> Schema:
-    results = {"type": "array", "items": _ref(name), "description": doc}
-    about = f"The response to a batch: {doc}."
-    return {"type": "object", "description": about, "required": ["results"], "properties": {"results": results}}
-
-
 def _stats() -> dict[str, Schema]:
     """Return the schemas of `/v1/stats`. Each number has the unit in its name."""
-    counts = {"type": "object", "additionalProperties": {"type": "integer"}}
     latency: Schema = {"anyOf": [{"type": "null"}, _ref("Percentiles")]}
-    span = {
-        "at_s": {"type": "number", "description": "end of the interval, in seconds since the server started"},
-        "seconds": {"type": "number", "description": "length of the interval"},
-        "statuses": {**counts, "description": "calls finished in the interval, by status"},
-        "events": {**counts, "description": "all other counters, their growth in the interval"},
+    interval = {
+        "at_s": _field("number", "end of the interval, in seconds since the server started"),
+        "seconds": _field("number", "length of the interval"),
+        "statuses": _counts("calls finished in the interval, by status"),
+        "events": _counts("all other counters, their growth in the interval"),
         "queue_ms": {**latency, "description": "waiting time for a slot, of the finished calls"},
         "run_ms": {**latency, "description": "run time of the finished calls"},
         "answer_ms": {**latency, "description": "time from admission to result, of the finished calls"},
     }
-    gauge = {"type": "number", "description": "value at the end of the interval"}
-    step: Schema = {"type": "object", "required": list(span), "properties": span, "additionalProperties": gauge}
-    number = {"type": "integer", "description": "number of the step, from 1"}
-    return {
-        "Percentiles": {
-            "type": "object",
-            "description": "milliseconds, at most 7 % from the true value",
-            "required": [f"p{percent}" for percent in PERCENTILES],
-            "properties": {
-                f"p{percent}": {"type": "number", "description": f"{percent} % of the calls took no longer"}
-                for percent in PERCENTILES
-            },
-        },
-        "Span": {**step, "description": "An interval of about ten seconds up to now."},
-        "Step": {**step, "description": "An interval of about a second.", "properties": {"number": number, **span}},
-        "Stats": {
-            "type": "object",
-            "description": "The data of the dashboard.",
-            "required": ["service", "now", "totals", "executors", "missed_imports", "steps"],
-            "properties": {
-                "service": {"type": "object", "description": "version, state and capacity of the server"},
-                "now": {**_ref("Span"), "description": "the last ten seconds"},
-                "totals": {
-                    "type": "object",
-                    "description": "since the server started",
-                    "properties": {
-                        "statuses": {**counts, "description": "finished calls, by status"},
-                        "events": {**counts, "description": "all other counters"},
-                    },
-                },
-                "executors": {"type": "array", "items": {"type": "object"}, "description": "one row for each executor"},
-                "missed_imports": {**counts, "description": "imports of calls that no zygote had preloaded, by module"},
-                "steps": {"type": "array", "description": "the last ten minutes", "items": _ref("Step")},
-            },
-        },
+    gauge = _field("number", "value at the end of the interval")
+    step = {"number": _field("integer", "number of the step, from 1"), **interval}
+    percentiles = {f"p{n}": _field("number", f"{n} % of the calls took no longer") for n in PERCENTILES}
+    totals = {
+        "statuses": _counts("finished calls, by status"),
+        "events": _counts("all other counters"),
     }
+    stats = {
+        "service": _field("object", "version, state and capacity of the server"),
+        "now": {**_ref("Span"), "description": "the last ten seconds"},
+        "totals": _object("since the server started", totals),
+        "executors": _field("array", "one row for each executor", items={"type": "object"}),
+        "missed_imports": _counts("imports of calls that no zygote had preloaded, by module"),
+        "steps": _field("array", "the last ten minutes", items=_ref("Step")),
+    }
+    return {
+        "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
+        "Span": _object("An interval of about ten seconds up to now.", interval, additionalProperties=gauge),
+        "Step": _object("An interval of about a second.", step, additionalProperties=gauge),
+        "Stats": _object("The data of the dashboard.", stats),
+    }
+
+
+def _field(kind: str, description: str, **rules: object) -> Schema:
+    return {"type": kind, "description": description, **rules}
+
+
+def _counts(description: str) -> Schema:
+    return _field("object", description, additionalProperties={"type": "integer"})
+
+
+def _object(description: str, properties: Schema, **rules: object) -> Schema:
+    """Return the schema of an object in a response: every property is always there."""
+    return _field("object", description, properties=properties, required=list(properties), **rules)
+
+
+def _input(description: str, properties: Schema, *required: str) -> Schema:
+    """Return the schema of an object in a request: other properties are errors."""
+    schema = _field("object", description, properties=properties, additionalProperties=False)
+    return schema | ({"required": list(required)} if required else {})
+
+
+def _response_schema(kind: type, docs: Mapping[str, str]) -> Schema:
+    """Return the schema of a dataclass in a response, to which later versions may add fields."""
+    schema = _schema_of_dataclass(kind, docs)
+    return schema | {"additionalProperties": True, "required": list(schema["properties"])}
+
+
+def _list_of(name: str, doc: str) -> Schema:
+    return _object(f"The response to a batch: {doc}.", {"results": _field("array", doc, items=_ref(name))})
 
 
 def _operation(route: Route) -> Schema:
@@ -346,15 +302,10 @@ def _ref(name: str) -> Schema:
 
 def _limits() -> Schema:
     properties = {
-        name: {
-            "type": "integer" if rule.whole else "number",
-            **_range(rule),
-            "default": rule.default,
-            "description": rule.doc,
-        }
+        name: _field("integer" if rule.whole else "number", rule.doc, default=rule.default, **_range(rule))
         for name, rule in LIMIT_FIELDS.items()
     }
-    return {"type": "object", "description": _about(Limits), "properties": properties, "additionalProperties": False}
+    return _input(_about(Limits), properties)
 
 
 def _range(rule: NumberRule) -> Schema:
@@ -377,18 +328,15 @@ def _schema_of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
     assert is_dataclass(kind)
     hints = get_type_hints(kind)
     properties: dict[str, Schema] = {}
-    for one in fields(kind):
-        schema = _schema_of_hint(hints[one.name])
-        if one.name in docs:
-            schema["description"] = docs[one.name]
-        if isinstance(one.default, (str, int, float, bool)):
-            schema["default"] = one.default
-        properties[one.name] = schema
+    for item in fields(kind):
+        schema = _schema_of_hint(hints[item.name])
+        if item.name in docs:
+            schema["description"] = docs[item.name]
+        if isinstance(item.default, (str, int, float, bool)):
+            schema["default"] = item.default
+        properties[item.name] = schema
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    schema = {
-        "type": "object", "description": _about(kind), "properties": properties, "additionalProperties": False,
-    }  # fmt: skip
-    return schema | ({"required": required} if required else {})
+    return _input(_about(kind), properties, *required)
 
 
 def _schema_of_hint(hint: Any) -> Schema:

@@ -26,7 +26,7 @@ from trainer.rollout.episode_runner import EpisodeRunner, turn_seed
 from trainer.scheduling.scheduler import Scheduler
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
-LIMITS = SamplingConfig(max_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
+LIMITS = SamplingConfig(max_response_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,9 @@ async def test_a_tool_response_that_leaves_no_room_ends_the_episode(chat):
 async def test_long_tool_output_is_truncated_and_marked(chat):
     long = "a" * 500 + "b" * 500
     pool = ScriptedPool(turns_of(call("1") + END, "done" + END))
-    episode = await run(chat, pool, ScriptedTools(lambda code: long), limits=SamplingConfig(2000, 5, tool_chars=101))
+    episode = await run(
+        chat, pool, ScriptedTools(lambda code: long), limits=SamplingConfig(2000, 5, max_tool_response_chars=101)
+    )
     (tool_call,) = episode.turns[0].tool_calls
     assert tool_call.is_truncated
     assert tool_call.response == f"{'a' * 51}\n... 899 characters cut ...\n{'b' * 50}"
@@ -274,7 +276,7 @@ async def test_every_turn_has_its_own_seed_and_the_remaining_tokens(chat):
     assert [s.seed for s in samplings] == [turn_seed(7, "p0", 4, turn) for turn in range(3)]
     assert len({s.seed for s in samplings}) == 3
     assert all((s.temperature, s.top_p, s.stop_ids) == (0.7, 0.9, chat.stop_ids) for s in samplings)
-    assert [s.max_tokens for s in samplings] == [LIMITS.max_tokens - turn.start for turn in episode.turns]
+    assert [s.max_tokens for s in samplings] == [LIMITS.max_response_tokens - turn.start for turn in episode.turns]
 
 
 def test_turn_seeds_depend_on_every_argument():
