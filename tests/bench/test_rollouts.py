@@ -158,7 +158,7 @@ async def test_the_pool_plays_every_script_to_its_end(policy: str) -> None:
     assert sorted((turn.episode, turn.context, turn.sampled) for turn in turns) == sorted(
         (number, *turn) for number, plan in enumerate(plans) for turn in ((plan.prompt, 10), (plan.prompt + 15, 8))
     )
-    prompts = {ids for engine in engines for ids, _ in engine.asked if len(ids) < 23}
+    prompts = {ids for engine in engines for ids, _ in engine.requests if len(ids) < 23}
     assert len(prompts) == 3
 
 
