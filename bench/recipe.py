@@ -18,8 +18,9 @@ from typing import Any
 
 from bench.harness import arguments, command, requirements
 from bench.harness.tables import Block, Result, Table
-from trainer.config import load
-from trainer.recipe.runner import Run, UnitFailed, recipe
+from trainer.config_loading import load_config
+from trainer.recipe.phases import RecipeRun
+from trainer.recipe.runner import PhaseFailed, run_recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 MAX_SECONDS, MIN_ACCURACY_GAIN, MAX_OVERHEAD_SHARE = 1200.0, 0.15, 0.05
@@ -43,34 +44,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    config = load(args.config, {}, args.set)
+    config = load_config(args.config, {}, args.set)
     start = perf_counter()
     try:
-        run = recipe(replace(config, run_dir=str(args.folder)))
-    except UnitFailed as error:
+        run = run_recipe(replace(config, run_dir=str(args.folder)))
+    except PhaseFailed as error:
         raise command.BenchFailed(str(error)) from None
     return {"bench": "recipe", "config": args.config.name, **summarize(run, perf_counter() - start)}
 
 
-def summarize(run: Run, wall_s: float = 0.0) -> dict[str, Any]:
+def summarize(run: RecipeRun, wall_s: float = 0.0) -> dict[str, Any]:
     """The result of a finished run.
 
     Its duration is `wall_s`, or the sum over its phases (without the start of their processes) if that is larger, as
     for a run that was resumed.
     """
     stages = run.summary()["stages"]
-    steps = [row for row in run.record.read_metrics() if "step_s" in row]
+    steps = [row for row in run.run_folder.read_metrics() if "step_s" in row]
     if not steps or len(stages) < 2:
-        raise command.BenchFailed(f"{run.folder}: expected SFT and a stage of RL, each evaluated")
+        raise command.BenchFailed(f"{run.dir}: expected SFT and a stage of RL, each evaluated")
     step_s = sum(row["step_s"] for row in steps)
-    seconds = max(wall_s, sum(phase["seconds"] for unit in run.units() if (phase := run.done(unit))))
+    seconds = max(wall_s, sum(result.seconds for phase in run.phases() if (result := run.result(phase))))
     gain = stages[-1]["accuracy"] - stages[0]["accuracy"]
     overhead_share = sum(row["overhead_s"] for row in steps) / step_s
     return {
         "stages": [{name: row[name] for name in STAGE_FIELDS} for row in stages],
         "seconds": seconds,
         "gain": gain,
-        "problems": (run.folder / "data" / "evaluate.jsonl").read_bytes().count(b"\n"),
+        "problems": run.eval_problems_path().read_bytes().count(b"\n"),
         "steps": len(steps),
         "overhead_share": overhead_share,
         "overhead_cpu_share": sum(row["overhead_cpu_s"] for row in steps) / step_s,

@@ -27,18 +27,21 @@ from typing import Any
 from bench.harness import arguments, command
 from bench.harness.statistics import mean_sd
 from bench.harness.tables import STDERR, Block, Result, Table, format_mean_sd
-from trainer.config import RunConfig, load
-from trainer.recipe.evaluation import outcomes_of, report
-from trainer.recipe.runner import Run, Unit, UnitFailed, recipe
+from trainer.config import RunConfig
+from trainer.config_loading import load_config
+from trainer.recipe.evaluation import read_outcomes
+from trainer.recipe.evaluation import summarize as summarize_episodes
+from trainer.recipe.phases import RecipeRun
+from trainer.recipe.runner import PhaseFailed, run_recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 GROUP = 8
 """G, the number of kept episodes per problem."""
 ARMS: dict[str, dict[str, Any]] = {
-    "roc": {"samples": 2 * GROUP, "keep": GROUP, "select": "paper"},
-    "grpo-g": {"samples": GROUP, "keep": GROUP, "select": "all"},
-    "grpo-2g": {"samples": 2 * GROUP, "keep": 2 * GROUP, "select": "all"},
-    "roc-released": {"samples": 2 * GROUP, "keep": GROUP, "select": "released"},
+    "roc": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "paper"},
+    "grpo-g": {"samples_per_problem": GROUP, "kept_per_problem": GROUP, "roc_mode": "off"},
+    "grpo-2g": {"samples_per_problem": 2 * GROUP, "kept_per_problem": 2 * GROUP, "roc_mode": "off"},
+    "roc-released": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "released"},
 }
 DEFAULT_ARMS = "roc,grpo-g,grpo-2g"
 NAMES = {
@@ -79,45 +82,45 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    shared = load(args.config, {}, args.set)
+    shared = load_config(args.config, {}, args.set)
     if not shared.stages:
         raise command.BenchFailed(f"{args.config}: expected a stage, which gives all arms their lengths and turns")
     seeds = []
     try:
         for seed in range(args.seeds):
-            sft_run = recipe(sft_config(shared, args.folder / f"sft-{seed}", seed), say=_log)
+            sft_run = run_recipe(sft_config(shared, args.folder / f"sft-{seed}", seed), log=_log)
             rows = {"sft": measured(sft_run, "sft")}
             for arm in args.arms:
                 config = arm_config(shared, arm, sft_run, args.folder / f"{arm}-{seed}", args.steps)
-                rows[arm] = measured(recipe(config, say=_log), STAGE)
+                rows[arm] = measured(run_recipe(config, log=_log), STAGE)
             seeds.append(rows)
-    except UnitFailed as error:
+    except PhaseFailed as error:
         raise command.BenchFailed(str(error)) from None
     return {"bench": "roc", "steps": args.steps, "group": GROUP, **summarize(seeds)}
 
 
 def sft_config(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
     """SFT alone, evaluated with the length and turns of the longest stage, as every arm is."""
-    longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
-    limits = replace(shared.evaluate, max_tokens=longest.max_tokens, max_turns=longest.max_turns)
-    return replace(shared, seed=seed, run_dir=str(folder), stages={}, evaluate=limits)
+    longest = max(shared.stages.values(), key=lambda stage: (stage.max_response_tokens, stage.max_turns))
+    limits = replace(shared.eval, max_response_tokens=longest.max_response_tokens, max_turns=longest.max_turns)
+    return replace(shared, seed=seed, run_dir=str(folder), stages={}, eval=limits)
 
 
-def arm_config(shared: RunConfig, arm: str, sft_run: Run, folder: Path, steps: int) -> RunConfig:
+def arm_config(shared: RunConfig, arm: str, sft_run: RecipeRun, folder: Path, steps: int) -> RunConfig:
     """One long stage that starts from the model of `sft_run`, with the arm's settings."""
     config = sft_run.config
-    longest = max(shared.stages.values(), key=lambda stage: (stage.max_tokens, stage.max_turns))
-    stage = replace(longest, name=STAGE, steps=steps, drop_solved=0, reset_optimizer=False, **ARMS[arm])
-    model = replace(config.model, path=str(sft_run.folder / sft_run.needed(Unit("sft", "sft"))["model"]))
+    longest = max(shared.stages.values(), key=lambda stage: (stage.max_response_tokens, stage.max_turns))
+    stage = replace(longest, name=STAGE, steps=steps, difficulty_filter_samples=0, reset_optimizer=False, **ARMS[arm])
+    model = replace(config.model, path=str(sft_run.dir / sft_run.trained_model("sft").model))
     return replace(config, run_dir=str(folder), model=model, sft=replace(config.sft, data=()), stages={STAGE: stage})
 
 
-def measured(run: Run, stage: str) -> dict[str, Any]:
+def measured(run: RecipeRun, stage: str) -> dict[str, Any]:
     """The measures of a run's last evaluation, and the costs of its training steps."""
-    outcomes = sorted(outcomes_of(run.stage(stage) / "evaluation").items())
+    outcomes = sorted(read_outcomes(run.stage_dir(stage) / "eval").items())
     groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
-    found = report(groups, run.config.evaluate.samples)
-    steps = [row for row in run.record.read_metrics() if row["stage"] == stage]
+    found = summarize_episodes(groups, run.config.eval.samples_per_problem)
+    steps = [row for row in run.run_folder.read_metrics() if row["stage"] == stage]
     return {
         **{name: found.measures[name].value if name in found.measures else None for name in MEASURES},
         "unavailable": found.unavailable,

@@ -1,8 +1,8 @@
-"""The commands of `rstar-train`: read the command line, call one module, turn what happened into an exit code.
+"""The commands of `rstar-train`: parse the command line, call one module, turn errors into an exit code.
 
-Exit codes: 0 fine, 1 failed, 2 misuse, 130 interrupted, 143 terminated.
+Exit codes: 0 success, 1 failure, 2 misuse, 130 interrupted, 143 terminated.
 
-Modules are imported by the command that needs them, so that `--help` stays fast and knows no torch.
+Each command imports its modules itself, so that `--help` is fast and loads no torch.
 """
 
 from __future__ import annotations
@@ -13,45 +13,50 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
-    from trainer.recipe.runner import Run, Unit
+    from trainer.recipe.phases import Phase, RecipeRun
 
 INTERRUPTED = 130
 TERMINATED = 143
-SOURCES = (
-    "Settings come from CONFIG, then variables (RSTAR_TRAIN_STAGES__RL1__STEPS=3), then --set. All of them, with what "
-    "they are for, are in trainer/config.py."
+SETTINGS_HELP = (
+    "Settings come from CONFIG, then from variables (RSTAR_TRAIN_STAGES__RL1__STEPS=3), then from --set. "
+    "trainer/config.py describes all of them."
 )
-QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE")
-"""Variables of the libraries."""
-OF_THE_EXTRA = frozenset(
+SILENCING_VARIABLES = (
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    "TRL_EXPERIMENTAL_SILENCE",
+)
+"""Variables that stop libraries from printing their own progress and notices."""
+TRAIN_EXTRA_MODULES = frozenset(
     {"accelerate", "datasets", "numpy", "safetensors", "tokenizers", "torch", "transformers", "trl"}
 )
-"""Modules that `pip install '.[train]'` brings."""
-EXPLAINED = """
-Bytes are of one GPU that trains, or of the machine; gradients are as large as
-weights, Adam's moments twice, train bytes are an estimate. Rollouts per engine
-are of full length, at once. What does not fit has a share of a GPU over 1, or
-no rollout per engine: lower micro_batch, set is_checkpointing or sharding;
-engines.gpu_memory says who gets how much."""
+"""Modules that `pip install '.[train]'` installs."""
+DRY_RUN_NOTES = """
+Bytes are those of one training GPU or, without GPUs, of the machine. Gradients
+take as much memory as the weights, Adam's moments twice as much; train bytes
+are an estimate. Episodes per engine is the number of episodes of maximum length
+that one engine runs at once."""
+
+Command = Callable[[argparse.Namespace], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code."""
     args = _parser().parse_args(argv)
-    # Before torch loads: its threads share cores with the sandbox, and ones that spin while they wait cost tenfold.
+    # Set before torch loads: its threads share cores with the sandbox, and threads that spin while they wait cost
+    # tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Nobody is told of a run, and what it shows are its own bars, not what libraries have to say to each other.
-    for name in ("HF_HUB_DISABLE_TELEMETRY", *QUIET):
+    for name in ("HF_HUB_DISABLE_TELEMETRY", *SILENCING_VARIABLES):
         os.environ.setdefault(name, "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what was started is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exit stops child processes, a kill does not
     try:
         args.command(args)
         sys.stdout.flush()
@@ -59,114 +64,125 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter reports it at exit
         return 1
-    except ModuleNotFoundError as why:
-        print(f"rstar-train: {_what_to_install(why.name or str(why))}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"rstar-train: {_install_advice(error.name or str(error))}", file=sys.stderr)
         return 1
-    except Exception as why:
-        # Ours say all there is to say; of anything else the traceback is wanted.
-        if not type(why).__module__.startswith("trainer."):
+    except Exception as error:
+        # The trainer's own errors explain themselves; any other needs its traceback.
+        if not type(error).__module__.startswith("trainer."):
             raise
-        print(f"rstar-train: {why}", file=sys.stderr)
-        return 2 if isinstance(why, ValueError) else 1
+        print(f"rstar-train: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
 
 
-def _what_to_install(module: str) -> str:
+def _install_advice(module: str) -> str:
     name = module.partition(".")[0]
-    if name in OF_THE_EXTRA:
-        return f"needs {name}, which comes with the extra `train`: pip install '.[train]' in the checkout"
+    if name in TRAIN_EXTRA_MODULES:
+        return f"needs {name} from the extra `train`: run pip install '.[train]' in the checkout"
     return f"needs {name}: pip install {name}"
 
 
 def recipe(args: argparse.Namespace) -> None:
-    """Run SFT and all stages, evaluated one by one; the same command goes on after a kill."""
+    """Run SFT and all RL stages, with an evaluation after each; after a kill, the same command continues."""
     if args.dry_run:
         return _dry_run(args)
-    from trainer.recipe.runner import recipe
+    from trainer.recipe.runner import run_recipe
 
-    summary = recipe(_config(args), has_preflight=not args.no_preflight).summary()
+    run = run_recipe(_config(args), has_preflight=not args.no_preflight)
+    summary = run.summary()
     if args.json:
         print(json.dumps(summary))
-    else:
-        _print_columns("after", {row.pop("name"): _by_source(row) for row in summary["stages"]})
+        return
+    rows = {row.pop("name"): _with_source_accuracies(row) for row in summary["stages"]}
+    print(f"{run.dir}, evaluation after each stage:")
+    _print_columns("after", rows)
+    print(f"`rstar-train show {run.dir} --html run.html` writes a page with charts and episodes", file=sys.stderr)
 
 
 def preflight(args: argparse.Namespace) -> None:
-    """Look for all that a run needs of this machine, and name what is missing; run nothing."""
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else it prints each retry of a hub that cannot be reached
+    """Check that this machine has all that a run needs, and list what is missing; run nothing."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # otherwise each retry of an unreachable hub is printed
+    from trainer.recipe.phases import RecipeRun
     from trainer.recipe.preflight import require
-    from trainer.recipe.runner import Run
 
-    run = Run(_config(args))
-    units = [one for one in run.units() if not run.done(one)]
-    require(run, units)
-    print(f"preflight: nothing is missing for {len(units)} units", file=sys.stderr)
+    run = RecipeRun(_config(args))
+    phases = [phase for phase in run.phases() if not run.result(phase)]
+    require(run, phases)
+    print(f"preflight: nothing is missing for {len(phases)} phases", file=sys.stderr)
 
 
-def unit(args: argparse.Namespace) -> None:
-    """Run one unit of a recipe, as `recipe` does."""
-    from trainer.recipe.runner import Unit
+def run_phase(args: argparse.Namespace) -> None:
+    """Run one phase of a recipe, as `recipe` does."""
+    from trainer.recipe.phases import Phase
 
-    run, one = _run(args), Unit(args.unit, args.stage)
-    if run.done(one):
-        print(f"{one} is done; to do it anew, delete {run.done_file(one).parent} first", file=sys.stderr)
+    run, phase = _run(args), Phase(args.phase, args.stage)
+    if run.result(phase):
+        print(f"{phase} is done; delete {run.result_path(phase).parent} to run it again", file=sys.stderr)
         return
-    _require(args, run, one)
-    from trainer.recipe import phase_work as stages
+    _require(args, run, phase)
+    from trainer.recipe.phase_work import PHASE_FUNCTIONS
 
-    stages.WORK[args.unit](run, one)
+    PHASE_FUNCTIONS[args.phase](run, phase)
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Measure a model: accuracy, tool use, format, lengths."""
+    """Evaluate a model: accuracy, tool use, format, lengths."""
     from rich.console import Console
 
-    from trainer.recipe.evaluation import ALL, read_reports, summary
-    from trainer.recipe.runner import Unit
+    from trainer.recipe.evaluation import ALL, report_table, reports_from_json
+    from trainer.recipe.phases import EvalResult, Phase
 
     run = _run(args)
-    one = Unit("eval", args.stage) if args.stage else None
-    reports = read_reports((run.done(one) or {}).get("reports", {})) if one else {}
-    if not reports or reports[ALL].unavailable:  # it is not over, or an outage left something to do
-        _require(args, run, one or Unit("eval", stage=""))
-        from trainer.recipe import phase_work as stages
+    phase = Phase("eval", args.stage) if args.stage else None
+    result = run.result(phase) if phase else None
+    reports = reports_from_json(result.reports) if isinstance(result, EvalResult) else {}
+    if not reports or reports[ALL].unavailable:  # not done yet, or an outage left episodes without a reward
+        _require(args, run, phase or Phase("eval", stage=""))
+        from trainer.recipe import phase_work
 
-        reports = stages.evaluate(run, one) if one else stages.evaluate_model(run, args.model, args.out)
+        reports = phase_work.evaluate(run, phase) if phase else phase_work.evaluate_model(run, args.model, args.out)
     if args.json:
         print(json.dumps({source: asdict(report) for source, report in reports.items()}))
     else:
-        Console().print(summary(reports))
+        name = f"after {args.stage}" if args.stage else f"of {args.model}"
+        Console().print(report_table(reports, title=f"evaluation {name}"))
 
 
 def rollout(args: argparse.Namespace) -> None:
-    """Sample episodes into a folder that `show` opens."""
-    from trainer.recipe.runner import Unit
+    """Collect episodes of a model into a folder that `show` opens."""
+    from trainer.recipe.phases import Phase
 
     run = _run(args)
-    _require(args, run, Unit("rollout", args.stage))
-    from trainer.recipe import phase_work as stages
+    _require(args, run, Phase("rollout", args.stage))
+    from trainer.recipe import phase_work
 
-    stages.rollout(run, args.stage, problems=args.problems, samples=args.samples, out=args.out)
+    phase_work.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
 
 
 def data(args: argparse.Namespace) -> None:
-    """Bring problems from files and hub names into one format, filtered and decontaminated."""
-    from trainer.data.problems import prepare, write
-    from trainer.progress_bar import bar
+    """Convert problems from files and hub names to one format, filtered and decontaminated."""
+    from trainer.data.problems import prepare_problems, write_problems
+    from trainer.progress_bar import progress_bar
 
-    how = {"against": args.against, "is_integer_only": not args.any_answer, "seed": args.seed}
-    with bar("rows") as advance:
-        problems, report = prepare(args.source, **how, advance=advance)
-    write(problems, args.out)
+    with progress_bar("rows") as advance:
+        problems, report = prepare_problems(
+            args.source,
+            decontaminate_against=args.decontaminate_against,
+            integer_answers_only=not args.allow_non_integer,
+            seed=args.seed,
+            on_progress=advance,
+        )
+    write_problems(problems, args.out)
     print(json.dumps(asdict(report), indent=None if args.json else 2))
 
 
 def show(args: argparse.Namespace) -> None:
-    """Look at a run, in the terminal or as a page; it may be going on."""
-    from trainer.runs.show import run
+    """Show a run in the terminal or as a page, also while it goes on."""
+    from trainer.runs.show import show_run
 
-    run(args)
+    show_run(args)
 
 
 # The command line
@@ -179,68 +195,87 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, command: Any, *parents: argparse.ArgumentParser, doc: str = "") -> argparse.ArgumentParser:
-        doc = doc or command.__doc__
-        about = doc[0].lower() + doc[1:].rstrip(".")
-        made = commands.add_parser(
-            name, help=about, description=doc, epilog=SOURCES if run in parents else None, parents=parents,
+    def add(name: str, command: Command, *parents: argparse.ArgumentParser, doc: str = "") -> argparse.ArgumentParser:
+        doc = doc or command.__doc__ or ""
+        added = commands.add_parser(
+            name,
+            help=doc[0].lower() + doc[1:].rstrip("."),
+            description=doc,
+            epilog=SETTINGS_HELP if run in parents else None,
+            parents=parents,
             allow_abbrev=False,
-        )  # fmt: skip
-        made.set_defaults(command=command, unit=name)
-        return made
+        )
+        added.set_defaults(command=command, phase=name)
+        return added
 
     run, started, stage, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(4))
-    run.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file, or the folder of a run")
-    run.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: run_dir in CONFIG)")
-    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as stages.rl1.steps=3")
-    started.add_argument("--no-preflight", action="store_true", help="start without looking for what is needed first")
+    run.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file, or a run folder")
+    run.add_argument("--run-dir", metavar="DIR", help="the run folder (default: run_dir in CONFIG)")
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for example stages.rl1.steps=3")
+    started.add_argument("--no-preflight", action="store_true", help="start without checking what is needed")
     stage.add_argument("--stage", required=True, help="one of the stages in CONFIG")
-    as_json.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last")
+    as_json.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last line")
 
     add("preflight", preflight, run)
-    one = add("recipe", recipe, run, started, as_json)
-    one.add_argument("--dry-run", action="store_true", help="show the resolved run and what it needs; run nothing")
-    one = add(
-        "prepare", unit, run, started, doc="Bring a run's data, and its model if it is generated, into its folder."
+    command = add("recipe", recipe, run, started, as_json)
+    command.add_argument(
+        "--dry-run", action="store_true", help="show what the run needs and whether it fits; run nothing"
     )
-    one.set_defaults(stage="start")
-    add("sft", unit, run, started, doc="Fine-tune on conversations.").set_defaults(stage="sft")
-    add("filter", unit, run, started, stage, doc="Take out what the model before a stage solves every time.")
-    add("grpo", unit, run, started, stage, doc="Train one stage of GRPO-RoC.")
-
-    one = add("eval", evaluate, run, started, as_json)
-    which = one.add_mutually_exclusive_group(required=True)
-    which.add_argument("--stage", help="of a run's model: sft, or one of the stages in CONFIG")
-    which.add_argument("--model", metavar="PATH", help="any model's folder, on the problems of [evaluate]")
-    kept = "folder of --model's episodes, where what is there is not run again (default: evaluation/ in the run's)"
-    one.add_argument("--out", metavar="DIR", type=Path, help=kept)
-
-    one = add("rollout", rollout, run, started)
-    one.add_argument("--stage", required=True, help="whose model: start, sft, or one of the stages in CONFIG")
-    one.add_argument("--problems", type=int, default=16, help="how many, from the first (default: 16)")
-    one.add_argument("--samples", type=int, default=4, help="episodes of each (default: 4)")
-    one.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
-
-    one = add("data", data, as_json)
-    source = "generated:N, a file, or owner/name[@config][:split]"
-    one.add_argument("source", nargs="+", metavar="SOURCE", help=source)
-    one.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
-    one.add_argument(
-        "--against", action="append", default=[], metavar="SOURCE", help="drop what shares 8 words with it"
+    command = add(
+        "prepare", run_phase, run, started, doc="Write a run's data, and its model if it is generated, to its folder."
     )
-    one.add_argument("--any-answer", action="store_true", help="keep answers that are no integers, too")
-    one.add_argument("--seed", type=int, default=0, help="of generated problems (default: 0)")
+    command.set_defaults(stage="initial")
+    add("sft", run_phase, run, started, doc="Fine-tune on conversations.").set_defaults(stage="sft")
+    add("filter", run_phase, run, started, stage, doc="Drop the problems that the model before a stage always solves.")
+    add("grpo", run_phase, run, started, stage, doc="Train one stage of GRPO-RoC.")
 
-    one = add("show", show)
-    one.add_argument("run", type=Path, help="the run's folder")
-    one.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page, with episodes, instead")
-    one.add_argument("--episodes", type=int, default=400, metavar="N", help="at most so many in it (default: 400)")
-    one.add_argument("--step", type=int, metavar="STEP", help="of this step alone")
+    command = add("eval", evaluate, run, started, as_json)
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--stage", help="evaluate the model of sft, or of one of the stages in CONFIG")
+    which.add_argument("--model", metavar="PATH", help="evaluate any model's folder on the problems of [eval]")
+    command.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="folder for the episodes of --model; episodes that it has are not sampled again "
+        "(default: a folder in eval/ of the run)",
+    )
+
+    command = add("rollout", rollout, run, started)
+    command.add_argument("--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG")
+    command.add_argument("--num-problems", type=int, default=16, metavar="N", help="take the first N (default: 16)")
+    command.add_argument(
+        "--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)"
+    )
+    command.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
+
+    command = add("data", data, as_json)
+    command.add_argument(
+        "source", nargs="+", metavar="SOURCE", help="generated:N, a file, or owner/name[@config][:split]"
+    )
+    command.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
+    command.add_argument(
+        "--decontaminate-against",
+        action="append",
+        default=[],
+        metavar="SOURCE",
+        help="drop problems that share 8 consecutive words with a problem of SOURCE",
+    )
+    command.add_argument("--allow-non-integer", action="store_true", help="keep answers that are not integers")
+    command.add_argument("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
+
+    command = add("show", show)
+    command.add_argument("run", type=Path, help="the run folder")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    command.add_argument(
+        "--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)"
+    )
+    command.add_argument("--step", type=int, metavar="STEP", help="take the episodes of this step only")
     return parser
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked: `importlib.metadata` is slow to import."""
+    """Imports `importlib.metadata` only if needed, since the import is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
@@ -250,70 +285,76 @@ class _Version(argparse.Action):
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
-    from trainer.config import load
+    from trainer.config_loading import load_config
 
-    return load(args.config, os.environ, [*args.set, *([f"run_dir={args.run_dir}"] if args.run_dir else [])])
-
-
-def _run(args: argparse.Namespace) -> Run:
-    from trainer.recipe.runner import Run
-
-    return Run(_config(args))
+    run_dir = [f"run_dir={args.run_dir}"] if args.run_dir else []
+    return load_config(args.config, os.environ, [*args.set, *run_dir])
 
 
-def _require(args: argparse.Namespace, run: Run, one: Unit) -> None:
-    """The part of the preflight that concerns one unit, whose predecessor is over; on the first rank alone."""
+def _run(args: argparse.Namespace) -> RecipeRun:
+    from trainer.recipe.phases import RecipeRun
+
+    return RecipeRun(_config(args))
+
+
+def _require(args: argparse.Namespace, run: RecipeRun, phase: Phase) -> None:
+    """Check what one phase needs, the result of the phase before it included; on the first rank only."""
     if args.no_preflight or os.environ.get("RANK", "0") != "0":
         return
-    if one.command != "prepare" and one.stage:
-        run.trained(one.stage, before=one.command in ("sft", "filter", "grpo"))
+    if phase.command != "prepare" and phase.stage:
+        run.trained_model(phase.stage, before=phase.command in ("sft", "filter", "grpo"))
     from trainer.recipe.preflight import require
 
-    require(run, [one])
+    require(run, [phase])
 
 
-# What is printed
+# Output
 
 
 def _dry_run(args: argparse.Namespace) -> None:
     from trainer.config import ConfigError
-    from trainer.recipe.resource_plan import known_shape, plan
+    from trainer.recipe.resource_plan import known_shape, misfits, resource_plan
 
     config = _config(args)
     if not (shape := known_shape(config)):
-        raise ConfigError(f"model.path={config.model.path} is no folder here: state the model's sizes in [model.shape]")
-    needs = plan(config, shape)
+        raise ConfigError(
+            f"model.path={config.model.path} is not a folder on this machine: set the model's sizes in [model.shape]"
+        )
+    plan = resource_plan(config, shape)
+    lines = [line for phase_lines in misfits(config, plan).values() for line in phase_lines]
     if args.json:
-        print(json.dumps({"config": asdict(config), "plan": needs}))
+        print(json.dumps({"config": asdict(config), "plan": asdict(plan), "misfits": lines}))
         return
-    print(json.dumps(asdict(config), indent=2))
-    stages, sft = needs.pop("stages"), needs.pop("sft")
-    _print_columns("a run needs", {"": needs})
-    _print_columns("a step at most", {**({"sft": sft} if sft else {}), **stages})
-    print(EXPLAINED)
+    run_needs = {name: value for name, value in asdict(plan).items() if name not in ("stages", "sft")}
+    _print_columns("a run needs", {"": run_needs})
+    _print_columns("a training step needs at most", {name: asdict(phase) for name, phase in plan.phases().items()})
+    print(DRY_RUN_NOTES, end="\n\n")
+    print("\n".join(["fits: no", *lines]) if lines else "fits: yes")
 
 
-def _by_source(row: dict[str, Any]) -> dict[str, Any]:
-    """A stage's row with the accuracies of its sources, of a single one in place of that of all."""
+def _with_source_accuracies(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage's row with the accuracy of each source; a single source replaces the accuracy over all."""
     from trainer.recipe.evaluation import Estimate
 
     by_source = row.pop("accuracy_by_source", {})
     names = {source: f"accuracy, {source}" if len(by_source) > 1 else "accuracy" for source in by_source}
-    shown = {names[source]: str(Estimate(**found)) if found else None for source, found in by_source.items()}
-    return {"accuracy": row.pop("accuracy"), **shown, **row}
+    cells = {names[source]: str(Estimate(**value)) if value else None for source, value in by_source.items()}
+    return {"accuracy": row.pop("accuracy"), **cells, **row}
 
 
-def _print_columns(about: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
-    """A column for each that has numbers, a line for each number."""
+def _print_columns(head: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a table with a column per mapping and a row per key."""
     from rich.console import Console
     from rich.filesize import decimal
 
-    from trainer.runs.show import figure, table
+    from trainer.runs.text_tables import format_number, table
 
     def text(name: str, value: Any) -> str:
-        return value if isinstance(value, str) else decimal(value) if name.endswith("bytes") else figure(value)
+        if isinstance(value, str):
+            return value
+        return decimal(value) if name.endswith("bytes") else format_number(value)
 
-    made = table(about, *(f"{name}>…" for name in columns))
+    rows = table(head, *(f"{name}>…" for name in columns))
     for name in next(iter(columns.values()), {}):
-        made.add_row(name.replace("_", " "), *(text(name, column[name]) for column in columns.values()))
-    Console().print(made)
+        rows.add_row(name.replace("_", " "), *(text(name, column[name]) for column in columns.values()))
+    Console().print(rows)

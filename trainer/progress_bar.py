@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: a bar or, where that is no terminal, a line now and then."""
+"""Progress of a long command on stderr: a bar, or a line now and then if stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-LINES = 10
-"""Of a whole whose size is known; else a line has `A_LINE`."""
-A_LINE = 100_000
+MAX_LINES = 10
+"""Lines printed if the total is known and stderr is no terminal."""
+ITEMS_PER_LINE = 100_000
+"""Items per printed line if the total is unknown."""
 
 
 @contextmanager
-def bar(name: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """A function that is told how much is done, and what else to show."""
-    console, told = Console(stderr=True), 0
+def progress_bar(name: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Yield a function that takes the number of finished items and a text to show."""
+    console, printed = Console(stderr=True), 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    left = (TextColumn("left"), TimeRemainingColumn()) if total else ()
+    with Progress(*columns, *left, console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task(name, total=total)
 
         def advance(done: int, text: str = "") -> None:
-            nonlocal told
+            nonlocal printed
             bars.update(task, completed=done, description=f"{name}  {text}")
-            lines = done // A_LINE if total is None else LINES * done // total
-            if not console.is_terminal and lines > told:
-                told = lines
+            lines = done // ITEMS_PER_LINE if total is None else MAX_LINES * done // total
+            if not console.is_terminal and lines > printed:
+                printed = lines
                 print(f"{name}: {done}{f'/{total}' if total else ''}  {text}".rstrip(), file=sys.stderr, flush=True)
 
         yield advance

@@ -19,8 +19,8 @@ from bench.simulator.scripts import (
     tiny_scripts,
     workload,
 )
-from trainer.config import load
-from trainer.recipe.resource_plan import plan as plan_of
+from trainer.config_loading import load_config
+from trainer.recipe.resource_plan import resource_plan
 
 FITTED = Path(__file__).parent / "profiles" / "cpu-tiny.json"
 CONFIG = Path(__file__).parents[2] / "configs" / "qwen3-14b-mi300x.toml"
@@ -58,20 +58,20 @@ def mi300x(cache_share: float | None = None) -> EngineProfile:
     and 2 ms per decode step for everything else. The KV cache has the memory that the config leaves to it, or
     `cache_share` of the GPU's memory.
     """
-    config = load(CONFIG, {})
+    config = load_config(CONFIG, {})
     assert config.model.shape is not None
-    plan = plan_of(config, config.model.shape)
+    plan = resource_plan(config, config.model.shape)
     bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
-    weights = 2.0 * plan["parameters"]  # bytes, and operations per token
-    cache = cache_share and cache_share * config.hardware.gpu_gb * 1e9 / plan["kv_bytes_per_token"]
+    weights = 2.0 * plan.parameters  # bytes, and operations per token
+    cache = cache_share and cache_share * config.hardware.gpu_memory_gb * 1e9 / plan.kv_bytes_per_token
     return EngineProfile(
         name="mi300x-14b",
-        kv_capacity=int(cache or plan["kv_tokens"]),
-        max_running=config.engines.slots,
+        kv_capacity=int(cache or plan.kv_tokens),
+        max_running=config.engines.max_num_seqs,
         base_s=0.002,
         weights_s=weights / bandwidth,
         per_sequence_s=weights / flops,
-        per_context_s=plan["kv_bytes_per_token"] / bandwidth,
+        per_context_s=plan.kv_bytes_per_token / bandwidth,
         prefill_s=weights / flops,
         source="roofline: 65 % of 5.3 TB/s, 40 % of 1,307 TFLOP/s, 2 ms a step; simulated",
     )

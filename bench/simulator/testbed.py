@@ -141,7 +141,7 @@ def write_model(directory: Path) -> None:
 
     from trainer.data import tiny_model
 
-    tiny_model.make(directory)
+    tiny_model.write_tiny_model(directory)
     sizes = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 3 * HIDDEN_SIZE, "num_hidden_layers": LAYERS}
     config = AutoConfig.from_pretrained(directory, **sizes, layer_types=["full_attention"] * LAYERS)
     Qwen3ForCausalLM(config).save_pretrained(directory)

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import recipe
 from bench.harness.command import BenchFailed
 from bench.report import table_of
-from trainer.config import load
+from trainer.config_loading import load_config
 from trainer.json_files import write_json
-from trainer.recipe.runner import Run, Unit
+from trainer.recipe.phases import EvalResult, FilterResult, Phase, PhaseResult, RecipeRun, TrainResult
 
 MACHINE = {"cpu": "a", "cores": 2, "kernel": "6", "load": [0.0], "commit": "b", "date": "2026-01-01T00:00:00"}
 
 
-def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead_s: float) -> Run:
+def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead_s: float) -> RecipeRun:
     """A finished run: every phase took `seconds`, and the evaluations gave these accuracies."""
-    run = Run(load(recipe.CONFIG, {}, [f"run_dir={folder}"]))
+    run = RecipeRun(load_config(recipe.CONFIG, {}, [f"run_dir={folder}"]))
     scores = iter(accuracies)
-    for unit in run.units():
-        phase: dict[str, Any] = {"seconds": seconds}
-        if unit.command == "eval":
-            phase["scores"] = {"accuracy": next(scores), "tool_error_ratio": 0.1, "one_answer": 0.9}
-        run.done_file(unit).parent.mkdir(parents=True, exist_ok=True)
-        write_json(run.done_file(unit), phase)
+    for phase in run.phases():
+        result: PhaseResult = TrainResult("model", 0)
+        if phase.command == "filter":
+            result = FilterResult(7, 7)
+        if phase.command == "eval":
+            result = EvalResult({"accuracy": next(scores), "tool_error_ratio": 0.1, "one_answer": 0.9})
+        path = run.result_path(phase)
+        write_json(path, {**asdict(result), "seconds": seconds})
     (folder / "data").mkdir(exist_ok=True)
-    (folder / "data" / "evaluate.jsonl").write_text("{}\n" * 7)
+    (folder / "data" / "eval.jsonl").write_text("{}\n" * 7)
     for step in (1, 2):
-        run.record.append_metrics(
+        run.run_folder.append_metrics(
             {
                 "step": step,
                 "stage": "rl1",
@@ -55,7 +57,7 @@ def test_a_run_is_summarized_and_its_requirements_are_checked(
 ) -> None:
     run = run_of(tmp_path, seconds, accuracies, overhead_s)
     result = recipe.summarize(run)
-    assert result["seconds"] == seconds * len(run.units())
+    assert result["seconds"] == seconds * len(run.phases())
     assert result["gain"] == pytest.approx(accuracies[-1] - accuracies[0])
     assert result["overhead_share"] == pytest.approx(overhead_s / 10)
     assert (result["problems"], result["steps"], result["rewards"]) == (7, 2, [0.5, 1.0])
@@ -75,5 +77,5 @@ def test_a_run_without_rl_is_refused(tmp_path: Path) -> None:
 
 def test_an_unfinished_phase_is_not_counted(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
-    run.done_file(Unit("prepare")).unlink()
-    assert recipe.summarize(run)["seconds"] == len(run.units()) - 1
+    run.result_path(Phase("prepare")).unlink()
+    assert recipe.summarize(run)["seconds"] == len(run.phases()) - 1

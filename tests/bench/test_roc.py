@@ -10,12 +10,12 @@ import pytest
 
 from bench import roc
 from bench.harness.tables import markdown
-from trainer.config import load
+from trainer.config_loading import load_config
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.recipe.evaluation import write_outcomes
-from trainer.recipe.runner import Run, Unit
+from trainer.recipe.phases import Phase, RecipeRun, TrainResult
 
-SHARED = load(roc.CONFIG, {})
+SHARED = load_config(roc.CONFIG, {})
 
 
 def episode(number: int, sample: int, reward: float | None, *, fails: bool) -> Episode:
@@ -34,9 +34,9 @@ def episode(number: int, sample: int, reward: float | None, *, fails: bool) -> E
     )
 
 
-def sft_run(folder: Path) -> Run:
-    run = Run(roc.sft_config(SHARED, folder, 3))
-    run.finish(Unit("sft", "sft"), {"model": "stages/sft/model", "step": 0, "seconds": 1.0})
+def sft_run(folder: Path) -> RecipeRun:
+    run = RecipeRun(roc.sft_config(SHARED, folder, 3))
+    run.write_result(Phase("sft", "sft"), TrainResult("stages/sft/model", 0))
     return run
 
 
@@ -49,26 +49,31 @@ def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
     run = sft_run(tmp_path)
     configs = {arm: roc.arm_config(SHARED, arm, run, tmp_path, 7) for arm in roc.ARMS}
     plain = {
-        arm: replace(config, stages={"rl": replace(config.stage("rl"), samples=2, keep=2, select="all")})
+        arm: replace(
+            config,
+            stages={
+                "rl": replace(config.stage_config("rl"), samples_per_problem=2, kept_per_problem=2, roc_mode="off")
+            },
+        )
         for arm, config in configs.items()
     }
     assert len(set(map(repr, plain.values()))) == 1
     one = configs["roc"]
-    stage = one.stage("rl")
+    stage = one.stage_config("rl")
     assert (one.seed, one.sft.data, stage.steps) == (3, (), 7)
     assert one.model.path == str(tmp_path / "stages/sft/model")
-    assert (one.evaluate.max_tokens, one.evaluate.max_turns) == (stage.max_tokens, stage.max_turns)
-    assert Run(one).units() == [Unit("prepare"), Unit("grpo", "rl"), Unit("eval", "rl")]
-    assert run.units() == [Unit("prepare"), Unit("sft", "sft"), Unit("eval", "sft")]
+    assert (one.eval.max_response_tokens, one.eval.max_turns) == (stage.max_response_tokens, stage.max_turns)
+    assert RecipeRun(one).phases() == [Phase("prepare"), Phase("grpo", "rl"), Phase("eval", "rl")]
+    assert run.phases() == [Phase("prepare"), Phase("sft", "sft"), Phase("eval", "sft")]
 
 
 def test_a_run_folder_is_read(tmp_path: Path) -> None:
     run = sft_run(tmp_path)
     for one in episode(0, 0, None, fails=True), episode(1, 0, 0.0, fails=True), episode(0, 0, 1.0, fails=False):
-        write_outcomes(tmp_path / "stages/sft/evaluation", [one])
+        write_outcomes(tmp_path / "stages/sft/eval", [one])
     for step in (1, 2):
         row = {"step": step, "stage": "sft", "episodes_in_loss": 8, "episodes_not_in_loss": 8, "sampled_tokens": 100}
-        run.record.append_metrics({**row, "one_answer": 0.5})
+        run.run_folder.append_metrics({**row, "one_answer": 0.5})
     measures = roc.measured(run, "sft")
     assert (measures["accuracy"], measures["tool_error_ratio"], measures["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)
     assert (

@@ -167,7 +167,7 @@ async def test_the_pool_plays_every_script_to_its_end(policy: str) -> None:
         for number, script in enumerate(scripts)
         for turn in ((script.prompt, 10), (script.prompt + 15, 8))
     )
-    prompts = {ids for engine in engines for ids, _ in engine.asked if len(ids) < 23}
+    prompts = {ids for engine in engines for ids, _ in engine.requests if len(ids) < 23}
     assert len(prompts) == 3
 
 

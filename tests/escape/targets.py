@@ -43,7 +43,7 @@ def raw(number, *arguments):
     ctypes.set_errno(0)
     got = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
     return got if got != -1 else -ctypes.get_errno()
-def breach(what): os.write(1, f"BREACH {what}\n".encode())
+def breach(evidence): os.write(1, f"BREACH {evidence}\n".encode())
 def scan(data):
     for token in set(re.findall(rb"CANARY-\w{32}", data)): breach(token.decode())
 def read(path, limit=1 << 20):

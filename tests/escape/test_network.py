@@ -64,9 +64,9 @@ if works(serve): breach("listening")
 """,
     "an old socket by a new name": """
 ours, theirs = socket.socketpair()
-for what in (lambda: ours.bind("\\0name"), lambda: ours.connect(HOST["abstract"]), lambda: ours.listen(),
+for action in (lambda: ours.bind("\\0name"), lambda: ours.connect(HOST["abstract"]), lambda: ours.listen(),
              lambda: ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
-    if works(what): breach("named")
+    if works(action): breach("named")
 """,
 }
 

@@ -57,12 +57,12 @@ if found: breach(found[:9])
 if works(os.nice, -5) or works(os.nice, 1): breach("nice")
 """,
     "more by raising a limit": """
-for what in range(16):
-    limits = attempt(resource.getrlimit, what)
+for limit in range(16):
+    limits = attempt(resource.getrlimit, limit)
     if isinstance(limits, OSError) or limits[1] == resource.RLIM_INFINITY: continue
-    try: resource.setrlimit(what, (limits[0], limits[1] + 1))
+    try: resource.setrlimit(limit, (limits[0], limits[1] + 1))
     except (ValueError, OSError): continue
-    breach(what)
+    breach(limit)
 if resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY: breach("memory without limit")
 """,
 }

@@ -34,7 +34,7 @@ def send(message): sock.sendall(json.dumps(message).encode() + b"\\n")
 def wait(): return sock.recv(1)
 def attempt(call, *arguments):
     try: return str(call(*arguments))
-    except OSError as why: return type(why).__name__ if why.errno is None else os.strerror(why.errno)
+    except OSError as error: return type(error).__name__ if error.errno is None else os.strerror(error.errno)
 """
 
 

@@ -2,8 +2,8 @@
 
 import os
 
-from trainer.cli import QUIET
+from trainer.cli import SILENCING_VARIABLES
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for name in QUIET:
+for name in SILENCING_VARIABLES:
     os.environ.setdefault(name, "1")

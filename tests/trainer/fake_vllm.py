@@ -35,7 +35,7 @@ class TableEngine:
     """Awaited in each `stats`, `capacity` and `logprobs`."""
     preemptions: int = 0
     computed: int = 0
-    asked: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
+    requests: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
     running: int = 0
     reached: int = 2
     """Tokens that a request has when it is aborted."""
@@ -54,26 +54,26 @@ class TableEngine:
             raise ValueError(
                 f"expected at most {self.max_model_len} known ids, got {len(ids)} and {sampling.max_tokens}"
             )
-        self.asked.append((tuple(ids), sampling))
+        self.requests.append((tuple(ids), sampling))
         self.running += 1
         try:
             await self.before()
         finally:
             self.running -= 1
-        made: list[int] = []
+        sampled: list[int] = []
         logprobs: list[float] = []
-        while len(made) < sampling.max_tokens and not (made and made[-1] in sampling.stop_ids):
-            chances = self.distribution([*ids, *made][-1], sampling.temperature)
-            position = len(ids) + len(made)
+        while len(sampled) < sampling.max_tokens and not (sampled and sampled[-1] in sampling.stop_ids):
+            chances = self.distribution([*ids, *sampled][-1], sampling.temperature)
+            position = len(ids) + len(sampled)
             (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocab_size), chances)
-            made.append(token)
+            sampled.append(token)
             logprobs.append(math.log(chances[token]))
-            if sampling.request_id in self.aborted and len(made) >= self.reached:
+            if sampling.request_id in self.aborted and len(sampled) >= self.reached:
                 break
-        self.computed += len(made)
-        has_stop_token = made[-1] in sampling.stop_ids
-        is_over = has_stop_token or len(made) == sampling.max_tokens
-        return Generation(tuple(made), tuple(logprobs), has_stop_token, self.name, self.weight_version, not is_over)
+        self.computed += len(sampled)
+        has_stop_token = sampled[-1] in sampling.stop_ids
+        is_over = has_stop_token or len(sampled) == sampling.max_tokens
+        return Generation(tuple(sampled), tuple(logprobs), has_stop_token, self.name, self.weight_version, not is_over)
 
     async def until_aborted(self) -> None:
         """For `before`: requests last until one is aborted."""
@@ -136,7 +136,7 @@ class FakeVllm:
     twist: Callable[[str, Any], Any] = lambda route, answer: answer
     load: Callable[[Any, Path], Awaitable[None]] | None = None
     """Loads a directory into `engine`. None calls `engine.load_weights`."""
-    asked: list[tuple[str, Any]] = field(default_factory=list)
+    requests: list[tuple[str, Any]] = field(default_factory=list)
     running: int = 0
     dropped: int = 0
     """Number of requests whose client has disconnected."""
@@ -166,7 +166,7 @@ class FakeVllm:
     def _answer(self, route: str, handler: Callable[[Any], Awaitable[Any]]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
             body = await request.json()
-            self.asked.append((route, body))
+            self.requests.append((route, body))
             await self._count(running=1)
             try:
                 return web.json_response(self.twist(route, await handler(body)))
@@ -192,8 +192,8 @@ class FakeVllm:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        said, room = await self.engine.stats() or EngineStats(0), await self.engine.capacity()
-        return web.Response(text=self.twist("/metrics", METRICS.format(said, room.kv_tokens // 16)))
+        stats, room = await self.engine.stats() or EngineStats(0), await self.engine.capacity()
+        return web.Response(text=self.twist("/metrics", METRICS.format(stats, room.kv_tokens // 16)))
 
     async def _completions(self, body: Mapping[str, Any]) -> Any:
         ids = body["prompt"]
@@ -208,11 +208,11 @@ class FakeVllm:
             body["max_tokens"], body["temperature"], body.get("top_p", 1.0), stop, body.get("seed")
         )
         sampling = replace(sampling, request_id=body.get("request_id", ""))
-        made = await self.engine.generate(ids, sampling)
-        reason = "abort" if made.is_aborted else "stop" if made.has_stop_token else "length"
-        choice |= {"token_ids": list(made.ids), "finish_reason": reason}
+        generation = await self.engine.generate(ids, sampling)
+        reason = "abort" if generation.is_aborted else "stop" if generation.has_stop_token else "length"
+        choice |= {"token_ids": list(generation.ids), "finish_reason": reason}
         if "logprobs" in body:
-            choice["logprobs"] = {"token_logprobs": list(made.logprobs)}
+            choice["logprobs"] = {"token_logprobs": list(generation.logprobs)}
         return {"object": "text_completion", "choices": [choice]}
 
     async def _rpc(self, body: Mapping[str, Any]) -> Any:

@@ -53,15 +53,15 @@ class FakePythonTool:
 
     def __init__(self, replies: Mapping[str, str] | None = None) -> None:
         self.replies = dict(replies or {})
-        self.asked: list[tuple[str, str | Mapping[str, Any]]] = []
+        self.requests: list[tuple[str, str | Mapping[str, Any]]] = []
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
-        self.asked.append((name, arguments))
+        self.requests.append((name, arguments))
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
             code = given["code"]
-        except (ValueError, KeyError, TypeError, AttributeError) as why:
-            return replied(ToolCallStatus.MALFORMED, f"{type(why).__name__}: {why}", arguments, name=name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return replied(ToolCallStatus.MALFORMED, f"{type(error).__name__}: {error}", arguments, name=name)
         if code == ToolCallStatus.UNAVAILABLE:
             return replied(ToolCallStatus.UNAVAILABLE, "", given, name=name, error="the fake is out of order")
         if code in set(ToolCallStatus):
@@ -73,10 +73,10 @@ class FakeVerifier:
     """Equal texts are equivalent. An answer that is the value of an outcome gets that outcome."""
 
     def __init__(self) -> None:
-        self.asked: list[list[tuple[str, str]]] = []
+        self.requests: list[list[tuple[str, str]]] = []
 
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
-        self.asked.append(list(pairs))
+        self.requests.append(list(pairs))
         return [self._verdict(gold, answer) for gold, answer in pairs]
 
     @staticmethod
@@ -94,14 +94,14 @@ Pause = Callable[[], Awaitable[None]]
 
 @dataclass
 class ScriptedPool:
-    """A pool whose turns come from a script. `asked` has every request, `open_groups` the groups of open handles."""
+    """A pool whose turns come from a script. `requests` has every request, `open_groups` the groups of open handles."""
 
     script: Script
     pause: Pause = lambda: asyncio.sleep(0)
     weight_version: int = 3
     reached: Callable[[int], int] = lambda tokens: tokens // 2
     """Takes the tokens of a turn and returns how many are sampled when it is aborted."""
-    asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     open_groups: list[str] = field(default_factory=list)
     busy_timer: BusyTimer = field(default_factory=BusyTimer)
     nan_turns: int = 0
@@ -135,20 +135,20 @@ class ScriptedHandle:
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         pool, tokenizer = self.pool, qwen_tokenizer()
-        made: list[int] = []
+        sampled: list[int] = []
         if not self.is_aborted:
-            pool.asked.append((list(ids), sampling))
+            pool.requests.append((list(ids), sampling))
             await pool.pause()
-            said = pool.script(tokenizer.decode(ids), sampling)
-            made = tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
-            stops = [place for place, number in enumerate(made, 1) if number in sampling.stop_ids]
-            made = made[: stops[0]] if stops else made
+            text = pool.script(tokenizer.decode(ids), sampling)
+            sampled = tokenizer.encode(text, add_special_tokens=False)[: sampling.max_tokens]
+            stops = [index for index, number in enumerate(sampled, 1) if number in sampling.stop_ids]
+            sampled = sampled[: stops[0]] if stops else sampled
         if self.is_aborted:
-            made = made[: pool.reached(len(made))]
-        has_stop_token = bool(made) and made[-1] in sampling.stop_ids
-        is_over = has_stop_token or len(made) == sampling.max_tokens
-        logprobs = tuple(-(1 + number % 7) / 8 for number in made)
-        return Generation(tuple(made), logprobs, has_stop_token, "scripted", pool.weight_version, not is_over)
+            sampled = sampled[: pool.reached(len(sampled))]
+        has_stop_token = bool(sampled) and sampled[-1] in sampling.stop_ids
+        is_over = has_stop_token or len(sampled) == sampling.max_tokens
+        logprobs = tuple(-(1 + number % 7) / 8 for number in sampled)
+        return Generation(tuple(sampled), logprobs, has_stop_token, "scripted", pool.weight_version, not is_over)
 
 
 @dataclass

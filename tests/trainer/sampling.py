@@ -122,5 +122,5 @@ class Sampler:
 
 
 def model_folder(folder: Path) -> Path:
-    tiny_model.make(folder, seed=0)
+    tiny_model.write_tiny_model(folder, seed=0)
     return folder

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from trainer import cli, progress_bar
-from trainer.config import load
+from trainer.config_loading import load_config
 from trainer.json_files import write_json
-from trainer.recipe.evaluation import ALL, Outcome, report, scores
-from trainer.recipe.runner import Run
+from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize, summary_scores
+from trainer.recipe.phases import EvalResult, RecipeRun, TrainResult
 
 HELP_S = 0.5
 """What any `--help` may take."""
@@ -58,7 +58,7 @@ def test_version_is_the_installed_one() -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["fly"], ["recipe"], ["grpo", "x.toml"], ["recipe", "x.toml", "--sett", "a=b"]])
-def test_misuse_that_argparse_sees_is_2(argv: list[str]) -> None:
+def test_a_wrong_command_line_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     assert ended.value.code == 2
@@ -69,11 +69,11 @@ def test_misuse_that_argparse_sees_is_2(argv: list[str]) -> None:
     [
         (["recipe", "nowhere.toml"], "nowhere.toml: cannot be read (No such file or directory)"),
         (["recipe", str(CONFIGS / "tiny.toml"), "--set", "rl.step=3"], "--set rl.step: unknown setting; did you mean"),
-        (["show", "nowhere"], "nowhere: expected the folder of a run"),
+        (["show", "nowhere"], "nowhere: expected a run folder"),
         (["data", "nowhere.jsonl", "--out", "x"], "nowhere.jsonl"),
     ],
 )
-def test_misuse_that_we_see_is_2_and_says_what_was_expected(
+def test_a_wrong_setting_exits_with_2_and_says_what_was_expected(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == 2
@@ -82,47 +82,47 @@ def test_misuse_that_we_see_is_2_and_says_what_was_expected(
     assert message in said
 
 
-def test_a_stage_that_is_not_there_and_one_out_of_turn_are_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_stage_and_one_out_of_order_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     tiny = [str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
     assert cli.main(["grpo", *tiny, "--stage", "rl9"]) == 2
     assert "stage 'rl9': did you mean rl" in capsys.readouterr().err
     assert cli.main(["grpo", *tiny, "--stage", "rl1"]) == 2
-    assert "`rstar-train sft` comes first" in capsys.readouterr().err
+    assert "run `rstar-train sft` first" in capsys.readouterr().err
 
 
-def test_a_unit_that_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_phase_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     tiny = [str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
-    done = tmp_path / "stages/rl1/done.json"
-    write_json(done, {"model": "stages/rl1/model"})
+    result = tmp_path / "stages/rl1/train.json"
+    write_json(result, {"model": "stages/rl1/model", "step": 1})
     assert cli.main(["grpo", *tiny, "--stage", "rl1"]) == 0
-    assert f"grpo rl1 is done; to do it anew, delete {done.parent} first" in capsys.readouterr().err
+    assert f"grpo rl1 is done; delete {result.parent} to run it again" in capsys.readouterr().err
 
 
 def _evaluated(folder: Path, *sources: str) -> list[str]:
     """The arguments for a run that is over, and was evaluated on problems of these sources."""
     (folder / "run.toml").write_text('[sft]\ndata = "generated:8"\n', encoding="utf-8")
-    run = Run(load(folder / "run.toml", {}, [f"run_dir={folder / 'run'}"]))
-    right = Outcome(1.0, 1, 0, answer_blocks=1, stop_reason="finished", num_turns=1, response_length=9)
+    run = RecipeRun(load_config(folder / "run.toml", {}, [f"run_dir={folder / 'run'}"]))
+    right = EpisodeOutcome(1.0, 1, 0, answer_blocks=1, stop_reason="finished", num_turns=1, response_length=9)
     groups = {source: [[right]] * 10 + [[right._replace(reward=0.0)]] * 10 for source in sources}
     groups[ALL] = [group for some in groups.values() for group in some]
-    reports = {source: report(some, 1) for source, some in groups.items()}
-    for unit in run.units():
+    reports = {source: summarize(some, 1) for source, some in groups.items()}
+    for unit in run.phases():
         written = {source: asdict(one) for source, one in reports.items()}
-        run.finish(unit, {"scores": scores(reports), "reports": written})
-    return [str(folder / "run.toml"), "--run-dir", str(run.folder)]
+        is_eval = unit.command == "eval"
+        run.write_result(unit, EvalResult(summary_scores(reports), written) if is_eval else TrainResult("model", 1))
+    return [str(folder / "run.toml"), "--run-dir", str(run.dir)]
 
 
 @pytest.mark.parametrize("sources", [("aime24", "math500"), ("aime24",)])
-def test_the_recipe_shows_each_source_s_accuracy_with_its_interval(
+def test_the_recipe_prints_each_source_s_accuracy_with_its_interval(
     sources: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = _evaluated(tmp_path, *sources)
     assert cli.main(["recipe", *run]) == 0
     shown = capsys.readouterr().out
+    assert shown.splitlines()[0] == f"{tmp_path / 'run'}, evaluation after each stage:"
     rows = [line.split()[:2] for line in shown.splitlines() if "accuracy" in line]
     assert rows == (
         [["accuracy", "0.5"]] + [["accuracy,", one] for one in sources] if sources[1:] else [["accuracy", "0.500"]]
@@ -136,11 +136,12 @@ def test_the_recipe_shows_each_source_s_accuracy_with_its_interval(
     assert row["accuracy_by_source"]["aime24"]["low"] == pytest.approx(0.299, abs=0.001)
 
 
-def test_an_evaluation_that_is_over_is_read(tmp_path: Path) -> None:
+def test_a_finished_evaluation_is_shown_without_torch(tmp_path: Path) -> None:
     run = _evaluated(tmp_path, "aime24", "math500")
     code = "import sys; sys.modules['torch'] = None; from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, "eval", *run, "--stage", "sft"]
     shown = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    assert shown.startswith("evaluation after sft")
     assert [shown.count(text) for text in ("0.500 [0.30–0.70]", "tool use", "pass@1")] == [4, 1, 1]
 
 
@@ -150,48 +151,59 @@ def test_a_dry_run_shows_what_is_needed_and_touches_nothing(
 ) -> None:
     argv = ["recipe", str(file), "--run-dir", str(tmp_path / "run"), "--dry-run"]
     assert cli.main([*argv, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all((stage["gpu_share"] or 0) < 1 for stage in said["plan"]["stages"].values())
-    assert said["config"]["run_dir"] == str(tmp_path / "run")
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all((stage["gpu_share"] or 0) < 1 for stage in plan["plan"]["stages"].values())
+    assert plan["config"]["run_dir"] == str(tmp_path / "run")
     assert cli.main(argv) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines()[len(json.dumps(said["config"], indent=2).splitlines()) :])) <= 80
-    assert f"{said['plan']['parameters']:,}" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.startswith("a run needs") and f"{plan['plan']['parameters']:,}" in shown
+    assert shown.splitlines()[-1] == "fits: yes" and plan["misfits"] == []
+    assert "{" not in shown, "JSON only with --json"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_names_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["recipe", str(CONFIGS / "qwen3-14b-mi300x.toml"), "--dry-run", "--set", "hardware.sharding=none"]
+    assert cli.main([*argv, "--json"]) == 0
+    misfits = json.loads(capsys.readouterr().out)["misfits"]
+    assert [line.partition(": training")[0] for line in misfits] == [
+        f"memory: {phase}" for phase in ("sft", "stages.rl1", "stages.rl2", "stages.rl3")
+    ]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-5:] == ["fits: no", *misfits]
 
 
 def test_a_dry_run_without_sizes_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[model]\npath = "some/model"\n', encoding="utf-8")
     assert cli.main(["recipe", str(file), "--dry-run"]) == 2
-    assert "state the model's sizes in [model.shape]" in capsys.readouterr().err
+    assert "set the model's sizes in [model.shape]" in capsys.readouterr().err
 
 
-def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_it_says_install_advice(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, "prepare", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 1
-    says = "rstar-train: needs torch, which comes with the extra `train`: pip install '.[train]' in the checkout"
+    says = "rstar-train: needs torch from the extra `train`: run pip install '.[train]' in the checkout"
     assert done.stderr.splitlines()[-1] == says
 
 
-def test_what_is_in_no_extra_is_installed_by_its_name() -> None:
-    assert cli._what_to_install("transformers.models.auto").endswith("pip install '.[train]' in the checkout")
-    assert cli._what_to_install("trackio") == "needs trackio: pip install trackio"
+def test_a_module_of_no_extra_is_installed_by_its_name() -> None:
+    assert cli._install_advice("transformers.models.auto").endswith("pip install '.[train]' in the checkout")
+    assert cli._install_advice("trackio") == "needs trackio: pip install trackio"
 
 
-def test_data_writes_problems_and_says_what_became_of_the_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_writes_problems_and_counts_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "generated:5", "--out", str(tmp_path / "five.jsonl"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"tiny": {"rows": 5, "kept": 5}}
     assert len((tmp_path / "five.jsonl").read_text(encoding="utf-8").splitlines()) == 5
 
 
-def test_data_says_how_many_rows_are_done(
+def test_data_prints_its_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_bar, "A_LINE", 2000)
+    monkeypatch.setattr(progress_bar, "ITEMS_PER_LINE", 2000)
     assert cli.main(["data", "generated:5000", "--out", str(tmp_path / "many.jsonl")]) == 0
     assert capsys.readouterr().err.splitlines() == ["rows: 2000", "rows: 4000"]

@@ -28,8 +28,8 @@ from trainer.config import HardwareConfig, StageConfig
 from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.training import grpo
-from trainer.training.context import Training, ranks
-from trainer.training.grpo import Rollouts, train_stage
+from trainer.training.context import TrainingContext, distributed_state
+from trainer.training.grpo import RolloutRuntime, train_stage
 
 TIMEOUT_S = 5
 """Seconds that the default group allows once training has begun."""
@@ -41,9 +41,10 @@ def main(model: Path, folder: Path, sharding: Any = "none") -> None:
     hardware = HardwareConfig(nodes=2, sharding=sharding)
     if sharding == "full":
         PartialState.__init__ = _as_on_gpus(PartialState.__init__)
-    rank = ranks(hardware).process_index
+    rank = distributed_state(hardware).process_index
     stage = StageConfig(
-        name="rl1", steps=2, max_tokens=16, max_turns=2, prompts=2, samples=4, keep=4, micro_batch=2, lr=1e-3
+        name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=4,
+        kept_per_problem=4, micro_batch_size=2, learning_rate=1e-3
     )  # fmt: skip
     passes: list[Any] = []
     compute_loss = grpo.GRPOTrainer.compute_loss
@@ -65,17 +66,17 @@ def main(model: Path, folder: Path, sharding: Any = "none") -> None:
     waits: list[tuple[str, float]] = []
     for name in ("scatter_object_list", "barrier"):
         setattr(torch.distributed, name, _noting(name, getattr(torch.distributed, name), waits))
-    run = Training.run
+    train = TrainingContext.train
     trainers: list[Any] = []
-    Training.run = lambda self, trainer, start: trainers.append(trainer) or run(self, trainer, start)
+    TrainingContext.train = lambda self, trainer, start: trainers.append(trainer) or train(self, trainer, start)
     with ExitStack() as stack:
         rollouts = None
         if rank == 0:
             sampler = Sampler(model, before=lambda step: time.sleep(ROLLOUT_S) if step else None)
-            rollouts = Rollouts(stack.enter_context(LoopThread()), sampler, sampler)
+            rollouts = RolloutRuntime(stack.enter_context(LoopThread()), sampler, sampler)
         train_stage(
             replace(stage, warmup_steps=0),
-            Training(model, folder / "stages/rl1", RunFolder(folder), seed=3, hardware=hardware),
+            TrainingContext(model, folder / "stages/rl1", RunFolder(folder), seed=3, hardware=hardware),
             problems=problems(6), rollouts=rollouts,
         )  # fmt: skip
     digest = hashlib.sha256()

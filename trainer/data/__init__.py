@@ -1,0 +1,1 @@
+"""Problems and conversations: read from sources, generated, filtered, decontaminated, written as JSONL."""

@@ -1,8 +1,8 @@
-"""The tiny model: a Qwen3 of 2 layers × 128 with random weights, and a tokenizer for the generated tasks.
+"""The tiny model: a Qwen3 of 2 layers × 128 with random weights, and a tokenizer for the generated problems.
 
-Small enough to learn a tool in minutes on two cores, and else a model like any other: `make` writes a folder that
-transformers' Auto classes and vLLM load. The same seed writes the same model. The tokenizer is byte-level, so it takes
-any text; digits stand alone, and merges may cross words, which makes the fixed parts of a call one or two tokens.
+It learns a tool in minutes on two cores. `write_tiny_model` writes a folder that transformers' Auto classes and vLLM
+load; the same seed writes the same model. The tokenizer is byte-level, so it takes any text. Each digit is a token, and
+merges may cross words, so the fixed parts of a call take one or two tokens.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.data import synthetic
 
-VOCABULARY = 640
+VOCAB_SIZE = 640
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = tuple(f"<{slash}{name}>" for name in ("tool_call", "tool_response", "reason", "answer") for slash in ("", "/"))
 MAX_POSITIONS = 4096
-_TEXTS = 2000
-"""Conversations that the merges are learnt from."""
+_NUM_CONVERSATIONS = 2000
+"""Conversations from which the tokenizer learns its merges."""
 
 
-def make(folder: Path, seed: int = 0) -> None:
-    """Write model and tokenizer into `folder`."""
+def write_tiny_model(model_dir: Path, seed: int = 0) -> None:
+    """Write model and tokenizer into `model_dir`."""
     tokenizer = _tokenizer(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -37,7 +37,7 @@ def make(folder: Path, seed: int = 0) -> None:
         head_dim=32,
         intermediate_size=384,
         max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.08,  # 1 / sqrt(128); with the usual 0.02 it learns to copy numbers several times later
+        initializer_range=0.08,  # 1 / sqrt(128); 0.02 makes it learn to copy numbers several times later
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -47,8 +47,8 @@ def make(folder: Path, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
 
 
 def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -56,9 +56,9 @@ def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     bpe.decoder = decoders.ByteLevel()
-    # Special, all of them: what encodes untrusted text can then tell that none is made of it.
+    # All tags are special tokens, so that `ChatFormat` keeps them out of untrusted text.
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[PAD, START, END, *TAGS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -75,9 +75,9 @@ def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """The conversations in the pieces that the chat encodes one by one: what stands between tags, what others say."""
+    """Yield conversations split as `ChatFormat` encodes them: the text between tags, and the other messages."""
     between = re.compile("|".join(map(re.escape, TAGS)))
-    yield from ("\n", f"system\n{synthetic.PREAMBLE}", "user\n", "assistant\n") * _TEXTS
-    for messages in synthetic.traces(_TEXTS, seed, faults=seed):
+    yield from ("\n", f"system\n{synthetic.SYSTEM_PROMPT}", "user\n", "assistant\n") * _NUM_CONVERSATIONS
+    for messages in synthetic.conversations(_NUM_CONVERSATIONS, seed, fault_seed=seed):
         for message in messages:
             yield from between.split(message["content"])

@@ -1,10 +1,10 @@
-"""How good a model is at a set of problems: avg@k and pass@k, its use of the tool, with intervals; resumable.
+"""Evaluation of a model on a set of problems: avg@k, pass@k, tool use and format, with 95 % intervals; resumable.
 
 Invariants:
-- An episode without a verdict (ours to answer for) counts in nothing but `unavailable`. It is never a 0.
-- Whatever was measured is on disk once its problem is done, and is not run again by the same command.
-- Of an episode that was measured there is one row, however often the command was killed.
-- Intervals say what other problems would have given: 95 %, by how far problems differ.
+- An episode without a reward counts in `unavailable` only. It is never a 0.
+- A problem's outcomes are on disk once its episodes are finished, and the same command does not sample them again.
+- However often the command is killed, an episode has one row.
+- The intervals cover what other problems of the same kind would give: they follow from the variance over problems.
 
 Letters: P problems.
 """
@@ -26,26 +26,25 @@ from trainer.episodes.episode import Episode, Problem
 from trainer.episodes.metrics import METRICS
 from trainer.json_files import append_rows, read_rows
 from trainer.runs.run_folder import RunFolder
-from trainer.runs.show import table
+from trainer.runs.text_tables import table
 
 ALL = "all"
-"""The report over all sources."""
+"""The key of the report over all sources."""
 Z = NormalDist().inv_cdf(0.975)
-"""Deviations on either side of a number within which 95 % lie."""
-ROUNDING = 1e-12
-"""A variance that is none."""
+"""Standard deviations on either side of the mean that contain 95 %."""
+ZERO_VARIANCE = 1e-12
+"""A variance below this is rounding error."""
 OUTCOMES = "outcomes.jsonl"
-"""A row an episode, by which an evaluation goes on and reports."""
-AT_ONCE = 1 << 14
-"""Episodes under way, about."""
-
+"""Name of the file with one row per episode, from which an evaluation resumes and reports."""
+MAX_IN_FLIGHT = 1 << 14
+"""Approximate number of episodes in flight."""
 
 Collect = Callable[[Sequence[Problem], int], Awaitable[list[list[Episode]]]]
-"""Runs so many episodes of each problem."""
+"""Collects the given number of episodes of each problem."""
 
 
-class Outcome(NamedTuple):
-    """What is measured of one episode, named as there."""
+class EpisodeOutcome(NamedTuple):
+    """What an evaluation keeps of an episode. The fields are attributes of `Episode`."""
 
     reward: float | None
     num_tool_calls: int
@@ -57,25 +56,19 @@ class Outcome(NamedTuple):
     error: str = ""
 
 
-SHARES = {
+RATIO_METRICS = {
     "accuracy": METRICS["reward"],
     **{name: METRICS[name] for name in ("tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer")},
 }
-"""Measures between 0 and 1, each by what is summed over episodes and divided. `accuracy` is avg@k."""
-MEASURES = {
-    **SHARES,
-    "tool_calls": METRICS["tool_calls"],
-    "turns": METRICS["turns"],
-    "response_length": METRICS["response_length"],
-}
-"""All of them. `response_length` counts observations, too."""
-SCORES = ("accuracy", "tool_error_ratio", "one_answer")
-"""The numbers of a recipe's table."""
+"""Measures between 0 and 1. `accuracy` is avg@k."""
+EVAL_METRICS = {**RATIO_METRICS, **{name: METRICS[name] for name in ("tool_calls", "turns", "response_length")}}
+SUMMARY_METRICS = ("accuracy", "tool_error_ratio", "one_answer")
+"""The numbers in a recipe's table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number, and the interval that other problems of this kind would give it."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
@@ -88,167 +81,166 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What came out for one set of problems. A measure is missing where there is nothing to take it from."""
+class EvalReport:
+    """The measures over one set of problems. A measure without data is missing."""
 
     problems: int
     samples: int
     """Episodes per problem, the k of avg@k."""
     episodes: int
-    """With a verdict."""
+    """The number of episodes with a reward."""
     unavailable: int
     measures: dict[str, Estimate]
-    """By the names in `MEASURES`, and pass@j: the chance that one of j samples is right."""
+    """By the names in `EVAL_METRICS`, and pass@j: the probability that at least one of j samples is correct."""
     stop_reasons: dict[str, int]
 
 
-def unfinished(problems: Sequence[Problem], samples: int, folder: Path) -> dict[int, Problem]:
-    """The problems, by their number, of which `folder` lacks an episode with a verdict."""
-    known = {key for key, outcome in outcomes_of(folder).items() if outcome.reward is not None}
+def unfinished_problems(problems: Sequence[Problem], samples: int, eval_dir: Path) -> dict[int, Problem]:
+    """Return, by index, the problems of which `eval_dir` lacks an episode with a reward."""
+    scored = {key for key, outcome in read_outcomes(eval_dir).items() if outcome.reward is not None}
     return {
         number: problem
         for number, problem in enumerate(problems)
-        if not known.issuperset((problem.id, sample) for sample in range(samples))
+        if not scored.issuperset((problem.id, sample) for sample in range(samples))
     }
 
 
-async def sample(
+async def evaluate_problems(
     problems: Mapping[int, Problem],
     samples: int,
     collect: Collect,
     *,
-    record: RunFolder,
-    is_brief: bool = False,
-    advance: Callable[[int], None] = lambda done: None,
+    run_folder: RunFolder,
+    outcomes_only: bool = False,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """`samples` episodes of each of the problems that `unfinished` names.
+    """Collect `samples` episodes of each problem that `unfinished_problems` returned.
 
-    Into `record` go the outcomes, and the episodes unless `is_brief`; those of these problems that a kill or an outage
-    left there give way. `advance` is told how many problems are done.
+    `run_folder` gets the outcomes and, unless `outcomes_only`, the episodes, which replace those that a kill or an
+    outage left there. `on_progress` receives the number of finished problems.
     """
     ids = {problem.id for problem in problems.values()}
-    record.filter_episodes(0, lambda row: row["problem"]["id"] not in ids)
-    window, done = asyncio.Semaphore(max(1, AT_ONCE // samples)), 0
+    run_folder.filter_episodes(0, lambda row: row["problem"]["id"] not in ids)
+    slots, done = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // samples)), 0
 
-    async def one(number: int, problem: Problem) -> None:
+    async def evaluate(number: int, problem: Problem) -> None:
         nonlocal done
-        async with window:
+        async with slots:
             groups = await collect([problem], samples)
-        if not is_brief:
-            record.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
-        write_outcomes(record.path, groups[0])  # by which they count, and so comes last
+        if not outcomes_only:
+            run_folder.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
+        write_outcomes(run_folder.path, groups[0])  # last, since the outcomes mark the problem as finished
         done += 1
-        advance(done)
+        on_progress(done)
 
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as tasks:
         for number, problem in problems.items():
-            group.create_task(one(number, problem))
+            tasks.create_task(evaluate(number, problem))
 
 
-def reports_of(problems: Iterable[Problem], samples: int, folder: Path) -> dict[str, Report]:
-    """What `folder` holds of the problems, by source and over `ALL`."""
-    found, by_source = outcomes_of(folder), dict[str, list[list[Outcome]]]()
+def read_eval_reports(problems: Iterable[Problem], samples: int, eval_dir: Path) -> dict[str, EvalReport]:
+    """Return the reports on the outcomes in `eval_dir`, by source and over `ALL`."""
+    outcomes, by_source = read_outcomes(eval_dir), dict[str, list[list[EpisodeOutcome]]]()
     for problem in problems:
-        group = [found[problem.id, sample] for sample in range(samples)]
+        group = [outcomes[problem.id, sample] for sample in range(samples)]
         by_source.setdefault(problem.source, []).append(group)
     by_source[ALL] = [group for groups in by_source.values() for group in groups]
-    return {source: report(groups, samples) for source, groups in by_source.items()}
+    return {source: summarize(groups, samples) for source, groups in by_source.items()}
 
 
-def read_reports(written: Mapping[str, Any]) -> dict[str, Report]:
-    """Reports from their fields, as `asdict` has them."""
+def reports_from_json(content: Mapping[str, Any]) -> dict[str, EvalReport]:
+    """Return the reports that `asdict` has turned into dictionaries."""
     return {
-        source: Report(**{**fields, "measures": {name: Estimate(**of) for name, of in fields["measures"].items()}})
-        for source, fields in written.items()
+        source: EvalReport(**{**row, "measures": {name: Estimate(**m) for name, m in row["measures"].items()}})
+        for source, row in content.items()
     }
 
 
-def scores(reports: Mapping[str, Report]) -> dict[str, Any]:
-    """The numbers of a recipe's table, over all sources, and of each its accuracy with the interval."""
+def summary_scores(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
+    """Return the numbers of a recipe's table over all sources, and the accuracy of each source with its interval."""
     measures = reports[ALL].measures
-    of_all = {name: measures[name].value if name in measures else None for name in SCORES}
-    accuracies = {name: one.measures.get("accuracy") for name, one in reports.items() if name != ALL}
-    return {**of_all, "accuracy_by_source": {name: asdict(one) if one else None for name, one in accuracies.items()}}
+    values = {name: measures[name].value if name in measures else None for name in SUMMARY_METRICS}
+    accuracies = {name: report.measures.get("accuracy") for name, report in reports.items() if name != ALL}
+    return {**values, "accuracy_by_source": {name: asdict(a) if a else None for name, a in accuracies.items()}}
 
 
-def write_outcomes(folder: Path, episodes: Iterable[Episode]) -> None:
-    """Add what is measured of episodes to an evaluation's folder."""
+def write_outcomes(eval_dir: Path, episodes: Iterable[Episode]) -> None:
+    """Append the outcomes of episodes to the file in an evaluation's folder."""
     append_rows(
-        folder / OUTCOMES,
+        eval_dir / OUTCOMES,
         (
             {"problem": episode.problem.id, "sample": episode.sample}
-            | {name: getattr(episode, name) for name in Outcome._fields}
+            | {name: getattr(episode, name) for name in EpisodeOutcome._fields}
             for episode in episodes
         ),
     )
 
 
-def outcomes_of(folder: Path) -> dict[tuple[str, int], Outcome]:
-    """What an evaluation's folder holds, by problem and sample. The latest counts: it took the place of an outage."""
-    rows = ((row.pop("problem"), row.pop("sample"), Outcome(**row)) for row in read_rows(folder / OUTCOMES))
+def read_outcomes(eval_dir: Path) -> dict[tuple[str, int], EpisodeOutcome]:
+    """Return the outcomes in an evaluation's folder by (problem, sample). A later row replaces an earlier one."""
+    rows = ((row.pop("problem"), row.pop("sample"), EpisodeOutcome(**row)) for row in read_rows(eval_dir / OUTCOMES))
     return {(problem, sample): outcome for problem, sample, outcome in rows}
 
 
-def report(outcomes_P: Sequence[Sequence[Outcome]], samples: int) -> Report:
-    """What the outcomes of P problems come to."""
-    scored_P = [[outcome for outcome in some if outcome.reward is not None] for some in outcomes_P]
-    counts_P = [(len(some), sum((outcome.reward or 0) > 0 for outcome in some)) for some in scored_P]
-    powers = sorted({1 << n for n in range(samples.bit_length())} | {samples})
+def summarize(outcomes_P: Sequence[Sequence[EpisodeOutcome]], samples: int) -> EvalReport:
+    """Return the report on the outcomes of P problems."""
+    scored_P = [[outcome for outcome in group if outcome.reward is not None] for group in outcomes_P]
+    counts_P = [(len(group), sum((outcome.reward or 0) > 0 for outcome in group)) for group in scored_P]
     measures = {
-        name: _ratio([metric.sums(some) for some in scored_P], is_share=name in SHARES)
-        for name, metric in MEASURES.items()
+        name: _ratio([metric.sums(group) for group in scored_P], is_share=name in RATIO_METRICS)
+        for name, metric in EVAL_METRICS.items()
     }
-    for j in powers:
-        measures[f"pass@{j}"] = _ratio([(pass_at(j, n, right), 1) for n, right in counts_P if n >= j], is_share=True)
+    for j in sorted({1 << n for n in range(samples.bit_length())} | {samples}):
+        chances_P = [(pass_at(j, n, correct), 1) for n, correct in counts_P if n >= j]
+        measures[f"pass@{j}"] = _ratio(chances_P, is_share=True)
     episodes = sum(map(len, scored_P))
-    return Report(
+    return EvalReport(
         problems=len(outcomes_P),
         samples=samples,
         episodes=episodes,
         unavailable=sum(map(len, outcomes_P)) - episodes,
         measures={name: estimate for name, estimate in measures.items() if estimate},
-        stop_reasons=dict(Counter(outcome.stop_reason for some in scored_P for outcome in some)),
+        stop_reasons=dict(Counter(outcome.stop_reason for group in scored_P for outcome in group)),
     )
 
 
-def pass_at(j: int, samples: int, right: int) -> float:
-    """The chance that `j` of `samples` episodes, drawn without replacement, hold one of the `right` ones.
+def pass_at(j: int, samples: int, correct: int) -> float:
+    """Return the probability that `j` of `samples` episodes, drawn without replacement, include a correct one.
 
-    Over problems it is unbiased (Chen et al., arXiv 2107.03374, eq. 1).
+    Over problems the estimate is unbiased (Chen et al., arXiv 2107.03374, eq. 1).
     """
-    return 1 - comb(samples - right, j) / comb(samples, j)
+    return 1 - comb(samples - correct, j) / comb(samples, j)
 
 
-def summary(reports: Mapping[str, Report]) -> Table:
-    """For people: a column a source, each number with its interval. The rest is in the reports."""
-    shown = {name: one for name, one in reports.items() if name != ALL or len(reports) > 2}
+def report_table(reports: Mapping[str, EvalReport], title: str = "") -> Table:
+    """Return a table with a column per source and each number with its interval."""
+    shown = {name: report for name, report in reports.items() if name != ALL or len(reports) > 2}
     k = reports[ALL].samples
-    made = table("[95 %]", *(f"{name}…" for name in shown))
-    made.add_row("problems", *(str(one.problems) for one in shown.values()))
-    for name in dict.fromkeys(("accuracy", f"pass@{k}", *MEASURES)):
-        cells = (str(one.measures.get(name, "-")) for one in shown.values())
-        made.add_row(f"avg@{k}" if name == "accuracy" else name.replace("_", " "), *cells)
-    made.add_row("without verdict", *(str(one.unavailable) for one in shown.values()))
-    return made
+    rows = table("[95 %]", *(f"{name}…" for name in shown), title=title)
+    rows.add_row("problems", *(str(report.problems) for report in shown.values()))
+    for name in dict.fromkeys(("accuracy", f"pass@{k}", *EVAL_METRICS)):
+        cells = (str(report.measures.get(name, "-")) for report in shown.values())
+        rows.add_row(f"avg@{k}" if name == "accuracy" else name.replace("_", " "), *cells)
+    rows.add_row("episodes without reward", *(str(report.unavailable) for report in shown.values()))
+    return rows
 
 
-def _ratio(parts_P: Sequence[tuple[float, float]], *, is_share: bool) -> Estimate | None:
-    """The sum of the first numbers over that of the second, and its interval.
+def _ratio(sums_P: Sequence[tuple[float, float]], *, is_share: bool) -> Estimate | None:
+    """Return the sum of the numerators over that of the denominators, with its interval; None without data.
 
-    The variance is that of a ratio over problems, by its residuals. A share has Wilson's interval (Brown, Cai and
-    DasGupta, Statistical Science 16, 2001) for as many independent trials as have that variance (Korn and Graubard,
-    Survey Methodology 24, 1998). Problems that all agree say nothing of it: each counts as one trial.
+    The variance is that of a ratio over problems, from its residuals. A share gets Wilson's interval (Brown, Cai and
+    DasGupta, Statistical Science 16, 2001) for the number of independent trials with that variance (Korn and Graubard,
+    Survey Methodology 24, 1998). If all problems agree, the variance is 0, and each problem counts as one trial.
     """
-    some = [(part, whole) for part, whole in parts_P if whole]
-    if not some:
+    sums = [(numerator, denominator) for numerator, denominator in sums_P if denominator]
+    if not sums:
         return None
-    count, total = len(some), sum(whole for _, whole in some)
-    value = sum(part for part, _ in some) / total
-    squares = sum((part - value * whole) ** 2 for part, whole in some)
-    variance = squares / total**2
+    total = sum(denominator for _, denominator in sums)
+    value = sum(numerator for numerator, _ in sums) / total
+    variance = sum((numerator - value * denominator) ** 2 for numerator, denominator in sums) / total**2
     if not is_share:
         return Estimate(value, max(0.0, value - Z * variance**0.5), value + Z * variance**0.5)
-    trials = value * (1 - value) / variance if variance > ROUNDING else count
-    middle = (value + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
-    half = Z / (1 + Z**2 / trials) * (value * (1 - value) / trials + Z**2 / (4 * trials**2)) ** 0.5
-    return Estimate(value, max(0.0, middle - half), min(1.0, middle + half))
+    trials = value * (1 - value) / variance if variance > ZERO_VARIANCE else len(sums)
+    center = (value + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
+    half_width = Z / (1 + Z**2 / trials) * (value * (1 - value) / trials + Z**2 / (4 * trials**2)) ** 0.5
+    return Estimate(value, max(0.0, center - half_width), min(1.0, center + half_width))

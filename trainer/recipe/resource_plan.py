@@ -1,179 +1,229 @@
-"""What a run needs before it runs: parameters, memory of a GPU that trains, KV cache, rollouts that fit, tokens.
+"""What a run needs: parameters, training memory, KV cache, episodes that fit, tokens per step, disk.
 
-Exact: parameters, weights, gradients, optimizer states, bytes of KV per token, tokens of a step. Estimates, marked so:
-activations, logits and the weights that a pass holds, which depend on what the attention, the loss and the sharding
-keep. Nothing here says how long anything takes.
+| exact                                                       | estimated                                             |
+|-------------------------------------------------------------|-------------------------------------------------------|
+| parameters; bytes of weights, gradients and Adam's moments  | activations, logits, and the weights that a pass holds |
+| bytes of KV cache per token, tokens per step                | (they depend on attention, loss and sharding)          |
 
-Training keeps float32 weights, gradients and both of Adam's moments, 16 bytes a parameter: at the paper's learning rate
-of 1e-6 an update is smaller than bfloat16 can tell from nothing. Passes, and engines, compute in `model.dtype`. With
-sharding each GPU keeps its share of all four, of the gradients too: they are sharded after every micro-batch.
+Training keeps float32 weights, gradients and both of Adam's moments, 16 bytes per parameter: at the paper's learning
+rate of 1e-6, bfloat16 would round an update away. Passes and engines compute in `model.dtype`. With sharding, each GPU
+keeps its share of all four; gradients are sharded after every micro-batch. Nothing here estimates time.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, RunConfig, SftConfig, Shape, StageConfig, checked, urls
+from trainer.config import ConfigError, ModelShape, RunConfig, SftConfig, StageConfig, expand_urls
+from trainer.config_loading import validate_tree
 
 BYTES = {"float32": 4, "bfloat16": 2}
-MASTER = 4
-"""Bytes of a number in the weights that train, in their gradients and in each of Adam's two moments."""
-GB = 10**9
-ADAM = 2 * MASTER
+TRAIN_BYTES_PER_VALUE = 4
+"""Bytes of a value in the trained weights, their gradients, and each of Adam's two moments."""
+ADAM_BYTES = 2 * TRAIN_BYTES_PER_VALUE
 """Bytes of a parameter's two moments."""
-CHECKPOINTS = 4
-"""Checkpoints on the disk at once, at most: two are kept, one is being written, one is of the training before."""
-PROMPT = 1024
-"""Tokens allowed for a prompt: rStar2's system message with the tool's schema, and a long problem."""
+GB = 10**9
+MAX_CHECKPOINTS = 4
+"""Checkpoints on disk at once: two are kept, one is being written, and one is of the previous training."""
+PROMPT_ALLOWANCE = 1024
+"""Tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
+LESS_TRAINING_MEMORY = "lower micro_batch_size or set gradient_checkpointing or sharding"
 
 
-def shape_of(model: Mapping[str, Any]) -> Shape:
-    """The sizes in a model's config.json. Raises `ConfigError` where one is missing."""
-    sizes = {size.name: model[size.name] for size in fields(Shape) if size.name in model}
-    return checked(Shape, sizes, "the model's config.json: ")
+@dataclass(frozen=True, slots=True)
+class PhasePlan:
+    """What SFT or a stage needs, if every episode has its maximum length. None where it does not apply."""
+
+    episodes: int | None
+    """Episodes sampled per training step."""
+    trained_rows: int
+    sampled_tokens: int | None
+    trained_tokens: int
+    train_bytes: int
+    """Memory of one training GPU or, without GPUs, of the machine."""
+    gpu_share: float | None
+    """The share of a GPU's memory that training and an engine on it take. More than 1 does not fit."""
+    episodes_per_engine: int | None
+    """Episodes of maximum length that one engine runs at once. 0 does not fit."""
 
 
-def known_shape(config: RunConfig) -> Shape | None:
-    """The sizes in the model's folder if it is here, else those that `config` states. Raises `ConfigError`."""
+@dataclass(frozen=True, slots=True)
+class ResourcePlan:
+    """What a run needs. Bytes are per training GPU or, without GPUs, of the machine."""
+
+    parameters: int
+    kv_bytes_per_token: int
+    gpus: int
+    weight_bytes: int
+    engines: int
+    engine_bytes: int
+    """Memory of one GPU of an engine."""
+    kv_tokens: int
+    """Tokens in an engine's KV cache."""
+    disk_bytes: int
+    sft: PhasePlan | None
+    stages: Mapping[str, PhasePlan]
+
+    def phases(self) -> dict[str, PhasePlan]:
+        """Return the plans of SFT, if there is one, and of the stages."""
+        return {**({"sft": self.sft} if self.sft else {}), **self.stages}
+
+
+def shape_of(model: Mapping[str, Any]) -> ModelShape:
+    """Return the sizes in a model's config.json. Raises `ConfigError` if one is missing."""
+    sizes = {size.name: model[size.name] for size in fields(ModelShape) if size.name in model}
+    return validate_tree(ModelShape, sizes, "the model's config.json: ")
+
+
+def known_shape(config: RunConfig) -> ModelShape | None:
+    """Return the sizes in the model's folder or, if it is not here, those in `config`. Raises `ConfigError`."""
     file = Path(config.model.path) / "config.json"
     if not file.exists():
         return config.model.shape
     try:
         return shape_of(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"model {config.model.path}: config.json cannot be used: {why}") from why
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {config.model.path}: config.json cannot be used: {error}") from error
 
 
-def parameters(shape: Shape) -> int:
-    """Of a Qwen3 decoder: grouped-query attention with normed queries and keys, a gated MLP, no biases.
+def num_parameters(shape: ModelShape) -> int:
+    """Return the parameters of a Qwen3 decoder: grouped-query attention with query and key norms, gated MLP, no biases.
 
-    Qwen2.5 has biases on queries, keys and values instead of the norms: 0.01 % more.
+    Qwen2.5 has biases on queries, keys and values instead of the norms, 0.01 % more.
     """
     return shape.num_hidden_layers * _layer_parameters(shape) + shape.hidden_size + _embedding_parameters(shape)
 
 
-def _layer_parameters(shape: Shape) -> int:
-    hidden, head = shape.hidden_size, shape.head
+def _layer_parameters(shape: ModelShape) -> int:
+    hidden, head = shape.hidden_size, shape.head_size
     queries, keys = shape.num_attention_heads * head, shape.num_key_value_heads * head
     attention = hidden * (queries + 2 * keys) + queries * hidden + 2 * head
     return attention + 3 * hidden * shape.intermediate_size + 2 * hidden
 
 
-def _embedding_parameters(shape: Shape) -> int:
-    """Of the input and, where it is another one, of the output."""
+def _embedding_parameters(shape: ModelShape) -> int:
     return shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
 
 
-def kv_bytes(shape: Shape, dtype: str = "bfloat16") -> int:
-    """Of one token: a key and a value for each layer and KV head."""
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head * BYTES[dtype]
+def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> int:
+    """Return the bytes of a key and a value for each layer and KV head."""
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_size * BYTES[dtype]
 
 
-def activation_bytes(shape: Shape, tokens: int, dtype: str, *, is_checkpointing: bool) -> int:
-    """An estimate of what a backward pass over `tokens` needs, the logits aside; attention keeps no matrix.
+def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_checkpointing: bool) -> int:
+    """Estimate the activations of a backward pass over `tokens`, without the logits. Attention stores no matrix.
 
-    A layer keeps the inputs and outputs of its two norms, queries, keys, values, attention's output, and four widths of
-    its MLP. Recomputing, all layers keep their input and one layer all the rest.
+    A layer stores the inputs and outputs of its two norms, queries, keys, values, attention's output, and four widths
+    of its MLP. With gradient checkpointing, all layers store their input and one layer all the rest.
     """
-    inner = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head + 4 * shape.intermediate_size
-    layer = (4 * shape.hidden_size + inner) * BYTES[dtype] * tokens
-    kept = shape.num_hidden_layers * shape.hidden_size * BYTES[dtype] * tokens
-    return kept + layer if is_checkpointing else shape.num_hidden_layers * layer
+    heads = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_size
+    layer = (4 * shape.hidden_size + heads + 4 * shape.intermediate_size) * BYTES[dtype] * tokens
+    inputs = shape.num_hidden_layers * shape.hidden_size * BYTES[dtype] * tokens
+    return inputs + layer if gradient_checkpointing else shape.num_hidden_layers * layer
 
 
-def logit_bytes(shape: Shape, tokens: int, dtype: str) -> int:
-    """An estimate: logits as they are computed, in float32 for the softmax, and their gradient.
+def logit_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
+    """Estimate the logits: as computed, in float32 for the softmax, and their gradient.
 
-    TRL 1.16 computes them in tiles and needs less; older releases that we allow keep them all.
+    TRL 1.16 computes them in tiles and needs less; older supported releases store them all.
     """
-    return tokens * shape.vocab_size * (BYTES[dtype] + 2 * MASTER)
+    return tokens * shape.vocab_size * (BYTES[dtype] + 2 * TRAIN_BYTES_PER_VALUE)
 
 
-def pass_weight_bytes(shape: Shape, dtype: str, *, is_sharded: bool) -> int:
-    """An estimate of the weights that a pass holds as `dtype`, beside the float32 ones that train.
+def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int:
+    """Estimate the weights that a pass holds as `dtype`, besides the trained float32 ones.
 
-    Sharded: the embeddings and two layers, gathered, with as many gradients on their way to their shards. Unsharded:
-    a copy of all, unless it computes in float32.
+    Sharded: the gathered embeddings and two layers, and as many gradients before they are sharded. Unsharded: a copy of
+    all weights, unless passes compute in float32.
     """
     if is_sharded:
         return 2 * (_embedding_parameters(shape) + 2 * _layer_parameters(shape)) * BYTES[dtype]
-    return 0 if BYTES[dtype] == MASTER else parameters(shape) * BYTES[dtype]
+    return 0 if BYTES[dtype] == TRAIN_BYTES_PER_VALUE else num_parameters(shape) * BYTES[dtype]
 
 
-def disk_bytes(config: RunConfig, shape: Shape, trainings: int) -> int:
-    """Of the checkpoints and models of so many trainings, and of weights on their way to engines; without episodes."""
-    is_sent = config.engines.kind == "vllm" and config.engines.sync == "file"
-    sent = 2 * BYTES[config.model.dtype] if is_sent else 0  # those that engines have, and newer ones
-    return parameters(shape) * (CHECKPOINTS * (MASTER + ADAM) + trainings * MASTER + sent)
+def disk_bytes(config: RunConfig, shape: ModelShape, trainings: int) -> int:
+    """Return the bytes of checkpoints, models and synced weights of `trainings` trainings, without episodes."""
+    uses_files = config.engines.kind == "vllm" and config.engines.weight_sync == "file"
+    synced = 2 * BYTES[config.model.dtype] if uses_files else 0  # the engines' weights, and newer ones
+    stored = MAX_CHECKPOINTS * (TRAIN_BYTES_PER_VALUE + ADAM_BYTES) + trainings * TRAIN_BYTES_PER_VALUE
+    return num_parameters(shape) * (stored + synced)
 
 
-Plan = dict[str, Any]
-
-
-def plan(config: RunConfig, shape: Shape) -> Plan:
-    """What `config` asks of its machines, for a model of `shape`.
-
-    Bytes are of one GPU that trains or, without GPUs, of the machine; `engine_bytes` are of one GPU of an engine.
-    `gpu_share` is what training and an engine beside it need of a GPU's memory: more than 1 does not fit. `sft` is None
-    where there is none.
-    """
+def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
+    """Return what `config` needs for a model of `shape`."""
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
-    count, gpus, per_token = parameters(shape), hardware.nodes * hardware.gpus, kv_bytes(shape, dtype)
-    is_sharded = hardware.sharding == "full"
-    weight_bytes = count * MASTER // (max(1, gpus) if is_sharded else 1)
+    count, gpus = num_parameters(shape), hardware.nodes * hardware.gpus_per_node
+    per_token, is_sharded = kv_bytes_per_token(shape, dtype), hardware.sharding == "full"
+    weight_bytes = count * TRAIN_BYTES_PER_VALUE // (max(1, gpus) if is_sharded else 1)
     if engines.kind == "local":
-        kv_tokens = engines.slots * engines.max_length
+        kv_tokens = engines.max_num_seqs * engines.max_model_len
         engine_bytes = kv_tokens * per_token
     else:
-        engine_bytes = int(engines.gpu_memory * hardware.gpu_gb * GB)
-        kv_tokens = max(0, engine_bytes * engines.tensor_parallel - count * BYTES[dtype]) // per_token
-
-    def memory(settings: SftConfig | StageConfig, row_tokens: int, beside: int) -> Plan:
-        """Of a GPU that trains on rows of `row_tokens`, with `beside` bytes taken by an engine."""
-        tokens = settings.micro_batch * row_tokens
-        activations = activation_bytes(shape, tokens, dtype, is_checkpointing=settings.is_checkpointing)
-        pass_bytes = activations + logit_bytes(shape, tokens, dtype)
-        train_bytes = 4 * weight_bytes + pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + pass_bytes
-        share = (train_bytes + beside) / (hardware.gpu_gb * GB) if gpus and hardware.gpu_gb else None
-        return {"train_bytes": train_bytes, "gpu_share": share}
-
+        engine_bytes = int(engines.gpu_memory_utilization * hardware.gpu_memory_gb * GB)
+        kv_tokens = max(0, engine_bytes * engines.tensor_parallel_size - count * BYTES[dtype]) // per_token
     shared_bytes = 0 if hardware.engine_gpus else engine_bytes
 
-    def of(stage: StageConfig) -> Plan:
-        """A step's, were every rollout as long as it may be."""
-        longest = min(engines.max_length, stage.max_tokens + PROMPT)
-        return {
-            "rollouts": stage.prompts * stage.samples,
-            "trained": stage.prompts * stage.keep,
-            "sampled_tokens": stage.prompts * stage.samples * stage.max_tokens,
-            "trained_tokens": stage.prompts * stage.keep * stage.max_tokens,
-            **memory(stage, stage.max_tokens, shared_bytes),
-            "rollouts_per_engine": min(engines.slots, kv_tokens // longest),
-        }
+    def memory(settings: SftConfig | StageConfig, row_tokens: int, engine_bytes: int) -> tuple[int, float | None]:
+        """Return (train_bytes, gpu_share) for rows of `row_tokens`, beside an engine of `engine_bytes`."""
+        tokens, checkpointing = settings.micro_batch_size * row_tokens, settings.gradient_checkpointing
+        activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
+        pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + logit_bytes(shape, tokens, dtype)
+        train_bytes = 4 * weight_bytes + activations + pass_bytes
+        has_size = gpus > 0 and hardware.gpu_memory_gb > 0
+        return train_bytes, (train_bytes + engine_bytes) / (hardware.gpu_memory_gb * GB) if has_size else None
+
+    def stage_plan(stage: StageConfig) -> PhasePlan:
+        max_tokens, problems = stage.max_response_tokens, stage.problems_per_step
+        train_bytes, gpu_share = memory(stage, max_tokens, shared_bytes)
+        context_tokens = min(engines.max_model_len, max_tokens + PROMPT_ALLOWANCE)
+        return PhasePlan(
+            episodes=problems * stage.samples_per_problem,
+            trained_rows=problems * stage.kept_per_problem,
+            sampled_tokens=problems * stage.samples_per_problem * max_tokens,
+            trained_tokens=problems * stage.kept_per_problem * max_tokens,
+            train_bytes=train_bytes,
+            gpu_share=gpu_share,
+            episodes_per_engine=min(engines.max_num_seqs, kv_tokens // context_tokens),
+        )
 
     sft = config.sft
-    of_sft = {
-        "rollouts": None,
-        "trained": sft.batch,
-        "sampled_tokens": None,
-        "trained_tokens": sft.batch * sft.max_length,
-        # Engines that the run starts are not there yet; those at endpoints are.
-        **memory(sft, sft.max_length, shared_bytes if engines.endpoints else 0),
-        "rollouts_per_engine": None,
-    }
-    return {
-        "parameters": count,
-        "kv_bytes_per_token": per_token,
-        "gpus": gpus,
-        "weight_bytes": weight_bytes,
-        "engines": 1 if engines.kind == "local" else len(urls(engines.endpoints)) or engines.count,
-        "engine_bytes": engine_bytes,
-        "kv_tokens": kv_tokens,
-        "disk_bytes": disk_bytes(config, shape, len(config.stages) + bool(config.sft.data)),
-        "sft": of_sft if sft.data else None,
-        "stages": {name: of(stage) for name, stage in config.stages.items()},
-    }
+    # Engines that the run starts do not exist during SFT; engines at endpoints do.
+    sft_bytes, sft_share = memory(sft, sft.max_conversation_tokens, shared_bytes if engines.endpoints else 0)
+    sft_tokens = sft.batch_size * sft.max_conversation_tokens
+    return ResourcePlan(
+        parameters=count,
+        kv_bytes_per_token=per_token,
+        gpus=gpus,
+        weight_bytes=weight_bytes,
+        engines=1 if engines.kind == "local" else len(expand_urls(engines.endpoints)) or engines.count,
+        engine_bytes=engine_bytes,
+        kv_tokens=kv_tokens,
+        disk_bytes=disk_bytes(config, shape, len(config.stages) + bool(sft.data)),
+        sft=PhasePlan(None, sft.batch_size, None, sft_tokens, sft_bytes, sft_share, None) if sft.data else None,
+        stages={name: stage_plan(stage) for name, stage in config.stages.items()},
+    )
+
+
+def misfits(config: RunConfig, plan: ResourcePlan) -> dict[str, list[str]]:
+    """Return, by phase, a line for each thing that does not fit a GPU or an engine of the size in `config`."""
+    has_size = config.engines.kind == "local" or config.hardware.gpu_memory_gb > 0
+    lines: dict[str, list[str]] = {}
+    for name, phase in plan.phases().items():
+        where = name if name == "sft" else f"stages.{name}"
+        lines[name] = []
+        if (phase.gpu_share or 0) > 1:
+            lines[name].append(
+                f"memory: {where}: training and the engine on the same GPU take {phase.gpu_share:.0%} of its "
+                f"{config.hardware.gpu_memory_gb:.0f} GB; {LESS_TRAINING_MEMORY}, or lower "
+                "engines.gpu_memory_utilization"
+            )
+        if has_size and phase.episodes_per_engine == 0:
+            lines[name].append(
+                f"memory: {where}: an engine's KV cache holds {plan.kv_tokens} tokens, fewer than one episode; raise "
+                "engines.gpu_memory_utilization or engines.tensor_parallel_size, or lower max_response_tokens"
+            )
+    return lines

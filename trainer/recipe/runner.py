@@ -1,24 +1,19 @@
-"""The whole recipe: SFT, stages of reinforcement learning, filters and evaluations between them; resumed where it was.
+"""Runs a recipe: its phases in order, each as a child process, resumed where an earlier run stopped.
 
-A recipe is a list of units, each a command of `rstar-train` that could be typed, run as a child process:
+    prepare        problems, conversations and, if generated, the tiny model
+    sft, eval      the first model
+    filter         optional: drops the problems that the current model always solves
+    grpo, eval     one RL stage; filter, grpo and eval repeat for each stage
 
-    prepare    problems, conversations and the tiny model into the run's folder
-    sft        the first model
-    filter     what the current model solves every time is taken out, before a stage that asks for it
-    grpo       a stage
-    eval       the same fresh problems, after SFT and after each stage
-
-Why a child each: its end frees all memory, a GPU's too, which two trainers in one process never quite do; one command
-is what torchrun can start on many ranks; and a kill at any point leaves what a kill of that command leaves.
+Each phase is a child process because its end frees all memory, GPU memory included, because torchrun can start one
+command on many ranks, and because a kill of the recipe then leaves the same files as a kill of that command.
 
 Invariants:
-- A unit is over once its `DONE` file is there, which appears whole and last. Nothing that is over runs again.
-- A unit that was killed goes on from what it left, and comes to what it would have come to.
-- Nothing starts before all that the units need is there: `trainer.recipe.preflight`, in a child as well. A folder
-gets its
-  configuration only after that, so that one which cannot run here may still be changed.
-- One recipe works on a run's folder at a time: children hold the lock too, so that none is overtaken by its successor.
-- A run's folder keeps one configuration.
+- A phase that is done never runs again. A phase that was killed continues and gives the result of an unbroken run.
+- Nothing starts before `trainer.recipe.preflight` has found all that the phases need. The run folder gets its
+  configuration only after that, so that a configuration that cannot run here may still be changed.
+- One recipe works on a run folder at a time. The children hold the lock as well, so a successor waits for them.
+- A run folder keeps one configuration, except for `CHANGEABLE_SETTINGS`.
 """
 
 from __future__ import annotations
@@ -27,208 +22,155 @@ import ctypes
 import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
-from trainer.config import ENV_PREFIX, ConfigError, RunConfig, StageConfig, load
-from trainer.json_files import read_json, write_json
-from trainer.runs.run_folder import RunFolder
+from trainer.config import ConfigError, RunConfig, SamplingConfig
+from trainer.config_loading import ENV_PREFIX, load_config
+from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
 
-SFT = "sft"
-START = "start"
-LAUNCHED = ("sft", "grpo")
-"""The units that run on every rank."""
 STOP_S = 60.0
-"""For a child to end what it started, once it was asked to."""
-MAY_DIFFER = (
-    *("run_dir", "rl.", "track.", "hardware.", "sandbox.endpoints", "engines.endpoints", "engines.count"),
-    *("engines.python", "engines.timeout_s", "engines.slots", "engines.gpu_memory", "engines.tensor_parallel"),
-    *("engines.sync", "engines.policy", "engines.max_down_s"),
+"""Seconds that a child has to stop its own children after SIGTERM."""
+CHANGEABLE_SETTINGS = (
+    *("run_dir", "rl.", "tracking.", "storage.", "hardware.", "sandbox.endpoints", "engines.endpoints"),
+    *("engines.count", "engines.vllm_python", "engines.turn_timeout_s", "engines.max_num_seqs"),
+    *("engines.gpu_memory_utilization", "engines.tensor_parallel_size", "engines.weight_sync"),
+    *("engines.placement_policy", "engines.max_down_s"),
 )
-"""Settings of the place where a run goes on, not of the run. What `[rl]` said is in its stages."""
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-
-
-MISUSE = 2
-"""The exit code of a child that was told something wrong."""
+"""Settings that may change when a run continues, since they describe the machine. `[rl]` is part of each stage."""
+EXIT_MISUSE = 2
+"""Exit code of a child that reports a wrong setting."""
 NO_PREFLIGHT = "--no-preflight"
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-class UnitFailed(Exception):
-    """A child ended badly; what went wrong it has said itself."""
+class PhaseFailed(Exception):
+    """A child failed. It has printed the reason itself."""
 
 
 class NotReady(ConfigError):
-    """Something that a run needs is not there, and nothing was started."""
+    """Something that a run needs is missing, and nothing was started."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One child's work: a command, for a stage or for what comes before them."""
-
-    command: str
-    stage: str = START
-
-    @property
-    def named(self) -> list[str]:
-        """The stage, where the command alone does not say it."""
-        return [] if self.stage in (START, self.command) else [self.stage]
-
-    def __str__(self) -> str:
-        return " ".join([self.command, *self.named])
+RunPhase = Callable[[Phase, Sequence[str], int], int]
+"""Runs a phase's command, which inherits a descriptor, and returns its exit code."""
 
 
-class Run:
-    """A run's folder as the recipe sees it: where each unit leaves what, and what is over."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.began, self.config = perf_counter(), config
-        self.folder = Path(config.run_dir)
-        self.record = RunFolder(self.folder, save_logprobs=config.track.has_logprobs)
-
-    def units(self) -> list[Unit]:
-        """All of them, in order."""
-        units = [Unit("prepare")]
-        if self.config.sft.data:
-            units += [Unit("sft", SFT), Unit("eval", SFT)]
-        for stage in self.config.stages.values():
-            filtering = [Unit("filter", stage.name)] if stage.drop_solved else []
-            units += [*filtering, Unit("grpo", stage.name), Unit("eval", stage.name)]
-        return units
-
-    def done_file(self, unit: Unit) -> Path:
-        """What says that a unit is over, and what it found."""
-        name = {"prepare": "prepared", "filter": "filtered", "eval": "evaluated"}.get(unit.command, "done")
-        return self.stage(unit.stage) / f"{name}.json"
-
-    def done(self, unit: Unit) -> dict[str, Any] | None:
-        return read_json(self.done_file(unit))
-
-    def finish(self, unit: Unit, found: Mapping[str, Any]) -> None:
-        """Say that a unit is over: what it found, and the seconds since it has this object.
-
-        Of all checkpoints the last one of the last training stays: the next stage may take its optimiser from there.
-        """
-        write_json(self.done_file(unit), {"seconds": perf_counter() - self.began, **found})
-        if unit.command in LAUNCHED:
-            for folder in self.folder.glob("stages/*/checkpoints/checkpoint-*"):
-                if folder != self.folder / found.get("checkpoint", ""):
-                    shutil.rmtree(folder)
-
-    def stage(self, name: str) -> Path:
-        return self.folder / "stages" / name
-
-    def trained(self, name: str, *, before: bool = False) -> dict[str, Any]:
-        """What the training of `name`, or the one before it, left: `model`, `checkpoint`, `step`.
-
-        Raises `ConfigError` where that is not over.
-        """
-        units = [unit for unit in self.units() if unit.command in ("prepare", *LAUNCHED)]
-        names = [unit.stage for unit in units]
-        if name not in names:
-            self.config.stage(name)
-        return self.needed(units[names.index(name) - before])
-
-    def needed(self, unit: Unit) -> dict[str, Any]:
-        """What a unit found. Raises `ConfigError` if it is not over."""
-        found = self.done(unit)
-        if found is None:
-            raise ConfigError(f"{self.folder}: `rstar-train {unit}` comes first, or `rstar-train recipe` for all")
-        return found
-
-    def problems(self, stage: StageConfig) -> Path:
-        """The problems that a stage trains on."""
-        return self.stage(stage.name) / "problems.jsonl" if stage.drop_solved else self.source(stage)
-
-    def source(self, stage: StageConfig) -> Path:
-        """The problems of which `drop_solved` leaves a stage's."""
-        return self.folder / "data" / f"{stage.name if stage.data else 'train'}.jsonl"
-
-    def summary(self) -> dict[str, Any]:
-        """What came out so far, a row for SFT and each stage that is evaluated."""
-        rows = []
-        for unit in self.units():
-            found = self.done(unit) if unit.command == "eval" else None
-            if found:
-                parts = [done for part in self.units() if part.stage == unit.stage and (done := self.done(part))]
-                rows.append({"name": unit.stage, **found["scores"], "seconds": sum(part["seconds"] for part in parts)})
-        return {"stages": rows}
-
-
-Start = Callable[[Unit, Sequence[str], int], int]
-"""Runs a unit's command, which inherits a descriptor, and returns its exit code."""
-
-
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def recipe(
+def run_recipe(
     config: RunConfig,
     *,
-    start: Start | None = None,
-    say: Callable[[str], None] = _say,
+    run_phase: RunPhase | None = None,
+    log: Callable[[str], None] = _log,
     has_preflight: bool = True,
-) -> Run:
-    """Run every unit that is not over. Raises `RecordError` for another run's folder, `NotReady`, `UnitFailed`."""
-    run, start = Run(config), start or start_child
-    with _locked(run.folder, say) as lock:
-        known = asdict(load(run.folder, {})) if run.record.read_config() else None  # with settings that came since
-        if known:
-            run.record.bind_config(asdict(config), known, changeable=MAY_DIFFER)
-        units = run.units()
-        if has_preflight and not all(map(run.done, units)):
-            say("preflight")
-            _preflight(config, start, lock)
-        run.record.bind_config(asdict(config), known, changeable=MAY_DIFFER)
-        for number, unit in enumerate(units, 1):
-            if not run.done(unit):
-                say(f"[{number}/{len(units)}] {unit}")
-                if code := start(unit, argv(unit, config), lock):
-                    raise UnitFailed(
-                        f"{unit} ended with exit code {code}; what it did is kept, and the same command goes on"
-                    )
-            run.record.write_summary(run.summary())
+) -> RecipeRun:
+    """Run every phase that is not done.
+
+    Raises `RecordError` if the folder has a run with other settings, `NotReady`, and `PhaseFailed`.
+    """
+    run, run_phase = RecipeRun(config), run_phase or run_child
+    with _locked(run.dir, log) as lock:
+        # With today's defaults for settings that are newer than the folder.
+        saved = asdict(load_config(run.dir, {})) if run.run_folder.read_config() else None
+        if saved:
+            run.run_folder.bind_config(asdict(config), saved, changeable=CHANGEABLE_SETTINGS)
+        phases = run.phases()
+        if has_preflight and not all(map(run.result, phases)):
+            log("preflight: checking what the run needs")
+            _preflight(config, run_phase, lock)
+        run.run_folder.bind_config(asdict(config), saved, changeable=CHANGEABLE_SETTINGS)
+        log(f"recipe: writes to {run.dir}; `rstar-train show {run.dir}` shows the run at any time")
+        for number, phase in enumerate(phases, 1):
+            if not run.result(phase):
+                log(f"[{number}/{len(phases)}] {phase}{_time_left(run)}")
+                _run_logged(phase, phase_command(phase, config), run_phase, lock, log, run)
+            run.run_folder.write_summary(run.summary())
     return run
 
 
-def _preflight(config: RunConfig, start: Start, lock: int) -> None:
-    """Look for what the units need, in a child: what it loads for that is gone afterwards."""
+def _run_logged(
+    phase: Phase, command: Sequence[str], run_phase: RunPhase, lock: int, log: Callable[[str], None], run: RecipeRun
+) -> None:
+    try:
+        code = run_phase(phase, command, lock)
+    except KeyboardInterrupt:
+        log(f"recipe: interrupted in {phase}; `rstar-train recipe {run.dir}` continues there")
+        raise
+    if code:
+        raise PhaseFailed(f"{phase} failed with exit code {code}; `rstar-train recipe {run.dir}` continues there")
+
+
+def _time_left(run: RecipeRun) -> str:
+    """Return an estimate of the time left as text; empty while a kind of phase has never been timed."""
+    work = {phase: _work(run, phase) for phase in run.phases()}
+    timed = {phase: result.seconds for phase in work if (result := run.result(phase))}
+    pending = [phase for phase in work if phase not in timed]
+    rates: dict[str, float] = {}
+    for kind in {phase.command for phase in timed}:
+        alike = [phase for phase in timed if phase.command == kind]
+        rates[kind] = sum(timed[phase] for phase in alike) / max(1, sum(work[phase] for phase in alike))
+    if "eval" in rates:  # a filter samples the same way
+        rates.setdefault("filter", rates["eval"])
+    if not all(phase.command in rates for phase in pending):
+        return ""
+    seconds = sum(rates[phase.command] * work[phase] for phase in pending)
+    return f" (about {seconds / 60:.0f} min left)" if seconds >= 90 else f" (about {seconds:.0f} s left)"
+
+
+def _work(run: RecipeRun, phase: Phase) -> int:
+    """Return a phase's largest possible number of sampled tokens; 1 for a phase that does not sample."""
+    if phase.command == "grpo":
+        stage = run.config.stage_config(phase.stage)
+        return stage.steps * stage.problems_per_step * stage.samples_per_problem * stage.max_response_tokens
+    if phase.command == "eval":
+        limits: SamplingConfig = run.config.eval
+        samples, path = run.config.eval.samples_per_problem, run.eval_problems_path()
+    elif phase.command == "filter":
+        limits = stage = run.config.stage_config(phase.stage)
+        samples, path = stage.difficulty_filter_samples, run.unfiltered_path(stage)
+    else:
+        return 1
+    problems = path.read_bytes().count(b"\n") if path.exists() else 0
+    return problems * samples * limits.max_response_tokens
+
+
+def _preflight(config: RunConfig, run_phase: RunPhase, lock: int) -> None:
+    """Check what the phases need, in a child, so that the memory of the libraries it loads is freed."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
         json.dump(asdict(config), file)
         file.flush()
-        unit = Unit("preflight")
-        code = start(unit, [sys.executable, "-m", "trainer", unit.command, file.name], lock)
-    if code == MISUSE:
-        raise NotReady(f"nothing was started; mend what is named above, or give {NO_PREFLIGHT} to start all the same")
+        phase = Phase("preflight")
+        code = run_phase(phase, [sys.executable, "-m", "trainer", phase.command, file.name], lock)
+    if code == EXIT_MISUSE:
+        raise NotReady(f"nothing was started; repair what is listed above, or start anyway with {NO_PREFLIGHT}")
     if code:
-        raise UnitFailed(f"{unit} ended with exit code {code}; nothing was started")
+        raise PhaseFailed(f"{phase} failed with exit code {code}; nothing was started")
 
 
-def argv(unit: Unit, config: RunConfig) -> list[str]:
-    """The command of a unit."""
-    launch = config.hardware.launch if unit.command in LAUNCHED else ()
-    stage = [part for name in unit.named for part in ("--stage", name)]
-    return [*(launch or [sys.executable]), "-m", "trainer", unit.command, config.run_dir, *stage, NO_PREFLIGHT]
+def phase_command(phase: Phase, config: RunConfig) -> list[str]:
+    """Return the command line of a phase."""
+    launcher = config.hardware.launcher if phase.command in DISTRIBUTED_PHASES else ()
+    stage = [part for name in phase.stage_arguments for part in ("--stage", name)]
+    return [*(launcher or [sys.executable]), "-m", "trainer", phase.command, config.run_dir, *stage, NO_PREFLIGHT]
 
 
-def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
-    """Its exit code. It ends when we do, by whatever way; on Ctrl-C, which reaches it too, it is given time."""
-    # It reads what the run's folder says, not what a variable would add to that.
+def run_child(phase: Phase, command: Sequence[str], lock: int) -> int:
+    """Run a command and return its exit code. The child ends with this process; after Ctrl-C it has `STOP_S`."""
+    # The child reads the configuration in the run folder, so no variable may change it again.
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def die_with_parent() -> None:
-        libc.prctl(_DEATH_SIGNAL, signal.SIGTERM)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
 
@@ -236,7 +178,7 @@ def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
     try:
         return child.wait()
     finally:
-        child.terminate()  # which one that is over does not feel
+        child.terminate()  # no effect on a child that has exited
         try:
             child.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -245,17 +187,17 @@ def start_child(unit: Unit, command: Sequence[str], lock: int) -> int:
 
 
 @contextmanager
-def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
-    """The descriptor that holds the folder's lock."""
+def _locked(run_dir: Path, log: Callable[[str], None]) -> Iterator[int]:
+    """Hold the run folder's lock; yields its descriptor."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
-    except OSError as why:
-        raise ConfigError(f"run_dir={folder}: expected a folder that can be written, or made: {why.strerror}") from None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: expected a writable folder, got: {error.strerror}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"{folder}: another recipe works here; waiting for its end (Ctrl-C gives up)")
+            log(f"{run_dir}: another recipe works here; waiting until it ends (Ctrl-C stops waiting)")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()

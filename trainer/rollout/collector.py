@@ -79,7 +79,7 @@ class EpisodeCollector:
         the group is complete.
 
         Failures of engines and tools make episodes `unavailable`. Any other exception cancels all episodes and is
-        raised here, for example `ValueError` for a prompt that leaves no engine room for `max_tokens`.
+        raised here, for example `ValueError` for a prompt that leaves no engine room for `max_response_tokens`.
         """
         pool, busy_timer = self._pool, self._pool.busy_timer
         cpu_s, wall_s, busy_s, nan_turns = time.thread_time(), time.perf_counter(), busy_timer.seconds, pool.nan_turns
@@ -141,7 +141,7 @@ class EpisodeCollector:
         return list(episodes)
 
     async def _run_one(self, episode: Episode, runner: EpisodeRunner) -> None:
-        max_context_tokens = len(episode.prompt_ids) + runner.limits.max_tokens
+        max_context_tokens = len(episode.prompt_ids) + runner.limits.max_response_tokens
         async with self._pool.open_episode(group=episode.problem.id, max_context_tokens=max_context_tokens) as handle:
             self._handles[episode] = handle
             try:

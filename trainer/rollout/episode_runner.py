@@ -4,8 +4,8 @@ Invariants:
 - Sampled ids are never changed or re-tokenized; observations are appended after them.
 - A failure of the model is data: a malformed call gets a response that says what is wrong. An infrastructure failure
   (no engine, no sandbox) ends the episode as `unavailable` and is never shown to the model.
-- The response has at most `max_tokens` tokens, tool responses included. A tool response that leaves no room for another
-  turn is not appended.
+- The response has at most `max_response_tokens` tokens, tool responses included. A tool response that leaves no room
+  for another turn is not appended.
 - Tool calls in a truncated turn or in the last turn of `max_turns` are not run, because no turn would read them.
 - The samples depend on (weights, problem, sample, turn, seed) only, never on timing.
 - An aborted episode keeps its sampled ids; a running tool call is awaited; `run` can continue the episode later.
@@ -53,7 +53,7 @@ class EpisodeRunner:
         while episode.stop_reason is None and not is_aborted:
             requested_at = self.clock()
             sampling = SamplingParams(
-                max_tokens=self.limits.max_tokens - len(episode.response_ids),
+                max_tokens=self.limits.max_response_tokens - len(episode.response_ids),
                 temperature=self.limits.temperature,
                 top_p=self.limits.top_p,
                 stop_ids=self.chat_format.stop_ids,
@@ -104,7 +104,7 @@ class EpisodeRunner:
         episode.turns.append(turn)
         if episode.stop_reason is None:
             observation = self.chat_format.encode_tool_responses([call.response for call in tool_calls])
-            if end + len(observation) < self.limits.max_tokens:
+            if end + len(observation) < self.limits.max_response_tokens:
                 episode.append_observation(observation)
                 episode.turn_start, episode.turn_generate_s = len(episode.response_ids), 0.0
             else:
@@ -123,7 +123,7 @@ class EpisodeRunner:
             call = ToolCall("", request.text, ToolCallStatus.MALFORMED, request.response)
         else:
             call = await self.tool.call(request.name, request.arguments)
-        return _truncate_response(call, self.limits.tool_chars)
+        return _truncate_response(call, self.limits.max_tool_response_chars)
 
 
 def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:

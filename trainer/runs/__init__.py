@@ -1,0 +1,1 @@
+"""The run folder: writing, reading, showing it, and mirroring its metrics to trackers."""

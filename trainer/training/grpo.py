@@ -1,24 +1,27 @@
-"""GRPO-RoC on TRL's `GRPOTrainer`: one stage of reinforcement learning, a model's folder in, a model's folder out.
+"""GRPO-RoC on TRL's `GRPOTrainer`: one RL stage, from a model folder to a model folder.
 
-TRL owns the loss, the optimiser and the checkpoints. What it trains on comes from here, through `rollout_func` and
-three attributes (`vllm_generation`, `use_vllm`, `_last_loaded_step`): nothing else of TRL's insides, and of those of
-transformers one name in `trainer.training.context`.
+    TRL: for each step
+      1  vllm_generation.sync_weights()   TrlAdapter gives the engines the step's weights
+      2  rollout_func(prompts)            TrlAdapter collects 2G episodes per problem, selects G, records all
+      3  loss, backward, optimizer        TRL
+      4  on_log, on_save                  MetricsCallback writes the row, marks the checkpoint
+
+TRL owns the loss, the optimizer and the checkpoints. This module uses `rollout_func` and three attributes of the
+trainer (`vllm_generation`, `use_vllm`, `_last_loaded_step`), and no other internals.
 
 Invariants:
-- Engines sample a step with the weights that the step starts from: TRL asks for one sync before each rollout.
-- TRL asks for as many rows as a step trains on, and gets G in line for each problem: those that
-`trainer.episodes.roc` keeps of
-  the 2G sampled. Which problems is said here: each of the stage's order is trained on in one step, as a whole
-  group.
-- A row is in the loss, and in its denominator, only if it has a reward and its group's kept rewards differ. Any other
-  row has a mask of zeros; without a reward its advantage is 0 as well.
-- What a step samples follows from (weights, seed, step), and the order of problems from the seed: a resumed run repeats
-  what a kill has undone. What goes on from step to step is in each checkpoint.
-- Only the first rank meets engines and tools; every rank gets its own rows from it.
+- Engines sample a step with the weights that the step starts from.
+- TRL asks for as many rows as a step trains on. Each problem gets G rows: those that `trainer.episodes.roc` selects.
+  `TrlAdapter` chooses the problems; TRL's prompts are empty placeholders.
+- A row is in the loss, and in its denominator, only if it has a reward and its group's selected rewards differ. Any
+  other row has a loss mask of zeros; without a reward its advantage is 0 as well.
+- What a step samples follows from (weights, seed, step), and the order of problems from the seed. So a resumed run
+  repeats the steps that a kill has undone. Pending groups are part of each checkpoint.
+- Only the first rank uses engines and tools; the other ranks receive their rows from it.
 
-The loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
-1 + epsilon_high], no KL and no entropy term, advantages from the group's kept rewards. What engine and trainer disagree
-on is corrected by importance sampling, each token's ratio cut at 2.
+Loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
+1 + epsilon_high], no KL and no entropy term, advantages from the group's selected rewards. Importance sampling corrects
+differences between engine and trainer; each token's ratio is capped.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -34,7 +37,7 @@ from math import nan
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from datasets import Dataset
@@ -42,45 +45,76 @@ from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.config import ConfigError, StageConfig
-from trainer.engines.pool import EnginePool
+from trainer.config import ConfigError, SamplingConfig, StageConfig
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
-from trainer.training.context import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable, waiting_group
+from trainer.training.callback import MetricsCallback
+from trainer.training.context import (
+    SingleGpuArguments,
+    TrainedModel,
+    TrainingContext,
+    checkpoint_step,
+    model_errors_as_config_errors,
+    waiting_group,
+)
+
+if TYPE_CHECKING:
+    from trainer.engines.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
-RATIO_CUT = 2.0
-"""TRL's default masks whole sequences, which zeroes most trajectories of 8K to 12K tokens."""
-
-OF_SAMPLER = {
+IMPORTANCE_RATIO_CAP = 2.0
+"""Largest importance ratio of a token. TRL's default masks whole sequences instead, which zeroes most episodes of 8K to
+12K tokens."""
+TRL_METRICS = {
     "logprob_diff_mean": "sampling/sampling_logp_difference/mean",
     "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
 }
-"""What TRL logs of the tokens in the loss: engine against trainer."""
+"""Metrics that TRL logs for the tokens in the loss, by our name."""
+PENDING_GROUPS = "pending_groups.json"
+"""Name of the file in a checkpoint with the groups that go on in the next step."""
+EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
 
-UNDER_WAY = "under_way.json"
-"""In a checkpoint: the groups that go on in the next step."""
-GROUPS = TypeAdapter(list[list[Episode]])
+
+class NoRewardsError(Exception):
+    """No episode of a step has a reward. Going on would count steps that teach nothing."""
 
 
-class Outage(Exception):
-    """Not one episode has a verdict. Going on would count steps in which nothing can be learnt."""
+class GroupCollector(Protocol):
+    """The part of `trainer.rollout.collector.EpisodeCollector` that training and evaluation use."""
+
+    overhead_cpu_s: float
+    overhead_s: float
+    nan_turns: int
+
+    async def collect_groups(
+        self,
+        groups: Sequence[Sequence[Episode]],
+        *,
+        limits: SamplingConfig,
+        seed: int,
+        min_complete: int | None = None,
+        must_complete: int = 0,
+        is_decided: Callable[[Sequence[float | None], int], bool] | None = None,
+    ) -> list[list[Episode] | None]: ...
+
+    async def collect(
+        self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
+    ) -> list[list[Episode]]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
-    """What samples: objects that live in `loop_thread`'s loop."""
+class RolloutRuntime:
+    """The objects that collect episodes. `collector` and `pool` live in the event loop of `loop_thread`."""
 
     loop_thread: LoopThread
-    collector: EpisodeCollector
+    collector: GroupCollector
     pool: EnginePool
 
 
-class Row(NamedTuple):
-    """One completion, as TRL names its parts. `roc_reward` None is a row without a verdict."""
+class TrainingRow(NamedTuple):
+    """One completion; the fields are named as TRL expects them. `roc_reward` is None for an unscored episode."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -91,31 +125,31 @@ class Row(NamedTuple):
 
 def train_stage(
     stage: StageConfig,
-    training: Training,
+    context: TrainingContext,
     *,
     problems: Sequence[Problem],
-    rollouts: Rollouts | None,
-    keep_optimizer: Path | None = None,
-) -> Trained:
-    """Train for `stage.steps` steps, from the newest whole checkpoint if there is any.
+    rollouts: RolloutRuntime | None,
+    optimizer_checkpoint: Path | None = None,
+) -> TrainedModel:
+    """Train for `stage.steps` steps, from the newest complete checkpoint if there is one.
 
-    `rollouts` is None on every rank but the first. `keep_optimizer` is the checkpoint of the stage before, whose
-    optimiser goes on, its warm-up over.
+    `rollouts` is None on every rank but the first. `optimizer_checkpoint` is a checkpoint of the previous stage, whose
+    optimizer states are continued; its warm-up is over.
 
-    Raises `ConfigError` for settings that do not fit together, `Outage`, and what engines and tools raise.
+    Raises `ConfigError` for settings that do not fit together, `NoRewardsError`, and errors of engines and tools.
     """
-    start = latest(training.out / "checkpoints") or keep_optimizer
-    before = steps_of(keep_optimizer) if keep_optimizer else 0
-    done = steps_of(start) - before if start else 0
-    bridge = _Bridge(stage, training, problems, rollouts, before)
-    if start and done and (start / UNDER_WAY).exists():
-        bridge.under_way = GROUPS.validate_json((start / UNDER_WAY).read_bytes())
-    args = _Arguments(
-        **training.arguments(stage, rows=stage.prompts * stage.keep),
-        max_steps=before + stage.steps,
-        # The batch: TRL repeats each prompt `keep` times and splits the step's rows into micro-batches.
-        num_generations=stage.keep,
-        max_completion_length=stage.max_tokens,
+    checkpoint = context.latest_checkpoint() or optimizer_checkpoint
+    earlier_steps = checkpoint_step(optimizer_checkpoint) if optimizer_checkpoint else 0
+    steps_done = checkpoint_step(checkpoint) - earlier_steps if checkpoint else 0
+    adapter = TrlAdapter(stage, context, problems, rollouts, earlier_steps)
+    if checkpoint and steps_done and (checkpoint / PENDING_GROUPS).exists():
+        adapter.pending_groups = EPISODE_GROUPS.validate_json((checkpoint / PENDING_GROUPS).read_bytes())
+    arguments = _GrpoArguments(
+        **context.trl_arguments(stage, rows=stage.problems_per_step * stage.kept_per_problem),
+        max_steps=earlier_steps + stage.steps,
+        # The batch: TRL repeats each prompt `num_generations` times and splits the step's rows into micro-batches.
+        num_generations=stage.kept_per_problem,
+        max_completion_length=stage.max_response_tokens,
         shuffle_dataset=False,
         # The loss.
         beta=0.0,
@@ -126,248 +160,251 @@ def train_stage(
         temperature=stage.temperature,
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=RATIO_CUT,
-        # The optimiser.
+        vllm_importance_sampling_clip_max=IMPORTANCE_RATIO_CAP,
+        # The optimizer.
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
     )
-    if ranks(training.hardware).is_main_process:
-        training.record.truncate_after(training.first_step + done)
-    with usable(training.model):
+    context.truncate_run(steps_done)
+    with model_errors_as_config_errors(context.model):
         trainer = GRPOTrainer(
-            model=str(training.model),
+            model=str(context.model),
             reward_funcs=_roc_reward,
-            args=args,
-            # `bridge` has the problems.
-            train_dataset=Dataset.from_dict({"prompt": [""] * stage.prompts * args.max_steps}),
-            processing_class=AutoTokenizer.from_pretrained(training.model),
-            callbacks=[bridge],
-            rollout_func=bridge.rollout,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": [""] * stage.problems_per_step * arguments.max_steps}),
+            processing_class=AutoTokenizer.from_pretrained(context.model),
+            callbacks=[adapter],
+            rollout_func=adapter.rollout,
         )
-    trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = bridge, True, -1
-    bridge.trainer = trainer
-    return training.run(trainer, start)
+    trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = adapter, True, -1
+    adapter.trainer = trainer
+    return context.train(trainer, checkpoint)
 
 
-def in_order(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:
-    """`per_step` problems for each of `steps` steps: each time through, all in a new order.
+def problem_schedule(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:
+    """Return `per_step` problems for each of `steps` steps; each epoch has a new order.
 
-    No step has a problem twice: what is left of a time through and does not fill a step is left out.
+    No step has a problem twice: problems at the end of an epoch that do not fill a step are left out of that epoch.
+    Raises `ConfigError` for too few problems or for equal ids.
     """
-    some = list(problems)
-    if len({problem.id for problem in some}) < max(len(some), per_step):
+    epoch_problems = list(problems)
+    num_ids = len({problem.id for problem in epoch_problems})
+    if num_ids < max(len(epoch_problems), per_step):
         raise ConfigError(
-            f"expected at least prompts={per_step} problems with an id each, got {len(some)} with "
-            f"{len({problem.id for problem in some})}; lower prompts, or give more problems"
+            f"expected at least problems_per_step={per_step} problems with different ids, got {len(epoch_problems)} "
+            f"with {num_ids} ids; lower problems_per_step, or give more problems"
         )
     order: list[Problem] = []
     epoch = 0
     while len(order) < per_step * steps:
-        random.Random(f"{seed}/{epoch}").shuffle(some)
-        order += some[: len(some) // per_step * per_step]
+        random.Random(f"{seed}/{epoch}").shuffle(epoch_problems)
+        order += epoch_problems[: len(epoch_problems) // per_step * per_step]
         epoch += 1
     return order[: per_step * steps]
 
 
-class _Arguments(OneGpu, GRPOConfig):  # type: ignore[misc]
-    """TRL's own, for one GPU."""
+class _GrpoArguments(SingleGpuArguments, GRPOConfig):  # type: ignore[misc]
+    """TRL's arguments, for one GPU per process."""
 
 
-class _Bridge(Progress):
-    """Where TRL's calls arrive: weights out (`sync_weights`), rows in (`rollout`), and what `Progress` writes."""
+class TrlAdapter(MetricsCallback):
+    """Receives TRL's calls: gives weights to the engines, returns rows, and writes metrics and pending groups."""
 
-    trainer: Any
+    trainer: GRPOTrainer
 
     def __init__(
         self,
         stage: StageConfig,
-        training: Training,
+        context: TrainingContext,
         problems: Sequence[Problem],
-        rollouts: Rollouts | None,
-        before: int,
+        rollouts: RolloutRuntime | None,
+        earlier_steps: int,
     ) -> None:
-        super().__init__(training, offset=training.first_step - before)
-        self.under_way: list[list[Episode]] = []
-        """Groups that are not over or not yet trained on, the oldest first."""
-        self._stage, self._rollouts, self._seed, self._before = stage, rollouts, training.seed, before
-        self._order = in_order(problems, stage.prompts, stage.steps, training.seed)
-        self._version = 0
-        self._sampled: dict[str, float] = {}
-        self._missing: set[str] = set()
-        self._own_s = self._idle_s = 0.0
-        self._since = self._rolled_out = perf_counter()
+        """`earlier_steps` is the trainer's step count at which this stage begins."""
+        super().__init__(context, step_offset=context.first_step - earlier_steps)
+        self.pending_groups: list[list[Episode]] = []
+        """Groups that are unfinished or not yet trained on, the oldest first."""
+        self._stage, self._rollouts, self._seed, self._earlier_steps = stage, rollouts, context.seed, earlier_steps
+        self._schedule = problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
+        self._mode: roc.Mode = "released" if stage.roc_mode == "released" else "paper"
+        self._weight_version = 0
+        self._step_metrics: dict[str, float] = {}
+        self._missing_trl_metrics: set[str] = set()
+        self._step_started_at = self._rollout_ended_at = perf_counter()
 
     def sync_weights(self) -> None:
-        """TRL calls it on every rank, once per step and before `rollout`."""
-        began = perf_counter()
-        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)  # gathered where it is sharded
+        """Give the engines the current weights. TRL calls this on every rank, once per step and before `rollout`."""
+        started_at = perf_counter()
+        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)  # gathered if sharded
         if self._rollouts:
-            self._version = self.offset + self.trainer.state.global_step  # goes on where a killed process was
-            self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._version)
-        self._sampled = {"weight_sync_s": perf_counter() - began}
+            self._weight_version = self.step_offset + self.trainer.state.global_step
+            self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._weight_version)
+        self._step_metrics = {"weight_sync_s": perf_counter() - started_at}
 
-    def rollout(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's `rollout_func`: to as many prompts as this rank has, which say nothing, its rows."""
-        mine = _scatter(self._step(self._rollouts) if self._rollouts else [], len(prompts))
-        self._rolled_out = perf_counter()
-        return {name: [getattr(row, name) for row in mine] for name in Row._fields}
+    def rollout(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """Return this rank's rows, as many as `prompts` (TRL's `rollout_func`)."""
+        rows = _scatter(self._collect_step(self._rollouts) if self._rollouts else [], len(prompts))
+        self._rollout_ended_at = perf_counter()
+        return {name: [getattr(row, name) for row in rows] for name in TrainingRow._fields}
 
-    def numbers(self, logs: Mapping[str, float]) -> dict[str, float]:
+    def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
-        took, optimise = now - self._since, now - self._rolled_out
-        waited = self._sampled["weight_sync_s"] + self._sampled["rollout_s"] + optimise
-        self._since = now
+        step_s, optimize_s = now - self._step_started_at, now - self._rollout_ended_at
+        assert self._rollouts, "only the first rank logs"
+        collector, sampled = self._rollouts.collector, self._step_metrics
+        rest_s = step_s - sampled["weight_sync_s"] - sampled["rollout_s"] - optimize_s
+        self._step_started_at = now
+        # For a step without a token in the loss TRL logs 0, which would look like perfect agreement.
+        has_loss = sampled["episodes_in_loss"] > 0
         return {
-            **super().numbers(logs),
-            **self._sampled,
-            # TRL's 0 for a step without a token in the loss would read as perfect agreement.
-            **{
-                name: self._logged(its, logs) if self._sampled["episodes_in_loss"] else nan
-                for name, its in OF_SAMPLER.items()
-            },
-            "weight_version": self._version,
-            "step_s": took,
-            "optimize_s": optimise,
-            "overhead_cpu_s": took - waited + self._own_s,
-            "overhead_s": took - waited + self._idle_s,
+            **super().metrics_from_logs(logs),
+            **sampled,
+            **{name: self._logged(key, logs) if has_loss else nan for name, key in TRL_METRICS.items()},
+            "weight_version": self._weight_version,
+            "step_s": step_s,
+            "optimize_s": optimize_s,
+            "overhead_cpu_s": rest_s + collector.overhead_cpu_s,
+            "overhead_s": rest_s + collector.overhead_s,
         }
 
-    def _logged(self, name: str, logs: Mapping[str, float]) -> float:
-        """TRL's metric of that name; NaN, and one warning, where the installed version has none."""
-        if name not in logs and name not in self._missing:
-            self._missing.add(name)
-            logger.warning("TRL logs no %s: expected it among %s; what follows from it is NaN", name, ", ".join(logs))
-        return logs.get(name, nan)
+    def _logged(self, key: str, logs: Mapping[str, float]) -> float:
+        """Return TRL's metric `key`; NaN, and one warning, if the installed version does not log it."""
+        if key not in logs and key not in self._missing_trl_metrics:
+            self._missing_trl_metrics.add(key)
+            logger.warning("TRL does not log %s (it logs %s); the metric that uses it is NaN", key, ", ".join(logs))
+        return logs.get(key, nan)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A checkpoint of the stage before brings that stage's settings, which the trainer takes over.
+        # A checkpoint of the previous stage restores that stage's settings into the trainer's state.
         state.save_steps = args.save_steps
         kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
-        self._since = perf_counter()
+        self._step_started_at = perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.under_way:
-            path = Path(args.output_dir, f"checkpoint-{state.global_step}", UNDER_WAY)
-            path.write_bytes(GROUPS.dump_json(self.under_way))
+        if self.pending_groups:
+            path = Path(args.output_dir, f"checkpoint-{state.global_step}", PENDING_GROUPS)
+            path.write_bytes(EPISODE_GROUPS.dump_json(self.pending_groups))
         super().on_save(args, state, control, **kwargs)
 
-    def _step(self, rollouts: Rollouts) -> list[Row]:
-        """Sample, select and write down one step."""
-        stage, done = self._stage, self.trainer.state.global_step - self._before
-        step = self.offset + self.trainer.state.global_step + 1
-        began = perf_counter()
-        asked = self.under_way + self._begun(done)
-        over = rollouts.loop_thread.run(
-            rollouts.collector.collect_groups,
-            asked,
-            limits=stage,
-            seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
-            min_complete=stage.prompts,
-            must_complete=sum(group[0].steps_carried >= stage.max_stale for group in self.under_way),
-            is_decided=partial(roc.is_group_decided, num_kept=stage.keep, mode=self._mode)
-            if stage.early_stop
-            else None,
-        )
-        self._sampled["rollout_s"] = perf_counter() - began
-        self._own_s, self._idle_s = rollouts.collector.overhead_cpu_s, rollouts.collector.overhead_s
-        self._sampled["nan_turns"] = rollouts.collector.nan_turns
-        taken = dict(islice(((place, group) for place, group in enumerate(over) if group), stage.prompts))
-        self.under_way = [group for place, group in enumerate(asked) if place not in taken]
-        for episode in (episode for group in self.under_way for episode in group):
-            episode.steps_carried += 1
-
-        groups = list(taken.values())
-        kept = [self._select(group, step) for group in groups]
-        used = [_used(group, some) for group, some in zip(groups, kept, strict=True)]
-        why = [roc.selection_reasons(group, some) for group, some in zip(groups, kept, strict=True)]
-        self.record.write_episodes(step, stage.name, groups, kept, why)
+    def _collect_step(self, rollouts: RolloutRuntime) -> list[TrainingRow]:
+        """Collect a step's groups, select episodes, write all of them down, and return the selected rows."""
+        step = self.step_offset + self.trainer.state.global_step + 1
+        groups = self._collect_groups(rollouts, step)
+        selected = [self._select(group, step) for group in groups]
+        reasons = [roc.selection_reasons(group, indices) for group, indices in zip(groups, selected, strict=True)]
+        self.run_folder.write_episodes(step, self._stage.name, groups, selected, reasons)
         if all(episode.reward is None for group in groups for episode in group):
-            raise Outage(
-                f"step {step}: none of {sum(map(len, groups))} episodes has a verdict ({groups[0][0].error} for the "
-                "first); once that is mended, the same command goes on"
+            raise NoRewardsError(
+                f"step {step}: none of {sum(map(len, groups))} episodes has a reward (error of the first: "
+                f"{groups[0][0].error}); repair that and run the same command to continue"
             )
-        self._sampled |= metrics.step_metrics(groups, used) | self._lateness(groups)
-        filler = self.trainer.processing_class.eos_token_id
+        in_loss = [_in_loss(group, indices) for group, indices in zip(groups, selected, strict=True)]
+        self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._async_metrics(groups)
+        placeholder_id = self.trainer.processing_class.eos_token_id
         return [
-            _row(group[index], is_used=index in use, filler=filler)
-            for group, some, use in zip(groups, kept, used, strict=True)
-            for index in some
+            _training_row(group[index], is_in_loss=index in used, placeholder_id=placeholder_id)
+            for group, indices, used in zip(groups, selected, in_loss, strict=True)
+            for index in indices
         ]
 
-    def _begun(self, done: int) -> list[list[Episode]]:
-        """The groups that a step begins, after `done` of the stage. The last steps begin no more than they need.
+    def _collect_groups(self, rollouts: RolloutRuntime, step: int) -> list[list[Episode]]:
+        """Return `problems_per_step` complete groups; the other started groups become pending."""
+        stage, collector = self._stage, rollouts.collector
+        started_at = perf_counter()
+        started = self.pending_groups + self._new_groups(self.trainer.state.global_step - self._earlier_steps)
+        is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, mode=self._mode)
+        results = rollouts.loop_thread.run(
+            collector.collect_groups,
+            started,
+            limits=stage,
+            seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
+            min_complete=stage.problems_per_step,
+            must_complete=sum(group[0].steps_carried >= stage.max_staleness_steps for group in self.pending_groups),
+            is_decided=is_decided if stage.cancel_stragglers else None,
+        )
+        self._step_metrics["rollout_s"] = perf_counter() - started_at
+        self._step_metrics["nan_turns"] = collector.nan_turns
+        complete = ((number, group) for number, group in enumerate(results) if group)
+        taken = dict(islice(complete, stage.problems_per_step))
+        self.pending_groups = [group for number, group in enumerate(started) if number not in taken]
+        for group in self.pending_groups:
+            for episode in group:
+                episode.steps_carried += 1
+        return list(taken.values())
 
-        Of a problem's groups in one step the later one counts its samples on, so none samples what another does.
+    def _new_groups(self, steps_done: int) -> list[list[Episode]]:
+        """Return the groups to start after `steps_done` steps. The last steps start no more than they need.
+
+        If a problem has an earlier group in the same step, the later one continues its sample numbers, so that no two
+        episodes are sampled alike.
         """
-        stage = self._stage
-        most = min(stage.prompts + round(stage.prompts * stage.partial), stage.prompts * (stage.steps - done))
-        samples = {group[0].problem: group[-1].sample + 1 for group in self.under_way}
-        begun = []
-        for problem in self._order[stage.prompts * done + len(self.under_way) : stage.prompts * done + most]:
-            first = samples.get(problem, 0)
-            samples[problem] = first + stage.samples
-            begun.append([Episode(problem, sample) for sample in range(first, samples[problem])])
-        return begun
+        stage, per_step = self._stage, self._stage.problems_per_step
+        in_flight = min(per_step + round(per_step * stage.partial_rollouts), per_step * (stage.steps - steps_done))
+        next_sample = {group[0].problem: group[-1].sample + 1 for group in self.pending_groups}
+        groups = []
+        first = per_step * steps_done
+        for problem in self._schedule[first + len(self.pending_groups) : first + in_flight]:
+            start = next_sample.get(problem, 0)
+            next_sample[problem] = start + stage.samples_per_problem
+            groups.append([Episode(problem, sample) for sample in range(start, next_sample[problem])])
+        return groups
 
-    def _lateness(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-        """What early stop and partial rollouts did to a step."""
+    def _async_metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+        """Return the metrics of straggler cancellation and partial rollouts, if they are on."""
         episodes = [episode for group in groups for episode in group]
         numbers: dict[str, float] = {}
-        if self._stage.early_stop:
-            stopped = [episode for episode in episodes if episode.stop_reason is StopReason.CANCELLED]
+        if self._stage.cancel_stragglers:
+            cancelled = [episode for episode in episodes if episode.stop_reason is StopReason.CANCELLED]
             numbers = {
-                "cancelled_share": len(stopped) / len(episodes),
-                "cancelled_response_length": fmean(episode.response_length for episode in stopped) if stopped else nan,
-                "cancelled_tokens": sum(episode.sampled_tokens for episode in stopped),
+                "cancelled_share": len(cancelled) / len(episodes),
+                "cancelled_response_length": fmean(e.response_length for e in cancelled) if cancelled else nan,
+                "cancelled_tokens": sum(episode.sampled_tokens for episode in cancelled),
             }
-        if self._stage.partial:
+        if self._stage.partial_rollouts:
             tokens = sum((Counter(episode.sampled_tokens_by_version) for episode in episodes), Counter[int]())
-            behind = {self._version - version: count for version, count in tokens.items()}
+            by_staleness = {self._weight_version - version: count for version, count in tokens.items()}
             numbers |= {
-                "pending_groups": len(self.under_way),
-                "stale_token_share": 1 - behind.get(0, 0) / tokens.total(),
-                "staleness_mean_steps": sum(steps * count for steps, count in behind.items()) / tokens.total(),
+                "pending_groups": len(self.pending_groups),
+                "stale_token_share": 1 - by_staleness.get(0, 0) / tokens.total(),
+                "staleness_mean_steps": sum(steps * n for steps, n in by_staleness.items()) / tokens.total(),
             }
         return numbers
 
-    @property
-    def _mode(self) -> roc.Mode:
-        return "released" if self._stage.select == "released" else "paper"
-
     def _select(self, group: Sequence[Episode], step: int) -> list[int]:
-        """Of the episodes that were not stopped early: for shares of a group they are all that there are."""
-        over = [index for index, episode in enumerate(group) if episode.stop_reason is not StopReason.CANCELLED]
+        """Return the selected indices. Cancelled episodes do not count towards the shares of the classes."""
+        finished = [i for i, episode in enumerate(group) if episode.stop_reason is not StopReason.CANCELLED]
         rng = random.Random(f"{self._seed}/{step}/{group[0].problem.id}")
-        kept = roc.resample_on_correct([group[i] for i in over], self._stage.keep, mode=self._mode, rng=rng)
-        return [over[index] for index in kept]
+        candidates = [group[i] for i in finished]
+        selected = roc.resample_on_correct(candidates, self._stage.kept_per_problem, mode=self._mode, rng=rng)
+        return [finished[index] for index in selected]
 
 
-def _used(group: Sequence[Episode], kept: Sequence[int]) -> list[int]:
-    """Which of the kept are in the loss."""
-    return [index for index in kept if group[index].reward is not None] if roc.has_signal(group, kept) else []
+def _in_loss(group: Sequence[Episode], selected: Sequence[int]) -> list[int]:
+    """Return the selected indices that are in the loss."""
+    return [i for i in selected if group[i].reward is not None] if roc.has_signal(group, selected) else []
 
 
-def _row(episode: Episode, *, is_used: bool, filler: int) -> Row:
-    """TRL takes no empty completion: an episode that failed before its first token is one `filler`, which is masked."""
-    ids = list(episode.response_ids) or [filler]
+def _training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> TrainingRow:
+    """TRL accepts no empty completion, so an episode without a token becomes one masked placeholder token."""
+    ids = list(episode.response_ids) or [placeholder_id]
     logprobs = list(episode.logprobs) or [0.0]
-    mask = list(episode.loss_mask) if is_used and episode.response_ids else [0] * len(ids)
-    return Row(list(episode.prompt_ids), ids, logprobs, mask, episode.reward)
+    mask = list(episode.loss_mask) if is_in_loss and episode.response_ids else [0] * len(ids)
+    return TrainingRow(list(episode.prompt_ids), ids, logprobs, mask, episode.reward)
 
 
 def _roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
-    """TRL's reward function: the rewards came with the rows."""
+    """TRL's reward function. The rewards came with the rows."""
     return roc_reward
 
 
-def _scatter(rows: Sequence[Row], count: int) -> Sequence[Row]:
-    """`count` rows for each rank, of those that the first rank has. The others wait here while it samples."""
+def _scatter(rows: Sequence[TrainingRow], count: int) -> Sequence[TrainingRow]:
+    """Give each rank `count` of the first rank's rows. The other ranks wait here while it samples."""
     if (group := waiting_group()) is None:
         return rows
     shares = [rows[start : start + count] for start in range(0, len(rows), count)]
-    mine: list[Sequence[Row]] = [()]
-    torch.distributed.scatter_object_list(mine, shares or None, src=0, group=group)
-    return mine[0]
+    own: list[Sequence[TrainingRow]] = [()]
+    torch.distributed.scatter_object_list(own, shares or None, src=0, group=group)
+    return own[0]

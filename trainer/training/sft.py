@@ -1,9 +1,10 @@
-"""Supervised fine-tuning on TRL's `SFTTrainer`: conversations to a model that knows the tool's format.
+"""Supervised fine-tuning on TRL's `SFTTrainer`, on conversations that teach the tool's format.
 
 Invariants:
-- What is trained on are the very tokens that an episode would have: `chat.encode` makes them, TRL templates nothing.
-- Only what the assistant says has loss.
-- The same seed gives the same order of conversations, after a resume too.
+- A conversation has exactly the tokens that an episode with the same messages would have: `ChatFormat` encodes both,
+  and TRL applies no template.
+- Only the assistant's tokens are in the loss.
+- The same seed gives the same order of conversations, after a resume as well.
 """
 
 from __future__ import annotations
@@ -19,73 +20,86 @@ from trl import SFTTrainer
 
 from trainer.config import ConfigError, SftConfig
 from trainer.episodes.chat_format import ChatFormat
-from trainer.training.context import OneGpu, Progress, Trained, Training, latest, ranks, steps_of, usable
+from trainer.training.callback import MetricsCallback
+from trainer.training.context import (
+    SingleGpuArguments,
+    TrainedModel,
+    TrainingContext,
+    checkpoint_step,
+    distributed_state,
+    model_errors_as_config_errors,
+)
 
 Messages = Sequence[Mapping[str, str]]
-SORTED = 50
-"""Batches whose conversations are sorted by length together."""
+SORT_WINDOW_BATCHES = 50
+"""Number of batches whose conversations are sorted by length together."""
 
 
-def train_sft(sft: SftConfig, training: Training, *, conversations: Iterable[Messages], chat: ChatFormat) -> Trained:
-    """Train on `conversations`, from the newest whole checkpoint if there is any.
+def train_sft(
+    sft: SftConfig, context: TrainingContext, *, conversations: Iterable[Messages], chat_format: ChatFormat
+) -> TrainedModel:
+    """Train on `conversations`, from the newest complete checkpoint if there is one.
 
-    Conversations over `sft.max_length` tokens are left out, and those in which the assistant says nothing; how many is
-    printed. Raises `ConfigError` where none is left, or the batch does not fit.
+    Conversations without an assistant's token or longer than `sft.max_conversation_tokens` are dropped and counted on
+    stderr. Raises `ConfigError` if none is left, or if the batch does not fit the ranks.
     """
-    pairs = [chat.encode_conversation(messages) for messages in conversations]
-    short = [pair for pair in pairs if len(pair[0]) <= sft.max_length]
+    pairs = [chat_format.encode_conversation(messages) for messages in conversations]
+    short = [pair for pair in pairs if len(pair[0]) <= sft.max_conversation_tokens]
     encoded = [pair for pair in short if any(pair[1])]
-    if ranks(training.hardware).is_main_process:
+    if distributed_state(context.hardware).is_main_process:
         print(
-            f"sft: {len(pairs)} conversations, {len(encoded)} kept, {len(pairs) - len(short)} longer than "
-            f"max_length={sft.max_length} tokens, {len(short) - len(encoded)} in which the assistant says nothing",
+            f"sft: {len(pairs)} conversations: {len(encoded)} kept, {len(pairs) - len(short)} longer than "
+            f"max_conversation_tokens={sft.max_conversation_tokens}, {len(short) - len(encoded)} without an "
+            "assistant's token",
             file=sys.stderr,
         )
     if not encoded:
-        raise ConfigError(f"sft: expected conversations of at most max_length={sft.max_length} tokens, got none")
-    order = by_length([len(ids) for ids, _ in encoded], sft.batch, sft.epochs, training.seed)
-    args = _Arguments(
-        **training.arguments(sft, rows=sft.batch),
-        num_train_epochs=1,  # `order` has them all
+        raise ConfigError(
+            f"sft: expected conversations of at most max_conversation_tokens={sft.max_conversation_tokens}, got none"
+        )
+    order = length_grouped_order([len(ids) for ids, _ in encoded], sft.batch_size, sft.epochs, context.seed)
+    arguments = _SftArguments(
+        **context.trl_arguments(sft, rows=sft.batch_size),
+        num_train_epochs=1,  # `order` repeats the conversations
         train_sampling_strategy="sequential",
-        max_length=sft.max_length,
+        max_length=sft.max_conversation_tokens,
         lr_scheduler_type="cosine",
-        warmup_steps=sft.warmup,
+        warmup_steps=sft.warmup_ratio,
     )
-    start = latest(training.out / "checkpoints")
-    if ranks(training.hardware).is_main_process:
-        training.record.truncate_after(training.first_step + (steps_of(start) if start else 0))
-    with usable(training.model):
+    checkpoint = context.latest_checkpoint()
+    context.truncate_run(checkpoint_step(checkpoint) if checkpoint else 0)
+    with model_errors_as_config_errors(context.model):
         trainer = SFTTrainer(
-            model=str(training.model),
-            args=args,
+            model=str(context.model),
+            args=arguments,
             train_dataset=Dataset.from_dict(
                 {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
             ),
-            processing_class=AutoTokenizer.from_pretrained(training.model),
-            callbacks=[Progress(training, offset=training.first_step)],
+            processing_class=AutoTokenizer.from_pretrained(context.model),
+            callbacks=[MetricsCallback(context, step_offset=context.first_step)],
         )
-    return training.run(trainer, start)
+    return context.train(trainer, checkpoint)
 
 
-class _Arguments(OneGpu, TrlSFTConfig):  # type: ignore[misc]
-    """TRL's own, for one GPU."""
+class _SftArguments(SingleGpuArguments, TrlSFTConfig):  # type: ignore[misc]
+    """TRL's arguments, for one GPU per process."""
 
 
-def by_length(lengths: Sequence[int], batch: int, epochs: float, seed: int) -> list[int]:
-    """Which conversation comes when: every time through in a new order, with those of like length in a batch.
+def length_grouped_order(lengths: Sequence[int], batch_size: int, epochs: float, seed: int) -> list[int]:
+    """Return the order of conversations: each epoch in a new order, with conversations of similar length in a batch.
 
-    Padding to the longest of a batch would cost as much again as what it pads. Only blocks of `SORTED` batches are
-    sorted, and their batches come in random order. What does not fill a batch waits for another time through.
+    Otherwise padding to the longest of a batch would double the work. Only windows of `SORT_WINDOW_BATCHES` batches are
+    sorted, and all batches come in random order. Conversations that do not fill a batch wait for another epoch.
     """
     rng = random.Random(seed)
-    wanted = max(1, round(len(lengths) * epochs / batch)) * batch
+    total = max(1, round(len(lengths) * epochs / batch_size)) * batch_size
     order: list[int] = []
-    while len(order) < wanted:
-        once = rng.sample(range(len(lengths)), len(lengths))
-        once = once[: max(batch, len(once) // batch * batch)]
-        blocks = [once[at : at + batch * SORTED] for at in range(0, len(once), batch * SORTED)]
-        alike = [i for block in blocks for i in sorted(block, key=lengths.__getitem__)]
-        batches = [alike[at : at + batch] for at in range(0, len(alike), batch)]
-        order += [i for some in rng.sample(batches, len(batches)) for i in some]
-    return order[:wanted]
+    while len(order) < total:
+        epoch = rng.sample(range(len(lengths)), len(lengths))
+        epoch = epoch[: max(batch_size, len(epoch) // batch_size * batch_size)]
+        window = batch_size * SORT_WINDOW_BATCHES
+        windows = [epoch[start : start + window] for start in range(0, len(epoch), window)]
+        by_length = [i for indices in windows for i in sorted(indices, key=lengths.__getitem__)]
+        batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
+        order += [i for batch in rng.sample(batches, len(batches)) for i in batch]
+    return order[:total]

@@ -1,4 +1,4 @@
-"""Data: every format of a row, what becomes of bad ones, and decontamination against a slow obvious version."""
+"""Problems: the formats of rows, the reasons to drop a row, and decontamination against a slow obvious version."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import load
-from trainer.data import problems as data
-from trainer.data.problems import DataError, Report, grams_of, integer, prepare, read, read_conversations, shared, write
+from trainer.config_loading import load_config
+from trainer.data import decontamination
+from trainer.data.decontamination import ngram_index, shared_ngram
+from trainer.data.problems import (
+    MAX_EXAMPLES,
+    MaxLength,
+    PrepareReport,
+    parse_integer,
+    prepare_problems,
+    write_problems,
+)
+from trainer.data.sources import DataError, read_conversations, read_problems
 from trainer.episodes.episode import Problem
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -77,7 +86,7 @@ def problems(*texts: str, source: str = "s") -> list[Problem]:
     ],
 )
 def test_every_format_becomes_a_problem(tmp_path: Path, row: Any, expected: tuple[str, str, str]) -> None:
-    (problem,) = read(rows(tmp_path / "file.jsonl", row))
+    (problem,) = read_problems(rows(tmp_path / "file.jsonl", row))
     assert (problem.id, problem.text, problem.answer, problem.source) == (*expected, "file")
 
 
@@ -89,35 +98,35 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize("row", BAD)
-def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any) -> None:
+def test_malformed_rows_are_named_and_counted(tmp_path: Path, row: Any) -> None:
     source = rows(tmp_path / "file.jsonl", {"problem": "p", "answer": "1"}, row)
     with pytest.raises(DataError, match=r"file\.jsonl: row 1: expected an? (problem|answer)"):
-        read(source)
-    kept, report = prepare([source])
+        read_problems(source)
+    kept, report = prepare_problems([source])
     assert len(kept) == 1
-    assert report.counts["file"] == {"rows": 2, "bad": 1, "kept": 1}
-    assert [(one["row"], one["what"]) for one in report.examples] == [("row 1", "bad")]
+    assert report.counts["file"] == {"rows": 2, "malformed": 1, "kept": 1}
+    assert [(one["row"], one["reason"]) for one in report.examples] == [("row 1", "malformed")]
 
 
-def test_lines_that_are_no_json_are_bad_rows(tmp_path: Path) -> None:
+def test_lines_that_are_not_json_are_malformed_rows(tmp_path: Path) -> None:
     file = tmp_path / "file.jsonl"
     file.write_bytes(b'{"problem": "p", "answer": "1"}\n\n{"problem"\n\xff\n')
-    kept, report = prepare([str(file)])
-    assert (len(kept), report.counts["file"]["bad"]) == (1, 2)
+    kept, report = prepare_problems([str(file)])
+    assert (len(kept), report.counts["file"]["malformed"]) == (1, 2)
 
 
 def test_arrays_and_parquet_are_read_like_lines(tmp_path: Path) -> None:
     some = [{"problem": f"p{number}", "answer": str(number)} for number in range(5)]
     array = tmp_path / "file.json"
     array.write_text(json.dumps(some))
-    assert read(str(array)) == read(rows(tmp_path / "file.jsonl", *some))
+    assert read_problems(str(array)) == read_problems(rows(tmp_path / "file.jsonl", *some))
     pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
     parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / "file.parquet")
-    assert read(str(tmp_path / "file.parquet")) == read(str(array))
+    assert read_problems(str(tmp_path / "file.parquet")) == read_problems(str(array))
 
 
-def test_hub_names_carry_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_may_have_a_config_and_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, str]] = []
 
     def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
@@ -128,11 +137,11 @@ def test_hub_names_carry_config_and_split(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     source = "openai/gsm8k@main:test"
-    assert read(source) == [Problem(f"{source}-0", "How many?", "3", source)]
-    read("BytedTsinghua-SIA/DAPO-Math-17k")
+    assert read_problems(source) == [Problem(f"{source}-0", "How many?", "3", source)]
+    read_problems("BytedTsinghua-SIA/DAPO-Math-17k")
     assert asked == [("openai/gsm8k", "main", "test"), ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
-    with pytest.raises(DataError, match=r"^no/such: cannot be had from the hub"):
-        read("no/such")
+    with pytest.raises(DataError, match=r"^no/such: cannot be loaded from the hub"):
+        read_problems("no/such")
 
 
 HUB = {
@@ -143,11 +152,11 @@ HUB = {
     "math-ai/aime25": {"default": {"test"}},
     "openai/gsm8k": {"main": {"train", "test"}, "socratic": {"train", "test"}},
 }
-"""Configurations and splits of the data sets that our configs name, as their cards and public code have them."""
+"""Configurations and splits of the data sets in configs/, from their cards and public code."""
 
 
 def of_hub(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
-    """As `datasets.load_dataset`, which takes a configuration unsaid only where it is the one that there is."""
+    """Like `datasets.load_dataset`, which needs a configuration if there are several."""
     configs = HUB[name]
     if config is None and len(configs) > 1:
         raise ValueError(f"Config name is missing. Please pick one among the available configs: {list(configs)}")
@@ -158,36 +167,36 @@ def of_hub(name: str, config: str | None, *, split: str) -> list[dict[str, str]]
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
-def test_what_our_configs_name_is_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_sets_in_configs_exist_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=of_hub))
-    config = load(file, {})
+    config = load_config(file, {})
     of_stages = [source for stage in config.stages.values() for source in stage.data]
-    for source in (*config.data.train, *config.data.against, *config.evaluate.data, *of_stages):
-        assert read(source)
+    for source in (*config.data.train, *config.data.decontaminate_against, *config.eval.data, *of_stages):
+        assert read_problems(source)
 
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "no-such-thing", "a/b/c", "generated:", "generated:-1", ""])
-def test_a_source_that_is_none_is_an_error_by_name(source: str) -> None:
+def test_an_invalid_source_is_named_in_the_error(source: str) -> None:
     with pytest.raises(DataError, match=f"^{source}: (expected|no such file)"):
-        read(source)
+        read_problems(source)
 
 
-def test_json_that_is_no_array_is_an_error(tmp_path: Path) -> None:
+def test_a_json_file_must_be_an_array(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text("{}")
     with pytest.raises(DataError, match="expected an array of rows, got dict"):
-        read(str(tmp_path / "file.json"))
+        read_problems(str(tmp_path / "file.json"))
 
 
 def test_generated_problems_are_a_source() -> None:
-    assert read("generated:5", seed=3) == read("generated:9", seed=3)[:5]
-    assert not set(read("generated:50", seed=3)) & set(read("generated:50", seed=3, fresh=True))
-    kept, report = prepare(["generated:50"], seed=3)
+    assert read_problems("generated:5", seed=3) == read_problems("generated:9", seed=3)[:5]
+    assert not set(read_problems("generated:50", seed=3)) & set(read_problems("generated:50", seed=3, held_out=True))
+    kept, report = prepare_problems(["generated:50"], seed=3)
     assert len(kept) == 50
     assert report.counts == {"tiny": {"rows": 50, "kept": 50}}
     assert len(read_conversations("generated:5", seed=1)) == 5
 
 
-def test_conversations_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
+def test_malformed_conversations_are_refused(tmp_path: Path) -> None:
     good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     assert read_conversations(rows(tmp_path / "a.jsonl", {"messages": good, "id": 1})) == [good]
     for row in ({"messages": []}, {}, [], {"messages": [{"role": "user"}]}, {"messages": ["hi"]}):
@@ -200,10 +209,10 @@ def test_conversations_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
         st.builds(Problem, id=st.text(min_size=1), text=st.text(min_size=1), answer=st.text(min_size=1)), max_size=5
     )
 )
-def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, some: list[Problem]) -> None:
+def test_written_problems_read_back_equal(tmp_path_factory: pytest.TempPathFactory, some: list[Problem]) -> None:
     file = tmp_path_factory.mktemp("data") / "file.jsonl"
-    write(some, file)
-    assert read(str(file)) == some
+    write_problems(some, file)
+    assert read_problems(str(file)) == some
     assert [path.name for path in file.parent.iterdir()] == ["file.jsonl"]
 
 
@@ -212,11 +221,11 @@ OTHERS = ("1,23", "", "1.0", "\\frac{1}{2}", "2 apples", "x", "1e3", "$", "1-1",
 
 
 @pytest.mark.parametrize(("answer", "value"), [*INTEGERS.items(), *((other, None) for other in OTHERS)])
-def test_integers_are_told_from_the_rest(answer: str, value: str | None) -> None:
-    assert integer(answer) == value
+def test_integer_answers_are_normalised_and_others_are_none(answer: str, value: str | None) -> None:
+    assert parse_integer(answer) == value
 
 
-def test_rows_are_conserved_and_ids_differ(tmp_path: Path) -> None:
+def test_every_row_is_counted_once_and_ids_differ(tmp_path: Path) -> None:
     some = [
         {"id": "x", "problem": "one two three four five six seven eight", "answer": "1"},
         {"id": "x", "problem": "another", "answer": "1,000"},
@@ -228,27 +237,33 @@ def test_rows_are_conserved_and_ids_differ(tmp_path: Path) -> None:
     held_out = rows(
         tmp_path / "test.jsonl", {"id": "t", "problem": "one two three four five six seven eight?", "answer": "1"}
     )
-    kept, report = prepare([rows(tmp_path / "train.jsonl", *some)], against=[held_out])
+    kept, report = prepare_problems([rows(tmp_path / "train.jsonl", *some)], decontaminate_against=[held_out])
     assert kept == [Problem("x~2", "another", "1000", "train")]
     assert report.counts == {
-        "train": {"rows": 6, "bad": 1, "duplicate": 1, "not integer": 1, "contaminated": 2, "kept": 1}
+        "train": {"rows": 6, "malformed": 1, "duplicate": 1, "not_integer": 1, "contaminated": 2, "kept": 1}
     }
-    why = [one["why"] for one in report.examples]
-    assert "of x~2 of train: '1,000' there, '2' here" in why
-    assert "shares 'one two three four five six seven eight' with t of test" in why
+    details = [one["details"] for one in report.examples]
+    assert "of x~2 of train: '1,000' there, '2' here" in details
+    assert "shares 'one two three four five six seven eight' with t of test" in details
     assert json.loads(json.dumps(asdict(report)))["counts"]["train"]["kept"] == 1
 
 
 def test_examples_are_bounded_and_counts_are_not(tmp_path: Path) -> None:
-    _, report = prepare([rows(tmp_path / "file.jsonl", *[{}] * 100)])
-    assert report.counts["file"]["bad"] == 100
-    assert len(report.examples) == data.EXAMPLES
-    assert asdict(Report()) == {"counts": {}, "examples": []}
+    _, report = prepare_problems([rows(tmp_path / "file.jsonl", *[{}] * 100)])
+    assert report.counts["file"]["malformed"] == 100
+    assert len(report.examples) == MAX_EXAMPLES
+    assert asdict(PrepareReport()) == {"counts": {}, "examples": []}
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text: its only n-gram, if n is large."""
+    (ngram,) = decontamination._ngrams(text, 10**6)
+    return list(ngram)
 
 
 def _overlap(one: str, other: str, n: int) -> bool:
-    """The definition, slowly: `n` words of `one` stand somewhere in `other`; short texts are met by themselves."""
-    words, others = data._words(one), data._words(other)
+    """Whether `n` consecutive words of `one` occur in `other`; a text of fewer words matches only itself."""
+    words, others = words_of(one), words_of(other)
     if len(words) < n or len(others) < n:
         return words == others
     return any(words[i : i + n] == others[j : j + n] for i in range(len(words)) for j in range(len(others) - n + 1))
@@ -262,51 +277,51 @@ _TEXTS = st.lists(
 @given(train=_TEXTS, test=_TEXTS, n=st.integers(1, 4))
 def test_decontamination_equals_the_slow_version(train: list[str], test: list[str], n: int) -> None:
     some, held_out = problems(*train), problems(*test, source="t")
-    grams = grams_of(held_out, n)
+    grams = ngram_index(held_out, n)
     for one in some:
-        gram = shared(one.text, grams, n)
+        gram = shared_ngram(one.text, grams, n)
         assert (gram is not None) == any(_overlap(one.text, other.text, n) for other in held_out)
         if gram is not None:
-            assert " ".join(gram) in " ".join(data._words(one.text))
-            assert " ".join(gram) in " ".join(data._words(grams[gram].text))
+            assert " ".join(gram) in " ".join(words_of(one.text))
+            assert " ".join(gram) in " ".join(words_of(grams[gram].text))
 
 
-def test_what_is_longer_than_there_is_room_is_left_out(tmp_path: Path) -> None:
+def test_problems_over_the_maximum_length_are_dropped(tmp_path: Path) -> None:
     source = rows(tmp_path / "file.jsonl", *({"problem": "p" * size, "answer": "1"} for size in (3, 4, 5)))
-    kept, report = prepare([source], length=len, room=4)
+    kept, report = prepare_problems([source], max_length=MaxLength(4, len))
     assert [len(problem.text) for problem in kept] == [3, 4]
-    assert report.counts["file"] == {"rows": 3, "kept": 2, "too long": 1}
-    assert report.examples[0]["why"] == "5, and there is room for 4"
+    assert report.counts["file"] == {"rows": 3, "kept": 2, "too_long": 1}
+    assert report.examples[0]["details"] == "5, the limit is 4"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs real data sets in {SHARED}")
-def test_real_files_are_read_whole() -> None:
+def test_all_rows_of_real_files_are_read() -> None:
     sizes = {"aime2024": 30, "aime2025": 30, "gsm8k_test": 1319, "gsm8k_train_3000": 3000, "math500": 500}
     for name, size in {**sizes, "train_integer": 5230}.items():
-        some = read(str(SHARED / f"{name}.jsonl"))
+        some = read_problems(str(SHARED / f"{name}.jsonl"))
         assert len(some) == size
         if name != "math500":
-            assert [one.answer for one in some if integer(one.answer) is None] == []
+            assert [one.answer for one in some if parse_integer(one.answer) is None] == []
     benchmarks = [str(SHARED / f"{name}.jsonl") for name in ("aime2024", "aime2025", "math500")]
-    kept, report = prepare([str(SHARED / "train_integer.jsonl")], against=benchmarks)
+    kept, report = prepare_problems([str(SHARED / "train_integer.jsonl")], decontaminate_against=benchmarks)
     counts = report.counts["train_integer"]
     assert counts["rows"] == 5230 == counts["kept"] + counts.get("duplicate", 0) + counts["contaminated"]
-    grams = grams_of(read(benchmarks[2]))
-    assert not [problem for problem in kept if shared(problem.text, grams)]
+    grams = ngram_index(read_problems(benchmarks[2]))
+    assert not [problem for problem in kept if shared_ngram(problem.text, grams)]
 
 
-def test_answers_that_cannot_be_read_are_left_out_and_asked_for_once(tmp_path: Path) -> None:
+def test_unparsable_answers_are_dropped_and_checked_once(tmp_path: Path) -> None:
     answers = ["12", "?", "x", "?"]
     file = rows(tmp_path / "some.jsonl", *({"problem": f"Which is {n}?", "answer": a} for n, a in enumerate(answers)))
     asked: list[Sequence[str]] = []
 
-    def unreadable(answers: Sequence[str]) -> set[str]:
+    def find_unparsable(answers: Sequence[str]) -> set[str]:
         asked.append(answers)
         return {"?"}
 
-    kept, report = prepare([file], is_integer_only=False, unreadable=unreadable)
-    assert asked == [["?", "x"]], "that a plain integer can be read is known"
+    kept, report = prepare_problems([file], integer_answers_only=False, find_unparsable=find_unparsable)
+    assert asked == [["?", "x"]], "plain integers need no check"
     assert [problem.answer for problem in kept] == ["12", "x"]
-    assert report.counts == {"some": {"rows": 4, "kept": 2, "unreadable": 2}}
-    prepare([file], unreadable=unreadable)
-    assert len(asked) == 1, "where all are integers nobody is asked"
+    assert report.counts == {"some": {"rows": 4, "kept": 2, "unparsable_answer": 2}}
+    prepare_problems([file], find_unparsable=find_unparsable)
+    assert len(asked) == 1, "if all answers are integers, there is no check"

@@ -26,7 +26,7 @@ def problems() -> list[Problem]:
 
 @pytest.fixture(scope="module")
 def conversations() -> list[synthetic.Messages]:
-    return synthetic.traces(COUNT, 1, faults=2)
+    return synthetic.conversations(COUNT, 1, fault_seed=2)
 
 
 def calls(messages: synthetic.Messages) -> Iterator[tuple[str, str]]:
@@ -76,8 +76,12 @@ def test_answers_are_what_a_person_says(problems: list[Problem]) -> None:
 def test_equal_seeds_give_equal_work_and_others_do_not(problems: list[Problem]) -> None:
     assert synthetic.generate(100, 1) == problems[:100]
     assert synthetic.generate(100, 2) != problems[:100]
-    assert synthetic.traces(50, 1, faults=3) == synthetic.traces(50, 1, faults=3) != synthetic.traces(50, 1, faults=4)
-    assert [messages[0]["content"] for messages in synthetic.traces(50, 1, faults=3)] == [
+    assert (
+        synthetic.conversations(50, 1, fault_seed=3)
+        == synthetic.conversations(50, 1, fault_seed=3)
+        != synthetic.conversations(50, 1, fault_seed=4)
+    )
+    assert [messages[0]["content"] for messages in synthetic.conversations(50, 1, fault_seed=3)] == [
         one.text for one in problems[:50]
     ]
 
@@ -85,7 +89,7 @@ def test_equal_seeds_give_equal_work_and_others_do_not(problems: list[Problem]) 
 def test_problems_differ_and_fresh_ones_are_never_for_training(problems: list[Problem]) -> None:
     texts = {problem.text for problem in problems}
     assert len(texts) == len({problem.id for problem in problems}) == COUNT
-    fresh = {problem.text for seed in range(4) for problem in synthetic.generate(500, seed, fresh=True)}
+    fresh = {problem.text for seed in range(4) for problem in synthetic.generate(500, seed, held_out=True)}
     assert not fresh & texts
     train = {problem.text for seed in range(9) for problem in synthetic.generate(500, seed)}
     assert not fresh & train
@@ -113,6 +117,6 @@ def test_faults_come_at_their_rates(problems: list[Problem], conversations: list
     right = [boxed(messages)[0] == problem.answer for problem, messages in zip(problems, conversations, strict=True)]
     once = [len(boxed(messages)) == 1 for messages in conversations]
     # Those after the last that is allowed are never broken; a wrong operator may come to the right value.
-    assert synthetic.BROKEN - 2 * NEAR < failed < synthetic.BROKEN + NEAR
-    assert sum(right) / COUNT == pytest.approx(1 - synthetic.WRONG, abs=NEAR)
-    assert sum(once) / COUNT == pytest.approx(1 - synthetic.DOUBLED, abs=NEAR)
+    assert synthetic.BROKEN_CALL_RATE - 2 * NEAR < failed < synthetic.BROKEN_CALL_RATE + NEAR
+    assert sum(right) / COUNT == pytest.approx(1 - synthetic.WRONG_OPERATOR_RATE, abs=NEAR)
+    assert sum(once) / COUNT == pytest.approx(1 - synthetic.DOUBLE_ANSWER_RATE, abs=NEAR)

@@ -12,17 +12,14 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="the tiny model needs torch")
 transformers = pytest.importorskip("transformers", reason="the tiny model needs transformers")
 
-from trainer.data import (  # noqa: E402
-    synthetic,
-    tiny_model,
-)
+from trainer.data import synthetic, tiny_model  # noqa: E402
 from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
-    tiny_model.make(made, seed=3)
+    tiny_model.write_tiny_model(made, seed=3)
     return made
 
 
@@ -32,11 +29,11 @@ def tokenizer(folder: Path) -> Any:
 
 
 def test_folder_is_the_same_for_the_same_seed(folder: Path, tmp_path: Path) -> None:
-    tiny_model.make(tmp_path, seed=3)
+    tiny_model.write_tiny_model(tmp_path, seed=3)
     names = sorted(file.name for file in folder.iterdir())
     assert [file.name for file in sorted(tmp_path.iterdir())] == names
     assert [name for name in names if (tmp_path / name).read_bytes() != (folder / name).read_bytes()] == []
-    tiny_model.make(tmp_path, seed=4)
+    tiny_model.write_tiny_model(tmp_path, seed=4)
     weights = "model.safetensors"
     assert (tmp_path / weights).read_bytes() != (folder / weights).read_bytes()
 
@@ -44,7 +41,7 @@ def test_folder_is_the_same_for_the_same_seed(folder: Path, tmp_path: Path) -> N
 def test_model_loads_by_its_folder_and_is_tiny(folder: Path, tokenizer: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
-    assert model.config.vocab_size == len(tokenizer) == tiny_model.VOCABULARY
+    assert model.config.vocab_size == len(tokenizer) == tiny_model.VOCAB_SIZE
     assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
@@ -54,8 +51,8 @@ def test_any_text_comes_back(tokenizer: Any, text: str) -> None:
 
 
 def test_conversations_are_short_and_their_digits_stand_alone(tokenizer: Any) -> None:
-    for messages in synthetic.traces(50, 1, faults=1):
-        ids, _ = rstar2_format(tokenizer, tools=[], system_prompt=synthetic.PREAMBLE).encode_conversation(messages)
+    for messages in synthetic.conversations(50, 1, fault_seed=1):
+        ids, _ = rstar2_format(tokenizer, tools=[], system_prompt=synthetic.SYSTEM_PROMPT).encode_conversation(messages)
         assert len(ids) < 100 + 60 * (len(messages) - 4) // 2
     pieces = [tokenizer.decode([number]) for number in range(len(tokenizer))]
     assert [piece for piece in pieces if len(piece) > 1 and any(map(str.isdigit, piece))] == []

@@ -26,10 +26,10 @@ def model(seed=0, **changes):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     vocab_size = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
-    made = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocab_size, **changes}))
+    network = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocab_size, **changes}))
     with torch.no_grad():  # a random model is nearly uniform: sharper, so that what it says depends on what it read
-        made.model.embed_tokens.weight.mul_(3)
-    return made
+        network.model.embed_tokens.weight.mul_(3)
+    return network
 
 
 def prompts(count, seed=0):
@@ -71,37 +71,37 @@ async def test_an_aborted_request_continues_with_the_same_tokens():
     while len(ids) < 150:
         names = [f"{pieces}", "another", "waiting"]
         first = SamplingParams(150 - len(ids), seed=1, request_id=names[0])
-        asked = [
+        requests = [
             (prompt + list(ids), first),
             *(([1, 2], SamplingParams(100, seed=2, request_id=name)) for name in names[1:]),
         ]
         begun = engine.computed_positions
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
         while engine.computed_positions < begun + 60 and not tasks[0].done():  # noqa: ASYNC110 (a thread counts them)
             await asyncio.sleep(0.001)
         await engine.abort(names)
-        made, _, waiting = await asyncio.gather(*tasks)
-        ids, logprobs, pieces = ids + made.ids, logprobs + made.logprobs, pieces + 1
-        assert made.is_aborted == (len(ids) < 150)
-        assert waiting.ids == () or not made.is_aborted
+        generation, _, waiting = await asyncio.gather(*tasks)
+        ids, logprobs, pieces = ids + generation.ids, logprobs + generation.logprobs, pieces + 1
+        assert generation.is_aborted == (len(ids) < 150)
+        assert waiting.ids == () or not generation.is_aborted
     await engine.close()
     assert pieces > 1
     assert (ids, logprobs) == (whole.ids, whole.logprobs)
 
 
 async def test_bits_do_not_depend_on_batch_slot_or_time():
-    asked = [
+    requests = [
         (ids, SamplingParams(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index))
         for index, ids in enumerate(prompts(12))
     ]
     engine = await engine_of()
-    together = await asyncio.gather(*(engine.generate(*request) for request in asked))
-    backwards = await asyncio.gather(*(engine.generate(*request) for request in reversed(asked)))
-    alone = [await engine.generate(*asked[index]) for index in range(3)]
+    together = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    backwards = await asyncio.gather(*(engine.generate(*request) for request in reversed(requests)))
+    alone = [await engine.generate(*requests[index]) for index in range(3)]
     await engine.close()
     assert alone == together[:3]
     assert backwards[::-1] == together
-    assert len({generation.ids for generation in together}) == len(asked)
+    assert len({generation.ids for generation in together}) == len(requests)
 
 
 @pytest.mark.parametrize("slots", [5, 64])
@@ -256,8 +256,8 @@ async def test_nan_weights_fail_every_turn_and_have_no_effect_after_valid_weight
     with torch.no_grad():
         broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
     await engine.load_weights(broken.state_dict(), 1)
-    asked = [engine.generate([1, 2, 3], SamplingParams(5, seed=seed)) for seed in range(5)]
-    ends = await asyncio.gather(*asked, engine.logprobs([1, 2, 3]), return_exceptions=True)
+    requests = [engine.generate([1, 2, 3], SamplingParams(5, seed=seed)) for seed in range(5)]
+    ends = await asyncio.gather(*requests, engine.logprobs([1, 2, 3]), return_exceptions=True)
     assert [type(end) for end in ends] == [NonFiniteLogprobError] * 6
     await engine.load_weights(model().state_dict(), 0)
     for prompt in prompts(4):
@@ -270,20 +270,20 @@ async def test_a_turn_with_nan_logits_fails_alone_and_does_not_affect_later_turn
     """Only requests that contain the id with the NaN embedding fail, not others in the batch or later in the slot."""
     fresh, broken = await engine_of(max_num_seqs=2), model(tie_word_embeddings=False)
     broken.load_state_dict(model().state_dict())
-    asked = [prompt[:10] for prompt in prompts(3)]
-    expected = [await fresh.generate(ids, SamplingParams(20, seed=1)) for ids in asked]
-    read = {id for ids, made in zip(asked, expected, strict=True) for id in (*ids, *made.ids)}
+    requests = [prompt[:10] for prompt in prompts(3)]
+    expected = [await fresh.generate(ids, SamplingParams(20, seed=1)) for ids in requests]
+    read = {id for ids, generation in zip(requests, expected, strict=True) for id in (*ids, *generation.ids)}
     poison = min(set(range(VOCABULARY)) - read)
     with torch.no_grad():
         broken.model.embed_tokens.weight[poison] = float("nan")
     engine = LocalEngine(broken, max_num_seqs=2, max_model_len=256)
-    turn = engine.generate([*asked[1] * 4, poison, 7], SamplingParams(9, seed=1))
-    ends = await asyncio.gather(engine.generate(asked[0], SamplingParams(20, seed=1)), turn, return_exceptions=True)
+    turn = engine.generate([*requests[1] * 4, poison, 7], SamplingParams(9, seed=1))
+    ends = await asyncio.gather(engine.generate(requests[0], SamplingParams(20, seed=1)), turn, return_exceptions=True)
     assert ends[0] == expected[0]
     assert isinstance(ends[1], NonFiniteLogprobError)
-    assert f"expected finite logits, got others at position {4 * len(asked[1])}" in str(ends[1])
+    assert f"expected finite logits, got others at position {4 * len(requests[1])}" in str(ends[1])
     # The first two take both slots, and of neither is a prefix kept that would overwrite what is there.
-    some = await asyncio.gather(*(engine.generate(ids, SamplingParams(20, seed=1)) for ids in reversed(asked)))
+    some = await asyncio.gather(*(engine.generate(ids, SamplingParams(20, seed=1)) for ids in reversed(requests)))
     assert some == expected[::-1]
     await asyncio.gather(engine.close(), fresh.close())
 

@@ -31,23 +31,23 @@ async def engine(request, tmp_path_factory):
         match request.param:
             case "fake":
                 url = await stack.enter_async_context(FakeVllm(TableEngine()).serve())
-                made = VllmEngine(url, vocab_size=50, max_model_len=256)
+                opened = VllmEngine(url, vocab_size=50, max_model_len=256)
             case "local":
                 pytest.importorskip("torch")
                 pytest.importorskip("transformers")
                 from tests.trainer.engines.test_local import model
                 from trainer.engines.local import LocalEngine
 
-                made = LocalEngine(model(), max_num_seqs=8, max_model_len=256)
+                opened = LocalEngine(model(), max_num_seqs=8, max_model_len=256)
             case "vllm":
                 if not VLLM:
                     pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
                 pytest.importorskip("torch")
                 from tests.trainer.real_vllm import real
 
-                made = await stack.enter_async_context(real(VLLM, tmp_path_factory.mktemp("vllm")))
-        stack.push_async_callback(made.close)
-        yield made
+                opened = await stack.enter_async_context(real(VLLM, tmp_path_factory.mktemp("vllm")))
+        stack.push_async_callback(opened.close)
+        yield opened
 
 
 contract = pytest.mark.asyncio(loop_scope="module")
@@ -56,10 +56,10 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @contract
 async def test_a_generation_has_max_tokens_ids_and_a_logprob_for_each(engine):
-    made = await engine.generate(PROMPT, SamplingParams(20, seed=1))
-    assert (len(made.ids), len(made.logprobs), made.has_stop_token) == (20, 20, False)
-    assert all(-100 < logprob <= 1e-3 for logprob in made.logprobs)
-    assert (made.engine, made.weight_version) == (engine.name, engine.weight_version)
+    generation = await engine.generate(PROMPT, SamplingParams(20, seed=1))
+    assert (len(generation.ids), len(generation.logprobs), generation.has_stop_token) == (20, 20, False)
+    assert all(-100 < logprob <= 1e-3 for logprob in generation.logprobs)
+    assert (generation.engine, generation.weight_version) == (engine.name, engine.weight_version)
 
 
 @contract
@@ -74,19 +74,19 @@ async def test_the_seed_determines_the_samples(engine):
 async def test_a_stop_id_ends_the_generation_and_is_its_last_id(engine):
     free = await engine.generate(PROMPT, SamplingParams(12, seed=6))
     stop = free.ids[3]
-    made = await engine.generate(PROMPT, SamplingParams(12, seed=6, stop_ids=(stop, 49)))
-    assert made.has_stop_token
-    assert made.ids == free.ids[: free.ids.index(stop) + 1]
-    at_the_limit = await engine.generate(PROMPT, SamplingParams(len(made.ids), seed=6, stop_ids=(stop,)))
+    generation = await engine.generate(PROMPT, SamplingParams(12, seed=6, stop_ids=(stop, 49)))
+    assert generation.has_stop_token
+    assert generation.ids == free.ids[: free.ids.index(stop) + 1]
+    at_the_limit = await engine.generate(PROMPT, SamplingParams(len(generation.ids), seed=6, stop_ids=(stop,)))
     assert at_the_limit.has_stop_token
 
 
 @contract
 async def test_sampled_logprobs_equal_the_scored_ones(engine):
-    made = await engine.generate(PROMPT, SamplingParams(20, seed=5))
-    scores = await engine.logprobs([*PROMPT, *made.ids])
+    generation = await engine.generate(PROMPT, SamplingParams(20, seed=5))
+    scores = await engine.logprobs([*PROMPT, *generation.ids])
     assert len(scores) == len(PROMPT) + 19
-    assert scores[len(PROMPT) - 1 :] == pytest.approx(made.logprobs, abs=1e-3)
+    assert scores[len(PROMPT) - 1 :] == pytest.approx(generation.logprobs, abs=1e-3)
 
 
 @contract
@@ -115,9 +115,9 @@ async def test_an_aborted_generation_is_marked_and_can_be_continued(engine):
         await asyncio.sleep(0)
         if name != "e":
             await engine.abort([name, "somebody else's"])
-        made = await asked
-        assert made.is_aborted == (len(made.ids) < left) and not made.has_stop_token
-        ids, logprobs = [*ids, *made.ids], [*logprobs, *made.logprobs]
+        generation = await asked
+        assert generation.is_aborted == (len(generation.ids) < left) and not generation.has_stop_token
+        ids, logprobs = [*ids, *generation.ids], [*logprobs, *generation.logprobs]
     assert (await engine.logprobs(ids))[len(PROMPT) - 1 :] == pytest.approx(logprobs, abs=1e-3)
 
 
@@ -125,8 +125,8 @@ async def test_an_aborted_generation_is_marked_and_can_be_continued(engine):
 async def test_many_concurrent_requests_are_all_answered(engine):
     draw = random.Random(0)
     prompts = [[draw.randrange(50) for _ in range(draw.randint(1, 30))] for _ in range(20)]
-    made = await asyncio.gather(*(engine.generate(ids, SamplingParams(8, seed=7)) for ids in prompts))
-    assert [len(each.ids) for each in made] == [8] * 20
+    generation = await asyncio.gather(*(engine.generate(ids, SamplingParams(8, seed=7)) for ids in prompts))
+    assert [len(each.ids) for each in generation] == [8] * 20
 
 
 @asynccontextmanager
@@ -294,14 +294,14 @@ async def test_loading_weights_reloads_the_model_and_empties_the_prefix_cache(tm
         await engine.load_weights(tmp_path, 4)
         assert await engine.logprobs([1, 2, 3]) != before
         assert (await engine.generate([1], SamplingParams(2, seed=0))).weight_version == 4
-    assert [route for route, _ in fake.asked][1:3] == ["/collective_rpc", "/reset_prefix_cache"]
+    assert [route for route, _ in fake.requests][1:3] == ["/collective_rpc", "/reset_prefix_cache"]
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("said", [{"success": False}, {}, [True], "yes"])
-async def test_a_prefix_cache_that_is_not_emptied_is_an_engine_error(tmp_path, said):
+@pytest.mark.parametrize("reset_answer", [{"success": False}, {}, [True], "yes"])
+async def test_a_prefix_cache_that_is_not_emptied_is_an_engine_error(tmp_path, reset_answer):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    twist = lambda route, answer: said if route == "/reset_prefix_cache" else answer  # noqa: E731
+    twist = lambda route, answer: reset_answer if route == "/reset_prefix_cache" else answer  # noqa: E731
     async with vllm(FakeVllm(TableEngine(), twist)) as engine:
         with pytest.raises(EngineError, match="an empty prefix cache"):
             await engine.load_weights(tmp_path, 4)
@@ -313,10 +313,10 @@ async def test_the_models_generation_config_has_no_effect():
     fake = FakeVllm(TableEngine())
     async with vllm(fake) as engine:
         await engine.generate([1], SamplingParams(4, temperature=0.7, top_p=0.9, stop_ids=(8,), seed=3))
-    ((_, body),) = fake.asked
+    ((_, body),) = fake.requests
     fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
-    said = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 3, "stop_token_ids": [8], "logprobs": 0}
-    assert body == {"prompt": [1], **fixed, **said}
+    answer = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 3, "stop_token_ids": [8], "logprobs": 0}
+    assert body == {"prompt": [1], **fixed, **answer}
 
 
 @pytest.mark.asyncio
@@ -338,9 +338,9 @@ async def test_an_abort_is_sent_again_until_the_server_knows_the_request():
         await table.begun.acquire()
         await table.begun.acquire()
         await engine.abort(["mine"])
-        made, whole = await mine, await other
-    assert (made.is_aborted, whole.is_aborted) == (True, False)
-    assert made.ids == whole.ids[: table.reached]
+        generation, whole = await mine, await other
+    assert (generation.is_aborted, whole.is_aborted) == (True, False)
+    assert generation.ids == whole.ids[: table.reached]
     assert times == 3
 
 
@@ -356,4 +356,4 @@ async def test_a_request_that_waits_for_a_connection_is_aborted_in_the_client(mo
         await table.begun.acquire()
         await engine.abort("ab")
         first, second = await asyncio.gather(*tasks)
-    assert (len(first.ids), second.ids, second.is_aborted, len(table.asked)) == (table.reached, (), True, 1)
+    assert (len(first.ids), second.ids, second.is_aborted, len(table.requests)) == (table.reached, (), True, 1)

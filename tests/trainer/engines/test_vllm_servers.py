@@ -72,8 +72,8 @@ async def test_servers_started_by_a_rank_get_no_launcher_variables(servers, tmp_
     files = [str(tmp_path / name) for name in ("outside.json", "inside.json")]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     process = await asyncio.create_subprocess_exec(*torchrun, *ranks, *files, env=outside, stderr=subprocess.PIPE)
-    _, said = await process.communicate()
-    assert process.returncode == 0, said.decode()
+    _, output = await process.communicate()
+    assert process.returncode == 0, output.decode()
     of_rank = json.loads((tmp_path / "inside.json").read_text())
     assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"} < set(of_rank)
     of_rank |= {"NCCL_ASYNC_ERROR_HANDLING": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -101,13 +101,13 @@ async def gone(pids):
 
 
 def started(folder):
-    said = [path.read_text().split() for path in folder.glob("model.*")]
-    return [int(pid) for pids in said for pid in pids[:2]], [cores for _, _, *cores in said]
+    output = [path.read_text().split() for path in folder.glob("model.*")]
+    return [int(pid) for pids in output for pid in pids[:2]], [cores for _, _, *cores in output]
 
 
 def started_at(folder, url):
-    said = Path(f"{folder}/model.{url.rpartition(':')[2]}").read_text().split()
-    return [int(pid) for pid in said[:2]]
+    output = Path(f"{folder}/model.{url.rpartition(':')[2]}").read_text().split()
+    return [int(pid) for pid in output[:2]]
 
 
 async def answers(session, url):
@@ -198,16 +198,20 @@ def test_servers_use_only_the_visible_gpus(shown):
     base = dict.fromkeys(shown, "4,5,GPU-6f,7")
     servers = VllmServers("python", Path("model"), 64, gpus_per_server=1, first_gpu=2)  # two train
     for number, own in enumerate(("GPU-6f", "7")):
-        made = servers.environment(number, 2, [0], base)
-        assert {name: made[name] for name in vllm_servers.GPU_VARIABLES if name in made} == dict.fromkeys(shown, own)
+        variables = servers.environment(number, 2, [0], base)
+        assert {name: variables[name] for name in vllm_servers.GPU_VARIABLES if name in variables} == dict.fromkeys(
+            shown, own
+        )
 
 
 def test_gpus_visible_to_rocm_are_counted_from_zero():
     """Slurm sets ROCR_VISIBLE_DEVICES for a job on AMD GPUs."""
     base = {"ROCR_VISIBLE_DEVICES": "4,5,6"}
     servers = VllmServers("python", Path("model"), 64, gpus_per_server=1, first_gpu=1)
-    made = [servers.environment(number, 2, [0], base) for number in (0, 1)]
-    assert [(one["CUDA_VISIBLE_DEVICES"], one["ROCR_VISIBLE_DEVICES"]) for one in made] == [
+    variables = [servers.environment(number, 2, [0], base) for number in (0, 1)]
+    assert [
+        (environment["CUDA_VISIBLE_DEVICES"], environment["ROCR_VISIBLE_DEVICES"]) for environment in variables
+    ] == [
         ("1", "4,5,6"),
         ("2", "4,5,6"),
     ]
@@ -222,8 +226,8 @@ async def test_too_few_gpus_are_a_config_error_before_any_server_starts(servers,
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
     for shown, last in (("4,5,6", 2), ("", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-        said = rf"^engine {last} of 2: expected {2 * last} GPUs or more, got CUDA_VISIBLE_DEVICES={shown}; lower"
-        with pytest.raises(ConfigError, match=said):
+        output = rf"^engine {last} of 2: expected {2 * last} GPUs or more, got CUDA_VISIBLE_DEVICES={shown}; lower"
+        with pytest.raises(ConfigError, match=output):
             async with replace(servers, gpus_per_server=2).serve(2, tmp_path / "logs"):
                 pass
     assert not started(tmp_path)[0]

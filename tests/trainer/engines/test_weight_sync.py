@@ -62,13 +62,13 @@ async def take(engine, folder):
 
 
 def test_the_probe_scores_like_the_model_for_any_weights(folder):
-    reference = SyncProbe(folder)
+    probe = SyncProbe(folder)
     for seed in (0, 1):
         trained = model(seed)
-        said = reference.expected_logprobs(trained.state_dict()).logprobs.tolist()
-        for probe, logprobs in zip(reference.sequences, said, strict=True):
-            assert logprobs == pytest.approx(training_logprobs(trained, probe), abs=1e-5)
-    assert all(parameter.is_meta for parameter in reference._model.parameters())
+        scores = probe.expected_logprobs(trained.state_dict()).logprobs.tolist()
+        for sequence, logprobs in zip(probe.sequences, scores, strict=True):
+            assert logprobs == pytest.approx(training_logprobs(trained, sequence), abs=1e-5)
+    assert all(parameter.is_meta for parameter in probe._model.parameters())
 
 
 @pytest.mark.asyncio
@@ -81,9 +81,9 @@ async def test_engines_in_this_process_copy_the_trainers_tensors(folder):
         with torch.no_grad():  # the trainer goes on: the engine has copies
             trained.model.norm.weight.mul_(2)
         async with pool.open_episode(group="a", max_context_tokens=256) as handle:
-            made = await handle.generate([1, 2, 3], SamplingParams(8, seed=0))
-        expected = training_logprobs(model(1), [1, 2, 3, *made.ids])[2:]
-        assert made.logprobs == pytest.approx(expected, abs=1e-3)
+            generation = await handle.generate([1, 2, 3], SamplingParams(8, seed=0))
+        expected = training_logprobs(model(1), [1, 2, 3, *generation.ids])[2:]
+        assert generation.logprobs == pytest.approx(expected, abs=1e-3)
         assert await pool.sync_weights(trained.state_dict()) == 2
         assert await pool.sync_weights(trained.state_dict(), 40) == 40
         async with pool.open_episode(group="a", max_context_tokens=256) as handle:
@@ -172,12 +172,12 @@ def reference_of(folder, dtype, layers):
 
 def sharper(seed, layers, factor):
     """Return a random model with larger weights, so that its layers matter more and its logits round more."""
-    made = model(seed, num_hidden_layers=layers)
+    generation = model(seed, num_hidden_layers=layers)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in generation.named_parameters():
             if "norm" not in name:
                 parameter.mul_(factor)
-    return made
+    return generation
 
 
 @pytest.mark.asyncio
@@ -186,17 +186,17 @@ def sharper(seed, layers, factor):
 async def test_rounding_alone_passes_the_check(tmp_path, dtype, layers):
     """The largest of these differences is far below the bound, as 10,000 models showed
     (`trainer.engines.weight_sync`)."""
-    reference, draw, worst = reference_of(tmp_path, dtype, layers), random.Random(0), 0.0
+    probe, draw, worst = reference_of(tmp_path, dtype, layers), random.Random(0), 0.0
     for seed in range(12):
         trained = sharper(seed, layers, 1 + seed % 4)
-        reference.sequences = [
+        probe.sequences = [
             draw.choices(range(VOCABULARY), k=weight_sync.PROBE_TOKENS) for _ in range(weight_sync.NUM_PROBES)
         ]
-        expected = reference.expected_logprobs(trained.state_dict())
+        expected = probe.expected_logprobs(trained.state_dict())
         engine = Scoring(trained, dtype)
-        await reference.check(engine, expected)
-        said = torch.tensor([await engine.logprobs(probe) for probe in reference.sequences], dtype=torch.float64)
-        worst = max(worst, weight_sync._rms(said - expected.logprobs) / expected.rounding / BOUNDS[dtype])
+        await probe.check(engine, expected)
+        scores = torch.tensor([await engine.logprobs(sequence) for sequence in probe.sequences], dtype=torch.float64)
+        worst = max(worst, weight_sync._rms(scores - expected.logprobs) / expected.rounding / BOUNDS[dtype])
     assert 0 < worst < 0.75
 
 
@@ -206,10 +206,10 @@ async def test_rounding_alone_passes_the_check(tmp_path, dtype, layers):
 async def test_a_stale_or_exchanged_layer_is_detected(tmp_path, dtype, layers):
     """Each layer, and each matrix alone, as it was before the training; each layer that misses a step that a higher
     learning rate makes; each pair of layers exchanged."""
-    reference = reference_of(tmp_path, dtype, layers)
+    probe = reference_of(tmp_path, dtype, layers)
     trained, before = model(1, num_hidden_layers=layers), model(2, num_hidden_layers=layers).state_dict()
     right = copy.deepcopy(trained.state_dict())
-    expected = reference.expected_logprobs(right)
+    expected = probe.expected_logprobs(right)
     of = [[name for name in right if f"layers.{layer}." in name] for layer in range(layers)]
     wrong = [{name: before[name] for name in names} for names in of]
     wrong += [{name: before[name]} for names in of for name in names if "proj" in name]
@@ -221,11 +221,11 @@ async def test_a_stale_or_exchanged_layer_is_detected(tmp_path, dtype, layers):
     for one, other in itertools.combinations(of, 2):
         wrong.append({a: right[b] for a, b in [*zip(one, other, strict=True), *zip(other, one, strict=True)]})
     assert len(wrong) == layers * 9 + layers * (layers - 1) // 2
-    await reference.check(Scoring(trained, dtype), expected)
+    await probe.check(Scoring(trained, dtype), expected)
     for some in wrong:
         trained.load_state_dict({**right, **some})
         with pytest.raises(WeightSyncError, match="it has other weights"):
-            await reference.check(Scoring(trained, dtype), expected)
+            await probe.check(Scoring(trained, dtype), expected)
 
 
 @pytest.mark.asyncio
@@ -264,10 +264,10 @@ async def test_a_server_that_cannot_load_weights_is_down_and_the_others_generate
                 pool.open_episode(group="a", max_context_tokens=256) as first,
                 pool.open_episode(group="a", max_context_tokens=256) as second,
             ):
-                made = await asyncio.gather(
+                generation = await asyncio.gather(
                     *(handle.generate([1], SamplingParams(2, seed=0)) for handle in (first, second))
                 )
-            assert [each.engine for each in made] == ["one", "one"]
+            assert [each.engine for each in generation] == ["one", "one"]
     await asyncio.gather(good.close(), bad.close())
 
 
@@ -292,8 +292,8 @@ async def test_a_turn_continues_with_the_same_tokens_after_the_only_server_resta
         ids, versions = [1, 2, 3], []
         async with pool.open_episode(group="a", max_context_tokens=256) as handle:
             for turn in range(3):
-                made = await handle.generate(ids, SamplingParams(20, seed=turn))
-                ids, versions = [*ids, *made.ids, 7], [*versions, made.weight_version]
+                generation = await handle.generate(ids, SamplingParams(20, seed=turn))
+                ids, versions = [*ids, *generation.ids, 7], [*versions, generation.weight_version]
         return ids, versions
 
     options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
@@ -353,22 +353,24 @@ async def test_a_real_vllm_scores_like_the_trainer_after_every_sync(tmp_path):
     if not VLLM:
         pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
     async with real(VLLM, tmp_path) as engine:
-        reference = SyncProbe(tmp_path / "model")
+        probe = SyncProbe(tmp_path / "model")
         keep = FileWeightStore(tmp_path / "weights")
         async with EnginePool(
-            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=reference
+            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=probe
         ) as pool:
             for seed in (1, 2, 1):
                 trained = model(seed)
                 await pool.sync_weights(trained.state_dict())
                 for temperature in (1.0, 0.6):
                     async with pool.open_episode(group="a", max_context_tokens=256) as handle:
-                        made = await handle.generate([1, 2, 3], SamplingParams(40, temperature=temperature, seed=seed))
-                    expected = training_logprobs(trained, [1, 2, 3, *made.ids], temperature)[2:]
-                    assert made.logprobs == pytest.approx(expected, abs=1e-3)
+                        generation = await handle.generate(
+                            [1, 2, 3], SamplingParams(40, temperature=temperature, seed=seed)
+                        )
+                    expected = training_logprobs(trained, [1, 2, 3, *generation.ids], temperature)[2:]
+                    assert generation.logprobs == pytest.approx(expected, abs=1e-3)
             wrong = {name: tensor * 1.05 for name, tensor in model(1).state_dict().items()}
             with pytest.raises(WeightSyncError):
-                await reference.check(engine, reference.expected_logprobs(wrong))
+                await probe.check(engine, probe.expected_logprobs(wrong))
 
 
 @pytest.mark.asyncio

@@ -351,4 +351,4 @@ def test_the_conversation_in_the_documents_is_valid():
     assert rstar2_format(qwen_tokenizer(), tools=[TOOL_SCHEMA]).encode_conversation(row["messages"])
     asks, answers = (parse_turn(said["content"]) for said in row["messages"] if said["role"] == "assistant")
     assert [call.arguments for call in asks.tool_calls] == [{"code": "print(347 * 29)"}]
-    assert (answers.answer, answers.answer_tags) == ("10063", 1)
+    assert (answers.answer, answers.answer_blocks) == ("10063", 1)

@@ -25,7 +25,7 @@ def test_an_answer_earns_what_its_check_says() -> None:
 def test_no_answer_earns_nothing_and_is_not_checked() -> None:
     verifier = FakeVerifier()
     assert rewards(episode(None), verifier=verifier) == [0.0]
-    assert verifier.asked == []
+    assert verifier.requests == []
 
 
 @pytest.mark.parametrize("stop", [StopReason.UNAVAILABLE, StopReason.CANCELLED])
@@ -43,4 +43,4 @@ def test_answers_that_episodes_share_are_checked_once_and_all_at_once() -> None:
     verifier = FakeVerifier()
     asked = [episode("7"), episode("8"), episode("7"), episode("7", gold="8"), episode("8")]
     assert rewards(*asked, verifier=verifier) == [1.0, 0.0, 1.0, 0.0, 0.0]
-    assert verifier.asked == [[("7", "7"), ("7", "8"), ("8", "7")]]
+    assert verifier.requests == [[("7", "7"), ("7", "8"), ("8", "7")]]

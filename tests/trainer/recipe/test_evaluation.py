@@ -21,18 +21,18 @@ from rich.console import Console
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
 from trainer.recipe.evaluation import (
     ALL,
-    MEASURES,
+    EVAL_METRICS,
+    EpisodeOutcome,
     Estimate,
-    Outcome,
-    Report,
+    EvalReport,
+    evaluate_problems,
     pass_at,
-    read_reports,
-    report,
-    reports_of,
-    sample,
-    scores,
-    summary,
-    unfinished,
+    read_eval_reports,
+    report_table,
+    reports_from_json,
+    summarize,
+    summary_scores,
+    unfinished_problems,
 )
 from trainer.runs.run_folder import RunFolder
 
@@ -41,15 +41,15 @@ PROBLEMS = [
 ]
 
 
-def outcome(reward: float | None = 1.0, **some: Any) -> Outcome:
+def outcome(reward: float | None = 1.0, **some: Any) -> EpisodeOutcome:
     of_all = {
         "num_tool_calls": 2, "num_failed_tool_calls": 1, "answer_blocks": 1, "num_turns": 3, "response_length": 10,
         "stop_reason": "finished",
     }  # fmt: skip
-    return Outcome(reward, **{**of_all, **some})
+    return EpisodeOutcome(reward, **{**of_all, **some})
 
 
-def calling(calls: int, failed: int, **fields: Any) -> Outcome:
+def calling(calls: int, failed: int, **fields: Any) -> EpisodeOutcome:
     return outcome(num_tool_calls=calls, num_failed_tool_calls=failed, **fields)
 
 
@@ -90,10 +90,12 @@ class Collector:
         return [[replace(one, reward=None) if (problem.id, one.sample) in self.unavailable else one for one in group]]
 
 
-def run(collector: Collector, folder: Path, advance: Callable[[int], None] = lambda done: None) -> dict[str, Report]:
-    missing = unfinished(PROBLEMS, 2, folder)
-    asyncio.run(sample(missing, 2, collector, record=RunFolder(folder), advance=advance))
-    return reports_of(PROBLEMS, 2, folder)
+def run(
+    collector: Collector, folder: Path, advance: Callable[[int], None] = lambda done: None
+) -> dict[str, EvalReport]:
+    missing = unfinished_problems(PROBLEMS, 2, folder)
+    asyncio.run(evaluate_problems(missing, 2, collector, run_folder=RunFolder(folder), on_progress=advance))
+    return read_eval_reports(PROBLEMS, 2, folder)
 
 
 def rows_of(folder: Path) -> list[tuple[str, int]]:
@@ -104,7 +106,7 @@ def rows_of(folder: Path) -> list[tuple[str, int]]:
 ALL_ROWS = [(problem.id, sample) for problem in PROBLEMS for sample in range(2)]
 
 
-def value(report: Report, name: str = "accuracy") -> float:
+def value(report: EvalReport, name: str = "accuracy") -> float:
     return report.measures[name].value
 
 
@@ -115,7 +117,7 @@ def test_pass_at_counts_the_draws(samples: int, right: int, j: int) -> None:
 
 
 def test_numbers_by_hand() -> None:
-    made = report(
+    made = summarize(
         [
             [
                 outcome(1.0, num_tool_calls=4, num_failed_tool_calls=1),
@@ -134,7 +136,7 @@ def test_numbers_by_hand() -> None:
         2,
     )
     assert (made.problems, made.episodes, made.unavailable) == (4, 5, 3)
-    assert {name: value(made, name) for name in MEASURES} == pytest.approx(
+    assert {name: value(made, name) for name in EVAL_METRICS} == pytest.approx(
         {
             "accuracy": 2 / 5,
             "tool_error_ratio": 2 / 10,
@@ -152,16 +154,16 @@ def test_numbers_by_hand() -> None:
 
 def test_an_outage_is_no_zero() -> None:
     right, lost = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
-    assert value(report([right, lost], 2)) == 1
-    nothing = report([lost], 2)
+    assert value(summarize([right, lost], 2)) == 1
+    nothing = summarize([lost], 2)
     assert (nothing.measures, nothing.episodes, nothing.unavailable) == ({}, 0, 2)
     of_all = {"accuracy": None, "tool_error_ratio": None, "one_answer": None}
-    assert scores({"some": nothing, ALL: nothing}) == {**of_all, "accuracy_by_source": {"some": None}}
+    assert summary_scores({"some": nothing, ALL: nothing}) == {**of_all, "accuracy_by_source": {"some": None}}
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=4, max_size=4), max_size=8))
 def test_estimates_are_in_their_intervals_and_agree(rewards: list[list[float | None]]) -> None:
-    made = report([[outcome(reward) for reward in some] for some in rewards], 4)
+    made = summarize([[outcome(reward) for reward in some] for some in rewards], 4)
     assert made.episodes + made.unavailable == 4 * len(rewards)
     shares = {name: made.measures[name] for name in made.measures if name in ("accuracy", "tool_use") or "@" in name}
     for estimate in shares.values():
@@ -173,7 +175,7 @@ def test_estimates_are_in_their_intervals_and_agree(rewards: list[list[float | N
 
 
 def test_interval_is_what_the_normal_law_says() -> None:
-    made = report([[outcome(float(number % 4 == 0))] for number in range(400)], 1).measures["accuracy"]
+    made = summarize([[outcome(float(number % 4 == 0))] for number in range(400)], 1).measures["accuracy"]
     half = 1.96 * (0.25 * 0.75 / 400) ** 0.5
     assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
 
@@ -181,18 +183,18 @@ def test_interval_is_what_the_normal_law_says() -> None:
 @pytest.mark.parametrize(("right", "low", "high"), [(30, 0.886, 1), (0, 0, 0.114), (29, 0.833, 0.994)])
 def test_problems_that_agree_do_not_prove_that_all_would(right: int, low: float, high: float) -> None:
     """Wilson's interval of 30 trials, by its published formula."""
-    made = report([[outcome(float(number < right))] for number in range(30)], 1)
+    made = summarize([[outcome(float(number < right))] for number in range(30)], 1)
     for name in ("accuracy", "pass@1"):
         found = made.measures[name]
         assert (found.low, found.high) == (pytest.approx(low, abs=0.001), pytest.approx(high, abs=0.001))
-    one_answer = report([[outcome(), outcome(answer_blocks=2)]] * 30, 2).measures["one_answer"]
+    one_answer = summarize([[outcome(), outcome(answer_blocks=2)]] * 30, 2).measures["one_answer"]
     assert one_answer.high - one_answer.low > 0.3
     assert made.measures["response_length"] == Estimate(10, 10, 10)
 
 
 def test_samples_of_a_problem_are_no_problems() -> None:
-    made = report([[outcome(float(number % 2))] * 50 for number in range(40)], 50).measures["accuracy"]
-    once = report([[outcome(float(number % 2))] for number in range(40)], 1).measures["accuracy"]
+    made = summarize([[outcome(float(number % 2))] * 50 for number in range(40)], 50).measures["accuracy"]
+    once = summarize([[outcome(float(number % 2))] for number in range(40)], 1).measures["accuracy"]
     assert (made.low, made.high) == (pytest.approx(once.low), pytest.approx(once.high))
 
 
@@ -209,7 +211,7 @@ def test_an_interval_of_a_ratio_is_what_drawing_problems_again_gives() -> None:
     for _ in range(2000):
         flat = [one for some in rng.choices(groups, k=len(groups)) for one in some]
         drawn.append(sum(one.num_failed_tool_calls for one in flat) / sum(one.num_tool_calls for one in flat))
-    made = report(groups, 3).measures["tool_error_ratio"]
+    made = summarize(groups, 3).measures["tool_error_ratio"]
     low, *_, high = statistics.quantiles(drawn, n=40)  # 2.5 % apart
     assert (made.low, made.high) == (pytest.approx(low, abs=0.012), pytest.approx(high, abs=0.012))
 
@@ -221,8 +223,8 @@ def test_reports_are_by_source_and_overall(tmp_path: Path) -> None:
     assert [value(one) for one in reports.values()] == [0.5, 0.75, 0.625]
     assert seen == [1, 2, 3, 4]
     assert reports[ALL].measures["pass@2"].value == 0.75
-    assert read_reports(json.loads(json.dumps({name: asdict(one) for name, one in reports.items()}))) == reports
-    by_source = scores(reports)["accuracy_by_source"]
+    assert reports_from_json(json.loads(json.dumps({name: asdict(one) for name, one in reports.items()}))) == reports
+    by_source = summary_scores(reports)["accuracy_by_source"]
     assert by_source == {name: asdict(reports[name].measures["accuracy"]) for name in ("even", "odd")}
 
 
@@ -231,7 +233,7 @@ def test_the_table_has_every_measure_with_its_interval(tmp_path: Path) -> None:
     lines = {}
     for width in (80, 66):
         out = io.StringIO()
-        Console(file=out, width=width).print(summary(reports))
+        Console(file=out, width=width).print(report_table(reports))
         assert max(map(len, out.getvalue().splitlines())) <= width
         lines[width] = out.getvalue()
     shown = {line[:25].strip(): line[25:].split() for line in lines[80].splitlines()}

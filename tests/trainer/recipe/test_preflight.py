@@ -15,16 +15,17 @@ import pytest
 from aiohttp import web
 
 from trainer import cli
-from trainer.config import RunConfig, load
+from trainer.config import RunConfig
+from trainer.config_loading import load_config
 from trainer.environments import connection
 from trainer.recipe import preflight
+from trainer.recipe.phases import Phase, RecipeRun, TrainResult
 from trainer.recipe.preflight import missing
-from trainer.recipe.runner import Run, Unit
 
 pytest.importorskip("torch")
 pytest.importorskip("trl")
 
-from trainer.recipe import phase_work as stages
+from trainer.recipe import phase_work
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHAPE = """
@@ -51,12 +52,12 @@ NOBODY = "http://127.0.0.1:1"
 def _config(folder: Path, *sets: str, text: str = TEXT) -> RunConfig:
     file = folder / "run.toml"
     file.write_text(text, encoding="utf-8")
-    return load(file, {}, [f"run_dir={folder / 'run'}", *sets])
+    return load_config(file, {}, [f"run_dir={folder / 'run'}", *sets])
 
 
 def _missing(config: RunConfig, *commands: str) -> list[str]:
-    run = Run(config)
-    return missing(run, [unit for unit in run.units() if not commands or unit.command in commands])
+    run = RecipeRun(config)
+    return missing(run, [unit for unit in run.phases() if not commands or unit.command in commands])
 
 
 @pytest.fixture(autouse=True)
@@ -107,9 +108,9 @@ def test_all_that_is_missing_is_named_at_once(
         "data.train": "problems.jsonl",
         "model.path": bare,
         "engines.kind": "vllm",
-        "engines.python": "no-such-python",
-        "hardware.launch": "no-such-torchrun",
-        "track.to": "trackio",
+        "engines.vllm_python": "no-such-python",
+        "hardware.launcher": "no-such-torchrun",
+        "tracking.trackers": "trackio",
         "sandbox.endpoints": NOBODY,
     }
     config = _config(tmp_path, *(f"{key}={value}" for key, value in sets.items()))
@@ -124,10 +125,10 @@ def test_all_that_is_missing_is_named_at_once(
         f"model {bare}: has no config.json and no weights; ",
         f"model {bare}: Couldn't instantiate the backend tokenizer",
         f"disk: {tmp_path / 'run'}: models and checkpoints need 0.0 GB, but 0.0 GB are free; ",
-        "memory: sft: takes ",
-        "memory: stages.rl1: takes ",
-        "hardware.launch: no-such-torchrun: no such command on PATH; ",
-        "track.to: trackio is not installed; ",
+        "memory: sft: needs ",
+        "memory: stages.rl1: needs ",
+        "hardware.launcher: no-such-torchrun: no such command on PATH; ",
+        "tracking.trackers: trackio is not installed; ",
         "engines: no-such-python has no vLLM; ",
         f"sandbox: no sandbox at {NOBODY}: ",
     ]
@@ -153,9 +154,9 @@ def test_a_unit_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
 
 def test_a_unit_of_its_own_says_it_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _config(tmp_path, "sft.data=gone.jsonl")
-    run = Run(config)
-    run.finish(Unit("prepare"), {"model": "tiny", "step": 0})
-    argv = ["sft", str(tmp_path / "run.toml"), f"--run-dir={run.folder}", "--set=sft.data=gone.jsonl"]
+    run = RecipeRun(config)
+    run.write_result(Phase("prepare"), TrainResult("tiny", 0))
+    argv = ["sft", str(tmp_path / "run.toml"), f"--run-dir={run.dir}", "--set=sft.data=gone.jsonl"]
     assert cli.main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "rstar-train: sft.data: gone.jsonl: no such file; name another source, or put the file there"
@@ -171,32 +172,39 @@ def test_the_first_conversation_must_be_one(tmp_path: Path) -> None:
 
 def test_a_plan_that_does_not_fit_the_gpu_is_named(tmp_path: Path) -> None:
     text = (CONFIGS / "qwen2.5-1.5b-single-gpu.toml").read_text(encoding="utf-8")
-    sets = ["sft.micro_batch=8", "sft.is_checkpointing=false", "engines.gpu_memory=0.03", "hardware.engine_gpus=1"]
+    sets = [
+        "sft.micro_batch_size=8",
+        "sft.gradient_checkpointing=false",
+        "engines.gpu_memory_utilization=0.03",
+        "hardware.engine_gpus=1",
+    ]
     config = _config(tmp_path, *sets, text=text)
     shape = config.model.shape
     assert shape
-    sft, *stages = preflight._memory(config, Run(config).units(), shape)
+    sft, *stages = preflight._memory(config, RecipeRun(config).phases(), shape)
     assert sft.startswith(
-        "memory: sft: training and the engine beside it take 201% of a GPU's 80 GB; lower micro_batch"
+        "memory: sft: training and the engine on the same GPU take 201% of its 80 GB; lower micro_batch_size"
     )
-    assert all(line.startswith("memory: stages.rl") and "an engine's cache holds 0 tokens" in line for line in stages)
+    assert all(
+        line.startswith("memory: stages.rl") and "an engine's KV cache holds 0 tokens" in line for line in stages
+    )
     assert len(stages) == 3
     fits = _config(tmp_path, text=text)
-    assert list(preflight._memory(fits, Run(fits).units(), shape)) == []
+    assert list(preflight._memory(fits, RecipeRun(fits).phases(), shape)) == []
 
 
 def test_what_is_on_the_disk_already_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path)
-    run, shape = Run(config), config.model.shape
+    run, shape = RecipeRun(config), config.model.shape
     assert shape
     needed = preflight.disk_bytes(config, shape, 2)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(needed - 1000))
-    assert len(list(preflight._disk(run, run.units(), shape))) == 1
-    checkpoint = run.stage("sft") / "checkpoints/checkpoint-1/optimizer.pt"
+    assert len(list(preflight._disk(run, run.phases(), shape))) == 1
+    checkpoint = run.stage_dir("sft") / "checkpoints/checkpoint-1/optimizer.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(bytes(1000))
-    assert list(preflight._disk(run, run.units(), shape)) == []
+    assert list(preflight._disk(run, run.phases(), shape)) == []
 
 
 def test_an_engine_must_answer_take_the_run_s_contexts_and_new_weights(
@@ -206,13 +214,14 @@ def test_an_engine_must_answer_take_the_run_s_contexts_and_new_weights(
     config = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={NOBODY}")
 
     def engines(config: RunConfig = config) -> list[str]:
-        return [line for line in asyncio.run(preflight._services(config)) if line.startswith("engines")]
+        return [line for line in asyncio.run(preflight._servers(config)) if line.startswith("engines")]
 
     assert engines() == []
     says["routes"] = False
     assert engines() == [f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"]
     says["max_model_len"] = 512
-    expected = f"engines: {url}: takes 512 tokens, fewer than engines.max_length=16384; start it with more"
+    expected = f"engines: {url}: takes 512 tokens, fewer than engines.max_model_len=16384; start it with a larger "
+    expected += "--max-model-len"
     assert engines() == [expected]
     nobody = f"engines.endpoints={NOBODY}", f"sandbox.endpoints={NOBODY}"
     (line,) = engines(_config(tmp_path, "engines.kind=vllm", *nobody))
@@ -238,10 +247,10 @@ def test_the_first_rank_alone_looks_and_can_be_told_not_to(
     rank: str, flags: list[str], is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, asked = _config(tmp_path), list[str]()
-    Run(config).finish(Unit("prepare"), {"model": "tiny", "step": 0})
+    RecipeRun(config).write_result(Phase("prepare"), TrainResult("tiny", 0))
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(preflight, "require", lambda run, units: asked.extend(map(str, units)))
-    monkeypatch.setitem(stages.WORK, "sft", lambda run, unit: None)
+    monkeypatch.setitem(phase_work.PHASE_FUNCTIONS, "sft", lambda run, unit: None)
     assert cli.main(["sft", str(tmp_path / "run.toml"), f"--run-dir={config.run_dir}", *flags]) == 0
     assert asked == (["sft"] if is_asked else [])
 
@@ -253,9 +262,9 @@ def test_a_recipe_without_a_sandbox_ends_before_it_starts(tmp_path: Path) -> Non
     done = subprocess.run([*command, *sets], capture_output=True, text=True, timeout=300)
     said = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
-    assert said[0] == "preflight"
+    assert said[0] == "preflight: checking what the run needs"
     assert "rstar-train: 2 things are missing" in said
     assert any(line.startswith("  sft.data: gone.jsonl: no such file") for line in said)
     assert any(line.startswith(f"  sandbox: no sandbox at {NOBODY}") for line in said)
-    assert said[-1].startswith("rstar-train: nothing was started; mend what is named above")
+    assert said[-1].startswith("rstar-train: nothing was started; repair what is listed above")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock"]

@@ -1,4 +1,4 @@
-"""The recipe's order, what is over and what is not, and that a kill leaves neither a stray child nor a second run."""
+"""The order of a recipe's phases, resumption, and the guarantee that a kill leaves no stray child and no second run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trainer.config import ConfigError, RunConfig, load
+from trainer.config import ConfigError, RunConfig
+from trainer.config_loading import load_config
 from trainer.json_files import RecordError, write_json
-from trainer.recipe.runner import NotReady, Run, Unit, UnitFailed, argv, recipe
+from trainer.recipe.phases import EvalResult, FilterResult, Phase, PhaseResult, RecipeRun, TrainResult
+from trainer.recipe.runner import NotReady, PhaseFailed, phase_command, run_recipe
 from trainer.runs.run_folder import LAYOUT_VERSION
 
 STAGES = """
@@ -26,231 +28,282 @@ data = ["generated:8"]
 steps = 3
 [stages.rl2]
 steps = 2
-drop_solved = 8
+difficulty_filter_samples = 8
 data = ["generated:4"]
 """
-NO = "--no-preflight"
+NO_PREFLIGHT = "--no-preflight"
 ORDER = ["prepare", "sft", "eval sft", "grpo rl1", "eval rl1", "filter rl2", "grpo rl2", "eval rl2"]
+SCORES = {"accuracy": 0.5, "tool_error_ratio": 0.25, "one_answer": 0.75}
 
 
-def _config(folder: Path, *sets: str) -> RunConfig:
-    file = folder / "run.toml"
+def _config(directory: Path, *overrides: str) -> RunConfig:
+    file = directory / "run.toml"
     file.write_text(STAGES, encoding="utf-8")
-    return load(file, {}, [f"run_dir={folder / 'run'}", *sets])
+    return load_config(file, {}, [f"run_dir={directory / 'run'}", *overrides])
 
 
-class Children:
-    """Stands in for processes: a unit is over at once, unless it is the one that fails."""
+def result_of(phase: Phase) -> PhaseResult:
+    if phase.command == "eval":
+        return EvalResult(SCORES)
+    if phase.command == "filter":
+        return FilterResult(problems=4, kept=3)
+    return TrainResult(f"{phase.stage}/model", 5, phase.stage)
 
-    def __init__(self, config: RunConfig, fails: str = "", preflight: int = 0) -> None:
-        self.run, self.fails, self.started = Run(config), fails, list[str]()
-        self.preflight, self.preflights = preflight, list[RunConfig]()
 
-    def __call__(self, unit: Unit, command: Sequence[str], lock: int) -> int:
-        if unit.command == "preflight":
-            self.preflights.append(load(Path(command[-1]), {}))
-            return self.preflight
-        self.started.append(str(unit))
-        if str(unit) == self.fails:
+class FakeChildren:
+    """Runs no process: a phase is done at once, except for the one that fails. Each phase takes 2 seconds."""
+
+    def __init__(self, config: RunConfig, fails: str = "", preflight_code: int = 0) -> None:
+        self.run, self.fails, self.started = RecipeRun(config), fails, list[str]()
+        self.preflight_code, self.preflights = preflight_code, list[RunConfig]()
+
+    def __call__(self, phase: Phase, command: Sequence[str], lock: int) -> int:
+        if phase.command == "preflight":
+            self.preflights.append(load_config(Path(command[-1]), {}))
+            return self.preflight_code
+        self.started.append(str(phase))
+        if str(phase) == self.fails:
             return 1
-        found: dict[str, Any] = {"seconds": 2.0, "model": f"{unit.stage}/model", "checkpoint": unit.stage, "step": 5}
-        if unit.command == "eval":
-            found["scores"] = {"accuracy": 0.5, "tool_error_ratio": 0.25, "one_answer": 0.75}
-        self.run.finish(unit, found)
+        self.run.write_result(phase, result_of(phase))
+        path = self.run.result_path(phase)
+        write_json(path, {**json.loads(path.read_text()), "seconds": 2.0})
         return 0
 
 
-def test_units_run_in_the_recipe_s_order_and_sum_up(tmp_path: Path) -> None:
+def test_phases_run_in_order_and_the_summary_adds_their_seconds(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    children = Children(config)
-    run = recipe(config, start=children)
+    children = FakeChildren(config)
+    run = run_recipe(config, run_phase=children)
     assert children.started == ORDER
-    scores = {"accuracy": 0.5, "tool_error_ratio": 0.25, "one_answer": 0.75}
-    expected = [{"name": name, **scores, "seconds": s} for name, s in (("sft", 4.0), ("rl1", 4.0), ("rl2", 6.0))]
+    expected = [{"name": name, **SCORES, "seconds": s} for name, s in (("sft", 4.0), ("rl1", 4.0), ("rl2", 6.0))]
     assert run.summary() == {"stages": expected}
-    written = run.record.read_summary()
+    written = run.run_folder.read_summary()
     assert written is not None
     assert written["stages"] == expected
 
 
-def test_nothing_starts_before_the_preflight_and_its_folder_may_still_change(tmp_path: Path) -> None:
+def test_nothing_starts_if_the_preflight_fails_and_the_settings_may_still_change(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    children = Children(config, preflight=2)
-    with pytest.raises(NotReady, match="nothing was started; mend what is named above, or give --no-preflight"):
-        recipe(config, start=children)
+    children = FakeChildren(config, preflight_code=2)
+    with pytest.raises(NotReady, match="nothing was started; repair what is listed above, or start anyway with --no-"):
+        run_recipe(config, run_phase=children)
     assert (children.started, children.preflights) == ([], [config])
-    crashed = Children(config, preflight=1)
-    with pytest.raises(UnitFailed, match="preflight ended with exit code 1; nothing was started"):
-        recipe(config, start=crashed)
+    crashing = FakeChildren(config, preflight_code=1)
+    with pytest.raises(PhaseFailed, match="preflight failed with exit code 1; nothing was started"):
+        run_recipe(config, run_phase=crashing)
     other = _config(tmp_path, 'data.train=["else"]')
-    again = Children(other)
-    recipe(other, start=again)
-    assert again.started == ORDER
-    third = Children(other, preflight=2)
-    recipe(other, start=third)
-    assert third.preflights == [], "all is over"
+    working = FakeChildren(other)
+    run_recipe(other, run_phase=working)
+    assert working.started == ORDER
+    finished = FakeChildren(other, preflight_code=2)
+    run_recipe(other, run_phase=finished)
+    assert finished.preflights == [], "a finished run needs no preflight"
 
 
-def test_the_preflight_can_be_left_out(tmp_path: Path) -> None:
+def test_the_preflight_can_be_skipped(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    children = Children(config, preflight=2)
-    recipe(config, start=children, has_preflight=False)
+    children = FakeChildren(config, preflight_code=2)
+    run_recipe(config, run_phase=children, has_preflight=False)
     assert (children.started, children.preflights) == (ORDER, [])
 
 
+def test_the_log_names_the_folder_each_phase_and_the_time_left(tmp_path: Path) -> None:
+    config, lines, run_dir = _config(tmp_path), list[str](), tmp_path / "run"
+    (run_dir / "data").mkdir(parents=True)
+    for name in ("eval", "rl2"):
+        (run_dir / f"data/{name}.jsonl").write_text("{}\n" * 4)
+    run_recipe(config, run_phase=FakeChildren(config), log=lines.append)
+    assert lines[1] == f"recipe: writes to {run_dir}; `rstar-train show {run_dir}` shows the run at any time"
+    assert [line.partition(" (")[0] for line in lines[2:]] == [f"[{i}/8] {phase}" for i, phase in enumerate(ORDER, 1)]
+    # An estimate needs one finished phase of each kind. An evaluation took 2 s for 4 episodes; so the filter of 8 times
+    # as many takes 16 s, two evaluations 4 s, and two training steps 2/3 of the 2 s that three took.
+    assert [line.partition(" (")[2] for line in lines[2:7]] == ["", "", "", "", "about 21 s left)"]
+    assert lines[8].endswith("grpo rl2 (about 3 s left)")
+
+
+def test_an_interrupt_logs_how_to_continue(tmp_path: Path) -> None:
+    config, lines = _config(tmp_path), list[str]()
+
+    def interrupt(phase: Phase, command: Sequence[str], lock: int) -> int:
+        if phase.command == "preflight":
+            return 0
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(config, run_phase=interrupt, log=lines.append)
+    assert lines[-1] == f"recipe: interrupted in prepare; `rstar-train recipe {tmp_path / 'run'}` continues there"
+    assert load_config(tmp_path / "run", {}) == config, "the run folder is the configuration of that command"
+
+
 def test_without_conversations_there_is_no_sft(tmp_path: Path) -> None:
-    units = [str(unit) for unit in Run(_config(tmp_path, "sft.data=[]")).units()]
-    assert units[:2] == ["prepare", "grpo rl1"]
+    phases = [str(phase) for phase in RecipeRun(_config(tmp_path, "sft.data=[]")).phases()]
+    assert phases[:2] == ["prepare", "grpo rl1"]
 
 
 @pytest.mark.parametrize("fails", ORDER)
-def test_what_is_over_never_runs_again(tmp_path: Path, fails: str) -> None:
+def test_a_finished_phase_never_runs_again(tmp_path: Path, fails: str) -> None:
     config = _config(tmp_path)
-    children = Children(config, fails)
-    with pytest.raises(UnitFailed, match=f"{fails} ended with exit code 1"):
-        recipe(config, start=children)
-    again = Children(config)
-    recipe(config, start=again)
+    children = FakeChildren(config, fails)
+    with pytest.raises(PhaseFailed, match=f"{fails} failed with exit code 1; `rstar-train recipe .* continues there"):
+        run_recipe(config, run_phase=children)
+    again = FakeChildren(config)
+    run_recipe(config, run_phase=again)
     assert children.started + again.started[1:] == ORDER
     assert again.started[0] == fails
 
 
-def test_each_training_starts_from_the_one_before(tmp_path: Path) -> None:
-    run = Run(_config(tmp_path))
-    for unit in run.units():
-        run.finish(unit, {"model": str(unit)})
-    assert [run.trained(name, before=True)["model"] for name in ("sft", "rl1", "rl2")] == ["prepare", "sft", "grpo rl1"]
+def test_each_training_starts_from_the_model_before_it(tmp_path: Path) -> None:
+    run = RecipeRun(_config(tmp_path))
+    for phase in run.phases():
+        result = result_of(phase)
+        run.write_result(phase, replace(result, model=str(phase)) if isinstance(result, TrainResult) else result)
+    models = [run.trained_model(stage, before=True).model for stage in ("sft", "rl1", "rl2")]
+    assert models == ["prepare", "sft", "grpo rl1"]
     with pytest.raises(ConfigError, match="stage 'rl3': did you mean rl"):
-        run.trained("rl3")
+        run.trained_model("rl3")
 
 
-def test_a_unit_out_of_turn_says_what_comes_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`rstar-train sft` comes first, or `rstar-train recipe` for all"):
-        Run(_config(tmp_path)).trained("rl1", before=True)
+def test_a_phase_out_of_order_names_the_phase_to_run_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run `rstar-train sft` first, or `rstar-train recipe` for all phases"):
+        RecipeRun(_config(tmp_path)).trained_model("rl1", before=True)
 
 
 def test_a_stage_trains_on_its_own_problems_or_the_run_s(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    run = Run(config)
-    assert run.problems(config.stage("rl1")) == run.folder / "data/train.jsonl"
-    assert run.problems(config.stage("rl2")) == run.folder / "stages/rl2/problems.jsonl"
-    config = _config(tmp_path, "stages.rl2.drop_solved=0")
-    assert run.problems(config.stage("rl2")) == run.folder / "data/rl2.jsonl"
+    run = RecipeRun(config)
+    assert run.problems_path(config.stage_config("rl1")) == run.dir / "data/train.jsonl"
+    assert run.problems_path(config.stage_config("rl2")) == run.dir / "stages/rl2/problems.jsonl"
+    config = _config(tmp_path, "stages.rl2.difficulty_filter_samples=0")
+    assert run.problems_path(config.stage_config("rl2")) == run.dir / "data/rl2.jsonl"
 
 
-def test_training_is_launched_and_the_rest_is_not(tmp_path: Path) -> None:
-    config = _config(tmp_path, 'hardware.launch=["torchrun", "--nproc-per-node=8"]')
-    folder = str(tmp_path / "run")
-    assert argv(Unit("eval", "rl1"), config) == [sys.executable, "-m", "trainer", "eval", folder, "--stage", "rl1", NO]
-    expected = ["torchrun", "--nproc-per-node=8", "-m", "trainer", "grpo", folder, "--stage", "rl1", NO]
-    assert argv(Unit("grpo", "rl1"), config) == expected
+def test_results_are_files_named_after_their_phase(tmp_path: Path) -> None:
+    run = RecipeRun(_config(tmp_path))
+    names = [str(run.result_path(phase).relative_to(run.dir / "stages")) for phase in run.phases()]
+    assert names == [
+        *("initial/prepare.json", "sft/train.json", "sft/eval.json", "rl1/train.json", "rl1/eval.json"),
+        *("rl2/filter.json", "rl2/train.json", "rl2/eval.json"),
+    ]
 
 
-def test_a_folder_keeps_its_settings(tmp_path: Path) -> None:
+def test_the_launcher_starts_training_phases_only(tmp_path: Path) -> None:
+    config = _config(tmp_path, 'hardware.launcher=["torchrun", "--nproc-per-node=8"]')
+    arguments = [str(tmp_path / "run"), "--stage", "rl1", NO_PREFLIGHT]
+    assert phase_command(Phase("eval", "rl1"), config) == [sys.executable, "-m", "trainer", "eval", *arguments]
+    expected = ["torchrun", "--nproc-per-node=8", "-m", "trainer", "grpo", *arguments]
+    assert phase_command(Phase("grpo", "rl1"), config) == expected
+
+
+def test_a_run_folder_keeps_its_settings(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    recipe(config, start=Children(config))
+    run_recipe(config, run_phase=FakeChildren(config))
     other = _config(tmp_path, "stages.rl1.steps=4", 'data.train=["else"]')
     with pytest.raises(RecordError, match=r"other settings \(data\.train, stages\.rl1\.steps\)"):
-        recipe(other, start=Children(other))
+        run_recipe(other, run_phase=FakeChildren(other))
     (tmp_path / "run").rename(tmp_path / "moved")
     moved = _config(tmp_path, f"run_dir={tmp_path / 'moved'}", 'sandbox.endpoints=["http://elsewhere"]')
-    children = Children(moved)
-    recipe(moved, start=children)
+    children = FakeChildren(moved)
+    run_recipe(moved, run_phase=children)
     assert children.started == []
-    assert load(tmp_path / "moved", {}) == moved
+    assert load_config(tmp_path / "moved", {}) == moved
 
 
-def test_a_folder_from_before_a_setting_came_goes_on(tmp_path: Path) -> None:
+def test_a_run_folder_without_a_newer_setting_continues_with_its_default(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    recipe(config, start=Children(config))
-    written = Run(config).record.read_config()
+    run_recipe(config, run_phase=FakeChildren(config))
+    written = RecipeRun(config).run_folder.read_config()
     assert written
-    del written["sft"]["warmup"], written["stages"]["rl1"]["epsilon_high"]
+    del written["sft"]["warmup_ratio"], written["stages"]["rl1"]["epsilon_high"]
     write_json(tmp_path / "run/config.json", {"layout_version": LAYOUT_VERSION, "config": written})
-    children = Children(config)
-    recipe(config, start=children)
+    children = FakeChildren(config)
+    run_recipe(config, run_phase=children)
     assert children.started == []
-    other = _config(tmp_path, "sft.warmup=0.5")
-    with pytest.raises(RecordError, match=r"other settings \(sft\.warmup\)"):
-        recipe(other, start=Children(other))
+    other = _config(tmp_path, "sft.warmup_ratio=0.5")
+    with pytest.raises(RecordError, match=r"other settings \(sft\.warmup_ratio\)"):
+        run_recipe(other, run_phase=FakeChildren(other))
 
 
-def test_only_the_last_checkpoint_stays(tmp_path: Path) -> None:
-    run = Run(_config(tmp_path))
+def test_a_run_folder_of_an_older_layout_is_refused(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    write_json(tmp_path / "run/config.json", {"version": 1, "config": {}})
+    with pytest.raises(RecordError, match=r"expected layout_version 2, got 1"):
+        run_recipe(config, run_phase=FakeChildren(config))
 
-    def trained(name: str) -> list[str]:
+
+def test_only_the_last_training_s_checkpoint_stays(tmp_path: Path) -> None:
+    run = RecipeRun(_config(tmp_path))
+
+    def checkpoints_after(stage: str) -> list[str]:
         for step in (3, 6):
-            (run.stage(name) / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
-        unit = Unit("sft" if name == "sft" else "grpo", name)
-        run.finish(unit, {"checkpoint": f"stages/{name}/checkpoints/checkpoint-6"} if name != "sft" else {})
-        run.finish(Unit("eval", name), {"scores": {}})
-        return sorted(
-            str(path.relative_to(run.folder / "stages")) for path in run.folder.glob("stages/*/checkpoints/*")
-        )
+            (run.stage_dir(stage) / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+        checkpoint = "" if stage == "sft" else f"stages/{stage}/checkpoints/checkpoint-6"
+        run.write_result(Phase("sft" if stage == "sft" else "grpo", stage), TrainResult("model", 6, checkpoint))
+        run.write_result(Phase("eval", stage), EvalResult())
+        return sorted(str(path.relative_to(run.dir / "stages")) for path in run.dir.glob("stages/*/checkpoints/*"))
 
-    assert trained("sft") == [], "no stage takes the optimiser of SFT"
-    assert trained("rl1") == ["rl1/checkpoints/checkpoint-6"]
-    assert trained("rl2") == ["rl2/checkpoints/checkpoint-6"]
+    assert checkpoints_after("sft") == [], "no stage continues the optimizer of SFT"
+    assert checkpoints_after("rl1") == ["rl1/checkpoints/checkpoint-6"]
+    assert checkpoints_after("rl2") == ["rl2/checkpoints/checkpoint-6"]
 
 
 def test_a_second_recipe_waits_for_the_first(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    said: list[str] = []
+    lines: list[str] = []
     is_inside, may_go = threading.Event(), threading.Event()
-    children = Children(config)
+    children = FakeChildren(config)
 
-    def first(unit: Unit, command: Sequence[str], lock: int) -> int:
+    def run_slowly(phase: Phase, command: Sequence[str], lock: int) -> int:
         is_inside.set()
         assert may_go.wait(120)
-        return children(unit, command, lock)
+        return children(phase, command, lock)
 
-    def say(text: str) -> None:
-        said.append(text)
+    def log(text: str) -> None:
+        lines.append(text)
         may_go.set()
 
-    second = Children(config)
-    thread = threading.Thread(target=recipe, args=(config,), kwargs={"start": first})
+    second = FakeChildren(config)
+    thread = threading.Thread(target=run_recipe, args=(config,), kwargs={"run_phase": run_slowly})
     thread.start()
     assert is_inside.wait(120)
-    recipe(config, start=second, say=say)
+    run_recipe(config, run_phase=second, log=log)
     thread.join()
-    assert "another recipe works here" in said[0]
+    assert "another recipe works here" in lines[0]
     assert (children.started, second.started) == (ORDER, [])
 
 
 PARENT = """
 import os, signal, sys
-from trainer.recipe.runner import Unit, start_child
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands are deaf to it
+from trainer.recipe.runner import Phase, run_child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore SIGINT
 child = "import os, sys, time; os.write(1, b'up'); time.sleep(600)"
-start_child(Unit("prepare"), [sys.executable, "-c", child], os.open(os.devnull, os.O_RDONLY))
+run_child(Phase("prepare"), [sys.executable, "-c", child], os.open(os.devnull, os.O_RDONLY))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_child_ends_with_the_recipe(how: signal.Signals) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_child_ends_with_the_recipe(sent: signal.Signals) -> None:
     read, write = os.pipe()
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=write, stderr=subprocess.DEVNULL) as parent:
         os.close(write)
         assert os.read(read, 2) == b"up"
-        os.kill(parent.pid, how)
-        assert os.read(read, 1) == b"", "all that held the pipe have ended"
+        os.kill(parent.pid, sent)
+        assert os.read(read, 1) == b"", "every process that held the pipe has ended"
     os.close(read)
 
 
 def test_a_child_does_not_see_settings_in_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.recipe.runner import start_child
+    from trainer.recipe.runner import run_child
 
     monkeypatch.setenv("RSTAR_TRAIN_SEED", "3")
-    code = f"import json, os; json.dump(sorted(os.environ), open({str(tmp_path / 'seen.json')!r}, 'w'))"
+    names = tmp_path / "names.json"
+    code = f"import json, os; json.dump(sorted(os.environ), open({str(names)!r}, 'w'))"
     with (tmp_path / "lock").open("w") as lock:
-        assert start_child(Unit("prepare"), [sys.executable, "-c", code], lock.fileno()) == 0
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert "PATH" in seen
-    assert "RSTAR_TRAIN_SEED" not in seen
+        assert run_child(Phase("prepare"), [sys.executable, "-c", code], lock.fileno()) == 0
+    assert "PATH" in json.loads(names.read_text())
+    assert "RSTAR_TRAIN_SEED" not in json.loads(names.read_text())
 
 
-def test_a_run_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(ConfigError, match=r"run_dir=.*run: expected a folder .* File exists"):
-        recipe(_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"run_dir=.*run: expected a writable folder, got: File exists"):
+        run_recipe(_config(tmp_path))

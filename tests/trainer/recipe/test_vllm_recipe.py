@@ -16,11 +16,12 @@ pytest.importorskip("trl")
 
 from sandbox.errors import NodeError
 from sandbox.runtime import default_python
-from trainer.config import RunConfig, load
+from trainer.config import RunConfig
+from trainer.config_loading import load_config
 from trainer.data import tiny_model
 from trainer.engines.vllm_servers import VllmServers
 from trainer.json_files import read_json
-from trainer.recipe.runner import recipe
+from trainer.recipe.runner import run_recipe
 
 VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
 ENGINES = 2
@@ -29,36 +30,36 @@ SMALL = f"""
 [model]
 path = "tiny"
 dtype = "float32"
-preamble = "Use Python."
+system_prompt = "Use Python."
 [engines]
 kind = "vllm"
-python = "{VLLM}"
+vllm_python = "{VLLM}"
 count = {ENGINES}
-slots = {SLOTS}
-max_length = {MAX_LENGTH}
+max_num_seqs = {SLOTS}
+max_model_len = {MAX_LENGTH}
 [data]
 train = ["generated:32"]
 [sft]
 data = ["generated:1600"]
 epochs = 1
-batch = 16
-micro_batch = 16
-lr = 4e-3
-max_length = 640
+batch_size = 16
+micro_batch_size = 16
+learning_rate = 4e-3
+max_conversation_tokens = 640
 [rl]
-prompts = 4
-samples = 4
-keep = 2
-micro_batch = 8
-lr = 5e-4
+problems_per_step = 4
+samples_per_problem = 4
+kept_per_problem = 2
+micro_batch_size = 8
+learning_rate = 5e-4
 warmup_steps = 0
-max_tokens = 96
+max_response_tokens = 96
 max_turns = 3
 [stages.rl1]
 steps = 2
-[evaluate]
+[eval]
 data = ["generated:16"]
-max_tokens = 96
+max_response_tokens = 96
 max_turns = 3
 """
 
@@ -76,24 +77,24 @@ def _config(folder: Path, *sets: str) -> RunConfig:
         pytest.skip(f"needs the guest runtime: {why}")
     file = folder / "run.toml"
     file.write_text(SMALL, encoding="utf-8")
-    return load(file, {}, [f"run_dir={folder / 'run'}", *sets])
+    return load_config(file, {}, [f"run_dir={folder / 'run'}", *sets])
 
 
 def _check(config: RunConfig, names: Sequence[str]) -> None:
     """Everything ran: every engine sampled, the weights went out, and what both sides say of them agrees."""
-    run = recipe(config)
+    run = run_recipe(config)
     assert [row["name"] for row in run.summary()["stages"]] == names
-    rows = [row for row in run.record.read_metrics() if row["stage"] == "rl1"]
+    rows = [row for row in run.run_folder.read_metrics() if row["stage"] == "rl1"]
     assert [row["weight_version"] for row in rows] == [row["step"] - 1 for row in rows]
     assert all(row["unavailable_episodes"] == 0 and row["sampled_tokens"] > 0 for row in rows)
     assert all(row["logprob_diff_mean"] < 1e-3 for row in rows if row["episodes_in_loss"])
-    turns = [turn for row in rows for episode in run.record.read_episodes(row["step"]) for turn in episode["turns"]]
+    turns = [turn for row in rows for episode in run.run_folder.read_episodes(row["step"]) for turn in episode["turns"]]
     assert len({turn["engine"] for turn in turns}) == ENGINES
-    assert len({turn["version"] for turn in turns}) == len(rows)
-    evaluation = read_json(run.stage("rl1") / "evaluated.json")
+    assert len({turn["weight_version"] for turn in turns}) == len(rows)
+    evaluation = read_json(run.stage_dir("rl1") / "eval.json")
     assert evaluation is not None
     assert not math.isnan(evaluation["scores"]["accuracy"])
-    assert list((run.folder / "weights").iterdir()) == []
+    assert list((run.dir / "weights").iterdir()) == []
 
 
 def test_servers_that_a_recipe_starts(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_servers_that_are_there(tmp_path: Path) -> None:
 
     @asynccontextmanager
     async def serving() -> AsyncIterator[list[str]]:
-        tiny_model.make(tmp_path / "other", seed=1)
+        tiny_model.write_tiny_model(tmp_path / "other", seed=1)
         servers = VllmServers(VLLM, tmp_path / "other", max_model_len=MAX_LENGTH, max_num_seqs=SLOTS, dtype="float32")
         async with servers.serve(ENGINES, tmp_path / "logs") as urls:
             yield urls

@@ -22,7 +22,7 @@ from trainer import cli
 from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
 from trainer.episodes.metrics import METRICS
 from trainer.json_files import RecordError, write_json
-from trainer.runs import show
+from trainer.runs import show, text_tables
 from trainer.runs.run_folder import RunFolder
 
 PAGE = files("trainer.runs").joinpath("show.html").read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
     def command(folder: RunFolder, *args: str) -> str:
         """What the command prints."""
-        show.run(arguments(str(folder.path), *args))
+        show.show_run(arguments(str(folder.path), *args))
         return capsys.readouterr().out
 
     return command
@@ -104,19 +104,19 @@ def number(value: float | None) -> str:
 
 def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) -> None:
     folder = RunFolder(tmp_path / "run")
-    with pytest.raises(show.ShowError, match="expected the folder of a run"):
+    with pytest.raises(show.ShowError, match="expected a run folder"):
         shown(folder)
     write_json(folder.path / "config.json", {"layout_version": 99, "config": {}})
     with pytest.raises(RecordError, match="expected layout_version 2, got 99"):
         shown(folder)
     write_json(folder.path / "config.json", {"layout_version": 2, "config": {}})
-    assert "no step is done yet" in shown(folder)
+    assert "no training step is finished yet" in shown(folder)
     write_step(folder, 1, "rl1", [group(random.Random(1), "p", skill=0.5)])
     for path in ("metrics.jsonl", "episodes/step_000001.jsonl", "episodes/step_000002.jsonl"):
         with (folder.path / path).open("ab") as file:
             file.write(b'{"stage":"rl1","step"')
     assert "step 1, rl1" in shown(folder) and "episodes of 2 steps" in shown(folder)
-    assert len(show.sample(folder, folder.episode_steps(), 100)) == 2 * KEEP
+    assert len(show.sample_episodes(folder, folder.episode_steps(), 100)) == 2 * KEEP
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -126,45 +126,49 @@ def test_what_others_wrote_cannot_command_the_terminal(tmp_path: Path, shown: Sh
     said = shown(folder)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said)
     said.encode()
-    assert show.clean("\x1b[31mred\x07") == "⟨1b⟩[31mred⟨07⟩"
+    assert text_tables.escape_controls("\x1b[31mred\x07") == "⟨1b⟩[31mred⟨07⟩"
 
 
 # What goes into the page
 
 
 def test_a_big_run_gives_whole_groups_spread_over_its_steps(folder: RunFolder) -> None:
-    chosen = show.sample(folder, folder.episode_steps(), 40)
+    chosen = show.sample_episodes(folder, folder.episode_steps(), 40)
     groups = {(row["step"], row["group"]) for row in chosen}
     assert len(chosen) == 40 == len(groups) * 2 * KEEP
     steps = sorted({step for step, _ in groups})
     assert steps[0] == FIRST_RL and steps[-1] == LAST and len(steps) == 5
     assert all(row.keys().isdisjoint({"response_ids", "prompt_ids", "logprobs"}) for row in chosen)
-    everything = show.sample(folder, folder.episode_steps(), 10_000)
+    everything = show.sample_episodes(folder, folder.episode_steps(), 10_000)
     assert len(everything) == len(rows(folder))
-    assert {row["step"] for row in show.sample(folder, [LAST], 400)} == {LAST}
-    few = show.sample(folder, folder.episode_steps(), 2 * KEEP + 1)
-    assert len(few) == 2 * KEEP and len(show.sample(folder, folder.episode_steps(), 3)) == 3
+    assert {row["step"] for row in show.sample_episodes(folder, [LAST], 400)} == {LAST}
+    few = show.sample_episodes(folder, folder.episode_steps(), 2 * KEEP + 1)
+    assert len(few) == 2 * KEEP and len(show.sample_episodes(folder, folder.episode_steps(), 3)) == 3
 
 
 def test_a_page_that_cannot_be_written_is_named(folder: RunFolder, tmp_path: Path) -> None:
-    with pytest.raises(show.ShowError, match="expected a file that can be written, got: Is a directory"):
-        show.run(arguments(str(folder.path), "--html", str(tmp_path)))
+    with pytest.raises(show.ShowError, match="expected a writable file, got: Is a directory"):
+        show.show_run(arguments(str(folder.path), "--html", str(tmp_path)))
 
 
 def test_a_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "MOST_BYTES", 200_000)
+    monkeypatch.setattr(show, "MAX_EPISODE_BYTES", 200_000)
     folder = RunFolder(tmp_path)
     for step in range(1, 6):
         folder.write_episodes(step, "rl1", [[hostile("x" * 1_000)] * 4] * 4, [[0]] * 4)
-    chosen = show.sample(folder, folder.episode_steps(), 1000)
+    chosen = show.sample_episodes(folder, folder.episode_steps(), 1000)
     assert 80_000 < len(json.dumps(chosen)) < 200_000 and len({row["step"] for row in chosen}) > 1
 
 
 def test_spread_takes_both_ends() -> None:
-    assert show._spread([*"abc"], 9) == [*"abc"] and show._spread([*"abc"], 1) == ["c"] and show._spread([], 5) == []
+    assert (
+        text_tables.spread([*"abc"], 9) == [*"abc"]
+        and text_tables.spread([*"abc"], 1) == ["c"]
+        and text_tables.spread([], 5) == []
+    )
     for count in range(2, 60):
         for most in range(2, count):
-            chosen = show._spread(list(range(count)), most)
+            chosen = text_tables.spread(list(range(count)), most)
             assert len(set(chosen)) == most and (chosen[0], chosen[-1]) == (0, count - 1)
 
 
@@ -190,7 +194,7 @@ async def browser() -> AsyncIterator[Browser]:
 def made(folder: RunFolder, tmp_path: Path, *args: str) -> str:
     """The URL of the folder's page."""
     path = tmp_path / "run.html"
-    show.run(arguments(str(folder.path), "--html", str(path), *args))
+    show.show_run(arguments(str(folder.path), "--html", str(path), *args))
     return path.as_uri()
 
 
@@ -411,7 +415,7 @@ async def test_only_the_pages_own_script_would_run(browser: Browser, folder: Run
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_left_out_is_said(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
     everything = len(rows(folder))
-    async with browser.page(made(folder, tmp_path, "--episodes", "16")) as page:
+    async with browser.page(made(folder, tmp_path, "--max-episodes", "16")) as page:
         assert f"16 of {everything} episodes, of 2 steps; {everything - 16} are left out" in await page.text(
             "#left-out"
         )

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from trainer.runs.run_folder import RunFolder
-from trainer.runs.trackers import _name, tracking
+from trainer.runs.trackers import _tracker_run_name, open_trackers
 
 ROOT = Path(__file__).parents[3]
 ROWS = [{"step": step, "stage": "rl1", "reward": step / 4, "loss": None} for step in (1, 2, 3)]
 WRITE = """
-import json, sys; from pathlib import Path; from trainer.runs.trackers import tracking
+import json, sys; from pathlib import Path; from trainer.runs.trackers import open_trackers
 name, run, rows = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 for part in rows[:2], rows[2:]:
-    with tracking([name], run, {"seed": 1}) as log:
+    with open_trackers([name], run, {"seed": 1}, project="rstar") as log:
         for row in part: log(row)
 """
 """A run that is resumed; in a process of its own, since these packages read the environment when imported."""
 
 READ_TRACKIO = """
 from trackio.sqlite_storage import SQLiteStorage
-print(json.dumps(SQLiteStorage.get_logs("rstar", (run / "tracked_as").read_text().strip())))
+print(json.dumps(SQLiteStorage.get_logs("rstar", (run / "tracker_run_name").read_text().strip())))
 """
 
 
@@ -44,7 +44,7 @@ def said(code: str, name: str, run: Path, **environment: str) -> str:
 
 
 def test_no_tracker_takes_rows_and_does_nothing(tmp_path: Path) -> None:
-    with tracking([], tmp_path, {}) as log:
+    with open_trackers([], tmp_path, {}, project="rstar") as log:
         log(ROWS[0])
     assert list(tmp_path.iterdir()) == []
 
@@ -53,7 +53,7 @@ def test_no_tracker_takes_rows_and_does_nothing(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError) as caught:
-        tracking([name], tmp_path, {}).__enter__()
+        open_trackers([name], tmp_path, {}, project="rstar").__enter__()
     assert caught.value.name == name
 
 
@@ -61,7 +61,7 @@ def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pyte
 @needs("torch")
 @pytest.mark.filterwarnings("ignore")  # of what both import
 def test_tensorboard_has_what_was_logged(tmp_path: Path) -> None:
-    with tracking(["tensorboard"], tmp_path, {}) as log:
+    with open_trackers(["tensorboard"], tmp_path, {}, project="rstar") as log:
         for row in ROWS:
             log(row)
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -86,7 +86,11 @@ def test_wandb_writes_a_run_while_it_is_offline(tmp_path: Path) -> None:
 
 def test_a_run_is_tracked_under_one_name_and_another_under_another(tmp_path: Path) -> None:
     one, other = tmp_path / "a" / "run", tmp_path / "b" / "run"
-    assert _name(one) == _name(one) and _name(one).startswith("run-") and _name(one) != _name(other)
+    assert (
+        _tracker_run_name(one) == _tracker_run_name(one)
+        and _tracker_run_name(one).startswith("run-")
+        and _tracker_run_name(one) != _tracker_run_name(other)
+    )
 
 
 def test_the_run_folder_tells_a_tracker_of_each_row(tmp_path: Path) -> None:

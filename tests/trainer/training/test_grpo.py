@@ -26,17 +26,13 @@ from trainer.config import ConfigError, HardwareConfig, StageConfig  # noqa: E40
 from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
-from trainer.training import (  # noqa: E402
-    context,
-    grpo,
-    sft,
-)
-from trainer.training.context import Trained, Training  # noqa: E402
-from trainer.training.grpo import Outage, Rollouts, in_order, train_stage  # noqa: E402
+from trainer.training import context, grpo, sft  # noqa: E402
+from trainer.training.context import TrainedModel, TrainingContext  # noqa: E402
+from trainer.training.grpo import NoRewardsError, RolloutRuntime, problem_schedule, train_stage  # noqa: E402
 
 STAGE = StageConfig(
-    name="rl1", steps=2, max_tokens=16, max_turns=2, prompts=2, samples=8, keep=4, micro_batch=2, lr=1e-3,
-    warmup_steps=0, save_steps=2, max_grad_norm=1e6,
+    name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=8,
+    kept_per_problem=4, micro_batch_size=2, learning_rate=1e-3, warmup_steps=0, save_steps=2, max_grad_norm=1e6,
 )  # fmt: skip
 
 
@@ -70,14 +66,14 @@ class Stage:
     def __init__(self, folder: Path, model: Path, loop_thread: LoopThread, **changes: Any) -> None:
         self.folder, self.model, self.loop_thread = folder, model, loop_thread
         self.stage = replace(STAGE, **changes)
-        self.record = RunFolder(folder)
+        self.run_folder = RunFolder(folder)
 
-    def run(self, sampler: Sampler, count: int = 6, **more: Any) -> Trained:
-        rollouts = Rollouts(self.loop_thread, sampler, sampler)
+    def run(self, sampler: Sampler, count: int = 6, **more: Any) -> TrainedModel:
+        rollouts = RolloutRuntime(self.loop_thread, sampler, sampler)
         out = self.folder / "stages" / self.stage.name
-        keep = more.pop("keep_optimizer", None)
-        training = Training(self.model, out, self.record, seed=3, **more)
-        return train_stage(self.stage, training, problems=problems(count), rollouts=rollouts, keep_optimizer=keep)
+        keep = more.pop("optimizer_checkpoint", None)
+        training = TrainingContext(self.model, out, self.run_folder, seed=3, **more)
+        return train_stage(self.stage, training, problems=problems(count), rollouts=rollouts, optimizer_checkpoint=keep)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -93,9 +89,11 @@ def test_two_steps_keep_the_contract(
 ) -> None:
     seen: list[list[str]] = []
     losses: list[dict[str, Any]] = []
-    rollout, compute_loss = grpo._Bridge.rollout, grpo.GRPOTrainer.compute_loss
+    rollout, compute_loss = grpo.TrlAdapter.rollout, grpo.GRPOTrainer.compute_loss
     monkeypatch.setattr(
-        grpo._Bridge, "rollout", lambda self, prompts, trainer: seen.append(prompts) or rollout(self, prompts, trainer)
+        grpo.TrlAdapter,
+        "rollout",
+        lambda self, prompts, trainer: seen.append(prompts) or rollout(self, prompts, trainer),
     )
     monkeypatch.setattr(
         grpo.GRPOTrainer,
@@ -115,7 +113,7 @@ def test_two_steps_keep_the_contract(
     # What was asked for: 2G of each problem, under the stage's limits, with a seed for each step.
     (ids, samples, asked), (_, _, later) = (entry for entry in sampler.log if entry != "sync")
     assert len({*ids}) == 2 and samples == 8 and asked["seed"] != later["seed"]
-    assert asked["how"].max_tokens == 16 and asked["how"].temperature == 1.0
+    assert asked["limits"].max_response_tokens == 16 and asked["limits"].temperature == 1.0
     # The loss has the correction and leaves out what was shown.
     assert len(losses) == 2 * 4
     for inputs in losses:
@@ -159,9 +157,19 @@ def test_only_rows_with_a_verdict_in_groups_that_differ_are_in_the_loss(
             return episode
 
     sampler = Failing(model, score=score)
-    stage = Stage(tmp_path, model, loop_thread, steps=1, prompts=4, samples=4, keep=4, select="all", micro_batch=4)
+    stage = Stage(
+        tmp_path,
+        model,
+        loop_thread,
+        steps=1,
+        problems_per_step=4,
+        samples_per_problem=4,
+        kept_per_problem=4,
+        roc_mode="off",
+        micro_batch_size=4,
+    )
     stage.run(sampler, count=4)
-    (row,) = stage.record.read_metrics()
+    (row,) = stage.run_folder.read_metrics()
 
     policy = AutoModelForCausalLM.from_pretrained(model)
     _, _, asked = sampler.log[1]
@@ -196,12 +204,14 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
         lambda self, model, inputs, **kw: losses.append(inputs) or compute_loss(self, model, inputs, **kw),
     )
     sampler = Sampler(model)
-    stage = Stage(tmp_path, model, loop_thread, steps=5, partial=0.5, max_stale=2, lr=1e-2)
+    stage = Stage(
+        tmp_path, model, loop_thread, steps=5, partial_rollouts=0.5, max_staleness_steps=2, learning_rate=1e-2
+    )
     stage.run(sampler)
-    metrics = list(stage.record.read_metrics())
+    metrics = list(stage.run_folder.read_metrics())
     assert [row["pending_groups"] for row in metrics] == [1, 1, 1, 1, 0]
-    order = [problem.id for problem in grpo.in_order(problems(6), 2, 5, 3)]
-    by_step = [list(stage.record.read_episodes(step)) for step in range(1, 6)]
+    order = [problem.id for problem in grpo.problem_schedule(problems(6), 2, 5, 3)]
+    by_step = [list(stage.run_folder.read_episodes(step)) for step in range(1, 6)]
     groups = [{(row["group"], row["problem"]["id"]) for row in rows} for rows in by_step]
     assert all(len(rows) == 16 and len(some) == 2 for rows, some in zip(by_step, groups, strict=True))
     assert sorted(id for some in groups for _, id in some) == sorted(order)
@@ -251,15 +261,15 @@ def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
             return replace(episode, reward=float(sample % 2))
 
     sampler = Stopping(model)
-    stage = Stage(tmp_path, model, loop_thread, steps=1, early_stop=True)
+    stage = Stage(tmp_path, model, loop_thread, steps=1, cancel_stragglers=True)
     stage.run(sampler)
-    is_enough = sampler.log[1][-1]["is_enough"]
-    assert is_enough([0.0] * 3 + [1.0] * 3, 2) and not is_enough([1.0] * 6, 2)
-    (row,) = stage.record.read_metrics()
+    is_decided = sampler.log[1][-1]["is_decided"]
+    assert is_decided([0.0] * 3 + [1.0] * 3, 2) and not is_decided([1.0] * 6, 2)
+    (row,) = stage.run_folder.read_metrics()
     lengths = (row["cancelled_response_length"], row["response_length"])
     assert (row["cancelled_share"], lengths, row["unavailable_episodes"]) == (0.25, (4, 8), 0)
     assert row["cancelled_tokens"] == 2 * 2 * 6 and row["episodes_in_loss"] == 8
-    kept = [episode for episode in stage.record.read_episodes(1) if episode["is_selected"]]
+    kept = [episode for episode in stage.run_folder.read_episodes(1) if episode["is_selected"]]
     assert sorted(episode["reward"] for episode in kept) == [0.0] * 4 + [1.0] * 4
 
 
@@ -279,19 +289,26 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, lo
     tools = ScriptedTools()
     chat_format = rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go.")
     collector = EpisodeCollector(pool, chat_format, tools, tools.verify)
-    changes = {"steps": 3, "samples": 4, "keep": 2, "partial": 1.0, "early_stop": True, "max_tokens": 40}
+    changes = {
+        "steps": 3,
+        "samples_per_problem": 4,
+        "kept_per_problem": 2,
+        "partial_rollouts": 1.0,
+        "cancel_stragglers": True,
+        "max_response_tokens": 40,
+    }
     stage = Stage(tmp_path, model, loop_thread, **changes)
     out = tmp_path / "stages/rl1"
     train_stage(
-        stage.stage, Training(model, out, stage.record, seed=3), problems=problems(6),
-        rollouts=Rollouts(loop_thread, collector, pool),
+        stage.stage, TrainingContext(model, out, stage.run_folder, seed=3), problems=problems(6),
+        rollouts=RolloutRuntime(loop_thread, collector, pool),
     )  # fmt: skip
-    rows = [list(stage.record.read_episodes(step)) for step in (1, 2, 3)]
+    rows = [list(stage.run_folder.read_episodes(step)) for step in (1, 2, 3)]
     assert [len(some) for some in rows] == [8, 8, 8]
     of_all = [row["problem"]["id"] for some in rows for row in some[::4]]
-    assert sorted(of_all) == sorted(problem.id for problem in grpo.in_order(problems(6), 2, 3, 3))
+    assert sorted(of_all) == sorted(problem.id for problem in grpo.problem_schedule(problems(6), 2, 3, 3))
     assert all(version <= step for step, some in enumerate(rows) for row in some for version in versions_of(row))
-    assert [row["pending_groups"] for row in stage.record.read_metrics()] == [2, 2, 0]
+    assert [row["pending_groups"] for row in stage.run_folder.read_metrics()] == [2, 2, 0]
 
 
 def versions_of(row: dict[str, Any]) -> list[int]:
@@ -311,7 +328,7 @@ def test_an_engine_that_disagrees_is_corrected_and_measured(
     )
     agreeing.run(Sampler(model))
     off.run(Sampler(model, shift=-1.0))  # e^1 is cut at 2: every token counts twice
-    (one,), (other,) = agreeing.record.read_metrics(), off.record.read_metrics()
+    (one,), (other,) = agreeing.run_folder.read_metrics(), off.run_folder.read_metrics()
     assert other["logprob_diff_mean"] == pytest.approx(1.0, abs=1e-3)
     assert other["grad_norm"] == pytest.approx(2 * one["grad_norm"], rel=1e-3)
 
@@ -323,33 +340,35 @@ def test_a_metric_that_trl_has_renamed_is_nan_with_one_warning_and_broken_turns_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(grpo.OF_SAMPLER, "logprob_diff_mean", "sampling/an_older_name")
+    monkeypatch.setitem(grpo.TRL_METRICS, "logprob_diff_mean", "sampling/an_older_name")
     stage = Stage(tmp_path, model, loop_thread)
     stage.run(Sampler(model, nan_turns=3))
-    rows = list(stage.record.read_metrics())
+    rows = list(stage.run_folder.read_metrics())
     found = [(row["logprob_diff_mean"], row["importance_ratio_mean"] > 0, row["nan_turns"]) for row in rows]
     assert found == [(None, True, 3)] * 2
     (warning,) = [record.getMessage() for record in caplog.records if "an_older_name" in record.getMessage()]
-    assert warning.startswith("TRL logs no sampling/an_older_name: expected it among ")
+    assert warning.startswith("TRL does not log sampling/an_older_name (it logs loss, ")
     assert "sampling/importance_sampling_ratio/mean" in warning
 
 
 def test_a_step_without_any_signal_has_no_gradient(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
     stage = Stage(tmp_path, model, loop_thread, steps=1)
     trained = stage.run(Sampler(model, score=lambda *_: 1.0))
-    (row,) = stage.record.read_metrics()
+    (row,) = stage.run_folder.read_metrics()
     assert (row["loss"], row["grad_norm"], row["episodes_in_loss"], row["zero_variance_groups"]) == (0, 0, 0, 2)
     assert same(weights(trained.model), weights(model))
 
 
 def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
     stage = Stage(tmp_path, model, loop_thread)
-    with pytest.raises(Outage, match=r"step 1: none of 16 episodes has a verdict \(sandbox: gone for the first\)"):
+    with pytest.raises(
+        NoRewardsError, match=r"step 1: none of 16 episodes has a reward \(error of the first: sandbox: gone\)"
+    ):
         stage.run(Sampler(model, score=lambda *_: None, error="sandbox: gone"))
-    assert list(stage.record.read_metrics()) == []
+    assert list(stage.run_folder.read_metrics()) == []
 
 
-@pytest.mark.parametrize("changes", [{}, {"partial": 0.5}])
+@pytest.mark.parametrize("changes", [{}, {"partial_rollouts": 0.5}])
 def test_resume_after_a_failure_ends_as_if_there_was_none(
     tmp_path: Path, model: Path, loop_thread: LoopThread, changes: dict[str, Any]
 ) -> None:
@@ -357,18 +376,18 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
     straight = Sampler(model)
     expected = whole.run(straight, first_step=7)
 
-    class Outage(Exception):
+    class StopTraining(Exception):
         pass
 
     def fail(number: int) -> None:
         if number == 3:
-            raise Outage("the third step's")
+            raise StopTraining("the third step's")
 
     broken = Stage(tmp_path / "broken", model, loop_thread, steps=5, **changes)
-    with pytest.raises(Outage) as caught:
+    with pytest.raises(StopTraining) as caught:
         broken.run(Sampler(model, before=fail), first_step=7)
     assert caught.traceback[-1].name == "fail"
-    assert [row["step"] for row in broken.record.read_metrics()] == [8, 9, 10]
+    assert [row["step"] for row in broken.run_folder.read_metrics()] == [8, 9, 10]
     torn = tmp_path / "broken/stages/rl1/checkpoints/checkpoint-3"  # as a kill leaves one
     torn.mkdir()
     resumed = Sampler(model)
@@ -378,13 +397,13 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
     assert same(weights(actual.model), weights(expected.model))
     timed = ("step_s", "rollout_s", "weight_sync_s", "optimize_s", "overhead_cpu_s", "overhead_s")
     lasting = [
-        [{name: value for name, value in row.items() if name not in timed} for row in stage.record.read_metrics()]
+        [{name: value for name, value in row.items() if name not in timed} for row in stage.run_folder.read_metrics()]
         for stage in (whole, broken)
     ]
     # As text, in which what is not a number is equal to itself.
     assert str(lasting[0]) == str(lasting[1]) and [row["weight_version"] for row in lasting[0]] == [7, 8, 9, 10, 11]
     for step in range(8, 13):
-        rows = [[row | {"seconds": 0} for row in stage.record.read_episodes(step)] for stage in (whole, broken)]
+        rows = [[row | {"duration_s": 0} for row in stage.run_folder.read_episodes(step)] for stage in (whole, broken)]
         assert rows[0] == rows[1]
     # A stage that was over and lost only what came after runs no step again.
     again = Sampler(model)
@@ -396,24 +415,26 @@ def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, loo
     first = Stage(tmp_path, model, loop_thread).run(Sampler(model))
     steps = {}
     for name, checkpoint in {"kept": first.checkpoint, "fresh": None}.items():
-        stage = Stage(tmp_path, first.model, loop_thread, name=name, steps=1, lr=5e-4, save_steps=1)
+        stage = Stage(tmp_path, first.model, loop_thread, name=name, steps=1, learning_rate=5e-4, save_steps=1)
         sampler = Sampler(first.model)
-        trained = stage.run(sampler, first_step=2, keep_optimizer=checkpoint)
+        trained = stage.run(sampler, first_step=2, optimizer_checkpoint=checkpoint)
         assert same(sampler.weights[0], weights(first.model))
         optimizer = torch.load(trained.checkpoint / "optimizer.pt", weights_only=True)
         steps[name] = {int(state["step"]) for state in optimizer["state"].values()}
         assert {group["lr"] for group in optimizer["param_groups"]} == {5e-4}
-        rows = [row["step"] for row in stage.record.read_metrics() if row["stage"] == name]
+        rows = [row["step"] for row in stage.run_folder.read_metrics() if row["stage"] == name]
         assert rows == [3]
     assert steps == {"kept": {3}, "fresh": {1}}
 
 
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
-    with pytest.raises(ConfigError, match=r"gpus=0: expected 2 processes that train, got 1; have hardware\.launch"):
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_node=0: expected 2 training processes, got 1; set hardware\.launcher"
+    ):
         Stage(tmp_path, model, loop_thread).run(Sampler(model), hardware=HardwareConfig(nodes=2))
-    with pytest.raises(ConfigError, match=r"nodes=1, gpus=1: expected GPUs, got none that torch can use"):
-        Stage(tmp_path, model, loop_thread).run(Sampler(model), hardware=HardwareConfig(gpus=1))
-    with pytest.raises(ConfigError, match=r"expected at least prompts=2 problems .* got 1"):
+    with pytest.raises(ConfigError, match=r"nodes=1, gpus_per_node=1: expected GPUs, but torch can use none"):
+        Stage(tmp_path, model, loop_thread).run(Sampler(model), hardware=HardwareConfig(gpus_per_node=1))
+    with pytest.raises(ConfigError, match=r"expected at least problems_per_step=2 problems .* got 1"):
         Stage(tmp_path, model, loop_thread).run(Sampler(model), count=1)
 
 
@@ -423,7 +444,11 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Pa
 def test_of_the_libraries_no_private_names_are_used_but_those_that_are_said(module: Any, names: set[str]) -> None:
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     used = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    theirs = {node.attr for node in used if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "Row"))}
+    theirs = {
+        node.attr
+        for node in used
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "TrainingRow"))
+    }
     assert {name for name in theirs if name.startswith("_") and not name.endswith("__")} == names
 
 
@@ -431,11 +456,11 @@ def test_gpus_that_are_there_do_not_train_unless_they_are_said(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    arguments = Training(model, tmp_path, RunFolder(tmp_path), seed=3).arguments(STAGE, rows=8)
+    arguments = TrainingContext(model, tmp_path, RunFolder(tmp_path), seed=3).trl_arguments(STAGE, rows=8)
     assert arguments["use_cpu"] and not arguments["dataloader_pin_memory"]
 
 
-@pytest.mark.parametrize("arguments", [grpo._Arguments, sft._Arguments])
+@pytest.mark.parametrize("arguments", [grpo._GrpoArguments, sft._SftArguments])
 def test_a_process_alone_trains_on_one_gpu_of_those_it_sees(
     arguments: type[TrainingArguments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,8 +474,8 @@ def test_a_process_alone_trains_on_one_gpu_of_those_it_sees(
 def test_order_has_no_problem_twice_in_a_step_and_uses_all(count: int, per_step: int, steps: int, seed: int) -> None:
     if count < per_step:
         return
-    order = in_order(problems(count), per_step, steps, seed)
-    assert len(order) == per_step * steps and order == in_order(problems(count), per_step, steps, seed)
+    order = problem_schedule(problems(count), per_step, steps, seed)
+    assert len(order) == per_step * steps and order == problem_schedule(problems(count), per_step, steps, seed)
     assert all(len({*order[at : at + per_step]}) == per_step for at in range(0, len(order), per_step))
     through = count // per_step * per_step
     assert len({*order[:through]}) == min(through, len(order))

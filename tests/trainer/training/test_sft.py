@@ -22,9 +22,17 @@ from trainer.data import synthetic  # noqa: E402
 from trainer.episodes import chat_format  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
 from trainer.training import sft  # noqa: E402
-from trainer.training.context import Trained, Training  # noqa: E402
+from trainer.training.context import TrainedModel, TrainingContext  # noqa: E402
 
-SFT = SftConfig(epochs=2, lr=3e-3, warmup=0.1, batch=4, micro_batch=2, max_length=512, save_steps=2)
+SFT = SftConfig(
+    epochs=2,
+    learning_rate=3e-3,
+    warmup_ratio=0.1,
+    batch_size=4,
+    micro_batch_size=2,
+    max_conversation_tokens=512,
+    save_steps=2,
+)
 
 
 pytestmark = QUIET_LIBRARIES
@@ -45,11 +53,13 @@ def _on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def train(model: Path, folder: Path, record: RunFolder, *, conversations: int = 12, config: SftConfig = SFT) -> Trained:
-    talks = synthetic.traces(conversations, 1, faults=1)
+def train(
+    model: Path, folder: Path, record: RunFolder, *, conversations: int = 12, config: SftConfig = SFT
+) -> TrainedModel:
+    talks = synthetic.conversations(conversations, 1, fault_seed=1)
     own = chat_format.rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Use Python.")
-    training = Training(model, folder / "stages/sft", record, seed=5)
-    return sft.train_sft(config, training, conversations=talks, chat=own)
+    training = TrainingContext(model, folder / "stages/sft", record, seed=5)
+    return sft.train_sft(config, training, conversations=talks, chat_format=own)
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -93,10 +103,16 @@ def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monk
         return compute_loss(self, model, inputs, *args, **more)
 
     monkeypatch.setattr(sft.SFTTrainer, "compute_loss", spy)
-    train(model, tmp_path, RunFolder(tmp_path), conversations=4, config=SftConfig(epochs=1, batch=4, micro_batch=4))
+    train(
+        model,
+        tmp_path,
+        RunFolder(tmp_path),
+        conversations=4,
+        config=SftConfig(epochs=1, batch_size=4, micro_batch_size=4),
+    )
     (inputs,) = seen
     own = chat_format.rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Use Python.")
-    expected = sorted(own.encode_conversation(talk) for talk in synthetic.traces(4, 1, faults=1))
+    expected = sorted(own.encode_conversation(talk) for talk in synthetic.conversations(4, 1, fault_seed=1))
     pairs = zip(inputs["input_ids"].tolist(), inputs["labels"].tolist(), inputs["attention_mask"].tolist(), strict=True)
     trained = []
     for ids, labels, attended in pairs:
@@ -107,21 +123,26 @@ def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monk
 
 
 def test_conversations_that_are_too_long_are_left_out(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"at most max_length=16 tokens, got none"):
-        train(model, tmp_path, RunFolder(tmp_path), config=SftConfig(batch=4, micro_batch=4, max_length=16))
+    with pytest.raises(ConfigError, match=r"at most max_conversation_tokens=16, got none"):
+        train(
+            model,
+            tmp_path,
+            RunFolder(tmp_path),
+            config=SftConfig(batch_size=4, micro_batch_size=4, max_conversation_tokens=16),
+        )
 
 
-@pytest.mark.parametrize("is_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_a_pass_is_what_the_plan_says_and_what_is_left_out_is_counted(
-    is_checkpointing: bool,
+    gradient_checkpointing: bool,
     tmp_path: Path,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     own = chat_format.rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Use Python.")
-    lengths = sorted(len(own.encode_conversation(talk)[0]) for talk in synthetic.traces(12, 1, faults=1))
-    config = replace(SFT, epochs=1, is_checkpointing=is_checkpointing, max_length=lengths[8])
+    lengths = sorted(len(own.encode_conversation(talk)[0]) for talk in synthetic.conversations(12, 1, fault_seed=1))
+    config = replace(SFT, epochs=1, gradient_checkpointing=gradient_checkpointing, max_conversation_tokens=lengths[8])
     assert lengths[8] < lengths[9]
     passes: list[tuple[int, int]] = []
     compute_loss, forward = sft.SFTTrainer.compute_loss, Qwen3MLP.forward
@@ -139,10 +160,10 @@ def test_a_pass_is_what_the_plan_says_and_what_is_left_out_is_counted(
     monkeypatch.setattr(sft.SFTTrainer, "compute_loss", spy)
     monkeypatch.setattr(Qwen3MLP, "forward", counted)
     train(model, tmp_path, RunFolder(tmp_path), config=config)
-    assert "sft: 12 conversations, 9 kept, 3 longer than max_length=" in capsys.readouterr().err
-    assert {rows for rows, _ in passes} == {config.micro_batch}
-    assert max(length for _, length in passes) <= config.max_length
-    assert computed == 2 * len(passes) * (2 if is_checkpointing else 1), (
+    assert "sft: 12 conversations: 9 kept, 3 longer than max_conversation_tokens=" in capsys.readouterr().err
+    assert {rows for rows, _ in passes} == {config.micro_batch_size}
+    assert max(length for _, length in passes) <= config.max_conversation_tokens
+    assert computed == 2 * len(passes) * (2 if gradient_checkpointing else 1), (
         "each layer, and once more in the backward pass"
     )
 
@@ -156,8 +177,10 @@ def test_a_model_without_weights_is_a_wrong_setting(tmp_path: Path, model: Path)
 
 def test_like_lengths_share_a_batch_and_nothing_is_left_out() -> None:
     lengths = [(7 * number) % 101 for number in range(1000)]
-    order = sft.by_length(lengths, 8, 2.0, seed=1)
-    assert order == sft.by_length(lengths, 8, 2.0, seed=1) != sft.by_length(lengths, 8, 2.0, seed=2)
+    order = sft.length_grouped_order(lengths, 8, 2.0, seed=1)
+    assert (
+        order == sft.length_grouped_order(lengths, 8, 2.0, seed=1) != sft.length_grouped_order(lengths, 8, 2.0, seed=2)
+    )
     assert sorted(order) == sorted([*range(1000)] * 2)
     firsts = [lengths[i] for i in order[::8]]
     assert firsts != sorted(firsts)
@@ -169,4 +192,4 @@ def test_like_lengths_share_a_batch_and_nothing_is_left_out() -> None:
     ("count", "batch", "epochs", "steps"), [(10, 4, 1, 2), (3, 4, 2, 2), (10, 4, 3, 8), (9, 4, 0.1, 1)]
 )
 def test_epochs_become_whole_steps(count: int, batch: int, epochs: float, steps: int) -> None:
-    assert len(sft.by_length([1] * count, batch, epochs, seed=0)) == steps * batch
+    assert len(sft.length_grouped_order([1] * count, batch, epochs, seed=0)) == steps * batch

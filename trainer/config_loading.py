@@ -1,0 +1,155 @@
+"""Reads a run's settings from defaults < TOML or JSON file < environment variables < `--set`.
+
+Invariants:
+- A key of `[rl]` is the default of every stage.
+- An unknown name or a bad value is a `ConfigError` with its source: the file, the variable or the `--set`.
+- `load_config` reads `asdict` of a `RunConfig` back as an equal tree, so a run's config.json is a config file.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.config import ConfigError, ModelShape, RunConfig, StageConfig, suggestion
+
+ENV_PREFIX = "RSTAR_TRAIN_"
+ENV_SEPARATOR = "__"
+"""Stands for a dot in the name of a variable."""
+
+T = TypeVar("T")
+
+_LIMITS = {"max_tokens": "max_response_tokens", "tool_chars": "max_tool_response_chars"}
+_TRAINING = {
+    "lr": "learning_rate",
+    "micro_batch": "micro_batch_size",
+    "is_checkpointing": "gradient_checkpointing",
+}
+_STAGE = {
+    **_LIMITS,
+    **_TRAINING,
+    "prompts": "problems_per_step",
+    "samples": "samples_per_problem",
+    "keep": "kept_per_problem",
+    "select": "roc_mode (paper, released or off)",
+    "drop_solved": "difficulty_filter_samples",
+    "early_stop": "cancel_stragglers",
+    "partial": "partial_rollouts",
+    "max_stale": "max_staleness_steps",
+}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "": {"evaluate": "[eval]", "track": "[tracking] trackers and project, and [storage] save_logprobs"},
+    "model": {"preamble": "system_prompt", "chat": "chat_format (rstar2 or tokenizer)"},
+    "engines": {
+        "slots": "max_num_seqs",
+        "max_length": "max_model_len",
+        "gpu_memory": "gpu_memory_utilization",
+        "tensor_parallel": "tensor_parallel_size",
+        "sync": "weight_sync",
+        "timeout_s": "turn_timeout_s",
+        "policy": "placement_policy",
+        "python": "vllm_python",
+    },
+    "hardware": {"gpus": "gpus_per_node", "gpu_gb": "gpu_memory_gb", "launch": "launcher"},
+    "data": {"against": "decontaminate_against", "is_integer_only": "integer_answers_only"},
+    "sft": {
+        **_TRAINING,
+        "warmup": "warmup_ratio",
+        "batch": "batch_size",
+        "max_length": "max_conversation_tokens",
+    },
+    "rl": _STAGE,
+    "stages": _STAGE,
+    "eval": {**_LIMITS, "samples": "samples_per_problem"},
+}
+"""By table: keys of earlier versions and their names today."""
+
+
+def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the settings from all sources. Raises `ConfigError`.
+
+    `file` may be a run folder. `overrides` are `path.to.key=value`.
+    """
+    if file is not None and file.is_dir():
+        file /= "config.json"
+    tree, origins = _read(file) if file is not None else {}, {}
+    for origin, path, value in _overrides(environ, overrides):
+        *parents, name = path.split(".")
+        if parents[:1] == ["stages"] and parents[1:] and parents[1] not in (known := tree.get("stages", {})):
+            raise ConfigError(f"{origin}: no such stage; {suggestion(parents[1], known)}")
+        table = tree
+        for parent in parents:
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{origin}: expected a value, since {parent} is not a table")
+        table[name], origins[path] = value, origin
+    defaults, stages = tree.get("rl", {}), tree.get("stages")
+    if isinstance(defaults, dict) and isinstance(stages, dict):
+        inherited = {name: {**defaults, **own, "name": name} for name, own in stages.items() if isinstance(own, dict)}
+        tree["stages"] = {**stages, **inherited}
+    return validate_tree(RunConfig, tree, f"{file}: " if file else "", origins)
+
+
+def validate_tree(kind: type[T], tree: Mapping[str, Any], source: str, origins: Mapping[str, str] | None = None) -> T:
+    """Build a `kind` from `tree`. Raises `ConfigError`.
+
+    `source` begins the error messages, except for the settings whose path is in `origins`.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(tree)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]  # an error in [rl] comes before its copies in the stages
+    path = [str(part) for part in error["loc"]]
+    prefixes = (".".join(path[:length]) for length in range(len(path), 0, -1))
+    where = next((origins[prefix] for prefix in prefixes if origins and prefix in origins), source + ".".join(path))
+    match error["type"]:
+        case "value_error" if isinstance(error["ctx"]["error"], ConfigError):
+            raise error["ctx"]["error"]
+        case "unexpected_keyword_argument":
+            raise ConfigError(f"{where}: unknown setting; {_advice(kind, path)}")
+        case "missing":
+            raise ConfigError(f"{where}: expected a value, got none")
+    raise ConfigError(f"{where}: {error['msg'].replace('Input should be', 'expected')}, got {error['input']!r:.80}")
+
+
+def _advice(kind: type, path: Sequence[str]) -> str:
+    *parents, name = path
+    if kind is RunConfig and (today := RENAMED.get(parents[0] if parents else "", {}).get(name)):
+        return f"it is now {today}"
+    return suggestion(name, _known_settings(kind, parents))
+
+
+def _known_settings(kind: Any, path: Iterable[str]) -> list[str]:
+    table = kind()
+    for name in path:
+        table = getattr(table, name) if is_dataclass(table) else StageConfig()
+    return [setting.name for setting in fields(table or ModelShape)]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    syntax, parse = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
+    try:
+        tree = parse(file.read_text(encoding="utf-8"))
+        return dict(tree.get("config", tree) if syntax == "JSON" else tree)  # config.json of a run folder wraps it
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: expected a table of settings in {syntax} ({error})") from None
+
+
+def _overrides(environ: Mapping[str, str], overrides: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (source, path of the setting, value) of variables and `--set`. A later one replaces an earlier one."""
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX):
+            yield name, name.removeprefix(ENV_PREFIX).lower().replace(ENV_SEPARATOR, "."), text
+    for override in overrides:
+        path, equals, value = (part.strip() for part in override.partition("="))
+        if not equals:
+            raise ConfigError(f"--set {override}: expected path.to.key=value")
+        yield f"--set {path}", path, value

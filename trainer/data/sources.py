@@ -1,0 +1,227 @@
+"""Reads problems and conversations from a source: `generated:N`, a file, or a hub name.
+
+| source                           | rows                                       |
+|----------------------------------|--------------------------------------------|
+| `generated:N`                    | N problems, see `trainer.data.synthetic`   |
+| `.jsonl`, `.json`, `.parquet`    | the rows of a file                         |
+| `owner/name[@config][:split]`    | the rows of a data set on the hub          |
+
+A row is recognised by its keys: those of DAPO, verl, ORZ, GSM8K, AIME, MATH, and any with a problem and its answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.data import synthetic
+from trainer.episodes.episode import Problem
+from trainer.episodes.turn_parser import boxed_answer
+
+GENERATED = "generated:"
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+CONVERSATION_SEED_OFFSET = 1 << 20
+"""Added to the seed of generated problems for conversations, which are about other problems."""
+# Paths of keys and indices. ORZ's rows are lists of messages (0 and 1); DAPO and verl have one under `prompt`.
+TEXT_PATHS = ("0.value", "prompt.-1.content", "problem", "question", "prompt", "text")
+ANSWER_PATHS = (
+    "1.ground_truth.value",
+    "reward_model.ground_truth",
+    "answer",
+    "label",
+    "ground_truth",
+    "expected_answer",
+)
+ID_PATHS = ("id", "extra_info.index")
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
+_PROBLEM_FIELDS = {"id", "text", "answer", "source"}
+# DAPO-Math-17k puts this text around each problem; the chat format has its own instructions.
+_DAPO_HEAD = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
+)
+_DAPO_TAIL = 'Remember to put your answer on its own line after "Answer:".'
+
+
+class DataError(ValueError):
+    """A source or a row that cannot be read. The message says what was expected and what came."""
+
+
+OnMalformed = Callable[[str, int, DataError], None]
+"""Receives a malformed row: the source's name, the row's number, the error."""
+
+
+def read_problems(source: str, *, seed: int = 0, held_out: bool = False) -> list[Problem]:
+    """Return the problems of `source` in order. Raises `DataError`, for a single malformed row as well.
+
+    `seed` and `held_out` apply to generated problems; held-out ones never occur in training.
+    """
+
+    def refuse(name: str, number: int, error: DataError) -> None:
+        raise DataError(f"{source}: row {number}: {error}") from None
+
+    return list(iter_problems(source, refuse, seed=seed, held_out=held_out))
+
+
+def iter_problems(
+    source: str, on_malformed: OnMalformed, *, seed: int = 0, held_out: bool = False
+) -> Iterator[Problem]:
+    """Yield the problems of `source` in order, and pass each malformed row to `on_malformed`."""
+    if source.startswith(GENERATED):
+        yield from synthetic.generate(_generated_count(source), seed, held_out=held_out)
+        return
+    name = Path(source).stem if source.endswith(FILE_SUFFIXES) else source
+    for number, row in enumerate(_rows(source)):
+        try:
+            problem = _problem(row, name, number)
+        except DataError as error:
+            on_malformed(name, number, error)
+        else:
+            yield problem
+
+
+def read_conversations(source: str, *, seed: int = 0) -> list[synthetic.Messages]:
+    """Return the conversations of `source`, rows of `{"messages": [{"role", "content"}, ...]}`. Raises `DataError`."""
+    if source.startswith(GENERATED):
+        return synthetic.conversations(_generated_count(source), seed + CONVERSATION_SEED_OFFSET, fault_seed=seed)
+    return [_conversation(source, number, row) for number, row in enumerate(_rows(source))]
+
+
+def check_source(source: str, *, has_conversations: bool = False) -> None:
+    """Raise `DataError` if `source` does not exist, is empty, or its first row should be a conversation and is not.
+
+    Of a data set on the hub only the description is read, not the rows.
+    """
+    if source.startswith(GENERATED):
+        _generated_count(source)
+        return
+    if Path(source).suffix not in FILE_SUFFIXES and (match := _HUB_NAME.fullmatch(source)):
+        import datasets
+
+        name, config, _ = match.groups()
+        try:
+            datasets.load_dataset_builder(name, config)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{name}: cannot be loaded from the hub ({error})") from None
+        return
+    if (row := next(_rows(source), None)) is None:
+        raise DataError(f"{source}: expected rows, got none")
+    if has_conversations:
+        _conversation(source, 0, row)
+
+
+def _conversation(source: str, number: int, row: Any) -> synthetic.Messages:
+    messages = row.get("messages") if isinstance(row, Mapping) else None
+    if not messages or not all(
+        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    ):
+        raise DataError(f"{source}: row {number}: expected messages with a role and a content, got {row!r:.200}")
+    return [{key: message[key] for key in ("role", "content")} for message in messages]
+
+
+def _generated_count(source: str) -> int:
+    count = source.removeprefix(GENERATED)
+    if not count.isdecimal():
+        raise DataError(f"{source}: expected {GENERATED}N with a whole number")
+    return int(count)
+
+
+def _rows(source: str) -> Iterator[Any]:
+    """Yield the decoded rows of a file or a data set; a line that is not JSON as bytes."""
+    file = Path(source)
+    if file.suffix in FILE_SUFFIXES and not file.is_file():
+        raise DataError(f"{source}: no such file")
+    match file.suffix:
+        case ".jsonl":
+            with file.open("rb") as lines:
+                yield from (_decode(line) for line in lines if line.strip())
+        case ".json":
+            rows = _decode(file.read_bytes())
+            if not isinstance(rows, list):
+                raise DataError(
+                    f"{source}: expected an array of rows, got {type(rows).__name__}; a file of lines is .jsonl"
+                )
+            yield from rows
+        case ".parquet":
+            from pyarrow import parquet
+
+            for batch in parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+        case _:
+            yield from _hub_rows(source)
+
+
+def _hub_rows(source: str) -> Iterator[Any]:
+    if not (match := _HUB_NAME.fullmatch(source)):
+        suffixes = " | ".join(FILE_SUFFIXES)
+        raise DataError(f"{source}: expected {GENERATED}N, a {suffixes} file, or owner/name[@config][:split]")
+    import datasets
+
+    name, config, split = match.groups()
+    try:
+        yield from datasets.load_dataset(name, config, split=split or "train")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name}: cannot be loaded from the hub ({error})") from None
+
+
+def _decode(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _problem(row: Any, source: str, number: int) -> Problem:
+    """Return the problem in `row`. Raises `DataError`."""
+    if isinstance(row, Mapping) and row.keys() == _PROBLEM_FIELDS and all(isinstance(v, str) for v in row.values()):
+        return Problem(**row)
+    text, answer, id = (_first_present(row, paths) for paths in (TEXT_PATHS, ANSWER_PATHS, ID_PATHS))
+    if not isinstance(text, str) or not (text := text.strip()):
+        raise DataError(f"expected a problem as {' | '.join(TEXT_PATHS)}, got {row!r:.200}")
+    if text.startswith(_DAPO_HEAD):
+        text = text.partition("\n\n")[2].removesuffix(_DAPO_TAIL).strip()
+    if answer is None:
+        answer = _answer_from_solution(_first_present(row, ["solution"]))
+    if not (answer := _answer_text(answer)):
+        raise DataError(f"expected an answer as {' | '.join(ANSWER_PATHS)}, got {row!r:.200}")
+    return Problem(f"{source}-{number}" if id is None else str(id), text, answer, source)
+
+
+def _first_present(row: Any, paths: Iterable[str]) -> Any:
+    """Return the value at the first of `paths` that exists."""
+    return next((value for path in paths if (value := _get_path(row, path.split("."))) is not None), None)
+
+
+def _get_path(row: Any, path: Iterable[str]) -> Any:
+    """Return the value at a path of keys, without regard to case, and of indices; None if there is none."""
+    for name in path:
+        if isinstance(row, Mapping):
+            row = next((row[key] for key in row if str(key).lower() == name), None)
+        else:
+            try:
+                row = row[int(name)] if isinstance(row, list) else None
+            except (IndexError, ValueError):
+                return None
+    return row
+
+
+def _answer_text(answer: Any) -> str:
+    """Return an answer as text; empty if it is neither text nor a number."""
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
+        return ""
+    # GSM8K's answers end with the number, after their derivation.
+    return str(answer).rpartition("####")[2].strip()
+
+
+def _answer_from_solution(solution: object) -> str | None:
+    """Return the answer in a worked solution: MATH's last box. DAPO-Math-17k-Processed has the bare answer there."""
+    if not isinstance(solution, str):
+        return None
+    if "\\boxed{" in solution:
+        return boxed_answer(solution)
+    return None if len(solution.split()) > 1 else solution

@@ -1,0 +1,122 @@
+"""Opens what a phase needs to collect episodes: engines with a model's weights, the sandbox, and an event loop."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.config import RunConfig, SandboxConfig, expand_urls
+from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
+from trainer.engines.local import LocalEngine
+from trainer.engines.pool import EnginePool
+from trainer.engines.vllm_client import VllmEngine
+from trainer.engines.vllm_servers import VllmServers
+from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_in_process
+from trainer.environments.connection import SandboxConnection, open_sandbox
+from trainer.environments.python_tool import TOOL_SCHEMA
+from trainer.episodes.chat_format import ChatFormat, rstar2_format, tokenizer_format
+from trainer.recipe.phases import RecipeRun
+from trainer.rollout.collector import EpisodeCollector
+from trainer.rollout.loop_thread import LoopThread
+from trainer.scheduling.scheduler import POLICIES, Scheduler
+from trainer.training.context import model_errors_as_config_errors
+from trainer.training.grpo import RolloutRuntime
+
+
+def load_chat_format(config: RunConfig, model: Path) -> ChatFormat:
+    """Return the chat format of a model. Raises `ConfigError` if its tokenizer or template cannot be used."""
+    create = rstar2_format if config.model.chat_format == "rstar2" else tokenizer_format
+    with model_errors_as_config_errors(model):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        return create(tokenizer, tools=[TOOL_SCHEMA], system_prompt=config.model.system_prompt)
+
+
+def open_run_sandbox(loop_thread: LoopThread, config: SandboxConfig) -> SandboxConnection:
+    """Connect to the sandbox, or start one, until `loop_thread` exits."""
+    endpoints = expand_urls(config.endpoints) or "local"
+    return loop_thread.enter(open_sandbox(endpoints, timeout_s=config.timeout_s, memory_mb=config.memory_mb))
+
+
+@contextmanager
+def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
+    """Open engines with the weights of `model`, the sandbox, and a collector that uses them."""
+    config = run.config
+    with LoopThread() as loop_thread:
+        sandbox = open_run_sandbox(loop_thread, config.sandbox)
+        pool = loop_thread.enter(_open_engine_pool(run, model))
+        gc.freeze()  # garbage collection over the libraries' objects takes a fifth of a second each time
+        chat_format, verify = load_chat_format(config, model), sandbox.answer_checker.verify
+        yield RolloutRuntime(loop_thread, EpisodeCollector(pool, chat_format, sandbox.python_tool, verify), pool)
+
+
+@asynccontextmanager
+async def _open_engine_pool(run: RecipeRun, model: Path) -> AsyncIterator[EnginePool]:
+    engines, dtype = run.config.engines, run.config.model.dtype
+    async with AsyncExitStack() as stack:
+        with model_errors_as_config_errors(model):
+            weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        if engines.kind == "local":
+            with model_errors_as_config_errors(model):
+                local = LocalEngine(weights, max_num_seqs=engines.max_num_seqs, max_model_len=engines.max_model_len)
+            options: dict[str, Any] = {"transfer": load_in_process, "all_down_timeout_s": ALL_DOWN_TIMEOUT_S}
+            served: Sequence[LocalEngine | VllmEngine] = [local]
+        else:
+            served = await _vllm_engines(stack, run, model, weights.config.vocab_size)
+            # Only vLLM servers are restarted, so only for them it is worth to wait.
+            options = {**_weight_transfer(run), "all_down_timeout_s": engines.max_down_s}
+        pool = EnginePool(
+            served,
+            **options,
+            probe=SyncProbe(model, dtype),
+            scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
+            turn_timeout_s=engines.turn_timeout_s,
+        )
+        await stack.enter_async_context(pool)
+        await pool.sync_weights(weights.state_dict(), 0)  # servers may have the weights of another phase or run
+        del weights  # up to 28 GB that the engines have copied
+        yield pool
+
+
+async def _vllm_engines(
+    stack: AsyncExitStack, run: RecipeRun, model: Path, vocab_size: int
+) -> list[LocalEngine | VllmEngine]:
+    """Return clients of the servers at `engines.endpoints`, or of servers that are started until `stack` ends."""
+    engines, hardware = run.config.engines, run.config.hardware
+    endpoints: Sequence[str] = expand_urls(engines.endpoints)
+    if not endpoints:
+        servers = VllmServers(
+            python=engines.vllm_python or sys.executable,
+            model=model,
+            max_model_len=engines.max_model_len,
+            max_num_seqs=engines.max_num_seqs,
+            dtype=run.config.model.dtype,
+            gpus_per_server=engines.tensor_parallel_size if hardware.gpus_per_node else 0,
+            first_gpu=hardware.gpus_per_node if hardware.engine_gpus else 0,
+            gpu_memory_utilization=engines.gpu_memory_utilization,
+            uses_nccl=engines.weight_sync == "nccl",
+        )
+        endpoints = await stack.enter_async_context(servers.serve(engines.count, run.dir / "engines"))
+    return [
+        VllmEngine(
+            url,
+            vocab_size=vocab_size,
+            max_model_len=engines.max_model_len,
+            max_num_seqs=engines.max_num_seqs,
+            timeout_s=engines.turn_timeout_s,
+        )
+        for url in endpoints
+    ]
+
+
+def _weight_transfer(run: RecipeRun) -> dict[str, Any]:
+    """Return the pool's arguments for the transfer of weights to vLLM servers."""
+    engines = run.config.engines
+    if engines.weight_sync == "nccl":
+        return {"transfer": NcclTransfer(gpus_per_engine=engines.tensor_parallel_size)}
+    return {"transfer": load_in_process, "store": FileWeightStore(run.dir / "weights", run.config.model.dtype)}

@@ -1,0 +1,44 @@
+"""Writes a training's metrics and marks its checkpoints, on the first rank.
+
+Invariant: every optimizer step has one row of metrics, written before the checkpoint of that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trainer.training.context import COMPLETE_MARK, TrainingContext
+
+
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, context: TrainingContext, *, step_offset: int) -> None:
+        """`step_offset` is added to the trainer's own step count to get the step of the run."""
+        self.stage, self.run_folder, self.step_offset = context.stage_dir.name, context.run_folder, step_offset
+
+    def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """Return a step's metrics, from what the trainer logged for it."""
+        logged = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
+        return {"learning_rate": self._learning_rate, **logged}
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # A step uses the learning rate of its middle. At its beginning the first step's rate would be 0.
+        schedule, groups = kwargs["lr_scheduler"], kwargs["optimizer"].param_groups
+        for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            self._learning_rate = group["lr"] = base * factor(schedule.last_epoch + 0.5)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
+    ) -> None:
+        if "loss" in logs and state.is_world_process_zero:  # the log at the end of the training has no loss
+            row = {"step": self.step_offset + state.global_step, "stage": self.stage}
+            self.run_folder.append_metrics(row | self.metrics_from_logs(logs))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE_MARK).touch()
