@@ -24,8 +24,9 @@ from tests.bench.test_checked_calls import result_of
 from tests.executor.calling import OWN_PYTHON
 
 COUNT = 60
-CALLS = {str(call.call["code"]) + str(call.call.get("stdin")): call for call in checked_calls(COUNT, 1)}
-BY_FILES = {str(call.call.get("files")): call for call in CALLS.values()}
+CHECKED = list(checked_calls(COUNT, 1))
+CALLS = {str(call.call["code"]) + str(call.call.get("stdin")): call for call in CHECKED}
+BY_FILES = {str(call.call["files"]): call for call in CHECKED if call.call.get("files")}
 Lines = list[dict[str, Any]]
 
 

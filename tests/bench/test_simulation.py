@@ -97,10 +97,10 @@ def test_a_turn_costs_engine_time_besides_its_tokens() -> None:
     per_context_s=st.sampled_from([0.0, 5e-7]),
 )
 def test_no_policy_is_faster_than_the_lower_bound(
-    policy: str, seed: int, groups: int, mean: float, capacity: int, engines: int, **constants: Any
+    policy: str, seed: int, groups: int, mean: float, kv_capacity: int, engines: int, **constants: Any
 ) -> None:
     scripts = workload(groups, 8, 2000, mean, seed)
-    profile = replace(TIGHT, kv_capacity=capacity, base_s=0.002, **constants)
+    profile = replace(TIGHT, kv_capacity=kv_capacity, base_s=0.002, **constants)
     makespan = makespan_of(simulate(scripts, profile, engines, policy, 2000))
     assert makespan * (1 + 1e-9) >= lower_bound_s(scripts, profile, engines)
 
