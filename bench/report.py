@@ -7,7 +7,7 @@
 
 A table stands between `<!-- numbers: NAME -->` and `<!-- /numbers -->`. It is made from `bench/results/NAME.json`, the
 last line of `python -m bench.BENCH --json`, by `bench.BENCH.tables`, where NAME is BENCH or BENCH-VARIANT. A block
-without a result stays empty.
+without a result stays empty. The block `summary` is made from several results.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import command, plots
-from bench.harness.tables import Result, markdown
+from bench.harness.tables import Result, Table, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_name("results")
+SUMMARY = "summary"
+SUMMARY_RESULTS = {"throughput", "burst", "invariance", "mixed", "chaos"}
+"""Results that the summary needs."""
 BLOCK = re.compile(r"(<!-- numbers: ([\w-]+) -->\n)(.*?)(<!-- /numbers -->)", re.DOTALL)
 
 
@@ -73,6 +76,8 @@ def filled(text: str, results: Mapping[str, Result]) -> str:
 
     def fill(block: re.Match[str]) -> str:
         head, name, _, foot = block.groups()
+        if name == SUMMARY:
+            return head + (summary(results) if results.keys() >= SUMMARY_RESULTS else "") + foot
         _bench_module(name)
         return head + (table_of(name, results[name]) if name in results else "") + foot
 
@@ -86,6 +91,49 @@ def table_of(name: str, result: Result) -> str:
     blocks = _bench_module(name).tables(result)
     command_line = result.get("command", f"python -m bench.{name}")
     return f"{markdown(blocks)}\n\n{_where(command_line, result['machine'])}\n"
+
+
+def summary(results: Mapping[str, Result]) -> str:
+    """The README's table: one row per question, with a link to the details."""
+    ratios = {kind: f"{row['ratio']:.0f} times" for kind, row in results["throughput"]["kinds"].items()}
+    burst, mixed, invariance, chaos = (results[name] for name in ("burst", "mixed", "invariance", "chaos"))
+    loops = mixed["loops"]
+    rows = [
+        (
+            "How fast is it beside a fresh interpreter?",
+            f"{ratios['print']} (`print`), {ratios['numpy']} (numpy), {ratios['sympy']} (sympy)",
+            "[throughput](docs/benchmarks.md#throughput)",
+        ),
+        (
+            "How many calls can be in flight?",
+            f"{burst['calls']:,} at once: {burst['lost']} lost, {burst['doubled']} doubled, "
+            f"{burst['mismatched']} mismatched",
+            "[calls in flight](docs/benchmarks.md#calls-in-flight)",
+        ),
+        (
+            "Do results change under load?",
+            f"{invariance['calls']} calls, idle and overloaded: {len(invariance['changed'])} changed",
+            "[results under load](docs/benchmarks.md#results-under-load)",
+        ),
+        (
+            "Do endless calls delay short ones?",
+            f"p90 of a `print`: {loops['baseline_ms']['p90']:.1f} ms alone, {loops['under_loops_ms']['p90']:.1f} ms "
+            f"beside {loops['loops']} endless loops",
+            "[endless loops](docs/benchmarks.md#short-calls-beside-endless-loops)",
+        ),
+        (
+            "Does it hold against attacks?",
+            "every attack of `tests/escape` fails at every level, except for listed limits of `landlock` and `none`",
+            "[isolation](docs/isolation.md)",
+        ),
+        (
+            "What if processes die?",
+            f"{chaos['calls']:,} calls during {sum(chaos['kills'].values())} kills: {chaos['lost']} lost, "
+            f"{chaos['doubled']} doubled, {chaos['mismatched']} mismatched",
+            "[kills](docs/benchmarks.md#kills)",
+        ),
+    ]
+    return f"{markdown([Table(('question', 'measured', 'details'), rows)])}\n"
 
 
 def _bench_module(name: str) -> Any:

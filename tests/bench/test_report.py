@@ -253,3 +253,13 @@ def test_every_plot_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report.main(["--plots", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out.splitlines()[-1])["plots"]
     assert files and all(Path(file).read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_the_summary_follows_the_results() -> None:
+    results = report.read_results(report.RESULTS)
+    text = "<!-- numbers: summary -->\n<!-- /numbers -->\n"
+    assert "20,000 calls during 293 kills: 0 lost" in report.filled(text, results)
+    results["chaos"] = {**results["chaos"], "calls": 5, "lost": 3}
+    assert "5 calls during 293 kills: 3 lost" in report.filled(text, results)
+    del results["burst"]
+    assert report.filled(text, results) == text
