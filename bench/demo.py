@@ -23,7 +23,7 @@ from sandbox.types import Call
 BATCH = 64
 """Calls in one request."""
 NEXT_STEPS = """Next:
-  rstar-sandbox run 'print(1 + 1)'   run one call
+  rstar-sandbox run -c 'print(1 + 1)'  run one call
   rstar-sandbox serve                start a server; its dashboard is on the address that it prints
   make demo CALLS=calls.jsonl        the same demo with your own calls (a "code" in each row)"""
 
