@@ -102,7 +102,11 @@ class ServerUnderTest:
         raise BenchFailed(f"not all {executors} executors are ready again within {READY_TIMEOUT_S:g} s")
 
     def kill_gateway(self) -> None:
-        """Kill the gateway with SIGKILL, record processes that survive it, and start another server."""
+        """Kill the gateway with SIGKILL, record processes that survive it, and start another server.
+
+        The gateway is stopped first, so that it answers nothing while its processes are listed.
+        """
+        os.kill(self.pid, signal.SIGSTOP)
         pids = self.processes()
         os.kill(self.pid, signal.SIGKILL)
         self._life.close()

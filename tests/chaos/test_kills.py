@@ -36,12 +36,14 @@ def server() -> Iterator[ServerUnderTest]:
     assert not [line for line in server.leftovers if line.startswith("process: ")]
 
 
-def run_calls(server: ServerUnderTest, count: int, on_answer: Callable[[int], None] = lambda _: None) -> CallTally:
+def run_calls(
+    server: ServerUnderTest, count: int, on_answer: Callable[[int], None] = lambda _: None, in_flight: int = 64
+) -> CallTally:
     """Run `count` checked calls; `on_answer` gets the number of each answer."""
     tally, answers = CallTally(count), itertools.count(1)
     calls = checked_calls(count, seed=7, weights=STDLIB_WEIGHTS)
     load = CheckedLoad(server, calls, tally, random.Random(7), lambda: on_answer(next(answers)))
-    asyncio.run(asyncio.wait_for(load.run(in_flight=64), 300))
+    asyncio.run(asyncio.wait_for(load.run(in_flight), 300))
     assert (tally.lost, tally.doubled, tally.mismatched) == (0, 0, 0), tally.examples[:3]
     return tally
 
@@ -67,7 +69,8 @@ def test_a_killed_gateway_leaves_no_processes_and_its_calls_are_sent_again(serve
         elif answers % 40 == 0:
             injector.kill_one(server.pid)
 
-    tally = run_calls(server, 150, kill)
+    # With 256 of 400 calls in flight, requests are unanswered at both kills: at most 100 calls have an answer then.
+    tally = run_calls(server, 400, kill, in_flight=256)
     assert tally.resent >= 2
     assert not server.leftovers
 
