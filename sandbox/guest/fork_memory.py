@@ -44,7 +44,8 @@ _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
-_mallopt = getattr(_libc, "mallopt", max)  # other C libraries have none; max has no effect
+# Other C libraries than GNU's have neither function; max and int have no effect.
+_mallopt, _malloc_trim = getattr(_libc, "mallopt", max), getattr(_libc, "malloc_trim", int)
 
 
 class _Allocator(ctypes.Structure):
@@ -207,6 +208,7 @@ def compact_heap() -> int:
     gc.collect()  # empties the interpreter's free lists, whose objects are scattered
     _fill_pools()
     _fill_last_block()
+    _malloc_trim(0)  # returns the free pages inside the heap to the kernel
     _restore_allocators()
     top = _libc.sbrk(0) // _HUGE_BYTES  # not collapsed: the heap could not grow any more
     blocks |= _resident_blocks_below(top)
