@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> None:
-    _replace(path, (_line(row) for row in rows))
+    _replace(path, (json_line(row) for row in rows))
 
 
 def append_rows(path: Path, rows: Iterable[object]) -> None:
@@ -45,7 +45,7 @@ def append_rows(path: Path, rows: Iterable[object]) -> None:
                 end = content.rfind(b"\n") + 1
             if end < size:
                 file.truncate(end)
-        file.writelines(_line(row).encode() for row in rows)
+        file.writelines(json_line(row).encode() for row in rows)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -73,7 +73,7 @@ def _replace(path: Path, texts: Iterable[str]) -> None:
     part.replace(path)
 
 
-def _line(row: object) -> str:
+def json_line(row: object) -> str:
     return json.dumps(row, separators=(",", ":"), default=_fields) + "\n"
 
 
