@@ -4,7 +4,7 @@
                          whose parent has exited is then missed (`setsid` and double fork).
     run delay            schedstat; else an estimate (`_RunDelayEstimator`)
     CPU time             the process's CPU clock; else clock ticks from stat
-    pid of a pidfd       fdinfo; else the child of the zygote with the right number in the zygote's PID namespace
+    pid of a pidfd       fdinfo; else the zygote's child that has the call's pid in the zygote's PID namespace
 
 The alternatives are for kernels without these files, such as gVisor's, which imitates /proc.
 """
@@ -28,8 +28,8 @@ from sandbox.jail import IdleCgroup, can_restore_priority
 log = logging.getLogger(__name__)
 
 MAX_SAMPLED_THREADS = 128
-"""Threads of a call above which it is no longer sampled, because sampling takes about 30 us for each. Also the number
-of threads that are moved between cgroups at once."""
+"""A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. Also the
+number of threads that are moved between cgroups at once."""
 UNKNOWN_PID = 0
 """Stands for a process whose number in this /proc cannot be found."""
 _UNKNOWN_POLICY = -1
@@ -101,9 +101,9 @@ class ProcessTree:
         self.root = root
         self._members = members
         self._run_delays = None if counts_run_delay() else _RunDelayEstimator()
-        self._is_too_large = root == UNKNOWN_PID
-        """The call once had more than `MAX_SAMPLED_THREADS` threads, or its first process is unknown. Never reset: its
-        virtual clock follows wall time from then on."""
+        self._is_unsampled = root == UNKNOWN_PID
+        """Whether the call once had more than `MAX_SAMPLED_THREADS` threads, or its first process is unknown. It stays
+        true, and the virtual clock follows wall time from then on."""
         self._pids: list[int] = []
         self._policy_by_thread: dict[int, int] = {}
         """Scheduling policy of each thread in the last sample."""
@@ -112,16 +112,17 @@ class ProcessTree:
         self._moved: set[int] = set()
         """Threads that are in the right cgroup."""
         self._switches: dict[int, tuple[int, int]] = {}
+        """For each thread of the last sample: its timeslices, and its voluntary context switches when it had these."""
         self._switches_before: dict[int, tuple[int, int]] = {}
-        """By thread, of the last sample and of the one before: timeslices, and voluntary switches at that count."""
-        self.cpu_s = math.inf if self._is_too_large else 0.0
+        """The same of the sample before the last."""
+        self.cpu_s = math.inf if self._is_unsampled else 0.0
         """CPU seconds of all processes in the last sample and of the children that they have waited for. Infinite if
         the tree is too large to sample."""
 
     def sample(self) -> TreeSample | None:
         """Sample all processes, the first one first. Returns an empty sample if the first process has ended, and None
         if there are or were too many threads; then only the threads' numbers are read, for `CpuPriority`."""
-        if self._is_too_large:
+        if self._is_unsampled:
             self._list_threads()
             return None
         sample: dict[int, ProcessSample] = {}
@@ -137,7 +138,7 @@ class ProcessTree:
                 if process is not None:
                     sample[pid] = process
             if len(self._policy_by_thread) > MAX_SAMPLED_THREADS:
-                self._is_too_large, self.cpu_s = True, math.inf
+                self._is_unsampled, self.cpu_s = True, math.inf
                 return None
         return sample if self.root in sample else {}
 
@@ -188,7 +189,7 @@ class ProcessTree:
     def _descendants(self) -> Iterator[int]:
         """Yield the first process and its descendants, up to `MAX_SAMPLED_THREADS` threads."""
         pids, threads = [self.root], 0
-        for pid in pids:
+        for pid in pids:  # the list grows while it is read: a breadth-first search
             yield pid
             for tid in _thread_ids(pid):
                 threads += 1

@@ -9,8 +9,10 @@ Invariants:
 
 Report: six little-endian i32, then four texts in UTF-8.
 
-    i32    length of value (-1: none), error type (-1: no error), message, traceback; line (-1: unknown); bits
-    bits   1 value truncated, 2 traceback truncated, 4 returned files truncated, 8 MemoryError
+    i32    length in bytes of each text: value (-1: no value), error type (-1: no error), message, traceback
+           line number of the error (-1: unknown)
+           flags
+    flags  1 value truncated, 2 traceback truncated, 4 returned files truncated, 8 MemoryError
     texts  value, error type, message, traceback
 
 Files (descriptor 4), for each: u32 index into `return_files`, u64 length, content.
@@ -55,9 +57,10 @@ _STATEMENT = re.compile(
     r"(?:for|while|if|elif|else|def|class|with|try|except|finally|import|from|return|assert|del|pass|raise|global|async)\b"
     r"|@|\w+[ \t]*=[^=]"
 )
-"""Matches the start of a line that cannot be an expression. A line that it misses only costs a second compilation."""
+"""Matches the start of a line that cannot be an expression. A statement without a match costs `_compile` a second
+compilation and changes nothing else."""
 _EMPTY_CODE = compile("", SCRIPT, "exec")
-_HERE = __file__
+_OWN_FILE = __file__
 _LIBRARY_PREFIXES = tuple({os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))})
 _MAX_TRACEBACK_FRAMES = 200
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
@@ -106,7 +109,7 @@ def prepare(directory: str) -> None:
     socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
     main_module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main_module
-    for file in os.listdir(os.path.dirname(_HERE)):
+    for file in os.listdir(os.path.dirname(_OWN_FILE)):
         sys.modules.pop(file.partition(".")[0], None)  # a call may bring files of these names
     sys.argv = [SCRIPT]
     sys.path[0] = directory or os.devnull
@@ -134,23 +137,23 @@ def run(call: dict, blobs: list) -> None:
     `blobs` are its code, input, names and files. Names are a JSON list of two lists: the names of the files that
     follow, and of the files to return.
     """
-    code = 70
+    exit_code = 70  # EX_SOFTWARE of sysexits.h: the runner itself failed
     try:
-        gc.freeze()  # also resets the counters, so that a small call never collects the zygote's objects
+        gc.freeze()  # the zygote's objects are never collected; the counters of allocations start from 0
         gc.enable()
         source, stdin, names, *contents = blobs
         _start(bool(stdin))
         home = os.getcwd()
         given, returned = json.loads(bytes(names)) if names else ([], [])
         report = _Report(call["output_bytes"])
-        code = _run_script(call, bytes(source), list(zip(given, contents)), report)
-        code = _finalize(code)
+        exit_code = _run_script(call, bytes(source), list(zip(given, contents)), report)
+        exit_code = _finalize(exit_code)
         report.files_truncated = _return_files(returned, home, call["return_bytes"])
         report.send()
     except SystemExit as error:  # raised by an exit handler
-        code = error.code if isinstance(error.code, int) else 1
+        exit_code = error.code if isinstance(error.code, int) else 1
     finally:
-        os._exit(code & 0xFF)
+        os._exit(exit_code & 0xFF)
 
 
 def _start(stdin_given: bool) -> None:
@@ -161,7 +164,7 @@ def _start(stdin_given: bool) -> None:
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape")
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _reseed()
-    getattr(warnings, "_filters_mutated", int)()  # forget which warnings have been shown
+    getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; without the function, call int()
 
 
 def _reseed() -> None:
@@ -171,7 +174,9 @@ def _reseed() -> None:
         _Random.seed(random._inst)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        numpy_random.seed(int.from_bytes(os.urandom(4), "little"))  # a third of the time of seed()
+        numpy_random.seed(
+            int.from_bytes(os.urandom(4), "little")
+        )  # seed() without an argument takes three times as long
     sympy_random: Any = sys.modules.get("sympy.core.random")
     if sympy_random is not None:
         _Random.seed(sympy_random.rng)
@@ -226,8 +231,8 @@ def _decode_source(source: bytes) -> str:
 def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | None]:
     """Compile a script, and its last expression separately if its value is to be echoed.
 
-    A trailing `;` prevents the echo. Splitting the text at its last unindented line is exact if both parts compile, and
-    takes half the time of the syntax tree, which is used otherwise.
+    A trailing `;` prevents the echo. The text is split at its last unindented line. If both parts compile, this
+    has the same result as the syntax tree in half the time. Otherwise the syntax tree is used.
     """
     if not echo:
         return _compile_all(text), None
@@ -326,7 +331,7 @@ def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | Non
     links = []
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if name != _HERE and not name.startswith(_LIBRARY_PREFIXES):
+        if name != _OWN_FILE and not name.startswith(_LIBRARY_PREFIXES):
             links.append(trace)
         trace = trace.tb_next
     if len(links) > _MAX_TRACEBACK_FRAMES:

@@ -123,7 +123,8 @@ async def test_a_starving_call_is_promoted_and_reaches_its_time_limit(
     assert scheduler.killed_after < call_state.wall_cap_s(10.0)
 
 
-def test_a_long_call_lags_below_a_quarter_of_its_fair_share() -> None:
+def test_the_lag_of_a_long_call_is_its_distance_to_a_quarter_of_its_fair_share() -> None:
+    """The arguments are CPU seconds, wall seconds and calls per core."""
     assert lag_s(1.0, 1.0, 0.5) < 0
     assert lag_s(0.25, 1.0, 1.0) == 0
     assert lag_s(0.24, 1.0, 0.1) == pytest.approx(0.01), "the fair share is at most a whole core"
@@ -159,7 +160,7 @@ def test_with_the_minimum_share_a_call_reaches_its_time_limit_before_the_wall_ca
 async def test_long_calls_leave_short_slots_until_the_long_slots_are_used_up(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    FakeScheduler(monkeypatch, 0.0)
+    FakeScheduler(monkeypatch, 0.0)  # replaces the samples of /proc
     windows: list[int] = []
     async with driven(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
         driver.executor.on_window_changed = windows.append
@@ -224,7 +225,7 @@ async def test_without_available_memory_long_calls_keep_their_short_slots(
 async def test_a_call_that_ends_between_two_samples_is_judged_by_its_cpu_time(
     cpu_s: float, status: Status, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """When many calls end at once, one that had a thousandth of a core may have a whole core until its next sample."""
+    """A call that shared its core with 960 others has the whole core when these end, before its next sample."""
     calls_per_core = 960
     scheduler = FakeScheduler(monkeypatch, 1 - 1 / calls_per_core)
 

@@ -13,7 +13,7 @@ from trainer.scheduling.scheduler import Placement
 MAX_FAILURES_PER_TURN = 3
 """A turn that has failed on this many engines fails its episode, because the turn may be the cause."""
 MAX_NON_FINITE_EPISODES = 3
-"""An engine is marked down after turns of this many episodes in a row had log-probabilities that are not finite."""
+"""An engine is marked down when this many episodes in a row got a turn with a log-probability that is not finite."""
 
 
 class _Aborted(Exception):
@@ -107,14 +107,17 @@ class EpisodeHandle:
         """Return the turn, its placement and its start time."""
         pool, failures = self._pool, 0
         while True:
-            placement, started_at = await self._wait_for_placement(), pool.now()
+            placement = await self._wait_for_placement()
+            started_at = pool.now()
             state = pool.engine_states[placement.engine]
             timeout_s = pool.request_timeout_s(state, sampling.max_tokens)
             try:
                 with pool.busy_timer:
                     async with pool.request(state, self, timeout_s):
                         generation = await state.engine.generate(ids, sampling)
-                if self.placement is placement:  # otherwise the engine was marked down as it answered
+                if (
+                    self.placement is placement
+                ):  # otherwise the engine was marked down meanwhile: its KV cache is no longer trusted
                     state.non_finite_episodes.clear()
                     return generation, placement, started_at
             except NonFiniteLogprobError as error:

@@ -1,17 +1,20 @@
 """The engine pool: reports events to the scheduler, runs the turns that it places, and handles engine failures.
 
-    engine state     cause                                                     next state
-    down             bring-up: weights checked, capacity and stats read         up
-    up               failed or timed-out turn, stalled token counter,          down, unresponsive
-                     `MAX_MISSED_SCRAPES` failed scrapes
-    unresponsive     liveness probe computes log-probabilities                 down, bring-up after `retry_after_s`
-    up or down       weight sync                                               down, then bring-up with new weights
+An engine is up or down. While it is down, it is also unresponsive until it answers a liveness probe.
+
+    engine is               event                                               engine becomes
+    down                    bring-up (weights checked, capacity and stats read)  up
+    up                      a turn failed or timed out, the token counter        down and unresponsive
+                            stalled, or `MAX_MISSED_SCRAPES` scrapes failed
+    down and unresponsive   the liveness probe computed log-probabilities        down; bring-up after `retry_after_s`
+    up or down              weight sync                                          down; bring-up with the new weights
 
 Invariants:
-- Only placed turns are requests to engines. All others wait in the pool; nothing polls for a placement.
+- A turn is sent to an engine only after the scheduler has placed it. Until then it waits in the pool, without polling.
 - An engine that is lost does not end its turns: they run again on another engine from the same ids, or wait for one.
-- Only engines whose weights are checked after the last sync generate. With a weight store, a failed engine gets the
-  last weights again before its bring-up, since it may have restarted; without one it waits for the next sync.
+- An engine generates only after its weights have been checked since the last sync. With a weight store, a failed engine
+  gets the last weights again before its bring-up, since it may have restarted. Without a store it waits for the next
+  sync.
 - A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
 - A turn with a log-probability that is not finite runs again. The engine is lost only after several in a row.
 - However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
@@ -157,8 +160,8 @@ class EnginePool(EngineHealth):
     async def sync_weights(self, weights: Weights, version: int | None = None) -> int:
         """Give all responsive engines `weights` and check them. Return the version (default: the last plus 1).
 
-        If no engine loads them and they are stored, wait for the first engine that comes back, except at the first
-        sync.
+        If no engine loads them, a pool with a weight store waits until an engine is up again. The first sync does not
+        wait: engines that have never loaded weights are more likely misconfigured than down for a while.
 
         Raises `WeightSyncError` when an engine's log-probabilities differ from the trainer's, and `EngineError` when no
         engine has loaded the weights.
@@ -214,7 +217,7 @@ class EnginePool(EngineHealth):
 
     async def _bring_up_after_sync(self, state: EngineState) -> None:
         try:
-            await self._bring_up(state, self._turn_timeout_s)  # a long timeout: the sync needs all engines
+            await self._bring_up(state, self._turn_timeout_s)  # long, because a slow engine is better than one less
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"no log-probabilities after the weight sync in {self._turn_timeout_s:g} s"
             self._schedule_retry(state, reason)
@@ -244,7 +247,7 @@ class EnginePool(EngineHealth):
                 await self._load_stored_weights(state)
             await self._bring_up(state, BRING_UP_TIMEOUT_S)
         except Exception as error:  # boundary: no failure of one engine may end the pool; `all_down_error` reports it
-            if not self.scheduler.is_paused:  # otherwise a weight sync has cancelled the attempt
+            if not self.scheduler.is_paused:  # during a weight sync, the sync itself brings the engine up
                 self._schedule_retry(state, str(error) or repr(error))
 
     async def _load_stored_weights(self, state: EngineState) -> None:

@@ -10,13 +10,14 @@ Measured on a CPU with random Qwen3 models (2 and 4 layers of width 64, weights 
 0.1, embeddings of up to 10 times that). The engine was the same model in the engine's dtype with other attention
 kernels; no GPU and no vLLM took part.
 
-    weights of the engine            models           difference / bound, bfloat16    float32
-    equal                            10,000           at most 0.71                    at most 0.004
-    one layer of another model       10 per kind      at least 5.1                    at least 660
-    two layers exchanged             10 per kind      at least 1.2                    at least 150
+                                                      RMS of the difference divided by the bound
+    weights of the engine            models           engine in bfloat16    engine in float32
+    equal                            10,000           at most 0.71          at most 0.004
+    one layer of another model       10 per size      at least 5.1          at least 660
+    two layers exchanged             10 per size      at least 1.2          at least 150
 
-- With equal weights in bfloat16, the mean of the difference's logarithm is at least 8 standard deviations below the
-  bound.
+- With equal weights in bfloat16, the logarithms of these ratios have a mean at least 8 of their standard deviations
+  below 0, the logarithm of a ratio of 1.
 - The 1.2 belongs to layers that hardly matter beside large embeddings. There, a single wrong MLP matrix is not always
   detected in bfloat16 (0.74).
 - A layer that misses one training step is detected if the step moves its weights by 5 to 10 % of their standard
@@ -24,7 +25,7 @@ kernels; no GPU and no vLLM took part.
   float32 only, and one of 1e-6 in neither. For such steps the engine's answer that it has loaded the weights is the
   only evidence.
 
-Transfers: `load_in_process` makes each engine load the weights itself, from tensors in this process or from the
+Transfers: `load_by_engine` makes each engine load the weights itself, from tensors in this process or from the
 directory in which `FileWeightStore` keeps them; that works everywhere. `NcclTransfer` sends them from GPU to GPU by
 vLLM's weight-transfer API (RCCL on AMD); it has not run on a GPU yet.
 """
@@ -79,7 +80,9 @@ class SyncProbe:
 
     def __init__(self, model: Path | str, dtype: str = "float32") -> None:
         config = AutoConfig.from_pretrained(model)
-        with init_empty_weights(include_buffers=False):  # `functional_call` takes the parameters from a state dict
+        with init_empty_weights(
+            include_buffers=False
+        ):  # parameters come from each state dict; buffers are part of none
             self._model = AutoModelForCausalLM.from_config(config).eval()
         self._dtype = dtype
         rng = random.Random(0)
@@ -100,7 +103,7 @@ class SyncProbe:
         scores = await asyncio.gather(*map(engine.logprobs, self.sequences))
         logprobs = torch.tensor(scores, dtype=torch.float64)
         bound, difference = BOUNDS[self._dtype] * expected.rounding, _rms(logprobs - expected.logprobs)
-        if not difference <= bound:
+        if not difference <= bound:  # also true if the difference is NaN
             raise WeightSyncError(
                 f"engine {engine.name} at version {engine.weight_version}: expected log-probabilities within "
                 f"{bound:.2g} of the trainer's (root mean square of {logprobs.numel()}; {BOUNDS[self._dtype]:g} times "
@@ -126,7 +129,7 @@ def _rms(difference: torch.Tensor) -> float:
     return float(difference.square().mean().sqrt())
 
 
-async def load_in_process(
+async def load_by_engine(
     engines: Sequence[LoadsWeights], weights: Weights | Path, version: int
 ) -> list[BaseException | None]:
     """Make all engines load the weights at the same time. An engine in this process copies tensors."""
@@ -218,7 +221,7 @@ class NcclTransfer:
 
         address = {
             "master_address": gethostname(),
-            "master_port": free_port(""),
+            "master_port": free_port(host=""),  # engines connect from other machines
             "world_size": 1 + self._gpus_per_engine,
         }
         init_info, client = NCCLTrainerInitInfo(rank=0, **address), HTTPVLLMWeightSyncClient(url)

@@ -43,7 +43,8 @@ class StopReason(StrEnum):
     UNAVAILABLE = "unavailable"
     """The sandbox or every engine failed. The reward is None."""
     CANCELLED = "cancelled"
-    """The trainer ended the episode, since its group was already decided without it. The reward is None."""
+    """The trainer ended the episode, because RoC's selection from its group no longer depended on it. The reward is
+    None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class ToolCall:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the call counts as failed in p_err. Infrastructure failures do not count."""
+        """Whether the call counts as failed in RoC's penalty for tool errors. Infrastructure failures do not count."""
         return self.status not in (ToolCallStatus.OK, ToolCallStatus.UNAVAILABLE)
 
     def row_fields(self) -> dict[str, Any]:
-        """Return what a record has of this call: its fields and `has_failed`."""
+        """Return the call as a row of the run folder: its fields and `has_failed`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"has_failed": self.has_failed}
 
 
@@ -124,7 +125,7 @@ class Episode:
     error: str = ""
     """The infrastructure failure behind `StopReason.UNAVAILABLE`."""
     steps_carried: int = 0
-    """The number of training steps after which this episode was continued in the next one."""
+    """How many times this episode was unfinished at the end of a training step and was continued in the next."""
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float], weight_version: int) -> None:
         """Append tokens that weights of `weight_version` sampled."""

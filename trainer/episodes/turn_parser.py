@@ -49,8 +49,8 @@ def parse_turn(text: str) -> ParsedTurn:
 
     Tool calls are found first, and everything inside one belongs to it: an `<answer>` in its code is no answer, and a
     `</tool_call>` inside one of its JSON strings does not end it. A tool call inside an answer block is still a tool
-    call. A call whose JSON does not parse ends at the next `</tool_call>`, one without a closing tag at the end of the
-    text; both are malformed.
+    call. A call whose JSON does not parse ends at the next `</tool_call>`; a call without a closing tag ends at the end
+    of the text. Both are malformed.
     """
     calls: list[ToolCallRequest | MalformedCall] = []
     outside, position = [], 0
@@ -87,13 +87,13 @@ def _parse_call(text: str, start: int) -> tuple[ToolCallRequest | MalformedCall,
         pass
     else:
         if text.startswith(TOOL_CALL_CLOSE, end := _skip_blanks(text, end)):
-            return _request(value, text[start:end]), end + len(TOOL_CALL_CLOSE)
+            return _tool_call(value, text[start:end]), end + len(TOOL_CALL_CLOSE)
     end = text.find(TOOL_CALL_CLOSE, start)
     if end < 0:
         error = f"SyntaxError: {TOOL_CALL_OPEN} is never closed by {TOOL_CALL_CLOSE}"
         return _malformed(text[start:], error), len(text)
     try:
-        call = _request(json.loads(text[start:end]), text[start:end])
+        call = _tool_call(json.loads(text[start:end]), text[start:end])
     except (ValueError, RecursionError) as error:
         call = _malformed(text[start:end], f"{type(error).__name__}: {error}")
     return call, end + len(TOOL_CALL_CLOSE)
@@ -105,7 +105,7 @@ def _skip_blanks(text: str, position: int) -> int:
     return blanks.end()
 
 
-def _request(value: Any, text: str) -> ToolCallRequest | MalformedCall:
+def _tool_call(value: Any, text: str) -> ToolCallRequest | MalformedCall:
     match value:
         case {"name": str(name), "arguments": str() | dict() as arguments}:
             return ToolCallRequest(name, arguments)

@@ -139,7 +139,7 @@ def _memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape) -> It
             continue
         name = "sft" if phase.command == "sft" else phase.stage
         yield from lines[name]
-        engine_bytes = plan.engine_bytes if is_local and phase.command != "sft" else 0
+        engine_bytes = plan.engine_gpu_bytes if is_local and phase.command != "sft" else 0
         needed_gb = (plans[name].train_bytes + engine_bytes) / GB
         if not hardware.gpus_per_node and needed_gb > available_gb:
             where = name if name == "sft" else f"stages.{name}"

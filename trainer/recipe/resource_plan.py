@@ -2,12 +2,13 @@
 
 | exact                                                       | estimated                                             |
 |-------------------------------------------------------------|-------------------------------------------------------|
-| parameters; bytes of weights, gradients and Adam's moments  | activations, logits, and the weights that a pass holds |
+| parameters; bytes of weights, gradients and Adam's moments  | activations, logits, and weights in `model.dtype`      |
 | bytes of KV cache per token, tokens per step                | (they depend on attention, loss and sharding)          |
 
 Training keeps float32 weights, gradients and both of Adam's moments, 16 bytes per parameter: at the paper's learning
 rate of 1e-6, bfloat16 would round an update away. Passes and engines compute in `model.dtype`. With sharding, each GPU
-keeps its share of all four; gradients are sharded after every micro-batch. Nothing here estimates time.
+keeps its share of the weights, the gradients and both moments; gradients are sharded after every micro-batch. Nothing
+here estimates time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ADAM_BYTES = 2 * TRAIN_BYTES_PER_VALUE
 """Bytes of a parameter's two moments."""
 GB = 10**9
 MAX_CHECKPOINTS = 4
-"""Checkpoints on disk at once: two are kept, one is being written, and one is of the previous training."""
+"""Checkpoints on disk at once: two are kept, one is being written, and one is of the previous stage."""
 PROMPT_ALLOWANCE = 1024
 """Tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
 LESS_TRAINING_MEMORY = "lower micro_batch_size or set gradient_checkpointing or sharding"
@@ -60,8 +61,8 @@ class ResourcePlan:
     gpus: int
     weight_bytes: int
     engines: int
-    engine_bytes: int
-    """Memory of one GPU of an engine."""
+    engine_gpu_bytes: int
+    """Bytes that an engine takes of each of its GPUs; for a local engine, bytes of the machine."""
     kv_tokens: int
     """Tokens in an engine's KV cache."""
     disk_bytes: int
@@ -115,10 +116,12 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> int:
 
 
 def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_checkpointing: bool) -> int:
-    """Estimate the activations of a backward pass over `tokens`, without the logits. Attention stores no matrix.
+    """Estimate the activations of a backward pass over `tokens`, without the logits.
 
-    A layer stores the inputs and outputs of its two norms, queries, keys, values, attention's output, and four widths
-    of its MLP. With gradient checkpointing, all layers store their input and one layer all the rest.
+    The attention kernel is assumed to store no score matrix.
+
+    A layer stores the inputs and outputs of its two norms, queries, keys, values, attention's output, and four
+    tensors of the MLP's width. With gradient checkpointing, all layers store their input and one layer all the rest.
     """
     heads = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_size
     layer = (4 * shape.hidden_size + heads + 4 * shape.intermediate_size) * BYTES[dtype] * tokens
@@ -137,44 +140,46 @@ def logit_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
 def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int:
     """Estimate the weights that a pass holds as `dtype`, besides the trained float32 ones.
 
-    Sharded: the gathered embeddings and two layers, and as many gradients before they are sharded. Unsharded: a copy of
-    all weights, unless passes compute in float32.
+    With sharding, a GPU gathers the embeddings and two layers at a time, and holds the gradients of these until they
+    are sharded. Without sharding, it holds a copy of all weights, unless passes compute in float32.
     """
     if is_sharded:
         return 2 * (_embedding_parameters(shape) + 2 * _layer_parameters(shape)) * BYTES[dtype]
     return 0 if BYTES[dtype] == TRAIN_BYTES_PER_VALUE else num_parameters(shape) * BYTES[dtype]
 
 
-def disk_bytes(config: RunConfig, shape: ModelShape, trainings: int) -> int:
-    """Return the bytes of checkpoints, models and synced weights of `trainings` trainings, without episodes."""
+def disk_bytes(config: RunConfig, shape: ModelShape, num_phases: int) -> int:
+    """Return the bytes of checkpoints, synced weights and the models of `num_phases` phases, without episodes."""
     uses_files = config.engines.kind == "vllm" and config.engines.weight_sync == "file"
     synced = 2 * BYTES[config.model.dtype] if uses_files else 0  # the engines' weights, and newer ones
-    stored = MAX_CHECKPOINTS * (TRAIN_BYTES_PER_VALUE + ADAM_BYTES) + trainings * TRAIN_BYTES_PER_VALUE
+    stored = MAX_CHECKPOINTS * (TRAIN_BYTES_PER_VALUE + ADAM_BYTES) + num_phases * TRAIN_BYTES_PER_VALUE
     return num_parameters(shape) * (stored + synced)
 
 
 def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
     """Return what `config` needs for a model of `shape`."""
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
-    count, gpus = num_parameters(shape), hardware.nodes * hardware.gpus_per_node
+    parameters, gpus = num_parameters(shape), hardware.nodes * hardware.gpus_per_node
     per_token, is_sharded = kv_bytes_per_token(shape, dtype), hardware.sharding == "full"
-    weight_bytes = count * TRAIN_BYTES_PER_VALUE // (max(1, gpus) if is_sharded else 1)
+    weight_bytes = parameters * TRAIN_BYTES_PER_VALUE // (max(1, gpus) if is_sharded else 1)
     if engines.kind == "local":
         kv_tokens = engines.max_num_seqs * engines.max_model_len
-        engine_bytes = kv_tokens * per_token
+        engine_gpu_bytes = kv_tokens * per_token  # a local engine uses the trained weights
     else:
-        engine_bytes = int(engines.gpu_memory_utilization * hardware.gpu_memory_gb * GB)
-        kv_tokens = max(0, engine_bytes * engines.tensor_parallel_size - count * BYTES[dtype]) // per_token
-    shared_bytes = 0 if hardware.engine_gpus else engine_bytes
+        engine_gpu_bytes = int(engines.gpu_memory_utilization * hardware.gpu_memory_gb * GB)
+        kv_tokens = max(0, engine_gpu_bytes * engines.tensor_parallel_size - parameters * BYTES[dtype]) // per_token
+    shared_bytes = 0 if hardware.engine_gpus else engine_gpu_bytes
 
-    def memory(settings: SftConfig | StageConfig, row_tokens: int, engine_bytes: int) -> tuple[int, float | None]:
-        """Return (train_bytes, gpu_share) for rows of `row_tokens`, beside an engine of `engine_bytes`."""
+    def memory(settings: SftConfig | StageConfig, row_tokens: int, engine_gpu_bytes: int) -> tuple[int, float | None]:
+        """Return (train_bytes, gpu_share) for rows of `row_tokens`, beside an engine of `engine_gpu_bytes`."""
         tokens, checkpointing = settings.micro_batch_size * row_tokens, settings.gradient_checkpointing
         activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
         pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + logit_bytes(shape, tokens, dtype)
         train_bytes = 4 * weight_bytes + activations + pass_bytes
-        has_size = gpus > 0 and hardware.gpu_memory_gb > 0
-        return train_bytes, (train_bytes + engine_bytes) / (hardware.gpu_memory_gb * GB) if has_size else None
+        is_memory_known = gpus > 0 and hardware.gpu_memory_gb > 0
+        return train_bytes, (train_bytes + engine_gpu_bytes) / (
+            hardware.gpu_memory_gb * GB
+        ) if is_memory_known else None
 
     def stage_plan(stage: StageConfig) -> PhasePlan:
         max_tokens, problems = stage.max_response_tokens, stage.problems_per_step
@@ -194,23 +199,32 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
     # Engines that the run starts do not exist during SFT; engines at endpoints do.
     sft_bytes, sft_share = memory(sft, sft.max_conversation_tokens, shared_bytes if engines.endpoints else 0)
     sft_tokens = sft.batch_size * sft.max_conversation_tokens
+    sft_plan = PhasePlan(
+        episodes=None,
+        trained_rows=sft.batch_size,
+        sampled_tokens=None,
+        trained_tokens=sft_tokens,
+        train_bytes=sft_bytes,
+        gpu_share=sft_share,
+        episodes_per_engine=None,
+    )
     return ResourcePlan(
-        parameters=count,
+        parameters=parameters,
         kv_bytes_per_token=per_token,
         gpus=gpus,
         weight_bytes=weight_bytes,
         engines=1 if engines.kind == "local" else len(expand_urls(engines.endpoints)) or engines.count,
-        engine_bytes=engine_bytes,
+        engine_gpu_bytes=engine_gpu_bytes,
         kv_tokens=kv_tokens,
         disk_bytes=disk_bytes(config, shape, len(config.stages) + bool(sft.data)),
-        sft=PhasePlan(None, sft.batch_size, None, sft_tokens, sft_bytes, sft_share, None) if sft.data else None,
+        sft=sft_plan if sft.data else None,
         stages={name: stage_plan(stage) for name, stage in config.stages.items()},
     )
 
 
 def misfits(config: RunConfig, plan: ResourcePlan) -> dict[str, list[str]]:
     """Return, by phase, a line for each thing that does not fit a GPU or an engine of the size in `config`."""
-    has_size = config.engines.kind == "local" or config.hardware.gpu_memory_gb > 0
+    is_memory_known = config.engines.kind == "local" or config.hardware.gpu_memory_gb > 0
     lines: dict[str, list[str]] = {}
     for name, phase in plan.phases().items():
         where = name if name == "sft" else f"stages.{name}"
@@ -221,7 +235,7 @@ def misfits(config: RunConfig, plan: ResourcePlan) -> dict[str, list[str]]:
                 f"{config.hardware.gpu_memory_gb:.0f} GB; {LESS_TRAINING_MEMORY}, or lower "
                 "engines.gpu_memory_utilization"
             )
-        if has_size and phase.episodes_per_engine == 0:
+        if is_memory_known and phase.episodes_per_engine == 0:
             lines[name].append(
                 f"memory: {where}: an engine's KV cache holds {plan.kv_tokens} tokens, fewer than one episode; raise "
                 "engines.gpu_memory_utilization or engines.tensor_parallel_size, or lower max_response_tokens"

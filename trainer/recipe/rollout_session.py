@@ -17,7 +17,7 @@ from trainer.engines.local import LocalEngine
 from trainer.engines.pool import EnginePool
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
-from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_in_process
+from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_by_engine
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.python_tool import TOOL_SCHEMA
 from trainer.episodes.chat_format import ChatFormat, rstar2_format, tokenizer_format
@@ -64,7 +64,7 @@ async def _open_engine_pool(run: RecipeRun, model: Path) -> AsyncIterator[Engine
         if engines.kind == "local":
             with model_errors_as_config_errors(model):
                 local = LocalEngine(weights, max_num_seqs=engines.max_num_seqs, max_model_len=engines.max_model_len)
-            options: dict[str, Any] = {"transfer": load_in_process, "all_down_timeout_s": ALL_DOWN_TIMEOUT_S}
+            options: dict[str, Any] = {"transfer": load_by_engine, "all_down_timeout_s": ALL_DOWN_TIMEOUT_S}
             served: Sequence[LocalEngine | VllmEngine] = [local]
         else:
             served = await _vllm_engines(stack, run, model, weights.config.vocab_size)
@@ -119,4 +119,4 @@ def _weight_transfer(run: RecipeRun) -> dict[str, Any]:
     engines = run.config.engines
     if engines.weight_sync == "nccl":
         return {"transfer": NcclTransfer(gpus_per_engine=engines.tensor_parallel_size)}
-    return {"transfer": load_in_process, "store": FileWeightStore(run.dir / "weights", run.config.model.dtype)}
+    return {"transfer": load_by_engine, "store": FileWeightStore(run.dir / "weights", run.config.model.dtype)}

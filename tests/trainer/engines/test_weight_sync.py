@@ -34,7 +34,7 @@ from trainer.engines.weight_sync import (  # noqa: E402
     NcclTransfer,
     SyncProbe,
     WeightSyncError,
-    load_in_process,
+    load_by_engine,
 )
 from trainer.scheduling.scheduler import Scheduler  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_the_probe_scores_like_the_model_for_any_weights(folder):
 @pytest.mark.asyncio
 async def test_engines_in_this_process_copy_the_trainers_tensors(folder):
     async with EnginePool(
-        [local("a"), local("b")], transfer=load_in_process, scheduler=Scheduler(256), probe=SyncProbe(folder)
+        [local("a"), local("b")], transfer=load_by_engine, scheduler=Scheduler(256), probe=SyncProbe(folder)
     ) as pool:
         trained = model(1)
         assert await pool.sync_weights(trained.state_dict()) == 1
@@ -108,7 +108,7 @@ async def test_servers_load_weights_from_a_directory_that_lasts_until_newer_ones
     async with FakeVllm(behind, load=taking).serve() as url:
         engine = VllmEngine(url, vocab_size=VOCABULARY, max_model_len=256)
         async with EnginePool(
-            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=SyncProbe(folder)
+            [engine], transfer=load_by_engine, store=keep, scheduler=Scheduler(256), probe=SyncProbe(folder)
         ) as pool:
             for version, seed in enumerate((1, 2), 1):
                 assert await pool.sync_weights(model(seed).state_dict()) == engine.weight_version == version
@@ -234,7 +234,7 @@ async def test_nan_weights_of_the_trainer_are_reported_as_divergence(folder):
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
     async with EnginePool(
-        [local()], transfer=load_in_process, scheduler=Scheduler(256), probe=SyncProbe(folder)
+        [local()], transfer=load_by_engine, scheduler=Scheduler(256), probe=SyncProbe(folder)
     ) as pool:
         with pytest.raises(WeightSyncError, match="training has diverged"):
             await pool.sync_weights(broken.state_dict())
@@ -253,7 +253,7 @@ async def test_a_server_that_cannot_load_weights_is_down_and_the_others_generate
         ]
         async with EnginePool(
             servers,
-            transfer=load_in_process,
+            transfer=load_by_engine,
             store=FileWeightStore(tmp_path),
             scheduler=Scheduler(256),
             probe=SyncProbe(folder),
@@ -296,7 +296,7 @@ async def test_a_turn_continues_with_the_same_tokens_after_the_only_server_resta
                 ids, versions = [*ids, *generation.ids, 7], [*versions, generation.weight_version]
         return ids, versions
 
-    options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
+    options = {"transfer": load_by_engine, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
     async with EnginePool([local()], scheduler=Scheduler(256), **options) as pool:
         await pool.sync_weights(model(1).state_dict(), 5)
         expected = await talk(pool)
@@ -325,7 +325,7 @@ async def test_a_turn_continues_with_the_same_tokens_after_the_only_server_resta
 
 @pytest.mark.asyncio
 async def test_a_sync_waits_for_the_restart_of_the_only_server(folder, tmp_path):
-    options = {"transfer": load_in_process, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
+    options = {"transfer": load_by_engine, "probe": SyncProbe(folder), "scrape_interval_s": 0.05, "retry_after_s": 0.1}
     behind = local()
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(AsyncExitStack())
@@ -356,7 +356,7 @@ async def test_a_real_vllm_scores_like_the_trainer_after_every_sync(tmp_path):
         probe = SyncProbe(tmp_path / "model")
         keep = FileWeightStore(tmp_path / "weights")
         async with EnginePool(
-            [engine], transfer=load_in_process, store=keep, scheduler=Scheduler(256), probe=probe
+            [engine], transfer=load_by_engine, store=keep, scheduler=Scheduler(256), probe=probe
         ) as pool:
             for seed in (1, 2, 1):
                 trained = model(seed)

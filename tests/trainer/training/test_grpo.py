@@ -277,14 +277,14 @@ def test_both_with_an_engine_that_is_interrupted(tmp_path: Path, model: Path, lo
     from tests.trainer.fakes import ScriptedTools
     from trainer.engines.local import LocalEngine
     from trainer.engines.pool import EnginePool
-    from trainer.engines.weight_sync import SyncProbe, load_in_process
+    from trainer.engines.weight_sync import SyncProbe, load_by_engine
     from trainer.episodes.chat_format import rstar2_format
     from trainer.rollout.collector import EpisodeCollector
     from trainer.scheduling.scheduler import Scheduler
 
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), max_num_seqs=8, max_model_len=160)
     pool = loop_thread.enter(
-        EnginePool([engine], scheduler=Scheduler(160), transfer=load_in_process, probe=SyncProbe(model))
+        EnginePool([engine], scheduler=Scheduler(160), transfer=load_by_engine, probe=SyncProbe(model))
     )
     tools = ScriptedTools()
     chat_format = rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go.")
