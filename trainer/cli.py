@@ -336,6 +336,7 @@ def _with_source_accuracies(row: dict[str, Any]) -> dict[str, Any]:
     """Return a stage's row with the accuracy of each source; a single source replaces the accuracy over all."""
     from trainer.recipe.evaluation import Estimate
 
+    row.pop("accuracy_interval", None)
     by_source = row.pop("accuracy_by_source", {})
     names = {source: f"accuracy, {source}" if len(by_source) > 1 else "accuracy" for source in by_source}
     cells = {names[source]: str(Estimate(**value)) if value else None for source, value in by_source.items()}

@@ -34,7 +34,8 @@ def write_run(path: Path, *, seed: int = 0, problems: int = 2, stages: dict[str,
                 groups = [group(rng, f"p{step}-{number}", skill=step / total) for number in range(problems)]
                 write_step(folder, step, stage, groups)
     folder.write_summary({"stages": [
-        {"name": name, "accuracy": 0.5 + 0.1 * i, "tool_error_ratio": 0.4 - 0.1 * i, "one_answer": 0.8, "seconds": 60.0}
+        {"name": name, "accuracy": 0.5 + 0.1 * i, "accuracy_interval": [0.4, 0.9],
+         "tool_error_ratio": 0.4 - 0.1 * i, "one_answer": 0.8, "seconds": 60.0}
         for i, name in enumerate(stages)
     ]})  # fmt: skip
     return folder

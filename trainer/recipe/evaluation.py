@@ -157,11 +157,16 @@ def reports_from_json(content: Mapping[str, Any]) -> dict[str, EvalReport]:
 
 
 def summary_scores(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
-    """Return the numbers of a recipe's table over all sources, and the accuracy of each source with its interval."""
+    """Return the numbers of a recipe's table over all sources, and the accuracies with their 95 % intervals."""
     measures = reports[ALL].measures
     values = {name: measures[name].value if name in measures else None for name in SUMMARY_METRICS}
     accuracies = {name: report.measures.get("accuracy") for name, report in reports.items() if name != ALL}
-    return {**values, "accuracy_by_source": {name: asdict(a) if a else None for name, a in accuracies.items()}}
+    accuracy = measures.get("accuracy")
+    return {
+        **values,
+        "accuracy_interval": [accuracy.low, accuracy.high] if accuracy else None,
+        "accuracy_by_source": {name: asdict(a) if a else None for name, a in accuracies.items()},
+    }
 
 
 def write_outcomes(eval_dir: Path, episodes: Iterable[Episode]) -> None:

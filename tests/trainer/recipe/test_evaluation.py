@@ -157,7 +157,7 @@ def test_an_outage_is_no_zero() -> None:
     assert value(summarize([right, lost], 2)) == 1
     nothing = summarize([lost], 2)
     assert (nothing.measures, nothing.episodes, nothing.unavailable) == ({}, 0, 2)
-    of_all = {"accuracy": None, "tool_error_ratio": None, "one_answer": None}
+    of_all = {"accuracy": None, "accuracy_interval": None, "tool_error_ratio": None, "one_answer": None}
     assert summary_scores({"some": nothing, ALL: nothing}) == {**of_all, "accuracy_by_source": {"some": None}}
 
 

@@ -247,7 +247,9 @@ async def test_the_numbers_are_those_of_the_file(browser: Browser, folder: RunFo
         for index in (0, 3, len(metrics) - 1):
             row = metrics[index]
             await move(page, index)
-            assert await page.text("#at") == f"Step {row['step']}, {row['stage']}"
+            steps = [other["step"] for other in metrics if other["stage"] == row["stage"]]
+            number = f"step {1 + steps.index(row['step'])} of {len(steps)}"
+            assert await page.text("#at") == f"{row['stage']}, {number} ({row['step']} of the run)"
             numbers = {name: value(said) for name, said in (await pairs(page, "#numbers")).items()}
             assert numbers == pytest.approx({name: known(row[name]) for name in METRICS}, rel=6e-3, nan_ok=True)
             tiles = {name: value(said) for name, said in (await pairs(page, "#tiles")).items()}
@@ -255,11 +257,12 @@ async def test_the_numbers_are_those_of_the_file(browser: Browser, folder: RunFo
             legend = await page.text("#charts")
             assert f"in the loss {row['episodes_in_loss']}\n" in legend
             assert f"not in the loss {row['episodes_not_in_loss']}\n" in legend
+        assert await page.text("#result") == "Accuracy after rl2: 70\u00a0% (40\u00a0% to 90\u00a0%)"
         stages = (await page.text("#results")).splitlines()
         for name, stage in zip(STAGES, (folder.read_summary() or {})["stages"], strict=True):
             (line,) = [line for line in stages if line.startswith(name)]
             assert line.split("\t")[3:] == [
-                f"{100 * stage['accuracy']:.0f}\u00a0%",
+                f"{100 * stage['accuracy']:.0f}\u00a0% (40\u00a0% to 90\u00a0%)",
                 f"{100 * stage['tool_error_ratio']:.0f}\u00a0%",
                 "80\u00a0%",
                 "60",
@@ -284,7 +287,7 @@ async def test_curves_have_a_point_a_step_and_a_line_between_stages(
         await page.run("[...document.querySelectorAll('#stages button')].find(b => b.textContent === 'sft').click()")
         assert await page.run(f"{plot}.querySelectorAll('.boundary').length") == 2
         await page.run("[...document.querySelectorAll('#stages button')].slice(1).forEach(b => b.click())")
-        assert await page.text("#at") == f"Step {STAGES['sft']}, sft"
+        assert await page.text("#at") == f"sft, step {STAGES['sft']} of {STAGES['sft']} ({STAGES['sft']} of the run)"
         assert "Reward" not in await page.text("#charts") and "Loss" in await page.text("#charts")
 
 
@@ -294,9 +297,9 @@ async def test_pointing_at_a_chart_chooses_its_step(browser: Browser, folder: Ru
     async with browser.page(made(folder, tmp_path)) as page:
         box = json.loads(await page.run("JSON.stringify(document.querySelector('svg.plot').getBoundingClientRect())"))
         await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box["right"] - 8, y=box["y"] + 60)
-        await page.until(f"document.getElementById('at').textContent === 'Step {LAST}, rl2'")
+        await page.until(f"at('at').textContent.includes('({LAST} of the run)')")
         await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box["x"] + 30, y=box["y"] + 60)
-        await page.until(f"document.getElementById('at').textContent === 'Step {FIRST_RL}, rl1'")
+        await page.until(f"at('at').textContent.includes('({FIRST_RL} of the run)')")
         await page.run("document.getElementById('jump').click()")
         assert await listed(page) == [f"{FIRST_RL}/{g}/{sample}" for g in range(3) for sample in range(2 * KEEP)]
 
