@@ -64,7 +64,10 @@ async def test_a_malformed_pair_is_invalid_and_does_not_affect_the_others() -> N
     assert status == 200
     check(body, SCHEMAS["Verdicts"])
     verdicts = [(verdict["outcome"], verdict["status"]) for verdict in body["results"]]
-    assert verdicts == [("invalid", "invalid")] * 4 + [("equivalent", "ok"), ("unparsable", "timeout")]
+    assert verdicts == [("invalid", "invalid")] * 4 + [
+        ("equivalent", "ok"),
+        ("unparsable", "timeout"),
+    ]  # no value: not parsed in time
     assert body["results"][2]["message"].startswith("InvalidCall: pairs[2].answer: expected text")
     assert 'rstar_sandbox_calls_total{status="invalid"} 4' in scraped
 
@@ -99,7 +102,7 @@ async def test_a_malformed_request_is_rejected(body: Any, message: str) -> None:
 async def test_a_pair_whose_executor_dies_is_unavailable() -> None:
     async with serving(attempts=1) as served:
         served.fleet.last.exit(1)
-        served.fleet.starts += ["exit"] * 100
+        served.fleet.starts += ["exit"] * 100  # each of the next 100 executors exits when it starts
         body = {"pairs": [pair("1", "1")], "queue_timeout_s": 0.05}
         status, answer = await served.post("/v1/verify", body)
     assert status == 200
