@@ -62,7 +62,7 @@ THEN: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def test_answers_are_what_a_person_says(problems: list[Problem]) -> None:
+def test_boxed_answers_equal_those_that_a_person_marked(problems: list[Problem]) -> None:
     seen = set()
     for problem in problems:
         for (first, do), (then, after) in itertools.product(FIRST.items(), THEN.items()):
@@ -73,7 +73,7 @@ def test_answers_are_what_a_person_says(problems: list[Problem]) -> None:
     assert len(seen) == len(FIRST) * len(THEN)
 
 
-def test_equal_seeds_give_equal_work_and_others_do_not(problems: list[Problem]) -> None:
+def test_equal_seeds_give_equal_workloads_and_different_seeds_different_ones(problems: list[Problem]) -> None:
     assert synthetic.generate(100, 1) == problems[:100]
     assert synthetic.generate(100, 2) != problems[:100]
     assert (

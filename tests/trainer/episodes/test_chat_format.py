@@ -285,7 +285,7 @@ def test_a_template_that_shows_empty_thoughts_shows_them_before_a_turn_without_a
     )
 
 
-def test_a_conversation_with_a_system_message_is_said_as_it_stands():
+def test_a_conversation_with_a_system_message_gets_no_instructions():
     chat = rstar2_format(qwen_tokenizer(), tools=[TOOL_SCHEMA])
     roles = ["system", "user", "assistant", "user", "assistant"]
     ids, mask = chat.encode_conversation([{"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles)])

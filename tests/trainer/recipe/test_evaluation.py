@@ -152,7 +152,7 @@ def test_numbers_by_hand() -> None:
     assert made.stop_reasons == {"finished": 4, "turn_limit": 1}
 
 
-def test_an_outage_is_no_zero() -> None:
+def test_an_unavailable_episode_is_no_reward_of_0() -> None:
     right, lost = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
     assert value(summarize([right, lost], 2)) == 1
     nothing = summarize([lost], 2)
@@ -174,7 +174,7 @@ def test_estimates_are_in_their_intervals_and_agree(rewards: list[list[float | N
         assert chances == sorted(chances)
 
 
-def test_interval_is_what_the_normal_law_says() -> None:
+def test_the_interval_is_that_of_the_normal_distribution() -> None:
     made = summarize([[outcome(float(number % 4 == 0))] for number in range(400)], 1).measures["accuracy"]
     half = 1.96 * (0.25 * 0.75 / 400) ** 0.5
     assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
@@ -198,7 +198,7 @@ def test_samples_of_a_problem_are_no_problems() -> None:
     assert (made.low, made.high) == (pytest.approx(once.low), pytest.approx(once.high))
 
 
-def test_an_interval_of_a_ratio_is_what_drawing_problems_again_gives() -> None:
+def test_the_interval_of_a_ratio_agrees_with_a_bootstrap_over_problems() -> None:
     rng = random.Random(5)
     groups = [
         [

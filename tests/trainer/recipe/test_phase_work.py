@@ -345,7 +345,7 @@ def test_evaluation_and_rollout_write_what_show_reads(
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_model_s_evaluation_is_of_these_weights_and_leaves_out_what_has_no_room(
+def test_an_evaluation_is_repeated_for_other_weights_and_skips_problems_that_are_too_long(
     taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"problem": f"Which one?{' No, which?' * times}", "answer": "1"} for times in (0, 90)]

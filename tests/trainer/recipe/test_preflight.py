@@ -144,7 +144,7 @@ def test_all_that_is_missing_is_named_at_once(
     assert [line.strip() for line in said[1:]] == [line.replace(str(tmp_path / "run"), "runs/run") for line in lines]
 
 
-def test_a_unit_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
+def test_the_preflight_of_a_phase_checks_only_what_that_phase_needs(tmp_path: Path) -> None:
     config = _config(tmp_path, f"sandbox.endpoints={NOBODY}", "sft.data=gone.jsonl", "data.train=gone.jsonl")
     assert [line.split(":")[0] for line in _missing(config, "prepare")] == ["data.train"]
     assert [line.split(":")[0] for line in _missing(config, "sft")] == ["sft.data"]
@@ -152,7 +152,9 @@ def test_a_unit_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in _missing(config, "eval")] == ["sandbox"]
 
 
-def test_a_unit_of_its_own_says_it_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_that_runs_alone_reports_misfits_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = _config(tmp_path, "sft.data=gone.jsonl")
     run = RecipeRun(config)
     run.write_result(Phase("prepare"), TrainResult("tiny", 0))
@@ -228,7 +230,7 @@ def test_an_engine_must_answer_take_the_run_s_contexts_and_new_weights(
     assert line.startswith(f"engines: {NOBODY}: expected a vLLM server's answer, got ClientConnectorError")
 
 
-def test_a_sandbox_of_its_own_is_started_and_asked(tmp_path: Path, guest_python: Path) -> None:
+def test_a_local_sandbox_is_started_and_used(tmp_path: Path, guest_python: Path) -> None:
     assert _missing(_config(tmp_path), "eval") == []
 
 

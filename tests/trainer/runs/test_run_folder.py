@@ -207,7 +207,7 @@ def test_config_and_summary_come_back(folder: RunFolder) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "summary.json"]
 
 
-def test_a_folder_is_of_one_configuration_but_for_what_may_differ(folder: RunFolder) -> None:
+def test_a_run_folder_accepts_other_values_of_changeable_settings_only(folder: RunFolder) -> None:
     mine = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
     folder.bind_config(mine)
     folder.bind_config(mine | {"data": ["a"]})

@@ -177,7 +177,7 @@ def test_the_page_makes_no_markup_of_data_and_loads_nothing() -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", PAGE)
 
 
-def test_data_cannot_end_its_element() -> None:
+def test_data_cannot_end_the_script_element_of_the_page() -> None:
     text = show.page({"name": "</script><!--<script>"})
     assert text.count("</script>") == PAGE.count("</script>") and "<!--" not in text[50:]
 
@@ -335,7 +335,7 @@ async def test_filters_find_what_the_files_hold(browser: Browser, folder: RunFol
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_episode_is_shown_whole(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
+async def test_all_parts_of_an_episode_are_shown(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
     row = next(
         row
         for row in rows(folder)
