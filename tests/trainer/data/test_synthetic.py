@@ -95,7 +95,9 @@ def test_problems_differ_and_fresh_ones_are_never_for_training(problems: list[Pr
     assert not fresh & train
 
 
-def test_what_the_tool_says_is_what_the_code_does(conversations: list[synthetic.Messages]) -> None:
+def test_the_tool_responses_of_conversations_are_the_output_of_their_code(
+    conversations: list[synthetic.Messages],
+) -> None:
     for messages in conversations[:300]:
         for asked, said in calls(messages):
             out = io.StringIO()

@@ -194,7 +194,7 @@ async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("kind", ["fake", "real"])
-def test_the_fakes_behave_like_the_real_ones(kind: str, address: str) -> None:
+def test_the_fake_tool_behaves_like_the_real_one(kind: str, address: str) -> None:
     async def main() -> None:
         async with tools_of(kind, address) as found:
             reply = await found.call(*code("6 * 7"))

@@ -271,7 +271,7 @@ def test_a_kill_between_episodes_and_outcomes_leaves_one_row_of_each(tmp_path: P
     assert rows_of(tmp_path) == ALL_ROWS
 
 
-def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
+def test_episodes_that_an_outage_left_unscored_are_run_again(tmp_path: Path) -> None:
     first = run(Collector(unavailable=[("p1", 0)]), tmp_path)
     assert first[ALL].unavailable == 1
     again = Collector()

@@ -149,7 +149,7 @@ def test_prepare_brings_problems_apart_from_those_that_are_evaluated(tmp_path: P
     assert (run.dir / result.model / "config.json").exists()
 
 
-def test_prompts_that_leave_no_room_to_answer_are_left_out_and_told(
+def test_problems_whose_prompt_leaves_no_tokens_for_an_answer_are_dropped_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"problem": "What is " + "1 + " * times + "1?", "answer": "3"} for times in (2, 200)]
@@ -162,7 +162,7 @@ def test_prompts_that_leave_no_room_to_answer_are_left_out_and_told(
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_right_answers_that_the_checker_cannot_read_are_left_out_and_told(
+def test_problems_with_an_answer_that_the_checker_cannot_parse_are_dropped_and_reported(
     taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"problem": f"What is {answer}?", "answer": answer} for answer in ("7", "x^2 + 1", "\\text{}", "$$")]

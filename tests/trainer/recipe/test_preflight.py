@@ -245,7 +245,7 @@ def test_a_sandbox_without_a_runtime_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("rank", "flags", "is_asked"), [("0", [], True), ("1", [], False), ("0", [NO], False)])
-def test_the_first_rank_alone_looks_and_can_be_told_not_to(
+def test_only_the_first_rank_runs_the_preflight_and_a_flag_skips_it(
     rank: str, flags: list[str], is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, asked = _config(tmp_path), list[str]()

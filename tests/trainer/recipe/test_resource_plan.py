@@ -146,7 +146,7 @@ def shares(file: str, shape: ModelShape, *sets: str) -> list[float]:
     return [stage.gpu_share for stage in resource_plan(load_config(CONFIGS / file, {}, sets), shape).stages.values()]
 
 
-def test_unsharded_it_does_not_fit() -> None:
+def test_the_paper_s_run_does_not_fit_without_sharding_or_with_too_small_a_kv_cache() -> None:
     assert min(shares("qwen3-14b-mi300x.toml", QWEN3_14B, "hardware.sharding=none")) > 1
     config = load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["engines.gpu_memory_utilization=0.15"])
     assert resource_plan(config, QWEN3_14B).stages["rl1"].episodes_per_engine == 0

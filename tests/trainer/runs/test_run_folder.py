@@ -163,7 +163,7 @@ def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunF
     assert len(metrics(folder)) == len(steps) + 1
 
 
-def test_rewind_drops_what_is_after_a_checkpoint(folder: RunFolder) -> None:
+def test_truncation_deletes_the_rows_after_a_checkpoint(folder: RunFolder) -> None:
     write_run(folder.path, problems=1)
     assert folder.episode_steps() == list(range(7, 19)) and metrics(folder) == list(range(1, 19))
     before = list(folder.read_episodes(11))

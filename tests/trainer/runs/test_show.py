@@ -120,7 +120,7 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) ->
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_others_wrote_cannot_command_the_terminal(tmp_path: Path, shown: Shown, text: str) -> None:
+def test_untrusted_text_cannot_control_the_terminal(tmp_path: Path, shown: Shown, text: str) -> None:
     folder = RunFolder(tmp_path)
     folder.append_metrics({"step": 1, "stage": text, "reward": 0.5})
     said = shown(folder)
@@ -306,7 +306,9 @@ async def test_pointing_at_a_chart_chooses_its_step(browser: Browser, folder: Ru
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_filters_find_what_the_files_hold(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
+async def test_the_filters_of_the_page_select_the_episodes_of_the_files(
+    browser: Browser, folder: RunFolder, tmp_path: Path
+) -> None:
     everything = rows(folder)
 
     def matching(claim: Callable[[dict[str, Any]], Any]) -> list[str]:
@@ -416,7 +418,9 @@ async def test_only_the_pages_own_script_would_run(browser: Browser, folder: Run
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_left_out_is_said(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
+async def test_the_page_reports_how_many_episodes_it_leaves_out(
+    browser: Browser, folder: RunFolder, tmp_path: Path
+) -> None:
     everything = len(rows(folder))
     async with browser.page(made(folder, tmp_path, "--max-episodes", "16")) as page:
         assert f"16 of {everything} episodes, of 2 steps; {everything - 16} are left out" in await page.text(

@@ -60,7 +60,7 @@ def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pyte
 @needs("tensorboard")
 @needs("torch")
 @pytest.mark.filterwarnings("ignore")  # of what both import
-def test_tensorboard_has_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_has_the_logged_metrics(tmp_path: Path) -> None:
     with open_trackers(["tensorboard"], tmp_path, {}, project="rstar") as log:
         for row in ROWS:
             log(row)
@@ -72,7 +72,7 @@ def test_tensorboard_has_what_was_logged(tmp_path: Path) -> None:
 
 
 @needs("trackio")
-def test_trackio_has_what_was_logged_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+def test_trackio_has_the_logged_metrics_and_continues_a_resumed_run(tmp_path: Path) -> None:
     here = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     rows = json.loads(said(WRITE + READ_TRACKIO, "trackio", tmp_path / "run", **here))
     assert [(row["step"], row["reward"]) for row in rows] == [(row["step"], row["reward"]) for row in ROWS]

@@ -369,7 +369,7 @@ def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, 
 
 
 @pytest.mark.parametrize("changes", [{}, {"partial_rollouts": 0.5}])
-def test_resume_after_a_failure_ends_as_if_there_was_none(
+def test_a_run_resumed_after_a_failure_ends_like_an_uninterrupted_one(
     tmp_path: Path, model: Path, loop_thread: LoopThread, changes: dict[str, Any]
 ) -> None:
     whole = Stage(tmp_path / "whole", model, loop_thread, steps=5, **changes)
@@ -411,7 +411,9 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
     assert again.log == []
 
 
-def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+def test_the_optimizer_states_are_continued_or_reset_as_configured(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
     first = Stage(tmp_path, model, loop_thread).run(Sampler(model))
     steps = {}
     for name, checkpoint in {"kept": first.checkpoint, "fresh": None}.items():

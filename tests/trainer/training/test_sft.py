@@ -94,7 +94,9 @@ def test_the_loss_falls_and_an_interrupted_run_ends_like_an_uninterrupted_one(
     assert AutoTokenizer.from_pretrained(actual.model).eos_token == "<|im_end|>"
 
 
-def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tokens_of_the_assistant_are_in_the_loss(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     compute_loss = sft.SFTTrainer.compute_loss
 
