@@ -76,12 +76,12 @@ class Collector:
     """Of problem n, the first n samples are right. Fails, or ends without verdicts, where it is told to."""
 
     def __init__(self, *, failing: str = "", unavailable: Sequence[tuple[str, int]] = ()) -> None:
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.failing, self.unavailable = failing, unavailable
 
     async def __call__(self, problems: Sequence[Problem], samples: int) -> list[list[Episode]]:
         (problem,) = problems
-        self.asked.append(problem.id)
+        self.requested.append(problem.id)
         if problem.id == self.failing:
             await asyncio.sleep(0)  # those asked for before it are done by then
             raise RuntimeError("killed")
@@ -250,11 +250,11 @@ def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
         run(Collector(failing="p2"), tmp_path / "killed")
     again = Collector()
     assert run(again, tmp_path / "killed") == expected
-    assert again.asked[0] == "p2"
-    assert set(again.asked) < {problem.id for problem in PROBLEMS}
+    assert again.requested[0] == "p2"
+    assert set(again.requested) < {problem.id for problem in PROBLEMS}
     third = Collector()
     assert run(third, tmp_path / "killed") == expected
-    assert third.asked == []
+    assert third.requested == []
     rows = list(RunFolder(tmp_path / "killed").read_episodes(0))
     assert {row["group"]: row["problem"]["id"] for row in rows} == {n: one.id for n, one in enumerate(PROBLEMS)}
     assert rows_of(tmp_path / "killed") == ALL_ROWS
@@ -267,7 +267,7 @@ def test_a_kill_between_episodes_and_outcomes_leaves_one_row_of_each(tmp_path: P
     outcomes.write_bytes(b"".join(outcomes.read_bytes().splitlines(keepends=True)[:-lines]))
     again = Collector()
     run(again, tmp_path)
-    assert len(again.asked) == 1
+    assert len(again.requested) == 1
     assert rows_of(tmp_path) == ALL_ROWS
 
 
@@ -276,5 +276,5 @@ def test_episodes_that_an_outage_left_unscored_are_run_again(tmp_path: Path) -> 
     assert first[ALL].unavailable == 1
     again = Collector()
     assert run(again, tmp_path) == run(Collector(), tmp_path / "whole")
-    assert again.asked == ["p1"]
+    assert again.requested == ["p1"]
     assert rows_of(tmp_path) == ALL_ROWS

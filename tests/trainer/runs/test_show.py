@@ -87,13 +87,13 @@ def hostile(text: str) -> Episode:
 
 
 def test_the_terminal_shows_each_number_first_and_last(folder: RunFolder, shown: Shown) -> None:
-    said = shown(folder)
+    shown_text = shown(folder)
     metrics = list(folder.read_metrics())
     for name, metric in METRICS.items():
         have = [row[name] for row in metrics if row.get(name) is not None]
-        (line,) = [line for line in said.splitlines() if line.startswith(f"{name} ")]
+        (line,) = [line for line in shown_text.splitlines() if line.startswith(f"{name} ")]
         assert line.split()[1:3] == [number(have[0]), number(have[-1])] and line.rstrip().endswith(metric.description)
-    assert f"step {LAST}, rl2" in said
+    assert f"step {LAST}, rl2" in shown_text
 
 
 def number(value: float | None) -> str:
@@ -123,9 +123,9 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) ->
 def test_untrusted_text_cannot_control_the_terminal(tmp_path: Path, shown: Shown, text: str) -> None:
     folder = RunFolder(tmp_path)
     folder.append_metrics({"step": 1, "stage": text, "reward": 0.5})
-    said = shown(folder)
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said)
-    said.encode()
+    shown_text = shown(folder)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown_text)
+    shown_text.encode()
     assert text_tables.escape_controls("\x1b[31mred\x07") == "⟨1b⟩[31mred⟨07⟩"
 
 
@@ -214,7 +214,7 @@ async def pairs(page: Page, selector: str) -> dict[str, str]:
     """What a list of definitions says: each term's first definition."""
     of = f"[...document.querySelectorAll('{selector} > div')]"
     script = f"JSON.stringify({of}.map(one => [...one.children].map(part => part.textContent)))"
-    return {name: said for name, said, *_ in json.loads(await page.run(script))}
+    return {name: shown_text for name, shown_text, *_ in json.loads(await page.run(script))}
 
 
 async def move(page: Page, index: int) -> None:
@@ -250,9 +250,9 @@ async def test_the_numbers_are_those_of_the_file(browser: Browser, folder: RunFo
             steps = [other["step"] for other in metrics if other["stage"] == row["stage"]]
             number = f"step {1 + steps.index(row['step'])} of {len(steps)}"
             assert await page.text("#at") == f"{row['stage']}, {number} ({row['step']} of the run)"
-            numbers = {name: value(said) for name, said in (await pairs(page, "#numbers")).items()}
+            numbers = {name: value(shown_text) for name, shown_text in (await pairs(page, "#numbers")).items()}
             assert numbers == pytest.approx({name: known(row[name]) for name in METRICS}, rel=6e-3, nan_ok=True)
-            tiles = {name: value(said) for name, said in (await pairs(page, "#tiles")).items()}
+            tiles = {name: value(shown_text) for name, shown_text in (await pairs(page, "#tiles")).items()}
             assert tiles == pytest.approx({title: known(row[name]) for title, name in TILES.items()}, rel=6e-3)
             legend = await page.text("#charts")
             assert f"in the loss {row['episodes_in_loss']}\n" in legend
@@ -345,7 +345,7 @@ async def test_all_parts_of_an_episode_are_shown(browser: Browser, folder: RunFo
     )
     url = f"{made(folder, tmp_path)}#{row['step']}/{row['group']}/{row['sample']}"
     async with browser.page(url) as page:
-        said = await page.text("#episode")
+        shown_text = await page.text("#episode")
         facts = await pairs(page, "#episode .facts")
         call = row["turns"][0]["tool_calls"][0]
         for text in (
@@ -354,8 +354,8 @@ async def test_all_parts_of_an_episode_are_shown(browser: Browser, folder: RunFo
             call["arguments"]["code"],
             call["response"],
         ):
-            assert text.strip() in said
-        assert f"{'correct' if row['reward'] else 'wrong'}, selected" in said and facts["Answer blocks"] == str(
+            assert text.strip() in shown_text
+        assert f"{'correct' if row['reward'] else 'wrong'}, selected" in shown_text and facts["Answer blocks"] == str(
             row["answer_blocks"]
         )
         assert facts["Penalty"].split()[2::3] == [f"{row['p_err']:.3g}", f"{row['p_format']:.3g}"]
