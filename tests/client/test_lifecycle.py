@@ -20,7 +20,7 @@ async def test_closing_ends_running_calls() -> None:
     async with serving() as served:
         async with AsyncClient(served.url) as client:
             running = asyncio.create_task(client.execute("hang"))
-            await until(lambda: bool(served.fleet.last.calls))
+            await until(lambda: bool(served.fleet.last_executor.calls))
         with pytest.raises(ServiceError, match="the client was closed"):
             await running
 

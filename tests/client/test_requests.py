@@ -30,7 +30,7 @@ async def test_execute_accepts_source_or_a_call() -> None:
     async with serving() as served, AsyncClient(served.url) as client:
         first = await client.execute("one", stdin="in", limits=Limits(timeout_s=3))
         second = await client.execute(Call("two", id="mine"), stdin="other")
-        calls = list(served.fleet.last.calls.values())
+        calls = list(served.fleet.last_executor.calls.values())
     assert (first.id, first.status, first.stdout, first.value) == ("", Status.OK, "one", "in")
     assert (second.id, second.value) == ("mine", "other")
     assert calls[0]["limits"] == {"timeout_s": 3}
@@ -106,7 +106,7 @@ async def test_a_slow_call_does_not_delay_other_results() -> None:
         stream = client.stream(["hang", "quick"])
         index, result = await anext(stream)
         assert (index, result.stdout) == (1, "quick")
-        served.fleet.last.finish(*served.fleet.last.calls)
+        served.fleet.last_executor.finish(*served.fleet.last_executor.calls)
         assert [index async for index, _ in stream] == [0]
 
 
@@ -116,7 +116,7 @@ async def test_leaving_a_stream_cancels_the_rest() -> None:
         stream = client.stream(["hang", "quick", "hang"])
         await anext(stream)
         await stream.aclose()
-        await until(lambda: len(served.fleet.last.cancelled) == 2)
+        await until(lambda: len(served.fleet.last_executor.cancelled) == 2)
 
 
 @pytest.mark.asyncio
@@ -124,12 +124,12 @@ async def test_a_cancelled_execute_cancels_the_call_and_no_other() -> None:
     async with serving() as served, AsyncClient(served.url) as client:
         first = asyncio.create_task(client.execute("hang"))
         second = asyncio.create_task(client.execute("hang"))
-        await until(lambda: len(served.fleet.last.calls) == 2)
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
         first.cancel()
         await asyncio.wait([first])
-        served.fleet.last.finish(2)  # the gateway numbers the calls from 1
+        served.fleet.last_executor.finish(2)  # the gateway numbers the calls from 1
         assert (await second).status is Status.OK
-        await until(lambda: served.fleet.last.cancelled == [1])
+        await until(lambda: served.fleet.last_executor.cancelled == [1])
 
 
 @pytest.mark.asyncio
@@ -153,9 +153,9 @@ async def test_a_call_waits_for_a_slot_at_most_queue_timeout_s() -> None:
         asyncio.TaskGroup() as tasks,
     ):
         window_filling = tasks.create_task(client.run_batch(["hang"] * 2))  # the window is twice the slots
-        await until(lambda: len(served.fleet.last.calls) == 2)
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
         late = await client.execute("late")
-        served.fleet.last.finish(1, 2)
+        served.fleet.last_executor.finish(1, 2)
         assert [result.status for result in await window_filling] == [Status.OK] * 2
     assert late.status is Status.UNAVAILABLE and late.error is not None and late.error.type == "QueueTimeout"
     assert re.match(r"waited \S+ s for a slot, at most 0\.01 s; .*--queue-timeout-s", late.error.message)
