@@ -112,7 +112,7 @@ def test_an_oom_kill_is_distinguished_from_other_kills(tree: CgroupTree) -> None
 
 
 def test_an_oom_kill_by_an_outer_limit_is_reported_as_such(tree: CgroupTree) -> None:
-    limit = directories(tree)[0] / tree._version.memory_limit
+    limit = directories(tree)[0] / tree._version.memory_limit_file
     limit.write_text(str(32 * MIB))
     cgroup = tree.cgroup(0)
     cgroup.set_limits(512 * MIB, 64)
