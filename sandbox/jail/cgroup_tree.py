@@ -211,18 +211,9 @@ class IdleCgroup:
 def own_cgroup_dirs() -> dict[str, str]:
     """Return the directory of this process's cgroup by controller of version 1; that of version 2 is under ""."""
     dirs: dict[str, str] = {}
-    paths = _own_paths()
-    for root, mount_point, fs_type, options in machine.mounts():
-        names = [""] if fs_type == "cgroup2" else [name for name in options.split(",") if name in paths]
-        for name in names if fs_type in ("cgroup", "cgroup2") else []:
-            relative = os.path.relpath(paths.get(name, "/"), root)
-            is_below = not relative.startswith("..")  # else another part of the hierarchy is mounted
-            dirs.setdefault(name, os.path.normpath(f"{mount_point}/{relative}") if is_below else mount_point)
+    for name, _mount_point, directory in machine.own_cgroups():
+        dirs.setdefault(name, str(directory))
     return dirs
-
-
-def _own_paths() -> dict[str, str]:
-    return {name: path for names, path in machine.cgroup_paths() for name in names.split(",")}
 
 
 def _find_version() -> tuple[CgroupVersion, dict[str, str]]:
@@ -270,7 +261,7 @@ def _move_processes_to_leaf(parent: str) -> None:
     It is the server's if the cgroup namespace shows nothing above it, or if systemd has delegated it
     (systemd.resource-control(5), Delegate=).
     """
-    if _own_paths().get("") != "/" and not _is_delegated(parent):
+    if machine.cgroup_paths().get("") != "/" and not _is_delegated(parent):
         raise OSError(
             f"{parent} has processes that are not the server's; run in a container, or under systemd with Delegate=yes"
         )
