@@ -197,7 +197,7 @@ def _side(rounds: Sequence[Round]) -> dict[str, Any]:
 
 def tables(result: Result) -> list[Block]:
     """A row for each kind of call."""
-    columns = ("calls", "calls/s", "fresh/s", "ratio", "p50 / p99 ms", "CPU ms per call", "fresh", "max. MiB")
+    columns = ("calls", "calls/s", "fresh/s", "ratio", "p50 / p99 ms", "CPU ms", "fresh CPU ms", "max. MiB")
     rows = [
         (
             KIND_NAMES[kind],

@@ -5,6 +5,7 @@ A benchmark describes its result once, as a list of blocks: a block is a `Table`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from rich import table as rich_table
 from rich.console import Console
 
 STDERR = Console(stderr=True)
-STDOUT = Console()
+STDOUT = Console(width=None if sys.stdout.isatty() else 160)
+"""A file or pipe has no width of its own; the default of 80 columns would break the cells of a table."""
 
 Result = Mapping[str, Any]
 """What one benchmark measured, as its JSON object has it."""
@@ -44,7 +46,7 @@ def show(blocks: Sequence[Block]) -> None:
         for number, column in enumerate(block.columns):
             table.add_column(column, justify="right" if number else "left")
         for row in block.rows:
-            table.add_row(*row)
+            table.add_row(*(cell.replace("`", "") for cell in row))
         STDOUT.print(table)
 
 

@@ -123,9 +123,11 @@ def _checked_call(kind: str, n: int) -> CheckedCall:
 def numbered_calls(
     kind: str, count: int, seed: int, loop_share: float = 0.0, loop_timeout_s: float = 1.0
 ) -> Iterator[CheckedCall]:
-    """`count` calls of a kind of `code_kinds` or of the mix, each of which first prints its own number.
+    """Yield `count` calls that first print a number of their own.
 
-    A share of them are endless loops, evenly spread; their group is `loop`, the others' is `short`.
+    `kind` is "print" (nothing but this), a kind of `CODES`, or "mix" for the mix of real traffic.
+
+    `loop_share` of them, evenly spread, are endless loops of the group `loop`; all others are of the group `short`.
     """
     mix = labelled_calls(count, seed) if kind == "mix" else None
     for n in range(count):

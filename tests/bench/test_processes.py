@@ -44,6 +44,7 @@ def test_descriptors_mounts_and_memory_are_counted() -> None:
 
 
 def test_the_first_descriptor_of_a_cgroup_file_is_not_counted() -> None:
+    """A server opens a slot's cgroup once and keeps it open, which is no leak."""
     group = next((file for file in Path("/sys/fs/cgroup").rglob("cgroup.procs")), None)
     if group is None:
         pytest.skip("no control groups are mounted here")

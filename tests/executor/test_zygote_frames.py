@@ -152,9 +152,9 @@ def test_get_number_returns_a_finite_number_or_raises(value: Any) -> None:
 @example("\x1b[31m")
 @example("\ud800")
 def test_get_text_returns_short_printable_text_or_raises(value: Any) -> None:
-    for read, header in ((zygote_frames.get_text, value), (zygote_frames.get_texts, [value])):
+    for read, field in ((zygote_frames.get_text, value), (zygote_frames.get_texts, [value])):
         try:
-            got = read({"t": header}, "t")
+            got = read({"t": field}, "t")
         except ProtocolError as error:
             assert len(str(error)) < 500
         else:
@@ -164,8 +164,9 @@ def test_get_text_returns_short_printable_text_or_raises(value: Any) -> None:
             assert len(shown) < 4000
 
 
+# An `ended` message has 42 bytes, and 8 more for each of at most 4 blobs.
 @pytest.mark.parametrize("length", [1, 30, 41, 43, 46, 42 + 8 * 5, 42 + 8 * 1000])
-def test_an_ended_header_of_a_wrong_length_is_an_error(length: int) -> None:
+def test_an_ended_message_of_a_wrong_length_is_an_error(length: int) -> None:
     frames = unpacker()
     frames.feed(raw(b"\1" + bytes(length - 1)))
     with pytest.raises(ProtocolError, match="invalid frame"):

@@ -1,4 +1,4 @@
-"""The order of confinement at each level, as one list that the machine code and Python both execute."""
+"""The order of the confinement's system calls at each level. Machine code and Python execute the same list."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ from tests.guest.test_fork_warmup import PLAN
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are x86-64's")
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
+ALLOW_ALL_FILTER = "BgAAAAAA/38="
+"""A seccomp filter of one instruction that allows every system call, in base64."""
 NAMESPACES = {
-    **{
-        "pid_namespace": True,
-        "namespaces": 0x08000000,
-        "scratch_mount": "/tmp",
-        "drop_capabilities": True,
-        "no_new_privs": True,
-    },
-    **{"call_filter": "BgAAAAAA/38=", "own_pid_offsets": []},
+    "pid_namespace": True,
+    "namespaces": 0x08000000,  # CLONE_NEWIPC
+    "scratch_mount": "/tmp",
+    "drop_capabilities": True,
+    "no_new_privs": True,
+    "call_filter": ALLOW_ALL_FILTER,
+    "own_pid_offsets": [],
 }
 LANDLOCK = {
-    **{"pid_namespace": False, "namespaces": 0, "scratch_mount": None, "drop_capabilities": True, "no_new_privs": True},
-    **{"call_filter": "BgAAAAAA/38=", "own_pid_offsets": [4], "landlock": {"faked": True}},
+    "pid_namespace": False,
+    "namespaces": 0,
+    "scratch_mount": None,
+    "drop_capabilities": True,
+    "no_new_privs": True,
+    "call_filter": ALLOW_ALL_FILTER,
+    "own_pid_offsets": [4],  # where the filter has the call's own pid
+    "landlock": {"faked": True},
 }
 NONE = {
-    **{
-        "pid_namespace": False,
-        "namespaces": 0,
-        "scratch_mount": None,
-        "drop_capabilities": False,
-        "no_new_privs": False,
-    },
-    **{"call_filter": None, "limits_processes": False},
+    "pid_namespace": False,
+    "namespaces": 0,
+    "scratch_mount": None,
+    "drop_capabilities": False,
+    "no_new_privs": False,
+    "call_filter": None,
+    "limits_processes": False,
 }
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})

@@ -1,4 +1,4 @@
-"""Episodes: how each of them ends, what the model reads in between, and that nothing depends on who was first."""
+"""Episodes: how each of them ends, what the model reads in between, and independence of the order of completion."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def chat():
 
 def turns_of(*texts):
     """Return a script that generates the given texts one after the other."""
-    left = iter(texts)
-    return lambda context, sampling: next(left)
+    remaining_texts = iter(texts)
+    return lambda context, sampling: next(remaining_texts)
 
 
 async def run(chat, pool, tools=None, *, limits=LIMITS, problem=PROBLEM, sample=0, seed=7):
-    """Run one episode on a scripted pool, which is its own episode handle. The episode is not scored."""
+    """Run one episode on a scripted pool, which also acts as the episode's handle. The episode is not scored."""
     episode = Episode(problem, sample, tuple(chat.encode_prompt(problem.text)))
     await EpisodeRunner(chat, tools or ScriptedTools(), limits, seed, pool.busy_timer).run(episode, pool)
     return episode
@@ -88,7 +88,8 @@ async def test_sampled_tokens_are_never_tokenized_again(chat):
         mask += [1] * len(sampled) + [0] * len(shown)
     assert list(episode.response_ids) == expected
     assert list(episode.loss_mask) == mask
-    logprobs = [-(1 + number % 7) / 8 if sampled else 0.0 for number, sampled in zip(expected, mask, strict=True)]
+    # The log-probability that `ScriptedPool` invents for a token id.
+    logprobs = [-(1 + token_id % 7) / 8 if sampled else 0.0 for token_id, sampled in zip(expected, mask, strict=True)]
     assert list(episode.logprobs) == logprobs
     assert [tokenizer.decode(episode.response_ids[turn.start : turn.end]) for turn in episode.turns] == texts
     assert episode.sampled_tokens == sum(mask)
@@ -154,25 +155,30 @@ async def test_a_truncated_turn_ends_the_episode(chat):
     pool = ScriptedPool(turns_of(call("1") + END, "hm " + call("2") + "on and on" * 1000))
     episode = await run(chat, pool, tools, limits=SamplingConfig(400, 9))
     assert (episode.stop_reason, len(episode.response_ids), episode.num_turns) == (StopReason.TOKEN_LIMIT, 400, 2)
-    assert episode.num_tool_calls == 1  # that of the second turn was not run: nobody would read its response
+    assert (
+        episode.num_tool_calls == 1
+    )  # the call of the second turn was not run, because no turn would read its response
     assert episode.loss_mask[-1] == 1
 
 
 @pytest.mark.asyncio
 async def test_a_tool_response_that_leaves_no_room_ends_the_episode(chat):
     tokenizer = qwen_tokenizer()
-    texts = call("1") + END
-    room = len(tokenizer.encode(texts, add_special_tokens=False)) + len(chat.encode_tool_responses(["x" * 50]))
-    for max_tokens, stop in ((room, StopReason.TOKEN_LIMIT), (room + 1, StopReason.TOKEN_LIMIT)):
-        pool = ScriptedPool(turns_of(texts, "go on"))
+    text = call("1") + END
+    turn_and_response = len(tokenizer.encode(text, add_special_tokens=False)) + len(
+        chat.encode_tool_responses(["x" * 50])
+    )
+    for max_tokens in (turn_and_response, turn_and_response + 1):
+        pool = ScriptedPool(turns_of(text, "go on"))
         tools = ScriptedTools(lambda code: "x" * 50)
         episode = await run(chat, pool, tools, limits=SamplingConfig(max_tokens, 9))
-        assert episode.stop_reason is stop
-        assert episode.num_turns == 1 + (max_tokens > room)  # with room for one more token, one more is sampled
+        assert episode.stop_reason is StopReason.TOKEN_LIMIT
+        # One token more than turn and response leaves a second turn of one token.
+        assert episode.num_turns == 1 + (max_tokens > turn_and_response)
         assert len(episode.response_ids) <= max_tokens
         assert episode.loss_mask[-1] == 1
         assert episode.num_tool_calls == 1
-    assert [sampling.max_tokens for _, sampling in pool.requests] == [room + 1, 1]
+    assert [sampling.max_tokens for _, sampling in pool.requests] == [turn_and_response + 1, 1]
 
 
 @pytest.mark.asyncio
@@ -195,8 +201,8 @@ async def test_tool_output_cannot_contain_special_tokens(chat):
     await run(chat, pool, ScriptedTools(lambda code: forged))
     ids = pool.requests[1][0]
     assert forged in chat.decode(ids)
-    starts = qwen_tokenizer().convert_tokens_to_ids("<|im_start|>")
-    assert ids.count(starts) == len(["system", "user", "assistant", "tool", "assistant"])
+    start_of_turn = qwen_tokenizer().convert_tokens_to_ids("<|im_start|>")
+    assert ids.count(start_of_turn) == len(["system", "user", "assistant", "tool", "assistant"])
 
 
 @pytest.mark.asyncio
@@ -404,11 +410,11 @@ async def test_unavailable_episodes_do_not_shorten_the_expected_length(chat):
     async with EnginePool([Asking()], scheduler=Scheduler(2000)) as pool:
         complete = pool.scheduler.complete
 
-        def told(key, now, length=None):
+        def record_completion(key, now, length=None):
             taught.append(length)
             complete(key, now, length)
 
-        pool.scheduler.complete = told
+        pool.scheduler.complete = record_completion
         lost = replied(ToolCallStatus.UNAVAILABLE, "", "1", error="down")
         ((cut,),) = await collect(pool, chat, ScriptedTools(lambda code: lost), [PROBLEM], 1)
         ((whole,),) = await collect(pool, chat, ScriptedTools(lambda code: "fine"), [PROBLEM], 1)
@@ -546,10 +552,10 @@ async def test_an_episode_that_ends_while_it_is_aborted_counts_as_finished(chat)
 
 @pytest.mark.asyncio
 async def test_is_decided_gets_the_rewards_and_the_number_of_unfinished_episodes(chat):
-    asked = []
+    decisions = []
 
     def never(rewards, left):
-        asked.append((sorted(rewards), left))
+        decisions.append((sorted(rewards), left))
         return False
 
     (group,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5, is_decided=never)
@@ -557,8 +563,8 @@ async def test_is_decided_gets_the_rewards_and_the_number_of_unfinished_episodes
     assert [asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in group] == [
         asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in expected
     ]
-    assert [(len(rewards), left) for rewards, left in asked] == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
-    assert asked[-1][0] == sorted(episode.reward for episode in group)
+    assert [(len(rewards), left) for rewards, left in decisions] == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
+    assert decisions[-1][0] == sorted(episode.reward for episode in group)
 
 
 def story(draws):
@@ -592,9 +598,11 @@ def test_aborted_episodes_are_neither_lost_nor_repeated(chat, data, wanted, pace
         pool = ScriptedPool(script, pause, version, reached=lambda tokens: rng.randrange(tokens + 1))
         held = [[(list(draft.response_ids), list(draft.weight_versions)) for draft in group] for group in groups]
         collector = collector_of(pool, chat, tools)
-        asked = {"limits": LIMITS, "seed": version}
+        decisions = {"limits": LIMITS, "seed": version}
         wanted = min(wanted, len(groups))
-        over = asyncio.run(collector.collect_groups(groups, min_complete=wanted, must_complete=version > 3, **asked))
+        over = asyncio.run(
+            collector.collect_groups(groups, min_complete=wanted, must_complete=version > 3, **decisions)
+        )
         assert sum(map(bool, over)) >= wanted and pool.open_groups == tools.running == []
         assert version <= 3 or over[0]
         for group, before in zip(groups, held, strict=True):
