@@ -1,4 +1,4 @@
-"""What a request leaves behind: nothing, even while the cyclic garbage collector is off."""
+"""Tests that requests leave no objects in memory, even while the cyclic garbage collector is off."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from tests.gateway.serving import Served, serving, until
 from tests.gateway.test_stats import NO_LATENCIES
 
 CALLS = [{"code": str(n)} for n in range(20)]
-REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {
+REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {  # path, body, headers, HTTP status
     "a call": ("/v1/execute", {"code": "1"}, {}, 200),
     "a batch": ("/v1/batch", {"calls": CALLS}, {}, 200),
     "a check": ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}] * 20}, {}, 200),
     "malformed calls": ("/v1/batch", {"calls": [*CALLS, {}]}, {}, 200),
     "a malformed batch": ("/v1/batch", {"call": CALLS}, {}, 400),
-    "no JSON": ("/v1/batch", b"{", {"Content_Type": "application/json"}, 400),
-    "another type": ("/v1/batch", b"{}", {"Content_Type": "text/plain"}, 415),
+    "malformed JSON": ("/v1/batch", b"{", {"Content_Type": "application/json"}, 400),
+    "an unsupported type": ("/v1/batch", b"{}", {"Content_Type": "text/plain"}, 415),
     "a full queue": ("/v1/batch", {"calls": CALLS + CALLS}, {}, 413),
     "no such path": ("/v1/nothing", {"calls": CALLS}, {}, 404),
 }
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
-    """Switch the garbage collector off, so that cycles stay in memory."""
+def _garbage_collector_off() -> Iterator[None]:
+    """Switch the collector off, so that objects in reference cycles stay in memory."""
     gc.collect()
     gc.disable()
     try:
@@ -74,7 +74,7 @@ async def _disconnect(served: Served) -> None:
 @pytest.mark.parametrize("name", [*REQUESTS, "a stream", "a client that leaves"])
 async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) -> None:
     async with serving(queue_calls=30) as served:
-        with _no_collector():
+        with _garbage_collector_off():
             before = _live_objects()
             for _ in range(3):
                 if name in REQUESTS:
@@ -89,7 +89,7 @@ async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) ->
 
 
 def _busy_snapshot(second: int) -> Snapshot:
-    """Return a snapshot in which every number differs from the one before, as on a busy server."""
+    """Return a snapshot whose numbers all differ from those of the second before, as on a busy server."""
     rng = random.Random(second)
     return Snapshot(
         second + rng.random(),

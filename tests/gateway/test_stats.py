@@ -1,4 +1,4 @@
-"""`/v1/stats`: growth of counters, percentiles within 7 %, a bounded history."""
+"""Tests of `/v1/stats`: growth of counters, percentiles within 7 % of the true value, a bounded history."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_bounds_rise_and_prometheus_gets_a_cumulative_selection() -> None:
     assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
     scraped_bounds = [BOUNDS_S[index] for index in SCRAPED_BUCKETS]
     assert scraped_bounds[:6] == [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05] and scraped_bounds[-1] == 500
-    scraped = list(Histogram.samples(_filled(0.002, 0.3, 1e6), "x"))
+    scraped = list(Histogram.samples(_histogram_of(0.002, 0.3, 1e6), "x"))
     assert ("x_bucket", {"le": "0.0025"}, 1) in scraped and ("x_bucket", {"le": "0.25"}, 1) in scraped
     assert ("x_bucket", {"le": "500.0"}, 2) in scraped and ("x_bucket", {"le": "+Inf"}, 3) in scraped
 
@@ -127,13 +127,13 @@ async def test_the_state_is_the_reason_why_no_call_is_accepted() -> None:
 async def test_counters_do_not_fall_when_their_executor_restarts() -> None:
     async with serving() as served:
         stats, executor = Stats(served.dispatcher), served.dispatcher.executors[0]
-        seen = []
+        totals = []
         for raw in ({"zygote_restarts_total": 3}, {"zygote_restarts_total": 5}, {}, {"zygote_restarts_total": 1}):
             executor.stats = ExecutorStats.decode(raw)
             stats.tick()
-            seen.append(stats.build(0)["totals"]["events"]["zygote_restarts"])
+            totals.append(stats.build(0)["totals"]["events"]["zygote_restarts"])
         steps = stats.build(0)["steps"]
-    assert seen == [3, 5, 5, 6]
+    assert totals == [3, 5, 5, 6]
     assert [step["events"].get("zygote_restarts", 0) for step in steps] == [3, 2, 0, 1]
 
 
@@ -182,7 +182,7 @@ async def test_the_history_grows_each_second_and_only_new_steps_are_sent() -> No
     assert steps[1]["at_s"] == pytest.approx(steps[0]["at_s"] + steps[1]["seconds"], abs=0.002)
 
 
-def _filled(*seconds: float) -> Histogram:
+def _histogram_of(*seconds: float) -> Histogram:
     histogram = Histogram()
     for value in seconds:
         histogram.observe(value)

@@ -1,4 +1,4 @@
-"""The dispatcher with fake executors: frames, windows, lost executors, cancellation and the drain."""
+"""Tests of the dispatcher with fake executors: frames, windows, lost executors, cancellation and the drain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError
-from sandbox.gateway.calls import dispatcher
-from sandbox.gateway.calls import executor_handle as executor_handle
+from sandbox.gateway.calls import dispatcher, executor_handle
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
 
@@ -176,7 +175,7 @@ async def test_a_call_that_waits_too_long_is_unavailable() -> None:
 
 
 async def test_a_requeued_call_has_the_whole_queue_timeout_again() -> None:
-    """The first timer fires too early for the second wait, and must be followed by another one."""
+    """The timer of the first wait fires before the second wait is over, so a second timer must follow."""
     async with serving(FakeFleet(slots=1, start_reactions=("ready", "silent"))) as served:
         response = asyncio.create_task(served.post("/v1/execute", {"code": "hang", "queue_timeout_s": 0.05}))
         await until(lambda: bool(served.fleet.last_executor.calls))
@@ -210,7 +209,7 @@ async def test_calls_unfinished_after_the_drain_are_unavailable() -> None:
 async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
     max_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a stream, a batch and a verify request, while running calls continue."""
+    """The waiting calls are in a stream, a batch and a verify request. The two running calls continue."""
     monkeypatch.setattr(dispatcher, "MAX_STOPPED_AT_ONCE", max_at_once)
     async with serving(FakeFleet(slots=1)) as served:
         headers = {"Accept": "application/x-ndjson"}
@@ -222,19 +221,19 @@ async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
             checking = asyncio.create_task(served.post("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}]}))
             await until(lambda: served.dispatcher.call_table.waiting == 6)
             draining = asyncio.create_task(served.dispatcher.drain(10))
-            stopped = [json.loads(await stream.content.readline()) for _ in range(3)]
-            _, late = await response
+            stopped_lines = [json.loads(await stream.content.readline()) for _ in range(3)]
+            _, late_batch = await response
             _, checks = await checking
             assert not draining.done() and served.dispatcher.call_table.running(0) == 2
             served.fleet.last_executor.finish(1, 2)
-            done = [json.loads(await stream.content.readline()) for _ in range(2)]
+            finished_lines = [json.loads(await stream.content.readline()) for _ in range(2)]
             await draining
-        for result in [*stopped, *late["results"]]:
+        for result in [*stopped_lines, *late_batch["results"]]:
             assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Stopped", 0)
-        assert sorted(line["index"] for line in stopped) == [2, 3, 4]
+        assert sorted(line["index"] for line in stopped_lines) == [2, 3, 4]
         assert checks["results"][0]["outcome"] == "unavailable"
         assert checks["results"][0]["message"].startswith("Stopped: the server stopped before")
-        assert [line["status"] for line in done] == ["ok", "ok"]
+        assert [line["status"] for line in finished_lines] == ["ok", "ok"]
         assert served.dispatcher.counters.by_status["unavailable"] == 6
         assert served.fleet.last_executor.frame_sizes == [2]
 
@@ -272,9 +271,9 @@ async def test_health_fails_after_a_long_time_without_an_executor(monkeypatch: p
 async def test_each_executor_gets_its_share_of_the_settings() -> None:
     async with serving(isolation="landlock", executors=2, slots=5, zygote_pools=3, cores=4) as served:
         first, second = (executor.settings for executor in served.fleet.executors)
-    parts = ("isolation", "cores", "slots", "zygote_pools")
-    assert [first[name] for name in parts] == ["landlock", 2, 3, 2]
-    assert [second[name] for name in parts] == ["landlock", 2, 2, 1]
+    names = ("isolation", "cores", "slots", "zygote_pools")
+    assert [first[name] for name in names] == ["landlock", 2, 3, 2]
+    assert [second[name] for name in names] == ["landlock", 2, 2, 1]
     assert set(first) == {field.name for field in fields(ExecutorConfig)}
 
 
@@ -297,13 +296,13 @@ async def test_the_window_of_an_executor_limits_its_calls() -> None:
         assert (await response)[0] == 200
 
 
-async def test_a_window_frame_right_after_ready_counts() -> None:
+async def test_a_window_frame_right_after_ready_takes_effect() -> None:
     async with serving(FakeFleet(slots=2, window=3)) as served:
         assert served.dispatcher.executors[0].window == 3
 
 
 @pytest.mark.parametrize("window", [1, -1, 1 << 40, "many"])
-async def test_an_executor_with_a_nonsensical_window_is_replaced(window: object) -> None:
+async def test_an_executor_that_sends_a_malformed_window_is_replaced(window: object) -> None:
     async with serving(FakeFleet(slots=2)) as served:
         served.fleet.last_executor.send("window", window)
         await until(lambda: len(served.fleet.executors) == 2)

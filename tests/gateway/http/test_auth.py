@@ -1,4 +1,4 @@
-"""Which requests are served: tokens, and web pages of other sites."""
+"""Tests of access: requests need the token, and web pages of other sites are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any bytes decode to a value or to an error with a message; any results encode to bytes that decode again."""
+"""Tests of the codec: any bytes decode to a value or an error, and encoded results decode to the same results."""
 
 from __future__ import annotations
 

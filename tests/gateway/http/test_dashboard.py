@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: it shows the numbers of `/v1/stats`, and hostile names only as text."""
+"""Tests of the dashboard in a real browser: it shows the numbers of `/v1/stats`, and shows hostile names as text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_page_never_inserts_data_as_markup() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\bon\w+=\"", PAGE)
 
 
-def test_the_page_has_a_sign_for_every_status_besides_its_colour() -> None:
+def test_the_page_has_a_colour_and_a_pattern_for_every_status() -> None:
     table = re.findall(r'\["(\w+)", "(#\w{6})", "([^"]*)"\]', PAGE)
     assert {name for name, _, _ in table} == set(Status)
     assert len({pattern for _, _, pattern in table}) == len(table)

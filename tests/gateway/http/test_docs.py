@@ -1,4 +1,4 @@
-"""The API page in a real browser: it works with a token and without one, and the token stays in its tab."""
+"""Tests of the API page in a real browser: it works with and without a token, and a token stays in its tab."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_the_page_requests_the_token_and_sends_it(browser: Browser) -> Non
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_token_is_stored_only_for_the_tab(browser: Browser) -> None:
-    """The tab requests it once, for the dashboard too. It is in no URL, no cookie and no permanent storage."""
+    """A tab requests the token once for both pages. The token is in no URL, no cookie and no permanent storage."""
     async with serving(token=TOKEN) as served:
         async with browser.page(f"{served.url}/docs") as page:
             await page.until(TOKEN_IS_REQUESTED)

@@ -1,4 +1,4 @@
-"""The routes over a real HTTP server and fake executors: valid calls, and every kind of malformed input."""
+"""Tests of the routes over real HTTP with fake executors: valid calls, and every kind of malformed input."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_malformed_call_does_not_affect_its_batch() -> None:
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/x-ndjson"])
-async def test_a_batch_of_malformed_calls_only_is_a_400_with_a_message_for_each(content_type: str) -> None:
+async def test_a_batch_whose_calls_are_all_malformed_is_a_400_with_a_message_for_each(content_type: str) -> None:
     body = {"calls": [{"codee": "1"}, {}]}
     async with (
         serving(wait=False) as served,

@@ -31,7 +31,7 @@ async def serving_through_listener(
 ) -> AsyncIterator[tuple[listener.Listener, str, int]]:
     """Serve the same dispatcher through a `Listener`, as `serve` does. The setting `stall_s` applies to reading clients
     only; `senders_s` replaces it for heads and bodies."""
-    app = build_app(served.dispatcher.config, served.dispatcher)
+    app = build_app(served.dispatcher)
     app[routes.BODIES].stall_s = senders_s
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()

@@ -1,4 +1,4 @@
-"""The OpenAPI document agrees with the routes, with the types and with real responses."""
+"""Tests that the OpenAPI document agrees with the routes, the types and real responses."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_route_is_described() -> None:
 @pytest.mark.asyncio
 async def test_the_application_serves_no_other_route() -> None:
     async with serving() as served:
-        app = build_app(served.dispatcher.config, served.dispatcher)
+        app = build_app(served.dispatcher)
         served_routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
     described = {(route.method, route.path) for route in ROUTES}
     assert {(method, path) for method, path in served_routes if method != "HEAD"} == described | {
@@ -129,7 +129,7 @@ def test_every_value_of_an_enum_is_described(enum: type[DocumentedEnum]) -> None
     assert all(f"{value}: {value.description}" in SCHEMAS[enum.__name__]["description"] for value in enum)
 
 
-def test_the_document_contains_no_name_of_the_source() -> None:
+def test_the_document_contains_no_name_of_a_constant() -> None:
     """Names of constants and of enum members mean nothing to users of the API."""
     assert re.findall(r"\b[A-Z]+_[A-Z_]+\b|`[A-Z]{4,}`", json.dumps(DOCUMENT)) == []
 
@@ -155,7 +155,7 @@ async def test_examples_fit_their_schemas_and_are_accepted() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_response_to_malformed_calls_only_is_as_described() -> None:
+async def test_the_response_to_a_batch_of_malformed_calls_is_as_described() -> None:
     described = DOCUMENT["paths"]["/v1/batch"]["post"]["responses"]["400"]["content"]
     async with serving() as served:
         for accept, media in described.items():
