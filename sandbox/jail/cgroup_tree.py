@@ -215,18 +215,9 @@ class IdleCgroup:
 def own_cgroup_dirs() -> dict[str, str]:
     """Return the directories of this process's cgroups, by controller for version 1 and under "" for version 2."""
     dirs: dict[str, str] = {}
-    paths = _own_paths()
-    for root, mount_point, fs_type, options in machine.mounts():
-        names = [""] if fs_type == "cgroup2" else [name for name in options.split(",") if name in paths]
-        for name in names if fs_type in ("cgroup", "cgroup2") else []:
-            relative = os.path.relpath(paths.get(name, "/"), root)
-            is_below = not relative.startswith("..")  # else another part of the hierarchy is mounted
-            dirs.setdefault(name, os.path.normpath(f"{mount_point}/{relative}") if is_below else mount_point)
+    for name, _mount_point, directory in machine.own_cgroups():
+        dirs.setdefault(name, str(directory))
     return dirs
-
-
-def _own_paths() -> dict[str, str]:
-    return {name: path for names, path in machine.cgroup_paths() for name in names.split(",")}
 
 
 def _find_version() -> tuple[CgroupVersion, dict[str, str]]:
@@ -275,7 +266,7 @@ def _move_processes_to_leaf(parent: str) -> None:
     The server may manage the cgroup if it is the root of the cgroup namespace, or if systemd has delegated it
     (systemd.resource-control(5), Delegate=).
     """
-    if _own_paths().get("") != "/" and not _is_delegated(parent):
+    if machine.cgroup_paths().get("") != "/" and not _is_delegated(parent):
         raise OSError(
             f"{parent} has processes that are not the server's; run in a container, or under systemd with Delegate=yes"
         )

@@ -16,7 +16,7 @@ def _command_line(bench: object, *argv: str) -> str:
     return arguments.command_line(parser, parser.parse_args(argv))
 
 
-def test_a_command_line_has_what_is_measured_and_not_how_it_is_shown() -> None:
+def test_a_recorded_command_has_the_options_of_the_measurement_but_not_of_its_output() -> None:
     assert _command_line(burst) == "python -m bench.burst"
     shown = ("--json", "--plot", "a.png", "--python", "python3", "--calls", "45000")
     assert _command_line(burst, *shown) == _command_line(burst)

@@ -157,7 +157,7 @@ def test_a_file_without_episodes_is_reported(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_the_pool_plays_every_script_to_its_end(policy: str) -> None:
+async def test_the_pool_runs_every_scripted_episode_to_its_end(policy: str) -> None:
     live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     engines = [TableEngine("e0"), TableEngine("e1")]
     scripts = [EpisodeScript(number // 3, 20 + number // 3, ((10, 5, 0.0), (8, 0, 0.0))) for number in range(9)]

@@ -30,7 +30,7 @@ def test_a_constant_series_has_neither_growth_nor_noise() -> None:
     assert statistics.estimate_growth([7.0] * 20) == statistics.Growth(0.0, 0.0)
 
 
-def test_a_straight_line_grows_by_its_height() -> None:
+def test_the_growth_of_a_straight_line_is_its_difference_in_height() -> None:
     assert statistics.estimate_growth([10.0 + 2 * x for x in range(21)]) == statistics.Growth(40.0, 0.0)
 
 
@@ -62,12 +62,12 @@ def test_noise_without_a_tolerance_is_hardly_ever_a_line(correlation: float, max
 
 
 @pytest.mark.parametrize("height", [1e-6, 0.1, 20.0])
-def test_any_line_is_found_where_there_is_no_noise(height: float) -> None:
+def test_any_slope_is_detected_without_noise(height: float) -> None:
     assert statistics.estimate_growth([height * x for x in range(40)]).is_line
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_line_lower_than_its_noise_is_found_in_enough_values(seed: int) -> None:
+def test_a_slope_below_the_noise_is_detected_in_enough_values(seed: int) -> None:
     assert statistics.estimate_growth([value + x * 4 / 1199 for x, value in enumerate(_noise(seed, n=1200))]).is_line
 
 

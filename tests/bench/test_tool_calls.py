@@ -78,7 +78,9 @@ def _ends(python: Path, call: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     "template", [t for t in templates() if t.ends != "timeout"][::3], ids=lambda template: template.name
 )
-def test_a_template_ends_as_it_claims(template: CallTemplate, guest_python: Path) -> None:
+def test_the_call_of_a_template_ends_with_the_status_that_the_template_states(
+    template: CallTemplate, guest_python: Path
+) -> None:
     call = template.fill(random.Random(1))
     assert _ends(guest_python, call) == template.ends, call["code"]
 

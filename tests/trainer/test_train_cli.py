@@ -181,7 +181,7 @@ def test_a_dry_run_without_sizes_asks_for_them(tmp_path: Path, capsys: pytest.Ca
     assert "set the model's sizes in [model.shape]" in capsys.readouterr().err
 
 
-def test_without_the_extra_it_says_install_advice(tmp_path: Path) -> None:
+def test_a_missing_extra_is_an_error_with_the_command_that_installs_it(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, "prepare", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True)

@@ -127,10 +127,10 @@ def test_arrays_and_parquet_are_read_like_lines(tmp_path: Path) -> None:
 
 
 def test_a_hub_name_may_have_a_config_and_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None, str]] = []
+    requests: list[tuple[str, str | None, str]] = []
 
     def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
-        asked.append((name, config, split))
+        requests.append((name, config, split))
         if name == "no/such":
             raise FileNotFoundError("no/such is not there")
         return [{"question": "How many?", "answer": "#### 3"}]
@@ -139,7 +139,7 @@ def test_a_hub_name_may_have_a_config_and_a_split(monkeypatch: pytest.MonkeyPatc
     source = "openai/gsm8k@main:test"
     assert read_problems(source) == [Problem(f"{source}-0", "How many?", "3", source)]
     read_problems("BytedTsinghua-SIA/DAPO-Math-17k")
-    assert asked == [("openai/gsm8k", "main", "test"), ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
+    assert requests == [("openai/gsm8k", "main", "test"), ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
     with pytest.raises(DataError, match=r"^no/such: cannot be loaded from the hub"):
         read_problems("no/such")
 
@@ -313,15 +313,15 @@ def test_all_rows_of_real_files_are_read() -> None:
 def test_unparsable_answers_are_dropped_and_checked_once(tmp_path: Path) -> None:
     answers = ["12", "?", "x", "?"]
     file = rows(tmp_path / "some.jsonl", *({"problem": f"Which is {n}?", "answer": a} for n, a in enumerate(answers)))
-    asked: list[Sequence[str]] = []
+    requests: list[Sequence[str]] = []
 
     def find_unparsable(answers: Sequence[str]) -> set[str]:
-        asked.append(answers)
+        requests.append(answers)
         return {"?"}
 
     kept, report = prepare_problems([file], integer_answers_only=False, find_unparsable=find_unparsable)
-    assert asked == [["?", "x"]], "plain integers need no check"
+    assert requests == [["?", "x"]], "plain integers need no check"
     assert [problem.answer for problem in kept] == ["12", "x"]
     assert report.counts == {"some": {"rows": 4, "kept": 2, "unparsable_answer": 2}}
     prepare_problems([file], find_unparsable=find_unparsable)
-    assert len(asked) == 1, "if all answers are integers, there is no check"
+    assert len(requests) == 1, "if all answers are integers, there is no check"

@@ -62,7 +62,7 @@ THEN: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def test_answers_are_what_a_person_says(problems: list[Problem]) -> None:
+def test_boxed_answers_equal_those_that_a_person_marked(problems: list[Problem]) -> None:
     seen = set()
     for problem in problems:
         for (first, do), (then, after) in itertools.product(FIRST.items(), THEN.items()):
@@ -73,7 +73,7 @@ def test_answers_are_what_a_person_says(problems: list[Problem]) -> None:
     assert len(seen) == len(FIRST) * len(THEN)
 
 
-def test_equal_seeds_give_equal_work_and_others_do_not(problems: list[Problem]) -> None:
+def test_equal_seeds_give_equal_workloads_and_different_seeds_different_ones(problems: list[Problem]) -> None:
     assert synthetic.generate(100, 1) == problems[:100]
     assert synthetic.generate(100, 2) != problems[:100]
     assert (
@@ -95,25 +95,27 @@ def test_problems_differ_and_fresh_ones_are_never_for_training(problems: list[Pr
     assert not fresh & train
 
 
-def test_what_the_tool_says_is_what_the_code_does(conversations: list[synthetic.Messages]) -> None:
+def test_the_tool_responses_of_conversations_are_the_output_of_their_code(
+    conversations: list[synthetic.Messages],
+) -> None:
     for messages in conversations[:300]:
-        for asked, said in calls(messages):
+        for request, tool_response in calls(messages):
             out = io.StringIO()
             try:
                 with contextlib.redirect_stdout(out):
-                    exec(compile(json.loads(asked)["arguments"]["code"], "main.py", "exec"))
-            except (SyntaxError, ValueError) as why:
+                    exec(compile(json.loads(request)["arguments"]["code"], "main.py", "exec"))
+            except (SyntaxError, ValueError) as error:
                 # Where in the text the JSON goes wrong depends on the blanks around it.
-                where = 0 if isinstance(why, json.JSONDecodeError) else -1
-                assert said.splitlines()[where].startswith(f"{type(why).__name__}: {why.msg}")
+                where = 0 if isinstance(error, json.JSONDecodeError) else -1
+                assert tool_response.splitlines()[where].startswith(f"{type(error).__name__}: {error.msg}")
             else:
-                assert out.getvalue() == f"{said}\n"
-                assert set(boxed(messages)) == {said}
+                assert out.getvalue() == f"{tool_response}\n"
+                assert set(boxed(messages)) == {tool_response}
 
 
 def test_faults_come_at_their_rates(problems: list[Problem], conversations: list[synthetic.Messages]) -> None:
-    said = [response for messages in conversations for _, response in calls(messages)]
-    failed = sum("Error: " in response for response in said) / len(said)
+    tool_response = [response for messages in conversations for _, response in calls(messages)]
+    failed = sum("Error: " in response for response in tool_response) / len(tool_response)
     right = [boxed(messages)[0] == problem.answer for problem, messages in zip(problems, conversations, strict=True)]
     once = [len(boxed(messages)) == 1 for messages in conversations]
     # Those after the last that is allowed are never broken; a wrong operator may come to the right value.

@@ -38,7 +38,7 @@ def test_folder_is_the_same_for_the_same_seed(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / weights).read_bytes() != (folder / weights).read_bytes()
 
 
-def test_model_loads_by_its_folder_and_is_tiny(folder: Path, tokenizer: Any) -> None:
+def test_the_tiny_model_loads_from_its_directory(folder: Path, tokenizer: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
     assert model.config.vocab_size == len(tokenizer) == tiny_model.VOCAB_SIZE

@@ -221,12 +221,12 @@ async def test_all_turns_of_a_lost_engine_continue_on_other_engines(how):
 async def test_an_engine_that_answers_scrapes_but_computes_no_token_is_marked_down():
     engines = make_engines(2, before=lambda: asyncio.sleep(1))
     async with pool_of(engines) as pool:
-        asked = pool.now()
+        started_at_s = pool.now()
         running = [asyncio.create_task(run_episode(pool, number)) for number in range(8)]
         await asyncio.sleep(1.5)
         engines[0].before = forever
         assert await asyncio.gather(*running) == await without_failures(range(8))
-        assert STALL_TIMEOUT_S < pool.now() - asked < STALL_TIMEOUT_S + 60
+        assert STALL_TIMEOUT_S < pool.now() - started_at_s < STALL_TIMEOUT_S + 60
         assert "no token computed" in pool.engine_states["e0"].down_reason
         assert has_no_load(pool)
 
@@ -287,10 +287,10 @@ async def test_the_error_names_each_engines_failure_when_all_are_down_for_too_lo
         engine.before = engine.scraped = failing(f"{engine.name} burnt")
     async with pool_of(engines, all_down_timeout_s=100) as pool:
         for wait_s in (100, 0):
-            asked = pool.now()
+            started_at_s = pool.now()
             with pytest.raises(EngineError, match=r"all 2 engines are down: e0: e0 burnt; e1: e1 burnt"):
                 await engine_of_one_turn(pool)
-            assert wait_s <= pool.now() - asked <= wait_s + 1
+            assert wait_s <= pool.now() - started_at_s <= wait_s + 1
         assert has_no_load(pool)
 
 
@@ -617,9 +617,9 @@ async def test_an_engine_that_hangs_delays_at_most_one_sync(is_known, is_scraped
             assert await asyncio.gather(*(run_episode(pool, number) for number in range(4))) is not None
             assert not pool.engine_states["e0"].is_up
         for most_s in (0 if is_known else LOAD_S, 0, 0):
-            asked = pool.now()
+            started_at_s = pool.now()
             await pool.sync_weights({"salt": 6})
-            assert pool.now() - asked <= most_s
+            assert pool.now() - started_at_s <= most_s
             assert {await engine_of_one_turn(pool) for _ in range(3)} == {"e1"}
             await asyncio.sleep(100)
         engines[0].before = engines[0].scraped = steps(1)
@@ -919,8 +919,8 @@ async def test_an_aborted_turn_does_not_run_again_after_its_engine_dies():
             turn = asyncio.create_task(handle.generate([1], SamplingParams(9, seed=0)))
             await begun.acquire()
             await pool.abort([handle])
-            (asked,) = [engine for engine in engines if engine.requests]
-            pool.mark_failed(pool.engine_states[asked.name], "gone")
+            (busy_engine,) = [engine for engine in engines if engine.requests]
+            pool.mark_failed(pool.engine_states[busy_engine.name], "gone")
             assert (await turn).is_aborted
             assert sum(len(engine.requests) for engine in engines) == 1
         assert has_no_load(pool)

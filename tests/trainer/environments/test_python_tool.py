@@ -33,8 +33,8 @@ NAME = TOOL_NAMES[0]
 def _isolation() -> None:
     try:
         choose_level("auto")
-    except (ConfigError, IsolationError) as why:
-        pytest.skip(f"needs some isolation: {why}")
+    except (ConfigError, IsolationError) as missing:
+        pytest.skip(f"needs some isolation: {missing}")
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def address(guest_python: Path) -> Iterator[str]:
         runner.run(local.__aexit__(None, None, None))
 
 
-def run(address: str, *asked: tuple[str, Any], **settings: Any) -> list[ToolCall]:
+def run(address: str, *tool_calls: tuple[str, Any], **settings: Any) -> list[ToolCall]:
     async def main() -> list[ToolCall]:
         async with open_sandbox(address, **settings) as sandbox:
-            return await asyncio.gather(*(sandbox.python_tool.call(name, arguments) for name, arguments in asked))
+            return await asyncio.gather(*(sandbox.python_tool.call(name, arguments) for name, arguments in tool_calls))
 
     return asyncio.run(main())
 
@@ -78,7 +78,7 @@ def test_a_tool_call_has_a_response_and_a_status(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "says"),
+    ("name", "arguments", "expected_text"),
     [
         (NAME, '{"code": 1', "JSONDecodeError"),
         (NAME, '{"stdin": ""}', "TypeError"),
@@ -88,11 +88,11 @@ def test_a_tool_call_has_a_response_and_a_status(address: str) -> None:
         ("x" * 10_000, "{}", "NameError"),
     ],
 )
-def test_a_malformed_call_is_answered_without_the_service(name: str, arguments: str, says: str) -> None:
+def test_a_malformed_call_is_answered_without_the_service(name: str, arguments: str, expected_text: str) -> None:
     tool = PythonTool(AsyncClient("http://127.0.0.1:1"), Limits())
     reply = asyncio.run(tool.call(name, arguments))
     assert reply.status is ToolCallStatus.MALFORMED
-    assert reply.response.startswith(says)
+    assert reply.response.startswith(expected_text)
     assert len(reply.response) < 500
 
 
@@ -158,7 +158,7 @@ def test_outcomes_and_statuses_equal_the_sandboxs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "settings", "says"),
+    ("endpoint", "settings", "expected_text"),
     [
         ("http://127.0.0.1:1", {}, "no sandbox at http://127.0.0.1:1"),
         ("local", {"arguments": ("--no-such-flag",)}, "ended (2)"),
@@ -166,7 +166,7 @@ def test_outcomes_and_statuses_equal_the_sandboxs() -> None:
     ],
 )
 def test_an_unusable_service_is_an_error_at_once(
-    endpoint: Any, settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    endpoint: Any, settings: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.environments.connection.MAX_RETRIES", 0)
 
@@ -176,7 +176,7 @@ def test_an_unusable_service_is_an_error_at_once(
 
     with pytest.raises(SandboxUnavailable) as raised:
         asyncio.run(main())
-    assert says in str(raised.value)
+    assert expected_text in str(raised.value)
 
 
 def test_invalid_limits_are_an_error_at_once(address: str) -> None:
@@ -194,18 +194,18 @@ async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("kind", ["fake", "real"])
-def test_the_fakes_behave_like_the_real_ones(kind: str, address: str) -> None:
+def test_the_fake_tool_behaves_like_the_real_one(kind: str, address: str) -> None:
     async def main() -> None:
-        async with tools_of(kind, address) as found:
-            reply = await found.call(*code("6 * 7"))
+        async with tools_of(kind, address) as tool_under_test:
+            reply = await tool_under_test.call(*code("6 * 7"))
             assert replace(reply, duration_s=0) == ToolCall(
                 NAME, {"code": "6 * 7", "input": ""}, ToolCallStatus.OK, "42"
             )
-            reply = await found.call(NAME, "{")
+            reply = await tool_under_test.call(NAME, "{")
             assert (reply.status, reply.arguments) == (ToolCallStatus.MALFORMED, "{")
             assert reply.response
             pairs = [("7", "7"), ("7", "8")]
-            assert await found.verify(pairs) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT]
-            assert await found.verify([]) == []
+            assert await tool_under_test.verify(pairs) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT]
+            assert await tool_under_test.verify([]) == []
 
     asyncio.run(main())

@@ -57,7 +57,7 @@ def slowly(episodes: list[Episode]) -> dict[str, float]:
         st.lists(st.tuples(st.integers(), st.sampled_from(["", "cancelled", "unavailable"])), max_size=4), max_size=4
     )
 )
-def test_a_step_comes_to_what_a_slow_reckoning_says(drawn: list[list[tuple[int, str]]]) -> None:
+def test_the_metrics_of_a_step_equal_those_of_a_plain_implementation(drawn: list[list[tuple[int, str]]]) -> None:
     groups = [[_episode(seed, end) for seed, end in some] for some in drawn]
     used = [[index for index, one in enumerate(group) if one.reward is not None][:2] for group in groups]
     made = step_metrics(groups, used)
@@ -76,7 +76,7 @@ def _episode(seed: int, end: str) -> Episode:
     return replace(one, stop_reason=StopReason(end), reward=None) if end else one
 
 
-def test_a_chart_has_one_axis_and_as_many_lines_as_can_be_told_apart() -> None:
+def test_a_chart_has_one_axis_and_few_enough_lines_to_distinguish() -> None:
     charts: dict[str, list[str]] = {}
     for metric in METRICS.values():
         assert bool(metric.chart) == bool(metric.label)

@@ -17,12 +17,12 @@ def rewards(*episodes: Episode, verifier: FakeVerifier | None = None) -> list[fl
     return asyncio.run(score_episodes(episodes, (verifier or FakeVerifier()).verify))
 
 
-def test_an_answer_earns_what_its_check_says() -> None:
+def test_the_reward_of_an_answer_follows_from_its_check() -> None:
     asked = [episode(answer) for answer in ("7", "8", "unparsable", "unavailable")]
     assert rewards(*asked) == [1.0, 0.0, 0.0, None]
 
 
-def test_no_answer_earns_nothing_and_is_not_checked() -> None:
+def test_an_episode_without_an_answer_has_reward_0_and_is_not_checked() -> None:
     verifier = FakeVerifier()
     assert rewards(episode(None), verifier=verifier) == [0.0]
     assert verifier.requests == []

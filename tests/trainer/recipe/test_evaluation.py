@@ -76,12 +76,12 @@ class Collector:
     """Of problem n, the first n samples are right. Fails, or ends without verdicts, where it is told to."""
 
     def __init__(self, *, failing: str = "", unavailable: Sequence[tuple[str, int]] = ()) -> None:
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.failing, self.unavailable = failing, unavailable
 
     async def __call__(self, problems: Sequence[Problem], samples: int) -> list[list[Episode]]:
         (problem,) = problems
-        self.asked.append(problem.id)
+        self.requested.append(problem.id)
         if problem.id == self.failing:
             await asyncio.sleep(0)  # those asked for before it are done by then
             raise RuntimeError("killed")
@@ -152,7 +152,7 @@ def test_numbers_by_hand() -> None:
     assert made.stop_reasons == {"finished": 4, "turn_limit": 1}
 
 
-def test_an_outage_is_no_zero() -> None:
+def test_an_unavailable_episode_is_no_reward_of_0() -> None:
     right, lost = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
     assert value(summarize([right, lost], 2)) == 1
     nothing = summarize([lost], 2)
@@ -174,7 +174,7 @@ def test_estimates_are_in_their_intervals_and_agree(rewards: list[list[float | N
         assert chances == sorted(chances)
 
 
-def test_interval_is_what_the_normal_law_says() -> None:
+def test_the_interval_is_that_of_the_normal_distribution() -> None:
     made = summarize([[outcome(float(number % 4 == 0))] for number in range(400)], 1).measures["accuracy"]
     half = 1.96 * (0.25 * 0.75 / 400) ** 0.5
     assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
@@ -198,7 +198,7 @@ def test_samples_of_a_problem_are_no_problems() -> None:
     assert (made.low, made.high) == (pytest.approx(once.low), pytest.approx(once.high))
 
 
-def test_an_interval_of_a_ratio_is_what_drawing_problems_again_gives() -> None:
+def test_the_interval_of_a_ratio_agrees_with_a_bootstrap_over_problems() -> None:
     rng = random.Random(5)
     groups = [
         [
@@ -250,11 +250,11 @@ def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
         run(Collector(failing="p2"), tmp_path / "killed")
     again = Collector()
     assert run(again, tmp_path / "killed") == expected
-    assert again.asked[0] == "p2"
-    assert set(again.asked) < {problem.id for problem in PROBLEMS}
+    assert again.requested[0] == "p2"
+    assert set(again.requested) < {problem.id for problem in PROBLEMS}
     third = Collector()
     assert run(third, tmp_path / "killed") == expected
-    assert third.asked == []
+    assert third.requested == []
     rows = list(RunFolder(tmp_path / "killed").read_episodes(0))
     assert {row["group"]: row["problem"]["id"] for row in rows} == {n: one.id for n, one in enumerate(PROBLEMS)}
     assert rows_of(tmp_path / "killed") == ALL_ROWS
@@ -267,14 +267,14 @@ def test_a_kill_between_episodes_and_outcomes_leaves_one_row_of_each(tmp_path: P
     outcomes.write_bytes(b"".join(outcomes.read_bytes().splitlines(keepends=True)[:-lines]))
     again = Collector()
     run(again, tmp_path)
-    assert len(again.asked) == 1
+    assert len(again.requested) == 1
     assert rows_of(tmp_path) == ALL_ROWS
 
 
-def test_what_an_outage_left_is_run_again(tmp_path: Path) -> None:
+def test_episodes_that_an_outage_left_unscored_are_run_again(tmp_path: Path) -> None:
     first = run(Collector(unavailable=[("p1", 0)]), tmp_path)
     assert first[ALL].unavailable == 1
     again = Collector()
     assert run(again, tmp_path) == run(Collector(), tmp_path / "whole")
-    assert again.asked == ["p1"]
+    assert again.requested == ["p1"]
     assert rows_of(tmp_path) == ALL_ROWS

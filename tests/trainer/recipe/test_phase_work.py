@@ -94,8 +94,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
     """A run after SFT, with a sandbox of its own. Torch has one thread, as the children have: sums depend on it."""
     try:
         default_python()
-    except NodeError as why:
-        pytest.skip(f"needs the guest runtime: {why}")
+    except NodeError as reason:
+        pytest.skip(f"needs the guest runtime: {reason}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with LoopThread() as loop_thread:
@@ -110,14 +110,14 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
 def _guessing(folder: Path, endpoints: Sequence[str]) -> RunConfig:
     """A run in which answers are right about every other time, so that groups differ and weights move."""
     answers = [f"\n</reason>\n<answer>\n\\boxed{{{guess}}}\n</answer>" for guess in GUESSES]
-    asked = [f"Number {number}?" for number in range(6)]
+    problem_texts = [f"Number {number}?" for number in range(6)]
     chats = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"<reason>{answer}"}]}
-        for text in asked * 40
+        for text in problem_texts * 40
         for answer in answers
     ]
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
-    for name, some in (("train", asked), ("fresh", ["Which one?", "What is it?"])):
+    for name, some in (("train", problem_texts), ("fresh", ["Which one?", "What is it?"])):
         rows = [{"id": text, "text": text, "answer": GUESSES[0], "source": name} for text in some]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     sources = {"sft.data": "chats", "data.train": "train", "eval.data": "fresh"}
@@ -149,7 +149,7 @@ def test_prepare_brings_problems_apart_from_those_that_are_evaluated(tmp_path: P
     assert (run.dir / result.model / "config.json").exists()
 
 
-def test_prompts_that_leave_no_room_to_answer_are_left_out_and_told(
+def test_problems_whose_prompt_leaves_no_tokens_for_an_answer_are_dropped_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"problem": "What is " + "1 + " * times + "1?", "answer": "3"} for times in (2, 200)]
@@ -162,7 +162,7 @@ def test_prompts_that_leave_no_room_to_answer_are_left_out_and_told(
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_right_answers_that_the_checker_cannot_read_are_left_out_and_told(
+def test_problems_with_an_answer_that_the_checker_cannot_parse_are_dropped_and_reported(
     taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"problem": f"What is {answer}?", "answer": answer} for answer in ("7", "x^2 + 1", "\\text{}", "$$")]
@@ -232,20 +232,20 @@ async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
 
 @pytest.mark.parametrize("chat", ["rstar2", "tokenizer"])
 @pytest.mark.parametrize(
-    ("model", "why"),
+    ("model", "reason"),
     [
         (lambda folder: folder / "no" / "model", "no/model"),
         (_unchatty, "<.im_start.>|chat template"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_one_line(
-    model: Any, why: str, chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Any, reason: str, chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _config(tmp_path)
     sets = ["--set", f"model.path={model(tmp_path / 'bad')}", "--set", f"model.chat_format={chat}"]
     assert cli.main(["prepare", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run"), *sets]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"rstar-train: model {tmp_path}/bad.*({why})", line)
+    assert re.match(f"rstar-train: model {tmp_path}/bad.*({reason})", line)
 
 
 @pytest.mark.slow
@@ -317,10 +317,10 @@ def test_evaluation_and_rollout_write_what_show_reads(
     run.result_path(Phase("eval", "sft")).unlink()
     assert cli.main(["eval", str(run.dir), "--run-dir", str(run.dir), "--stage", "sft", "--json"]) == 0
     reports = json.loads(capsys.readouterr().out.splitlines()[-1])
-    said = reports["all"]
-    assert (said["problems"], said["unavailable"]) == (2, 0)
+    report = reports["all"]
+    assert (report["problems"], report["unavailable"]) == (2, 0)
     (scores,) = run.summary()["stages"]
-    assert (scores["name"], scores["accuracy"]) == ("sft", said["measures"]["accuracy"]["value"])
+    assert (scores["name"], scores["accuracy"]) == ("sft", report["measures"]["accuracy"]["value"])
     assert scores["accuracy_by_source"] == {"fresh": reports["fresh"]["measures"]["accuracy"]}
     assert len(list(RunFolder(run.stage_dir("sft") / "eval").read_episodes(0))) == 2
     with monkeypatch.context() as nothing:  # of it starts again for what is over, nor where only its last word is lost
@@ -345,7 +345,7 @@ def test_evaluation_and_rollout_write_what_show_reads(
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_model_s_evaluation_is_of_these_weights_and_leaves_out_what_has_no_room(
+def test_an_evaluation_is_repeated_for_other_weights_and_skips_problems_that_are_too_long(
     taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"problem": f"Which one?{' No, which?' * times}", "answer": "1"} for times in (0, 90)]

@@ -68,15 +68,15 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
     """The address of a server with vLLM's routes, and what it says: `max_model_len`, and whether it has `routes`."""
-    says: dict[str, Any] = {"max_model_len": 1 << 20, "routes": True}
+    server_state: dict[str, Any] = {"max_model_len": 1 << 20, "routes": True}
     loop, is_up, addresses = asyncio.new_event_loop(), threading.Event(), list[str]()
     runners: list[web.AppRunner] = []
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "max_model_len": says["max_model_len"]}]})
+        return web.json_response({"data": [{"id": "m", "max_model_len": server_state["max_model_len"]}]})
 
     async def rpc(request: web.Request) -> web.Response:
-        return web.Response(status=405 if says["routes"] else 404)
+        return web.Response(status=405 if server_state["routes"] else 404)
 
     async def serve() -> None:
         app = web.Application()
@@ -91,7 +91,7 @@ def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
     thread = threading.Thread(target=lambda: (loop.run_until_complete(serve()), loop.run_forever()))
     thread.start()
     assert is_up.wait(60)
-    yield addresses[0], says
+    yield addresses[0], server_state
     asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -139,12 +139,14 @@ def test_all_that_is_missing_is_named_at_once(
 
     argv = ["preflight", str(tmp_path / "run.toml"), *(f"--set={key}={value}" for key, value in sets.items())]
     assert cli.main(argv) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"rstar-train: {len(begins)} things are missing"
-    assert [line.strip() for line in said[1:]] == [line.replace(str(tmp_path / "run"), "runs/run") for line in lines]
+    error_lines = capsys.readouterr().err.splitlines()
+    assert error_lines[0] == f"rstar-train: {len(begins)} things are missing"
+    assert [line.strip() for line in error_lines[1:]] == [
+        line.replace(str(tmp_path / "run"), "runs/run") for line in lines
+    ]
 
 
-def test_a_unit_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
+def test_the_preflight_of_a_phase_checks_only_what_that_phase_needs(tmp_path: Path) -> None:
     config = _config(tmp_path, f"sandbox.endpoints={NOBODY}", "sft.data=gone.jsonl", "data.train=gone.jsonl")
     assert [line.split(":")[0] for line in _missing(config, "prepare")] == ["data.train"]
     assert [line.split(":")[0] for line in _missing(config, "sft")] == ["sft.data"]
@@ -152,7 +154,9 @@ def test_a_unit_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in _missing(config, "eval")] == ["sandbox"]
 
 
-def test_a_unit_of_its_own_says_it_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_that_runs_alone_reports_misfits_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = _config(tmp_path, "sft.data=gone.jsonl")
     run = RecipeRun(config)
     run.write_result(Phase("prepare"), TrainResult("tiny", 0))
@@ -164,10 +168,10 @@ def test_a_unit_of_its_own_says_it_before_it_starts(tmp_path: Path, capsys: pyte
 
 def test_the_first_conversation_must_be_one(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
-    for row, why in (("{}", "row 0: expected messages"), ("", "expected rows, got none")):
+    for row, reason in (("{}", "row 0: expected messages"), ("", "expected rows, got none")):
         file.write_text(row, encoding="utf-8")
         (line,) = _missing(_config(tmp_path, f"sft.data={file}"), "sft")
-        assert why in line
+        assert reason in line
 
 
 def test_a_plan_that_does_not_fit_the_gpu_is_named(tmp_path: Path) -> None:
@@ -210,16 +214,16 @@ def test_what_is_on_the_disk_already_is_not_needed_again(tmp_path: Path, monkeyp
 def test_an_engine_must_answer_take_the_run_s_contexts_and_new_weights(
     tmp_path: Path, vllm: tuple[str, dict[str, Any]]
 ) -> None:
-    url, says = vllm
+    url, server_state = vllm
     config = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={NOBODY}")
 
     def engines(config: RunConfig = config) -> list[str]:
         return [line for line in asyncio.run(preflight._servers(config)) if line.startswith("engines")]
 
     assert engines() == []
-    says["routes"] = False
+    server_state["routes"] = False
     assert engines() == [f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"]
-    says["max_model_len"] = 512
+    server_state["max_model_len"] = 512
     expected = f"engines: {url}: takes 512 tokens, fewer than engines.max_model_len=16384; start it with a larger "
     expected += "--max-model-len"
     assert engines() == [expected]
@@ -228,7 +232,7 @@ def test_an_engine_must_answer_take_the_run_s_contexts_and_new_weights(
     assert line.startswith(f"engines: {NOBODY}: expected a vLLM server's answer, got ClientConnectorError")
 
 
-def test_a_sandbox_of_its_own_is_started_and_asked(tmp_path: Path, guest_python: Path) -> None:
+def test_a_local_sandbox_is_started_and_used(tmp_path: Path, guest_python: Path) -> None:
     assert _missing(_config(tmp_path), "eval") == []
 
 
@@ -242,17 +246,17 @@ def test_a_sandbox_without_a_runtime_is_named(tmp_path: Path, monkeypatch: pytes
     assert str(other) in line
 
 
-@pytest.mark.parametrize(("rank", "flags", "is_asked"), [("0", [], True), ("1", [], False), ("0", [NO], False)])
-def test_the_first_rank_alone_looks_and_can_be_told_not_to(
-    rank: str, flags: list[str], is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rank", "flags", "is_checked"), [("0", [], True), ("1", [], False), ("0", [NO], False)])
+def test_only_the_first_rank_runs_the_preflight_and_a_flag_skips_it(
+    rank: str, flags: list[str], is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, asked = _config(tmp_path), list[str]()
+    config, checked_phases = _config(tmp_path), list[str]()
     RecipeRun(config).write_result(Phase("prepare"), TrainResult("tiny", 0))
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(preflight, "require", lambda run, units: asked.extend(map(str, units)))
+    monkeypatch.setattr(preflight, "require", lambda run, units: checked_phases.extend(map(str, units)))
     monkeypatch.setitem(phase_work.PHASE_FUNCTIONS, "sft", lambda run, unit: None)
     assert cli.main(["sft", str(tmp_path / "run.toml"), f"--run-dir={config.run_dir}", *flags]) == 0
-    assert asked == (["sft"] if is_asked else [])
+    assert checked_phases == (["sft"] if is_checked else [])
 
 
 def test_a_recipe_without_a_sandbox_ends_before_it_starts(tmp_path: Path) -> None:
@@ -260,11 +264,11 @@ def test_a_recipe_without_a_sandbox_ends_before_it_starts(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "trainer", "recipe", str(tmp_path / "run.toml"), f"--run-dir={config.run_dir}"]
     sets = [f"--set=sandbox.endpoints={NOBODY}", "--set=sft.data=gone.jsonl"]
     done = subprocess.run([*command, *sets], capture_output=True, text=True, timeout=300)
-    said = done.stderr.splitlines()
+    error_lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
-    assert said[0] == "preflight: checking what the run needs"
-    assert "rstar-train: 2 things are missing" in said
-    assert any(line.startswith("  sft.data: gone.jsonl: no such file") for line in said)
-    assert any(line.startswith(f"  sandbox: no sandbox at {NOBODY}") for line in said)
-    assert said[-1].startswith("rstar-train: nothing was started; repair what is listed above")
+    assert error_lines[0] == "preflight: checking what the run needs"
+    assert "rstar-train: 2 things are missing" in error_lines
+    assert any(line.startswith("  sft.data: gone.jsonl: no such file") for line in error_lines)
+    assert any(line.startswith(f"  sandbox: no sandbox at {NOBODY}") for line in error_lines)
+    assert error_lines[-1].startswith("rstar-train: nothing was started; repair what is listed above")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock"]

@@ -91,10 +91,10 @@ def test_the_paper_s_run_fits_its_machines() -> None:
     assert all(stage.gpu_share < 1 for stage in run.stages.values())
 
 
-def test_the_document_says_what_a_sync_writes_gathers_and_holds() -> None:
-    said = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8").partition("## Weights to the engines")[2]
+def test_the_document_has_the_sizes_that_a_weight_sync_writes_gathers_and_holds() -> None:
+    text = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8").partition("## Weight sync")[2]
     written, gathered = (num_parameters(QWEN3_14B) * BYTES[dtype] for dtype in ("bfloat16", "float32"))
-    assert [f"{size / GB:.1f} GB" in said for size in (written, gathered, written + gathered)] == [True] * 3
+    assert [f"{size / GB:.1f} GB" in text for size in (written, gathered, written + gathered)] == [True] * 3
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
@@ -129,24 +129,24 @@ def test_sft_s_plan_by_hand() -> None:
     assert resource_plan(load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, long), QWEN25_1B).sft.gpu_share > 2
 
 
-def test_the_document_s_table_is_what_the_dry_run_says() -> None:
-    said = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8")
+def test_the_document_s_table_has_the_values_of_the_dry_run() -> None:
+    text = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8")
     run = resource_plan(load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}), QWEN3_14B)
     longest = max(stage.train_bytes for stage in run.stages.values())
     rows = (
-        *(f"| {run.parameters:,} |", f"| {run.weight_bytes * 4 / GB:.1f} GB a GPU |"),
-        *(f"| {longest / GB:.1f} GB a GPU |", f"| {run.sft.train_bytes / GB:.1f} GB a GPU |"),
+        *(f"| {run.parameters:,} |", f"| {run.weight_bytes * 4 / GB:.1f} GB per GPU |"),
+        *(f"| {longest / GB:.1f} GB per GPU |", f"| {run.sft.train_bytes / GB:.1f} GB per GPU |"),
         *(f"| {run.kv_tokens:,} |", f"| {run.disk_bytes / GB / 1000:.1f} TB |"),
-        f"with {192 - 96 - longest / GB:.0f} GB to spare",
+        f"with {192 - 96 - longest / GB:.0f} GB left",
     )
-    assert [row for row in rows if row not in said] == []
+    assert [row for row in rows if row not in text] == []
 
 
 def shares(file: str, shape: ModelShape, *sets: str) -> list[float]:
     return [stage.gpu_share for stage in resource_plan(load_config(CONFIGS / file, {}, sets), shape).stages.values()]
 
 
-def test_unsharded_it_does_not_fit() -> None:
+def test_the_paper_s_run_does_not_fit_without_sharding_or_with_too_small_a_kv_cache() -> None:
     assert min(shares("qwen3-14b-mi300x.toml", QWEN3_14B, "hardware.sharding=none")) > 1
     config = load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["engines.gpu_memory_utilization=0.15"])
     assert resource_plan(config, QWEN3_14B).stages["rl1"].episodes_per_engine == 0
@@ -172,7 +172,7 @@ def test_an_engine_in_the_process_caches_what_its_slots_may_hold() -> None:
     )
     run = resource_plan(config, SMALL)
     assert (run.gpus, run.engines, run.kv_tokens) == (0, 1, 256)
-    assert run.engine_bytes == 256 * kv_bytes_per_token(SMALL, "float32")
+    assert run.engine_gpu_bytes == 256 * kv_bytes_per_token(SMALL, "float32")
 
 
 def test_a_shape_is_read_from_a_model_s_own_file() -> None:

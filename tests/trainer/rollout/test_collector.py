@@ -410,11 +410,11 @@ async def test_unavailable_episodes_do_not_shorten_the_expected_length(chat):
     async with EnginePool([Asking()], scheduler=Scheduler(2000)) as pool:
         complete = pool.scheduler.complete
 
-        def told(key, now, length=None):
+        def record_completion(key, now, length=None):
             taught.append(length)
             complete(key, now, length)
 
-        pool.scheduler.complete = told
+        pool.scheduler.complete = record_completion
         lost = replied(ToolCallStatus.UNAVAILABLE, "", "1", error="down")
         ((cut,),) = await collect(pool, chat, ScriptedTools(lambda code: lost), [PROBLEM], 1)
         ((whole,),) = await collect(pool, chat, ScriptedTools(lambda code: "fine"), [PROBLEM], 1)
@@ -552,10 +552,10 @@ async def test_an_episode_that_ends_while_it_is_aborted_counts_as_finished(chat)
 
 @pytest.mark.asyncio
 async def test_is_decided_gets_the_rewards_and_the_number_of_unfinished_episodes(chat):
-    asked = []
+    decisions = []
 
     def never(rewards, left):
-        asked.append((sorted(rewards), left))
+        decisions.append((sorted(rewards), left))
         return False
 
     (group,) = await collect(ScriptedPool(by_seed), chat, ScriptedTools(), [PROBLEM], 5, is_decided=never)
@@ -563,8 +563,8 @@ async def test_is_decided_gets_the_rewards_and_the_number_of_unfinished_episodes
     assert [asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in group] == [
         asdict(replace(one, duration_s=0, turn_generate_s=0, turns=[])) for one in expected
     ]
-    assert [(len(rewards), left) for rewards, left in asked] == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
-    assert asked[-1][0] == sorted(episode.reward for episode in group)
+    assert [(len(rewards), left) for rewards, left in decisions] == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]
+    assert decisions[-1][0] == sorted(episode.reward for episode in group)
 
 
 def story(draws):
@@ -598,9 +598,11 @@ def test_aborted_episodes_are_neither_lost_nor_repeated(chat, data, wanted, pace
         pool = ScriptedPool(script, pause, version, reached=lambda tokens: rng.randrange(tokens + 1))
         held = [[(list(draft.response_ids), list(draft.weight_versions)) for draft in group] for group in groups]
         collector = collector_of(pool, chat, tools)
-        asked = {"limits": LIMITS, "seed": version}
+        decisions = {"limits": LIMITS, "seed": version}
         wanted = min(wanted, len(groups))
-        over = asyncio.run(collector.collect_groups(groups, min_complete=wanted, must_complete=version > 3, **asked))
+        over = asyncio.run(
+            collector.collect_groups(groups, min_complete=wanted, must_complete=version > 3, **decisions)
+        )
         assert sum(map(bool, over)) >= wanted and pool.open_groups == tools.running == []
         assert version <= 3 or over[0]
         for group, before in zip(groups, held, strict=True):

@@ -163,7 +163,7 @@ def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunF
     assert len(metrics(folder)) == len(steps) + 1
 
 
-def test_rewind_drops_what_is_after_a_checkpoint(folder: RunFolder) -> None:
+def test_truncation_deletes_the_rows_after_a_checkpoint(folder: RunFolder) -> None:
     write_run(folder.path, problems=1)
     assert folder.episode_steps() == list(range(7, 19)) and metrics(folder) == list(range(1, 19))
     before = list(folder.read_episodes(11))
@@ -207,7 +207,7 @@ def test_config_and_summary_come_back(folder: RunFolder) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "summary.json"]
 
 
-def test_a_folder_is_of_one_configuration_but_for_what_may_differ(folder: RunFolder) -> None:
+def test_a_run_folder_accepts_other_values_of_changeable_settings_only(folder: RunFolder) -> None:
     mine = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
     folder.bind_config(mine)
     folder.bind_config(mine | {"data": ["a"]})

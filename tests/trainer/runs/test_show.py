@@ -87,13 +87,13 @@ def hostile(text: str) -> Episode:
 
 
 def test_the_terminal_shows_each_number_first_and_last(folder: RunFolder, shown: Shown) -> None:
-    said = shown(folder)
+    shown_text = shown(folder)
     metrics = list(folder.read_metrics())
     for name, metric in METRICS.items():
         have = [row[name] for row in metrics if row.get(name) is not None]
-        (line,) = [line for line in said.splitlines() if line.startswith(f"{name} ")]
+        (line,) = [line for line in shown_text.splitlines() if line.startswith(f"{name} ")]
         assert line.split()[1:3] == [number(have[0]), number(have[-1])] and line.rstrip().endswith(metric.description)
-    assert f"step {LAST}, rl2" in said
+    assert f"step {LAST}, rl2" in shown_text
 
 
 def number(value: float | None) -> str:
@@ -120,12 +120,12 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, shown: Shown) ->
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_others_wrote_cannot_command_the_terminal(tmp_path: Path, shown: Shown, text: str) -> None:
+def test_untrusted_text_cannot_control_the_terminal(tmp_path: Path, shown: Shown, text: str) -> None:
     folder = RunFolder(tmp_path)
     folder.append_metrics({"step": 1, "stage": text, "reward": 0.5})
-    said = shown(folder)
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said)
-    said.encode()
+    shown_text = shown(folder)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown_text)
+    shown_text.encode()
     assert text_tables.escape_controls("\x1b[31mred\x07") == "⟨1b⟩[31mred⟨07⟩"
 
 
@@ -177,7 +177,7 @@ def test_the_page_makes_no_markup_of_data_and_loads_nothing() -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", PAGE)
 
 
-def test_data_cannot_end_its_element() -> None:
+def test_data_cannot_end_the_script_element_of_the_page() -> None:
     text = show.page({"name": "</script><!--<script>"})
     assert text.count("</script>") == PAGE.count("</script>") and "<!--" not in text[50:]
 
@@ -214,7 +214,7 @@ async def pairs(page: Page, selector: str) -> dict[str, str]:
     """What a list of definitions says: each term's first definition."""
     of = f"[...document.querySelectorAll('{selector} > div')]"
     script = f"JSON.stringify({of}.map(one => [...one.children].map(part => part.textContent)))"
-    return {name: said for name, said, *_ in json.loads(await page.run(script))}
+    return {name: shown_text for name, shown_text, *_ in json.loads(await page.run(script))}
 
 
 async def move(page: Page, index: int) -> None:
@@ -250,9 +250,9 @@ async def test_the_numbers_are_those_of_the_file(browser: Browser, folder: RunFo
             steps = [other["step"] for other in metrics if other["stage"] == row["stage"]]
             number = f"step {1 + steps.index(row['step'])} of {len(steps)}"
             assert await page.text("#at") == f"{row['stage']}, {number} ({row['step']} of the run)"
-            numbers = {name: value(said) for name, said in (await pairs(page, "#numbers")).items()}
+            numbers = {name: value(shown_text) for name, shown_text in (await pairs(page, "#numbers")).items()}
             assert numbers == pytest.approx({name: known(row[name]) for name in METRICS}, rel=6e-3, nan_ok=True)
-            tiles = {name: value(said) for name, said in (await pairs(page, "#tiles")).items()}
+            tiles = {name: value(shown_text) for name, shown_text in (await pairs(page, "#tiles")).items()}
             assert tiles == pytest.approx({title: known(row[name]) for title, name in TILES.items()}, rel=6e-3)
             legend = await page.text("#charts")
             assert f"in the loss {row['episodes_in_loss']}\n" in legend
@@ -306,7 +306,9 @@ async def test_pointing_at_a_chart_chooses_its_step(browser: Browser, folder: Ru
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_filters_find_what_the_files_hold(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
+async def test_the_filters_of_the_page_select_the_episodes_of_the_files(
+    browser: Browser, folder: RunFolder, tmp_path: Path
+) -> None:
     everything = rows(folder)
 
     def matching(claim: Callable[[dict[str, Any]], Any]) -> list[str]:
@@ -335,7 +337,7 @@ async def test_filters_find_what_the_files_hold(browser: Browser, folder: RunFol
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_episode_is_shown_whole(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
+async def test_all_parts_of_an_episode_are_shown(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
     row = next(
         row
         for row in rows(folder)
@@ -343,7 +345,7 @@ async def test_an_episode_is_shown_whole(browser: Browser, folder: RunFolder, tm
     )
     url = f"{made(folder, tmp_path)}#{row['step']}/{row['group']}/{row['sample']}"
     async with browser.page(url) as page:
-        said = await page.text("#episode")
+        shown_text = await page.text("#episode")
         facts = await pairs(page, "#episode .facts")
         call = row["turns"][0]["tool_calls"][0]
         for text in (
@@ -352,8 +354,8 @@ async def test_an_episode_is_shown_whole(browser: Browser, folder: RunFolder, tm
             call["arguments"]["code"],
             call["response"],
         ):
-            assert text.strip() in said
-        assert f"{'correct' if row['reward'] else 'wrong'}, selected" in said and facts["Answer blocks"] == str(
+            assert text.strip() in shown_text
+        assert f"{'correct' if row['reward'] else 'wrong'}, selected" in shown_text and facts["Answer blocks"] == str(
             row["answer_blocks"]
         )
         assert facts["Penalty"].split()[2::3] == [f"{row['p_err']:.3g}", f"{row['p_format']:.3g}"]
@@ -416,7 +418,9 @@ async def test_only_the_pages_own_script_would_run(browser: Browser, folder: Run
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_left_out_is_said(browser: Browser, folder: RunFolder, tmp_path: Path) -> None:
+async def test_the_page_reports_how_many_episodes_it_leaves_out(
+    browser: Browser, folder: RunFolder, tmp_path: Path
+) -> None:
     everything = len(rows(folder))
     async with browser.page(made(folder, tmp_path, "--max-episodes", "16")) as page:
         assert f"16 of {everything} episodes, of 2 steps; {everything - 16} are left out" in await page.text(

@@ -35,7 +35,7 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name} (pip install {name})")
 
 
-def said(code: str, name: str, run: Path, **environment: str) -> str:
+def output_of(code: str, name: str, run: Path, **environment: str) -> str:
     """What code prints to stdout that is told of `name`, `run` and ROWS."""
     argv = [sys.executable, "-c", code, name, str(run), json.dumps(ROWS)]
     return subprocess.run(
@@ -60,7 +60,7 @@ def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pyte
 @needs("tensorboard")
 @needs("torch")
 @pytest.mark.filterwarnings("ignore")  # of what both import
-def test_tensorboard_has_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_has_the_logged_metrics(tmp_path: Path) -> None:
     with open_trackers(["tensorboard"], tmp_path, {}, project="rstar") as log:
         for row in ROWS:
             log(row)
@@ -72,15 +72,15 @@ def test_tensorboard_has_what_was_logged(tmp_path: Path) -> None:
 
 
 @needs("trackio")
-def test_trackio_has_what_was_logged_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+def test_trackio_has_the_logged_metrics_and_continues_a_resumed_run(tmp_path: Path) -> None:
     here = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    rows = json.loads(said(WRITE + READ_TRACKIO, "trackio", tmp_path / "run", **here))
+    rows = json.loads(output_of(WRITE + READ_TRACKIO, "trackio", tmp_path / "run", **here))
     assert [(row["step"], row["reward"]) for row in rows] == [(row["step"], row["reward"]) for row in ROWS]
 
 
 @needs("wandb")
 def test_wandb_writes_a_run_while_it_is_offline(tmp_path: Path) -> None:
-    assert said(WRITE, "wandb", tmp_path / "run", WANDB_MODE="offline") == ""
+    assert output_of(WRITE, "wandb", tmp_path / "run", WANDB_MODE="offline") == ""
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-run-*.wandb"))
 
 
@@ -94,7 +94,7 @@ def test_a_run_is_tracked_under_one_name_and_another_under_another(tmp_path: Pat
 
 
 def test_the_run_folder_tells_a_tracker_of_each_row(tmp_path: Path) -> None:
-    told: list[object] = []
-    folder = RunFolder(tmp_path, on_metrics=told.append)
+    received: list[object] = []
+    folder = RunFolder(tmp_path, on_metrics=received.append)
     folder.append_metrics({"step": 1, "stage": "rl1", "reward": float("nan"), "turns": 2})
-    assert told == list(folder.read_metrics()) == [{"step": 1, "stage": "rl1", "reward": None, "turns": 2}]
+    assert received == list(folder.read_metrics()) == [{"step": 1, "stage": "rl1", "reward": None, "turns": 2}]

@@ -242,7 +242,7 @@ def test_partial_rollouts_train_on_every_problem_once_with_each_token_under_its_
     assert metrics[2]["logprob_diff_mean"] > 1e-3 > metrics[0]["logprob_diff_mean"]
 
 
-def test_early_stop_is_asked_for_told_of_and_leaves_shares_as_they_are(
+def test_cancelling_stragglers_is_optional_is_reported_and_keeps_the_shares_of_roc(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
     """Six of eight are over, three of them right: two of each are kept, as of six."""
@@ -369,7 +369,7 @@ def test_a_step_without_any_verdict_ends_the_stage(tmp_path: Path, model: Path, 
 
 
 @pytest.mark.parametrize("changes", [{}, {"partial_rollouts": 0.5}])
-def test_resume_after_a_failure_ends_as_if_there_was_none(
+def test_a_run_resumed_after_a_failure_ends_like_an_uninterrupted_one(
     tmp_path: Path, model: Path, loop_thread: LoopThread, changes: dict[str, Any]
 ) -> None:
     whole = Stage(tmp_path / "whole", model, loop_thread, steps=5, **changes)
@@ -411,7 +411,9 @@ def test_resume_after_a_failure_ends_as_if_there_was_none(
     assert again.log == []
 
 
-def test_the_optimizer_goes_on_or_starts_afresh(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+def test_the_optimizer_states_are_continued_or_reset_as_configured(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
     first = Stage(tmp_path, model, loop_thread).run(Sampler(model))
     steps = {}
     for name, checkpoint in {"kept": first.checkpoint, "fresh": None}.items():
@@ -441,7 +443,7 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, model: Pa
 @pytest.mark.parametrize(
     ("module", "names"), [(grpo, {"_last_loaded_step"}), (context, {"_keys_to_ignore_on_save"}), (sft, set())]
 )
-def test_of_the_libraries_no_private_names_are_used_but_those_that_are_said(module: Any, names: set[str]) -> None:
+def test_only_listed_private_names_of_libraries_are_used(module: Any, names: set[str]) -> None:
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     used = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     theirs = {
@@ -452,7 +454,7 @@ def test_of_the_libraries_no_private_names_are_used_but_those_that_are_said(modu
     assert {name for name in theirs if name.startswith("_") and not name.endswith("__")} == names
 
 
-def test_gpus_that_are_there_do_not_train_unless_they_are_said(
+def test_visible_gpus_train_only_if_they_are_configured(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -461,7 +463,7 @@ def test_gpus_that_are_there_do_not_train_unless_they_are_said(
 
 
 @pytest.mark.parametrize("arguments", [grpo._GrpoArguments, sft._SftArguments])
-def test_a_process_alone_trains_on_one_gpu_of_those_it_sees(
+def test_a_single_process_trains_on_one_of_its_visible_gpus(
     arguments: type[TrainingArguments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -66,7 +66,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(
+def test_the_loss_falls_and_an_interrupted_run_ends_like_an_uninterrupted_one(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Stopping(RunFolder):
@@ -94,7 +94,9 @@ def test_loss_falls_and_a_stopped_run_ends_like_a_whole_one(
     assert AutoTokenizer.from_pretrained(actual.model).eos_token == "<|im_end|>"
 
 
-def test_only_what_the_assistant_says_has_loss(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tokens_of_the_assistant_are_in_the_loss(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     compute_loss = sft.SFTTrainer.compute_loss
 
@@ -133,7 +135,7 @@ def test_conversations_that_are_too_long_are_left_out(tmp_path: Path, model: Pat
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_a_pass_is_what_the_plan_says_and_what_is_left_out_is_counted(
+def test_a_pass_has_the_planned_rows_and_dropped_ones_are_counted(
     gradient_checkpointing: bool,
     tmp_path: Path,
     model: Path,
@@ -175,7 +177,7 @@ def test_a_model_without_weights_is_a_wrong_setting(tmp_path: Path, model: Path)
         train(bare, tmp_path, RunFolder(tmp_path))
 
 
-def test_like_lengths_share_a_batch_and_nothing_is_left_out() -> None:
+def test_rows_of_similar_length_share_a_batch_and_no_row_is_dropped() -> None:
     lengths = [(7 * number) % 101 for number in range(1000)]
     order = sft.length_grouped_order(lengths, 8, 2.0, seed=1)
     assert (
