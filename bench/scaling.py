@@ -186,7 +186,7 @@ def p99(values: Sequence[float]) -> float:
 
 
 def gateway_needs(calls_per_core_s: float, size: float, patterns: Mapping[str, Arrivals]) -> dict[str, Any]:
-    """The gateways that each arrival pattern needs, and its MB/s on the wire."""
+    """The rate of a gateway, the bytes of a call, and for each arrival pattern its calls/s and MB/s on the wire."""
     rates = {name: max_in_a_second(due) for name, due in patterns.items()}
     return {
         "calls_per_core_s": calls_per_core_s,
@@ -194,7 +194,6 @@ def gateway_needs(calls_per_core_s: float, size: float, patterns: Mapping[str, A
         "arrival_patterns": {
             name: {
                 "calls_per_s": rate,
-                "gateways": math.ceil(rate / calls_per_core_s),
                 "mb_per_s": round(rate * size / 1e6, 1),
             }
             for name, rate in rates.items()
@@ -235,17 +234,15 @@ def memory_needs(burst: Result, calls: int) -> dict[str, Any]:
 def tables(result: Result) -> list[Block]:
     """A table for each kind of call, and sentences on memory and rates."""
     gateway, in_time = result["gateway"], f"{result['p99_s']:g} s"
-    columns = ("arrivals", "calls/s", f"cores: 99 % started in {in_time}", "answered", "gateways", "MB/s")
+    columns = ("arrivals", "calls/s", f"cores: 99 % started in {in_time}", "answered", "MB/s")
     blocks: list[Block] = []
     for name, kind in result["kinds"].items():
         rows = []
         for pattern, cores in kind["arrival_patterns"].items():
             flow = gateway["arrival_patterns"][pattern]
             needed = [f"{cores[part]:,}" if cores[part] else "-" for part in ("cores_for_wait", "cores_for_answer")]
-            rows.append(
-                (pattern, f"{flow['calls_per_s']:,}", *needed, str(flow["gateways"]), f"{flow['mb_per_s']:.1f}")
-            )
-        cost = f"{kind['cpu_ms']:.1f} ms of CPU per call, 99 % of them within {kind['own_p99_s']:.2f} s"
+            rows.append((pattern, f"{flow['calls_per_s']:,}", *needed, f"{flow['mb_per_s']:.1f}"))
+        cost = f"{kind['cpu_ms']:.1f} ms of CPU per call, 99 % of them within {kind['own_p99_s']:.3g} s"
         title = f"{result['calls']:,} calls of {KIND_NAMES[name]}: {cost}, {kind['core_s']:,} core seconds"
         blocks.append(Table(columns, rows, title))
     memory = " and ".join(

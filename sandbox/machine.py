@@ -18,7 +18,7 @@ def granted_cores(root: str = "/") -> int:
     """Return the number of cores in the affinity mask, or the cgroups' CPU quota, rounded up, if that is lower. At
     least 1."""
     granted = float(len(os.sched_getaffinity(0)))
-    for group in _own_cgroups("cpu", root):
+    for group in _limiting_cgroups("cpu", root):
         quota, period = _cpu_quota(group)
         if quota > 0 and period > 0:
             granted = min(granted, quota / period)
@@ -27,14 +27,14 @@ def granted_cores(root: str = "/") -> int:
 
 def memory_limit(root: str = "/") -> int:
     """Return the bytes of the machine's memory, or the lowest limit of the cgroups."""
-    limits = [limit for group in _own_cgroups("memory", root) if (limit := _cgroup_memory(group)[0])]
+    limits = [limit for group in _limiting_cgroups("memory", root) if (limit := _cgroup_memory(group)[0])]
     return min([_meminfo(root)["MemTotal"], *limits])
 
 
 def memory_available(root: str = "/") -> int:
     """Return the bytes of memory that are free now, with page cache that can be dropped. At least 0."""
     available = _meminfo(root)["MemAvailable"]
-    for group in _own_cgroups("memory", root):
+    for group in _limiting_cgroups("memory", root):
         limit, used = _cgroup_memory(group)
         if limit:
             available = min(available, limit - used)
@@ -68,29 +68,29 @@ def _cgroup_memory(group: Path) -> tuple[int, int]:
     return limit, max(0, used - cache)
 
 
-def _own_cgroups(controller: str, root: str) -> Iterator[Path]:
+def _limiting_cgroups(controller: str, root: str) -> Iterator[Path]:
     """Yield the directory of this process's cgroup and of each ancestor, for cgroup v2 and for `controller` in v1."""
-    paths = {name: path for names, path in cgroup_paths(root) for name in names.split(",")}
+    for name, mount_point, directory in own_cgroups(root):
+        if name in ("", controller):
+            yield directory
+            yield from (parent for parent in directory.parents if parent.is_relative_to(mount_point))
+
+
+def own_cgroups(root: str = "/") -> Iterator[tuple[str, Path, Path]]:
+    """Yield controller ("" for cgroup v2), mount point and directory of each mounted cgroup of this process."""
+    paths = cgroup_paths(root)
     for mount_root, mount_point, fs_type, options in mounts(root):
-        if fs_type == "cgroup2":
-            name = ""
-        elif fs_type == "cgroup" and controller in options.split(","):
-            name = controller
-        else:
-            continue
-        if name not in paths:
-            continue
-        below = os.path.relpath(paths[name], mount_root)
-        top = Path(root, mount_point.lstrip("/"))
-        group = top if below.startswith("..") else top / below  # "..": the mount shows another part of the hierarchy
-        yield group
-        yield from (parent for parent in group.parents if parent == top or top in parent.parents)
+        names = [""] if fs_type == "cgroup2" else options.split(",") if fs_type == "cgroup" else []
+        for name in paths.keys() & names:
+            below = os.path.relpath(paths[name], mount_root)
+            top = Path(root, mount_point.lstrip("/"))
+            yield name, top, top if below.startswith("..") else top / below  # "..": another part is mounted here
 
 
-def cgroup_paths(root: str = "/") -> Iterator[tuple[str, str]]:
-    for line in _read(Path(root, "proc/self/cgroup")).splitlines():
-        _order, names, path = line.split(":", 2)
-        yield names, path
+def cgroup_paths(root: str = "/") -> dict[str, str]:
+    """Return the path of this process's cgroup by controller of cgroup v1; the path in cgroup v2 is under ""."""
+    lines = [line.split(":", 2) for line in _read(Path(root, "proc/self/cgroup")).splitlines()]
+    return {name: path for _order, names, path in lines for name in names.split(",")}
 
 
 def mounts(root: str = "/") -> Iterator[tuple[str, str, str, str]]:

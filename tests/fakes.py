@@ -1,4 +1,4 @@
-"""A fake executor: real frames over a real socket, but no Python is run. The code of a call selects its result:
+"""A fake executor: it uses real frames on a real socket but runs no Python. The code of a call selects its result:
 
     "hang"      no result                 "die"       the executor exits
     "garbage"   a malformed frame         "nonsense"  a malformed result
@@ -33,11 +33,11 @@ def ok_result(call: dict[str, Any]) -> dict[str, Any]:
 class FakeExecutor(asyncio.Protocol):
     """One executor, from its "configure" frame to its exit; also the `LaunchedExecutor` of its handle."""
 
-    def __init__(self, slots: int = 4, start: str = "ready", window: int | None = None) -> None:
+    def __init__(self, slots: int = 4, reaction: str = "ready", window: int | None = None) -> None:
         self.slots = slots
         self.window = window
         """Calls to accept at once; None sends no "window" frame."""
-        self.start = start
+        self.reaction = reaction
         """The reaction to "configure": "ready", "failed", "exit" or "silent"."""
         self.settings: dict[str, Any] = {}
         self.is_replacement = False
@@ -91,15 +91,15 @@ class FakeExecutor(asyncio.Protocol):
     def _configure(self, settings: dict[str, Any], is_replacement: bool) -> None:
         self.settings = settings
         self.is_replacement = is_replacement
-        if self.start == "ready":
+        if self.reaction == "ready":
             long_slots = settings["long_slots"]
             report = {"slots": self.slots, "long_slots": long_slots, "isolation": "none", "python": "3.11.0"}
             self.send("ready", report)
             if self.window is not None:
                 self.send("window", self.window)
-        elif self.start == "failed":
+        elif self.reaction == "failed":
             self.send("failed", "no isolation to be had")
-        elif self.start == "exit":
+        elif self.reaction == "exit":
             self.exit(3)
 
     def _calls(self, pairs: list[Any]) -> None:
@@ -132,24 +132,25 @@ class FakeExecutor(asyncio.Protocol):
 
 
 class FakeFleet:
-    """Launches fake executors. `starts` are the reactions of the first ones to "configure"; all others are "ready"."""
+    """Launches fake executors. The first ones react to "configure" by `start_reactions`, all others by "ready"."""
 
-    def __init__(self, slots: int = 4, starts: tuple[str, ...] = (), window: int | None = None) -> None:
+    def __init__(self, slots: int = 4, start_reactions: tuple[str, ...] = (), window: int | None = None) -> None:
         self.slots = slots
         self.window = window
-        self.starts = list(starts)
+        self.start_reactions = list(start_reactions)
         self.executors: list[FakeExecutor] = []
 
     async def launch(self) -> FakeExecutor:
         local_end, remote_end = socket.socketpair()
-        executor = FakeExecutor(self.slots, self.starts.pop(0) if self.starts else "ready", self.window)
+        reaction = self.start_reactions.pop(0) if self.start_reactions else "ready"
+        executor = FakeExecutor(self.slots, reaction, self.window)
         executor.socket = local_end
         await executor.connect(remote_end)
         self.executors.append(executor)
         return executor
 
     @property
-    def last(self) -> FakeExecutor:
+    def last_executor(self) -> FakeExecutor:
         return self.executors[-1]
 
 

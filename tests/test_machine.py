@@ -25,8 +25,8 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_machine(root: Path, *, mounts: str = "", groups: str = "", files: dict[str, str] | None = None) -> str:
     """Write the files of a machine with 16 GiB, 12 GiB of them free, below `root`. Returns `root`."""
     meminfo = "MemTotal: 16777216 kB\nMemAvailable: 12582912 kB\nHugePages_Total: 0\n"
-    found = {"proc/meminfo": meminfo, "proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
-    for name, text in (found | {f"sys/fs/cgroup/{name}": text for name, text in (files or {}).items()}).items():
+    contents = {"proc/meminfo": meminfo, "proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
+    for name, text in (contents | {f"sys/fs/cgroup/{name}": text for name, text in (files or {}).items()}).items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -53,6 +53,11 @@ def test_the_cpu_quota_of_cgroup_v1_is_rounded_up(tmp_path: Path, quota: str, ex
     files = {"cpu/a/cpu.cfs_quota_us": quota, "cpu/a/cpu.cfs_period_us": "50000"}
     root = write_machine(tmp_path, mounts=V1.format("cpu"), groups="1:cpu:/a\n", files=files)
     assert machine.granted_cores(root) == expected
+
+
+def test_controllers_of_one_hierarchy_have_the_same_cgroup(tmp_path: Path) -> None:
+    root = write_machine(tmp_path, groups="4:cpu,cpuacct:/a\n0::/b\n")
+    assert machine.cgroup_paths(root) == {"cpu": "/a", "cpuacct": "/a", "": "/b"}
 
 
 def test_limits_of_parent_cgroups_count(tmp_path: Path) -> None:

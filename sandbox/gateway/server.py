@@ -22,7 +22,6 @@ import sys
 import uvloop
 from aiohttp import web
 
-from sandbox import machine
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
 from sandbox.gateway import heap
@@ -44,7 +43,6 @@ CLOSE_TIMEOUT_S = 5.0
 def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code."""
     try:
-        config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         heap.use_one_arena()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -62,7 +60,7 @@ def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
 async def _serve(config: ServeConfig, launch: Launch) -> None:
     stop = _stop_on_signals()
     async with Dispatcher(config, launch) as dispatcher:
-        runner = web.AppRunner(build_app(config, dispatcher), shutdown_timeout=CLOSE_TIMEOUT_S)
+        runner = web.AppRunner(build_app(dispatcher), shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         try:
             listener, address = await _listen(runner, dispatcher)

@@ -12,13 +12,15 @@ IF_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 IF_AT_LEAST = 0x35  # BPF_JMP | BPF_JGE | BPF_K
 RETURN = 0x06  # BPF_RET | BPF_K
 MAX_JUMP = 255
-"""Most instructions that a conditional jump can skip. Jumps only go forward."""
+"""Maximum number of instructions that a conditional jump skips: the kernel's format has one byte for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
     code: int
+    """One of the operations above."""
     k: int
+    """Operand: an offset, a mask, a number to compare with, or the result."""
     yes: str | None = None
     """Label to jump to if the condition holds; None means the next instruction."""
     no: str | None = None
@@ -28,15 +30,15 @@ class Instruction:
 
 
 def assemble(instructions: Sequence[Instruction]) -> bytes:
-    """Return the program as the kernel loads it. All jump targets must exist, at most `MAX_JUMP` instructions ahead."""
-    indices = {ins.label: index for index, ins in enumerate(instructions) if ins.label is not None}
+    """Return the program in the kernel's format. Each jump target must follow within `MAX_JUMP` instructions."""
+    indices = {line.label: index for index, line in enumerate(instructions) if line.label is not None}
 
-    def distance(index: int, target: str | None) -> int:
-        skipped = 0 if target is None else indices[target] - index - 1
-        assert 0 <= skipped <= MAX_JUMP, f"jump from {index} to {target}: {skipped} instructions"
-        return skipped
+    def skipped(index: int, target: str | None) -> int:
+        count = 0 if target is None else indices[target] - index - 1
+        assert 0 <= count <= MAX_JUMP, f"the jump from {index} to {target} skips {count} instructions"
+        return count
 
     return b"".join(
-        struct.pack("<HBBI", ins.code, distance(index, ins.yes), distance(index, ins.no), ins.k)
-        for index, ins in enumerate(instructions)
+        struct.pack("<HBBI", line.code, skipped(index, line.yes), skipped(index, line.no), line.k)
+        for index, line in enumerate(instructions)
     )

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-MAX_BYTES, MAX_TASKS = 1 << 62, 1 << 22
-"""Largest limits that the kernel accepts (pids.max: PID_MAX_LIMIT)."""
+MAX_BYTES = 1 << 62
+"""Largest memory limit, in bytes, that is written. All kernels accept it."""
+MAX_TASKS = 1 << 22
+"""Largest limit on processes and threads that the kernel accepts (PID_MAX_LIMIT)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,102 +23,102 @@ class CgroupVersion:
     """File names of a version of cgroups (kernel: admin-guide/cgroup-v1/, admin-guide/cgroup-v2.rst)."""
 
     name: str
-    memory: str
-    """Name of the hierarchy; version 2 has a single one, without a name."""
-    pids: str
-    cpu_time: str
-    """Name of the hierarchy that counts CPU time, which may be missing."""
-    initial_files: tuple[tuple[str, str], ...]
-    """Files of the memory hierarchy and what is written to them at creation. Kernels without swap lack some of them."""
-    memory_limit: str
-    memory_peak: str
-    oom_kills: str
-    """File whose line oom_kill counts the processes in the cgroup that the OOM killer has killed, for any limit."""
-    limit_hits: str
+    memory_hierarchy: str
+    """Name of the hierarchy that limits memory. Version 2 has a single hierarchy; its name is empty."""
+    pids_hierarchy: str
+    cpu_hierarchy: str
+    """Name of the hierarchy that counts CPU time. It may not be mounted."""
+    initial_texts: tuple[tuple[str, str], ...]
+    """Files of the memory hierarchy, and the text that is written to each of them when the cgroup is created."""
+    memory_limit_file: str
+    memory_peak_file: str
+    oom_kills_file: str
+    """File whose line oom_kill counts the processes of the cgroup that the OOM killer has killed for any reason."""
+    limit_hits_file: str
     """File that counts how often the cgroup's own limit was reached."""
     limit_hits_key: bytes
-    """Key of the line in `limit_hits`; empty if the file holds a single number."""
-    cpu: str
+    """Key of the line in `limit_hits_file`. It is empty if the file holds a single number."""
+    cpu_file: str
     cpu_key: bytes
-    cpu_per_ms: float
+    cpu_units_per_ms: float
     enter_file: str
     """File to which a process writes "0" to enter the cgroup."""
-    threads: str
+    threads_file: str
     """File that lists the threads in the cgroup."""
 
 
 V1 = CgroupVersion(
     name="version 1",
-    memory="memory",
-    pids="pids",
-    cpu_time="cpuacct",
-    initial_files=(("memory.swappiness", "0"),),
-    memory_limit="memory.limit_in_bytes",
-    memory_peak="memory.max_usage_in_bytes",
-    oom_kills="memory.oom_control",
-    limit_hits="memory.failcnt",
+    memory_hierarchy="memory",
+    pids_hierarchy="pids",
+    cpu_hierarchy="cpuacct",
+    initial_texts=(("memory.swappiness", "0"),),
+    memory_limit_file="memory.limit_in_bytes",
+    memory_peak_file="memory.max_usage_in_bytes",
+    oom_kills_file="memory.oom_control",
+    limit_hits_file="memory.failcnt",
     limit_hits_key=b"",
-    cpu="cpuacct.usage",
+    cpu_file="cpuacct.usage",
     cpu_key=b"",
-    cpu_per_ms=1e6,
-    enter_file="tasks",  # not cgroup.procs: to move a single thread, the kernel need not stop all forks
-    threads="tasks",
+    cpu_units_per_ms=1e6,
+    enter_file="tasks",  # moves one thread; cgroup.procs moves a process, and all forks on the machine wait for that
+    threads_file="tasks",
 )
 V2 = CgroupVersion(
     name="version 2",
-    memory="",
-    pids="",
-    cpu_time="",
-    initial_files=(("memory.swap.max", "0"), ("memory.oom.group", "1")),
-    memory_limit="memory.max",
-    memory_peak="memory.peak",
-    oom_kills="memory.events",
-    limit_hits="memory.events",
+    memory_hierarchy="",
+    pids_hierarchy="",
+    cpu_hierarchy="",
+    initial_texts=(("memory.swap.max", "0"), ("memory.oom.group", "1")),
+    memory_limit_file="memory.max",
+    memory_peak_file="memory.peak",
+    oom_kills_file="memory.events",
+    limit_hits_file="memory.events",
     limit_hits_key=b"oom",
-    cpu="cpu.stat",
+    cpu_file="cpu.stat",
     cpu_key=b"usage_usec",
-    cpu_per_ms=1e3,
+    cpu_units_per_ms=1e3,
     enter_file="cgroup.procs",
-    threads="cgroup.threads",
+    threads_file="cgroup.threads",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupUsage:
-    """Resources that all processes of a call used together. None stands for what the kernel does not count."""
+    """Resources that all processes of a call used together. A field is None if the kernel does not count it."""
 
     cpu_ms: float | None
     peak_bytes: int | None
     hit_own_limit: bool = False
-    """The OOM killer killed one of its processes because the call reached its memory limit."""
+    """Whether the OOM killer killed a process of the call because the call reached its own memory limit."""
     hit_outer_limit: bool = False
-    """The OOM killer killed one of its processes because of a limit outside the call: the machine's memory or a parent
+    """Whether the OOM killer killed a process of the call because of another limit: the machine's memory or a parent
     cgroup."""
 
 
 class SlotCgroup:
-    """The cgroup of a slot, in each hierarchy at one of `dirs`, which must exist. Raises `OSError`."""
+    """The cgroup of a slot. `dirs` maps each hierarchy to the cgroup's existing directory. Raises `OSError`."""
 
     def __init__(self, version: CgroupVersion, dirs: Mapping[str, str]) -> None:
         self._version = version
-        self._memory, self._pids = dirs[version.memory], dirs[version.pids]
+        self._memory_dir, self._pids_dir = dirs[version.memory_hierarchy], dirs[version.pids_hierarchy]
         self._limits: tuple[int, int] | None = None
         self._peak_before = 0
-        for name, text in version.initial_files:
-            with suppress(OSError):
-                write_file(f"{self._memory}/{name}", text)
+        for name, text in version.initial_texts:
+            with suppress(OSError):  # kernels without swap have no such file
+                write_file(f"{self._memory_dir}/{name}", text)
         self._fds: list[int] = []
-        self._peak_fd = self._open(f"{self._memory}/{version.memory_peak}", os.O_RDWR)
-        self._oom_kills_fd = self._open(f"{self._memory}/{version.oom_kills}", os.O_RDONLY)
-        self._limit_hits_fd = self._open(f"{self._memory}/{version.limit_hits}", os.O_RDONLY)
-        self._tasks_fd = self._open(f"{self._pids}/pids.current", os.O_RDONLY)
-        cpu = dirs.get(version.cpu_time)
-        self._cpu_fd = self._open(f"{cpu}/{version.cpu}", os.O_RDONLY) if cpu else -1
-        self._last = self._counters()
+        self._peak_fd = self._open(f"{self._memory_dir}/{version.memory_peak_file}", os.O_RDWR)
+        self._oom_kills_fd = self._open(f"{self._memory_dir}/{version.oom_kills_file}", os.O_RDONLY)
+        self._limit_hits_fd = self._open(f"{self._memory_dir}/{version.limit_hits_file}", os.O_RDONLY)
+        self._tasks_fd = self._open(f"{self._pids_dir}/pids.current", os.O_RDONLY)
+        cpu_dir = dirs.get(version.cpu_hierarchy)
+        self._cpu_fd = self._open(f"{cpu_dir}/{version.cpu_file}", os.O_RDONLY) if cpu_dir else -1
+        self._last_counters = self._read_counters()
         self._can_reset_peak = True
         try:
             self._reset_peak()
-        except OSError:  # version 2 before Linux 6.12: the peak is that of all calls so far
+        except OSError:  # version 2 before Linux 6.12 counts the peak of all calls so far
             self._can_reset_peak = False
             self._peak_before = int(os.pread(self._peak_fd, 64, 0))
 
@@ -125,17 +127,17 @@ class SlotCgroup:
         limits = min(memory_bytes, MAX_BYTES), min(max_tasks, MAX_TASKS)
         if self._limits != limits:
             self._limits = None  # unknown, if one of the writes fails
-            write_file(f"{self._memory}/{self._version.memory_limit}", str(limits[0]))
-            write_file(f"{self._pids}/pids.max", str(limits[1]))
+            write_file(f"{self._memory_dir}/{self._version.memory_limit_file}", str(limits[0]))
+            write_file(f"{self._pids_dir}/pids.max", str(limits[1]))
             self._limits = limits
         self._reset_peak()
 
     def read_usage(self) -> CgroupUsage:
         """Return the usage since `set_limits`, at the end of a call."""
-        before, self._last = self._last, self._counters()
-        oom_kills, limit_hits, cpu = (now - then for now, then in zip(self._last, before, strict=True))
+        before, self._last_counters = self._last_counters, self._read_counters()
+        oom_kills, limit_hits, cpu = (now - then for now, then in zip(self._last_counters, before, strict=True))
         return CgroupUsage(
-            cpu_ms=cpu / self._version.cpu_per_ms if self._cpu_fd >= 0 else None,
+            cpu_ms=cpu / self._version.cpu_units_per_ms if self._cpu_fd >= 0 else None,
             peak_bytes=self._read_peak(),
             hit_own_limit=oom_kills > 0 and limit_hits > 0,
             hit_outer_limit=oom_kills > 0 and not limit_hits,
@@ -145,7 +147,9 @@ class SlotCgroup:
         """Return the CPU seconds of the present call so far, or None if the kernel does not count them."""
         if self._cpu_fd < 0:
             return None
-        return (_read_number(self._cpu_fd, self._version.cpu_key) - self._last[2]) / self._version.cpu_per_ms / 1e3
+        _, _, cpu_before = self._last_counters
+        cpu = _read_number(self._cpu_fd, self._version.cpu_key) - cpu_before
+        return cpu / self._version.cpu_units_per_ms / 1e3
 
     @property
     def task_count(self) -> int:
@@ -153,15 +157,15 @@ class SlotCgroup:
         return int(os.pread(self._tasks_fd, 64, 0))
 
     def other_pids(self, first: int) -> list[int]:
-        """Return the pids of all processes but `first`, in this PID namespace; 0 for processes outside it."""
-        if self.task_count <= 1:  # the count takes a tenth of the time of the list
+        """Return the pids of all processes except `first`, in this PID namespace. It is 0 for a process outside."""
+        if self.task_count <= 1:  # to read the count takes a tenth of the time that it takes to read the list
             return []
-        with open(f"{self._pids}/cgroup.procs", encoding="ascii") as pids:
+        with open(f"{self._pids_dir}/cgroup.procs", encoding="ascii") as pids:
             return [pid for pid in map(int, pids.read().split()) if pid != first]
 
     def thread_ids(self) -> list[int]:
-        """Return the ids of all threads, in this PID namespace; 0 for threads outside it."""
-        with open(f"{self._pids}/{self._version.threads}", encoding="ascii") as tids:
+        """Return the ids of all threads, in this PID namespace. It is 0 for a thread outside."""
+        with open(f"{self._pids_dir}/{self._version.threads_file}", encoding="ascii") as tids:
             return [*map(int, tids.read().split())]
 
     @property
@@ -170,7 +174,7 @@ class SlotCgroup:
 
     def kill(self) -> None:
         """Kill all processes in the cgroup."""
-        kill_processes(self._pids)
+        kill_processes(self._pids_dir)
 
     def close(self) -> None:
         for fd in self._fds:
@@ -178,20 +182,23 @@ class SlotCgroup:
         self._fds = []
 
     def _reset_peak(self) -> None:
-        """Reset the peak to the current use, which is mostly cached files and does not belong to the next call."""
+        """Reset the peak to the memory in use, mostly cached files, which does not count as use of the next call."""
         if self._peak_fd >= 0 and self._can_reset_peak:
             os.pwrite(self._peak_fd, b"0", 0)
             self._peak_before = int(os.pread(self._peak_fd, 64, 0))
 
     def _read_peak(self) -> int | None:
-        """Return the call's peak. If it cannot be reset, only a peak above those of all earlier calls is the call's."""
+        """Return the call's peak, or None if it is unknown.
+
+        If the kernel cannot reset the peak, it is known only for a call that exceeds all calls before it.
+        """
         if self._peak_fd < 0:
             return None
         peak = int(os.pread(self._peak_fd, 64, 0))
         if self._can_reset_peak:
             return peak - self._peak_before
-        highest, self._peak_before = self._peak_before, peak
-        return peak if peak > highest else None
+        peak_before, self._peak_before = self._peak_before, peak
+        return peak if peak > peak_before else None
 
     def _open(self, path: str, flags: int) -> int:
         """Open a file until `close`. Returns -1 if the kernel or the hierarchy has no such file."""
@@ -202,8 +209,8 @@ class SlotCgroup:
         self._fds.append(fd)
         return fd
 
-    def _counters(self) -> tuple[int, int, int]:
-        """Return OOM kills, limit hits and CPU time since the cgroup was created."""
+    def _read_counters(self) -> tuple[int, int, int]:
+        """Return (OOM kills, limit hits, CPU time) since the cgroup was created."""
         version = self._version
         return (
             _read_number(self._oom_kills_fd, b"oom_kill"),
@@ -234,7 +241,10 @@ def write_file(path: str, text: str) -> None:
 
 
 def _read_number(fd: int, key: bytes) -> int:
-    """Return a file's only number, or the one in its line "key number"; 0 if the kernel does not count it."""
+    """Return the number in the line "key number" of a file, or its only number if `key` is empty.
+
+    Returns 0 if the kernel has no such file (`fd` is negative) or no such line.
+    """
     if fd < 0:
         return 0
     text = os.pread(fd, 1024, 0)

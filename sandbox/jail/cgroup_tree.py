@@ -1,19 +1,21 @@
 """The cgroups of one zygote pool: created below the server's own cgroup, and removed with the pool.
 
     server's cgroup / rstar-sandbox-PID-RANDOM / 0, 1, 2 ...      one per slot, created once and reused by many calls
-                                               / zygotes          version 2: the zygotes, which fork into the slots'
-                    / rstar-sandbox                               version 2: the server and all others that were here
+                                               / zygotes          version 2: the zygotes
+                    / rstar-sandbox                               version 2: the server, and all other processes that
+                                                                  were in its cgroup
                     / rstar-sandbox-PID-RANDOM                    version 1, hierarchy cpu: demoted threads
 
-- Version 1 has several hierarchies (memory, pids, and cpuacct if mounted), version 2 has one; `CgroupTree` hides it.
-- The executor holds a lock (flock(2)) on its tree. A tree without a lock is left over from an executor that was killed,
-  and is removed when the next tree is created there.
+- Version 1 has several hierarchies (memory, pids, and cpuacct if mounted), version 2 has one. `CgroupTree` hides this
+  difference.
+- The executor holds a lock (flock(2)) on its tree. A tree without a lock is left over from an executor that was killed.
+  It is removed when the next tree is created.
 - The cgroups are below the server's own, so that the operator's limits on the server apply to its calls.
 - Version 2 allows no processes in a cgroup whose children have limits. So the server and all other processes of its
   cgroup move to a child, but only in a container, or where systemd has delegated the cgroup to the server.
-- A call enters its cgroup by a file that was opened outside of the jail (`open_procs_files`): the kernel checks the
-  permissions of the process that opened it. In version 2, entering waits for all forks on the machine, so there a
-  zygote forks directly into the cgroup if it can (clone3(2)). No jail has a cgroup file system.
+- A jail has no cgroup file system. A call enters its cgroup by a file that was opened outside of the jail
+  (`open_procs_files`): the kernel checks the permissions of the process that opened the file. In version 2, entering
+  waits for all forks on the machine, so a zygote forks directly into the cgroup if it can (clone3(2)).
 """
 
 from __future__ import annotations
@@ -37,17 +39,18 @@ from sandbox.jail.cgroup import V1, V2, CgroupVersion, SlotCgroup, kill_processe
 log = logging.getLogger(__name__)
 
 PREFIX = "rstar-sandbox-"
-SERVER_LEAF = "rstar-sandbox"
-ZYGOTES = "zygotes"
+SERVER_LEAF, ZYGOTES_LEAF = "rstar-sandbox", "zygotes"
 KILL_TIMEOUT_S = 5.0
 """Seconds to wait for killed processes to leave a cgroup. It takes milliseconds, unless the machine is overloaded."""
 FDS_PER_SLOT = 8
-"""Descriptors per slot: in an executor those of its cgroup, in a zygote those to enter it and the files of a call."""
+"""Descriptors that a process needs for each slot: an executor for the files of the slot's cgroup, a zygote for the
+cgroup's `enter_file` and the files of the call."""
 RESERVED_FDS = 256
-"""Descriptors of a process for everything else."""
+"""Descriptors that a process needs for all other purposes."""
 MAX_TRIES = 5
+"""Tries of an operation that other processes can disturb."""
 _V2_CONTROLLERS = {"memory", "pids"}
-"""Controllers that version 2 must have. It counts CPU time without one."""
+"""Controllers that version 2 must have. It counts CPU time without a controller."""
 
 
 def max_slots_for_fds() -> int:
@@ -57,7 +60,7 @@ def max_slots_for_fds() -> int:
 
 
 def fds_for_slots(slots: int) -> int:
-    """Return the number of descriptors that an executor needs for so many slots."""
+    """Return the number of descriptors that an executor needs for this number of slots."""
     return FDS_PER_SLOT * slots + RESERVED_FDS
 
 
@@ -112,8 +115,8 @@ class CgroupTree:
             self._zygote_uid = uid
             for directory in (top, *(f"{top}/{slot}" for slot in self._cgroups)):
                 self._chown_procs_file(directory)
-            os.makedirs(f"{top}/{ZYGOTES}", exist_ok=True)
-            write_file(f"{top}/{ZYGOTES}/{V2.enter_file}", str(pid))
+            os.makedirs(f"{top}/{ZYGOTES_LEAF}", exist_ok=True)
+            write_file(f"{top}/{ZYGOTES_LEAF}/{V2.enter_file}", str(pid))
             os.close(kernel.open_detached(f"{top}/0"))
         except OSError as error:
             log.info("cannot clone into cgroups, entering them is slower: %s", error)
@@ -134,7 +137,7 @@ class CgroupTree:
             yield _open(f"{top}/{slot}/{self._version.enter_file}", os.O_WRONLY)
 
     def close(self) -> None:
-        """Kill all processes in the cgroups and remove these. Idempotent. The next tree removes what is left."""
+        """Kill all processes in the cgroups, and remove the cgroups. Idempotent. The next tree removes leftovers."""
         for cgroup in self._cgroups.values():
             cgroup.close()
         if self.idle is not None:
@@ -159,7 +162,7 @@ class CgroupTree:
 
     def _create_slot_cgroup(self, slot: int) -> SlotCgroup:
         for top in self._locks:
-            os.makedirs(f"{top}/{slot}", exist_ok=True)  # it may exist, from a try that failed half-way
+            os.makedirs(f"{top}/{slot}", exist_ok=True)  # it exists if an earlier try failed half-way
             if self._zygote_uid >= 0:
                 self._chown_procs_file(f"{top}/{slot}")
         return SlotCgroup(self._version, {name: f"{top}/{slot}" for name, top in self._dirs.items()})
@@ -171,8 +174,9 @@ class CgroupTree:
 class IdleCgroup:
     """A cgroup for demoted threads, which run only on cores that all other threads of `parent` leave idle.
 
-    `parent` is the server's cgroup. SCHED_IDLE alone does not achieve this: outside of containers the kernel first
-    divides the cores among sessions (sched_autogroup_enabled). A jail is a session, and its calls may start others.
+    `parent` is the server's cgroup. SCHED_IDLE alone does not achieve this outside of containers: there the kernel
+    first divides the cores among sessions (sched_autogroup_enabled). A jail is a session of its own, and calls can
+    start more sessions.
     """
 
     def __init__(self, parent: str) -> None:
@@ -187,7 +191,7 @@ class IdleCgroup:
 
     @classmethod
     def create(cls, parents: dict[str, str]) -> IdleCgroup | None:
-        """Create it if there is a cpu hierarchy of its own, without slots in it, to which this process may write."""
+        """Create an idle cgroup. Returns None unless this process may write to a cpu hierarchy that has no slots."""
         parent = own_cgroup_dirs().get("cpu")
         if parent is None or parent in parents.values():
             return None
@@ -198,7 +202,7 @@ class IdleCgroup:
             return None
 
     def move(self, tid: int, *, inside: bool) -> None:
-        """Move a thread into the cgroup or back. Threads that it starts later are where it is. Raises `OSError`."""
+        """Move a thread into the cgroup or back. A thread starts in the cgroup of its parent. Raises `OSError`."""
         os.write(self._enter_fd if inside else self._leave_fd, str(tid).encode())
 
     def close(self) -> None:
@@ -209,38 +213,30 @@ class IdleCgroup:
 
 
 def own_cgroup_dirs() -> dict[str, str]:
-    """Return the directory of this process's cgroup by controller of version 1; that of version 2 is under ""."""
+    """Return the directories of this process's cgroups, by controller for version 1 and under "" for version 2."""
     dirs: dict[str, str] = {}
-    paths = _own_paths()
-    for root, mount_point, fs_type, options in machine.mounts():
-        names = [""] if fs_type == "cgroup2" else [name for name in options.split(",") if name in paths]
-        for name in names if fs_type in ("cgroup", "cgroup2") else []:
-            relative = os.path.relpath(paths.get(name, "/"), root)
-            is_below = not relative.startswith("..")  # else another part of the hierarchy is mounted
-            dirs.setdefault(name, os.path.normpath(f"{mount_point}/{relative}") if is_below else mount_point)
+    for name, _mount_point, directory in machine.own_cgroups():
+        dirs.setdefault(name, str(directory))
     return dirs
 
 
-def _own_paths() -> dict[str, str]:
-    return {name: path for names, path in machine.cgroup_paths() for name in names.split(",")}
-
-
 def _find_version() -> tuple[CgroupVersion, dict[str, str]]:
-    """Return the version to use, and the parent directory of new cgroups in each hierarchy."""
+    """Return the version to use, and for each hierarchy the directory in which to create cgroups."""
     own_dirs = own_cgroup_dirs()
     try:
         return V2, {"": _find_v2_parent(own_dirs)}
     except OSError as error:
         v2_problem = f"{V2.name}: {error}"
-    missing = [name for name in (V1.memory, V1.pids) if name not in own_dirs]
+    required = (V1.memory_hierarchy, V1.pids_hierarchy)
+    missing = [name for name in required if name not in own_dirs]
     if missing:
         v1_problem = f"{V1.name}: no hierarchy of {' or '.join(missing)} is mounted"
         raise IsolationError(f"cgroups: {v2_problem}; {v1_problem}")
-    return V1, {name: own_dirs[name] for name in (V1.memory, V1.pids, V1.cpu_time) if name in own_dirs}
+    return V1, {name: own_dirs[name] for name in (*required, V1.cpu_hierarchy) if name in own_dirs}
 
 
 def _find_v2_parent(own_dirs: dict[str, str]) -> str:
-    """Return the cgroup of version 2 whose children can have limits, after making it so if needed. Raises `OSError`."""
+    """Return the cgroup of version 2 in which to create cgroups. Its children can have limits. Raises `OSError`."""
     if "" not in own_dirs:
         raise OSError("it is not mounted")
     parent = own_dirs[""]
@@ -265,17 +261,17 @@ def _enable_controllers(directory: str) -> None:
 
 
 def _move_processes_to_leaf(parent: str) -> None:
-    """Move all processes of a cgroup to a child of it. Raises `OSError` if the cgroup belongs to others.
+    """Move all processes of a cgroup to its child `SERVER_LEAF`. Raises `OSError` if other programs manage the cgroup.
 
-    It is the server's if the cgroup namespace shows nothing above it, or if systemd has delegated it
+    The server may manage the cgroup if it is the root of the cgroup namespace, or if systemd has delegated it
     (systemd.resource-control(5), Delegate=).
     """
-    if _own_paths().get("") != "/" and not _is_delegated(parent):
+    if machine.cgroup_paths().get("") != "/" and not _is_delegated(parent):
         raise OSError(
             f"{parent} has processes that are not the server's; run in a container, or under systemd with Delegate=yes"
         )
     os.makedirs(f"{parent}/{SERVER_LEAF}", exist_ok=True)
-    for _ in range(MAX_TRIES):  # processes that are forked meanwhile are moved the next time
+    for _ in range(MAX_TRIES):  # a process that is forked meanwhile is moved in the next round
         pids = [pid for pid in _read(f"{parent}/cgroup.procs").split() if pid != "0"]  # 0: of another PID namespace
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -334,7 +330,7 @@ def _remove(top: str) -> None:
                 break
             except OSError as error:
                 if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                    return  # another user's, or one of its processes does not die
+                    return  # the cgroup belongs to another user, or one of its processes does not die
                 kill_processes(directory)
                 time.sleep(0.005)
 

@@ -2,7 +2,7 @@
 
 In the jail, Python is in /python and finds its library by its own landmark search (bin/python3, then lib/pythonX.Y). It
 needs no PYTHONHOME, and a call's own subprocess works with an empty environment. Packages are mounted where the base
-interpreter looks for them. If it has no directory there to mount on, PYTHONPATH (`pythonpath`) names them.
+interpreter looks for them. If the standard library has no directory there to mount on, PYTHONPATH names the packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PYTHON_DIR_IN_JAIL = "/python"
 MIN_VERSION = (3, 9)
 PACKAGE_DIRS = ("site-packages", "dist-packages")
 SKIPPED_LIBRARIES = ("_tkinter.", "nis.")
-"""Extension modules whose libraries are left out: Tk and NIS need a display or a network, and are the largest."""
+"""Prefixes of extension modules whose libraries are left out: they are large, and need a display or a network."""
 
 _QUERY = """
 import json, os, site, sys, sysconfig
@@ -61,7 +61,7 @@ class Interpreter:
         version = tuple(paths["version"])
         if version < MIN_VERSION:
             raise ConfigError(
-                f"python={python!r}: expected Python {_dots(MIN_VERSION)} or newer, got {_dots(version)}; "
+                f"python={python!r}: expected Python {_dotted(MIN_VERSION)} or newer, got {_dotted(version)}; "
                 "create a virtual environment with a newer one, and name its bin/python"
             )
         binary = os.path.realpath(paths["base"])
@@ -98,7 +98,7 @@ def _query(python: str) -> dict[str, Any]:
     except (IndexError, ValueError):
         last = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {run.returncode}"]
         raise ConfigError(
-            f"python={python!r}: expected Python {_dots(MIN_VERSION)} or newer, but it failed with {last[0][:200]!r}"
+            f"python={python!r}: expected Python {_dotted(MIN_VERSION)} or newer, but it failed with {last[0][:200]!r}"
         ) from None
     if not isinstance(paths, dict):
         raise ConfigError(f"python={python!r}: expected a Python that accepts -I -c, got {str(paths)[:200]!r}")
@@ -111,44 +111,42 @@ def _plan_mounts(
     """Return (mounts, masked_paths, pythonpath) of an interpreter. `base` are the paths of its base interpreter."""
     prefix = base["base_prefix"]
     stdlib = os.path.realpath(base["stdlib"])
-    library = _path_in_jail(base["stdlib"], prefix)
-    mounts = [(stdlib, library)]
+    stdlib_in_jail = _path_in_jail(base["stdlib"], prefix)
+    mounts = [(stdlib, stdlib_in_jail)]
     for dynload in base["dynload"]:
         if not os.path.realpath(dynload).startswith(stdlib + "/"):  # Debian and Fedora may keep it elsewhere
             mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, prefix)))
 
     def can_mount(target: str) -> bool:
-        relative = os.path.relpath(target, library)
+        relative = os.path.relpath(target, stdlib_in_jail)
         return relative.startswith("..") or os.path.isdir(os.path.join(stdlib, relative))
 
-    free = [target for path in base["sites"] if can_mount(target := _path_in_jail(path, prefix))]
-    used = set()
+    free_targets = [target for path in base["sites"] if can_mount(target := _path_in_jail(path, prefix))]
+    used_targets = set()
     pythonpath: list[str] = []
     for source in dict.fromkeys(os.path.realpath(path) for path in paths["sites"] if os.path.isdir(path)):
-        if (same_path := _path_in_jail(source, prefix)) in free:
-            free.remove(same_path)
+        if (same_path := _path_in_jail(source, prefix)) in free_targets:
+            free_targets.remove(same_path)
             target = same_path
-        elif free:
-            target = free.pop(0)
+        elif free_targets:
+            target = free_targets.pop(0)
         else:
             target = f"{PYTHON_DIR_IN_JAIL}/packages{len(pythonpath)}"
             pythonpath.append(target)
-        used.add(target)
-        if source != os.path.join(stdlib, os.path.relpath(target, library)):  # else the library's mount contains it
+        used_targets.add(target)
+        if source != os.path.join(stdlib, os.path.relpath(target, stdlib_in_jail)):  # else the first mount contains it
             mounts.append((source, target))
-    packages = (f"{library}/{name}" for name in PACKAGE_DIRS)
-    masked_paths = tuple(path for path in packages if can_mount(path) and path not in used)
+    packages = (f"{stdlib_in_jail}/{name}" for name in PACKAGE_DIRS)
+    masked_paths = tuple(path for path in packages if can_mount(path) and path not in used_targets)
     return tuple(mounts), masked_paths, tuple(pythonpath)
 
 
 def _path_in_jail(path: str, prefix: str) -> str:
     """Return the path in the jail of a host path, which usually lies under the interpreter's prefix."""
     relative = os.path.relpath(path, prefix)
-    return (
-        f"{PYTHON_DIR_IN_JAIL}/{relative}"
-        if not relative.startswith("..")
-        else f"{PYTHON_DIR_IN_JAIL}/lib/{os.path.basename(path)}"
-    )
+    if relative.startswith(".."):
+        relative = f"lib/{os.path.basename(path)}"
+    return f"{PYTHON_DIR_IN_JAIL}/{relative}"
 
 
 def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -166,11 +164,11 @@ def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str
 
 def _shared_objects(top: str) -> Iterator[str]:
     for directory, subdirs, names in os.walk(top):
-        subdirs[:] = [name for name in subdirs if name not in PACKAGE_DIRS]  # they are searched on their own, or masked
+        subdirs[:] = [name for name in subdirs if name not in PACKAGE_DIRS]  # the caller adds those that are not masked
         for name in names:
             if (name.endswith(".so") or ".so." in name) and not name.startswith(SKIPPED_LIBRARIES):
                 yield os.path.join(directory, name)
 
 
-def _dots(version: Sequence[int]) -> str:
+def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))

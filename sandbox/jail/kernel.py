@@ -56,7 +56,10 @@ _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445
 _LANDLOCK_RULE_PATH_BENEATH = 1
 _OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100
 _CLONE3, _CLOSE_RANGE = 435, 436
-_CAPABILITY_V3 = 0x20080522
+# capset(2): a header (version, pid 0 for the caller), and two structs of effective, permitted and inheritable bits, for
+# capabilities 0 to 31 and from 32 on.
+_CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)
+_CapabilitySets = ctypes.c_uint32 * 6
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
@@ -88,8 +91,8 @@ def has_clone3() -> bool:
 def close_range(first: int, last: int) -> None:
     """Close the descriptors from `first` to `last`.
 
-    os.closerange calls close_range(2) only if Python was built with a C library that has it. Before Linux 5.9 they are
-    closed one by one, up to the size of the process's descriptor table.
+    os.closerange is not enough: it calls close_range(2) only if Python was built with a C library that has the call.
+    Before Linux 5.9 the descriptors are closed one by one, up to the size of the process's descriptor table.
     """
     if _libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0) != 0:
         os.closerange(first, min(last + 1, _fd_table_size()))
@@ -135,7 +138,7 @@ def set_hostname(name: str) -> None:
 def make_executable(pages: mmap.mmap) -> None:
     """Change `pages` from writable to executable.
 
-    Fails where the process is denied that (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux).
+    Fails if a policy denies the process executable memory (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux).
     """
     start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
     result = _libc.mprotect(start, ctypes.c_size_t(len(pages)), mmap.PROT_READ | mmap.PROT_EXEC)
@@ -180,20 +183,18 @@ def limit_bounding_set(kept: frozenset[int]) -> None:
 
 def drop_capabilities() -> None:
     """Clear the effective, permitted and inheritable capabilities of this process."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_V3, 0)
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _check(_libc.capset(_CAPABILITY_HEADER, _CapabilitySets()), "capset")
 
 
 def effective_capabilities() -> frozenset[int]:
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_V3, 0)
-    data = (ctypes.c_uint32 * 6)()
-    _check(_libc.capget(header, data), "capget")
-    mask = data[0] | data[3] << 32
+    sets = _CapabilitySets()
+    _check(_libc.capget(_CAPABILITY_HEADER, sets), "capget")
+    mask = sets[0] | sets[3] << 32
     return frozenset(bit for bit in range(64) if mask >> bit & 1)
 
 
 def can_restore_priority() -> bool:
-    """Return whether this process may set others from SCHED_IDLE back to SCHED_OTHER (sched(7)).
+    """Return whether this process may set other processes from SCHED_IDLE back to SCHED_OTHER (sched(7)).
 
     The kernel requires CAP_SYS_NICE in the initial user namespace, whose id map covers all ids.
     """

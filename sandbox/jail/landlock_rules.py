@@ -1,20 +1,20 @@
-"""What a guest may access at level `landlock`, as data: Landlock's access rights by ABI version, and paths with rights.
+"""The rules of level `landlock`, as data: the access rights that each ABI version of Landlock knows, and the paths with
+their rights.
 
 Two rulesets apply to a call at once:
 
     the zygote's   read what Python needs; read and write the scratch directories of all slots
     the call's     read what Python needs; read and write the scratch directory of its own slot
 
-A ruleset denies all rights that it "handles" and does not grant. It handles all rights that the ABI knows: on files,
-TCP, and on signals and abstract sockets outside.
+A ruleset denies all rights that it "handles" and does not grant. It handles all rights that the ABI knows: on files, on
+TCP, and on signals to and abstract sockets of processes outside.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel
@@ -35,7 +35,7 @@ _NO_AUDIT = 0b101
 the host's audit log."""
 
 TRUNCATE_ABI = 3
-"""First ABI version that can deny truncating files which the code may read and its uid may write."""
+"""First ABI version that can deny truncate(2). Before it, code can empty each file that its uid may write."""
 _SCRATCH = (
     WRITE_FILE | READ_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE
     | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
@@ -45,17 +45,16 @@ TEMPORARY_DIRS = ("/tmp", "/var/tmp")
 
 @dataclass(frozen=True, slots=True)
 class LandlockRules:
-    """Both rulesets, except for the rule of a call's scratch directory, which the guest adds."""
+    """The rules of both rulesets, except for the rule of the scratch directories."""
 
     handled: tuple[int, int, int]
     """Handled rights on files, network and scopes (struct landlock_ruleset_attr)."""
     flags: int
+    """Flags of landlock_restrict_self(2)."""
     paths: tuple[tuple[str, int], ...]
+    """Paths, with the rights beneath each of them."""
     scratch_rights: int
-    """Rights in a scratch directory."""
-
-    def encode(self) -> dict[str, Any]:
-        return asdict(self)
+    """Rights beneath a scratch directory."""
 
 
 def rules_for(spec: JailSpec, abi: int) -> LandlockRules:
@@ -73,7 +72,7 @@ def rules_for(spec: JailSpec, abi: int) -> LandlockRules:
 
 
 def check_requirements(spec: JailSpec, abi: int) -> None:
-    """Raise `IsolationError` if calls could not reach what they need, or the ABI cannot confine them."""
+    """Raise `IsolationError` if calls cannot reach the files that they need, or the ABI cannot confine them."""
     if spec.uid_base is None:
         if abi < TRUNCATE_ABI:
             raise IsolationError(
@@ -96,13 +95,13 @@ def check_requirements(spec: JailSpec, abi: int) -> None:
 def scratch_parent_dir(*, has_uids: bool) -> str:
     """Return the directory in which to create `JailSpec.scratch_root`: the usual one for temporary files.
 
-    If calls have uids of their own that cannot enter it, as with pam_tmpdir, it is the first of `TEMPORARY_DIRS` that
-    they can enter.
+    If calls have their own uids, which cannot enter the usual directory (as with pam_tmpdir), return the first of
+    `TEMPORARY_DIRS` that they can enter.
     """
     usual = tempfile.gettempdir()
     if has_uids:
         for parent in (usual, *TEMPORARY_DIRS):
-            if os.path.isdir(parent) and not closed_dirs([f"{parent}/any"]):
+            if os.path.isdir(parent) and not closed_dirs([f"{parent}/file"]):  # checks the directories above the file
                 return parent
     return usual
 
@@ -116,7 +115,7 @@ def handled_rights(abi: int) -> tuple[int, int, int]:
 
 
 def _config_files(python: Interpreter) -> list[str]:
-    """Return the small files that Python, its library or the loader read if they exist, and must then be allowed to."""
+    """Return the existing files that Python or the loader reads at its start. It fails if it may not read them."""
     environment = os.path.dirname(os.path.dirname(python.executable))
     site_files = [f"{source}/sitecustomize.py" for source, _ in python.mounts]  # Debian's is a link into /etc
     paths = (f"{environment}/pyvenv.cfg", "/etc/ld.so.cache", "/etc/mime.types", *site_files)

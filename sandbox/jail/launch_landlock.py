@@ -1,7 +1,7 @@
 """Level `landlock`: a program for containers that grant no namespaces. `plan.launch_argv` starts it.
 
     server ── launcher ── init (subreaper) ── guest (the zygote), its own process group ── calls, one uid per slot
-              waits       kills and removes what the guest leaves
+              waits       cleans up after the guest
 
 - Landlock restricts only the guest: it reads what Python needs and writes below `scratch_root`/calls. Launcher and init
   run no code but this file.
@@ -32,7 +32,7 @@ from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec
 from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 
 CLEANUP_TIMEOUT_S = 60.0
-"""Seconds to remove one slot's files. A call cannot create within its time limit more than is removed in less."""
+"""Seconds in which one slot's files must be removed. No call can create more files than that within its time limit."""
 
 
 def main() -> NoReturn:
@@ -95,10 +95,10 @@ def _run_guest(spec: JailSpec, socket_fd: int) -> NoReturn:
 def _kill_all(spec: JailSpec, guest: int) -> int:
     """Kill until init has no child left, and return the guest's exit status.
 
-    A call leaves the guest's process group only after it has its uid, or else it dies with its zygote. So a process
-    that is outside the group when the group is killed has a slot's uid, and is killed after it.
+    A call leaves the guest's process group only after it has taken its slot's uid. So each process that is outside the
+    group when the group is killed has such a uid, and `_kill_slots` kills it. Without uids a call dies with its zygote.
     """
-    code = 0
+    guest_status = 0
     while True:
         with suppress(ProcessLookupError):
             os.killpg(guest, signal.SIGKILL)
@@ -108,12 +108,12 @@ def _kill_all(spec: JailSpec, guest: int) -> int:
                 os.kill(pid, signal.SIGKILL)
         try:
             pid, status = os.wait()
-            while pid:  # reap all that have ended before killing again, which takes a system call per slot
+            while pid:  # reap all that have ended before the next round of kills, which takes a system call per slot
                 if pid == guest:
-                    code = launcher.shell_exit_status(status)
+                    guest_status = launcher.shell_exit_status(status)
                 pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return code
+            return guest_status
 
 
 def _children() -> list[int]:
@@ -126,9 +126,10 @@ def _children() -> list[int]:
 
 
 def _kill_slots(spec: JailSpec) -> None:
-    """Kill all processes with a slot's uid, by one kill(2) per slot, with that uid as the effective one.
+    """Kill all processes with a slot's uid, by one kill(2) per slot.
 
-    A slot has several uids: see `guest/landlock_slots.py`.
+    The effective uid is that of the calls, which permits to signal them. The real uid is that of the slot's zygote
+    (`guest/landlock_slots.py` lists the uids of a slot), so that no call can signal this process.
     """
     if spec.uid_base is None:
         return
@@ -191,13 +192,15 @@ class _ScratchRoot:
     def _clear(self) -> None:
         calls = f"{self.path}/calls"
         for name in os.listdir(calls) if os.path.isdir(calls) else ():
-            self._remove_slot_dir(f"{calls}/{name}", int(name.partition(".")[0]))
+            self._remove_slot_dir(f"{calls}/{name}", int(name.partition(".")[0]))  # SLOT, or SLOT.PID.N if moved aside
         for name in os.listdir(self.path):
             shutil.rmtree(f"{self.path}/{name}")
 
     def _remove_slot_dir(self, slot_dir: str, slot: int) -> None:
-        """Remove the directory of a slot. A process with the slot's uid empties it: no process with more rights may
-        walk through directories that hostile code has made."""
+        """Remove the directory of a slot.
+
+        A process with the slot's uid empties it: no process with more rights may enter directories of hostile code.
+        """
         if _remove_if_empty(f"{slot_dir}/tmp") and _remove_if_empty(slot_dir):
             return
         has_uids = self.spec.uid_base is not None

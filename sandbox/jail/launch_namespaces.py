@@ -29,20 +29,20 @@ def main() -> NoReturn:
     except IsolationError as error:
         launcher.print_error(error)
         os._exit(launcher.EXIT_LAYER_REFUSED)
-    # Only the launcher holds the write end, so init can find out that the launcher died before init's death signal was
-    # set.
+    # Only the launcher holds the write end. So init reads end of file if the launcher died before init could ask for a
+    # death signal.
     launcher_alive_r, launcher_alive_w = os.pipe()
     init = os.fork()
     if init == 0:
         os.close(launcher_alive_w)
         os._exit(_run_init(spec, socket_fd, launcher_alive_r))
-    os.close(socket_fd)  # the guest's must be the only copy, so that the socket ends with the guest
+    os.close(socket_fd)  # only the guest may hold it, so that the connection ends with the guest
     launcher.drop_privileges()
     os._exit(launcher.wait_or_kill(server_pidfd, init))
 
 
 def enter_jail(spec: JailSpec) -> None:
-    """Put this process into the jail, except for the PID namespace, which only its children enter.
+    """Move this process into the jail. Only its children enter the PID namespace.
 
     | step | reason for its place |
     |---|---|
@@ -67,7 +67,7 @@ def _run_init(spec: JailSpec, socket_fd: int, launcher_alive_r: int) -> int:
     kernel.set_parent_death_signal()
     os.set_blocking(launcher_alive_r, False)
     try:
-        os.read(launcher_alive_r, 1)  # end of file: the launcher ended before the death signal was set
+        os.read(launcher_alive_r, 1)  # end of file: the launcher has ended
         return 1
     except BlockingIOError:
         pass

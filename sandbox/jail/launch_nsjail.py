@@ -5,7 +5,7 @@
 
 - nsjail dies with the launcher, init dies with nsjail, and when init ends the kernel kills all processes inside.
 - The root is built before nsjail creates the guest's user namespace, so its mounts are locked (`launch_namespaces`).
-- Nothing stays on the host: nsjail's work directories are on a /run that is private to this mount namespace.
+- No file stays on the host: nsjail's work directories are on a /run that is private to this mount namespace.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def main() -> NoReturn:
 def _run_nsjail(spec: JailSpec, socket_fd: int, server_pidfd: int) -> int:
     """Start nsjail, wait for it and return its exit status, which is the guest's."""
     binary = os.open(nsjail_binary.find(os.environ), os.O_RDONLY)
-    launcher_alive_r, launcher_alive_w = os.pipe()
-    passed_fds = (binary, socket_fd, launcher_alive_r, launcher_alive_w)
+    nsjail_alive_r, nsjail_alive_w = os.pipe()
+    passed_fds = (binary, socket_fd, nsjail_alive_r, nsjail_alive_w)
     id_map = prepare_host_side(spec)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    start = nsjail_config.StartParameters(socket_fd, launcher_alive_r, ROOT, LOG, id_map, nice)
+    start = nsjail_config.StartParameters(socket_fd, nsjail_alive_r, ROOT, LOG, id_map, nice)
     with open(CONFIG, "w", encoding="ascii") as file:
         file.write(nsjail_config.config(spec, start))
     launcher_pid = os.getpid()
     child = os.fork()
     if child == 0:
         _exec_nsjail(passed_fds, launcher_pid)
-    for fd in passed_fds:  # so that the guest holds the last copy of the socket and nsjail that of the pipe
+    for fd in passed_fds:  # so that the socket ends with the guest, and the pipe with nsjail
         os.close(fd)
     launcher.drop_privileges()
     return launcher.wait_or_kill(server_pidfd, child)
@@ -66,12 +66,13 @@ def prepare_host_side(spec: JailSpec) -> str:
     privileged = launcher.prepare_root(spec)
     with layer_errors("work directory", f"nsjail needs {NSJAIL_WORK_DIR}; create that directory"):
         kernel.mount("nsjail", NSJAIL_WORK_DIR, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
-        work_dir = f"{NSJAIL_WORK_DIR}/user/{os.getuid()}/nsjail"  # nsjail's first choice; it writes as the first uid
+        work_dir = f"{NSJAIL_WORK_DIR}/user/{os.getuid()}/nsjail"  # the path that nsjail tries first
         os.makedirs(work_dir)
-        os.chmod(work_dir, 0o777)
+        os.chmod(work_dir, 0o777)  # nsjail writes to it as the first uid of the range
         os.mkdir(ROOT)
         root_fs.move_to(ROOT)
-        # Some versions of nsjail remount the root with no flag but read-only. The kernel would refuse to clear others.
+        # Clear all other flags. Some versions of nsjail remount the root as read-only alone, in a user namespace, where
+        # the kernel refuses to clear flags.
         kernel.mount("none", ROOT, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
     with layer_errors("id map", userns.ID_MAP_REMEDY):
         return userns.zygote_id_map(spec.uid_base, spec.uid_count, userns.open_proc_self(), privileged=privileged)

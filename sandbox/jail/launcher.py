@@ -1,4 +1,4 @@
-"""What all launchers share: lifetimes, the read-only root, and how the guest is started.
+"""Functions that all launchers use: for lifetimes of processes, the read-only root, and the start of the guest.
 
     server ── launcher ── (init) ── guest (the zygote) ── calls
 
@@ -65,7 +65,7 @@ def wait_or_kill(server_pidfd: int, child: int) -> int:
 
 
 def wait_for_first(*fds: int) -> int:
-    """Wait until one of the descriptors is readable or at its end, and return it. The first one wins a tie."""
+    """Wait until a descriptor is readable or at its end, and return it. If several are, return the first of `fds`."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -74,7 +74,7 @@ def wait_for_first(*fds: int) -> int:
 
 
 def reap_until(child: int) -> int:
-    """Reap all children, adopted ones included, until `child` has ended. Returns its exit status as a shell does."""
+    """Reap all children, adopted ones included, until `child` has ended. Returns its `shell_exit_status`."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -82,7 +82,7 @@ def reap_until(child: int) -> int:
 
 
 def shell_exit_status(wait_status: int) -> int:
-    """Return the exit status, or 128 + n for a process that signal n killed."""
+    """Return the exit status of a process, or 128 + n if signal n killed it, as a shell does."""
     code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
 
@@ -90,7 +90,7 @@ def shell_exit_status(wait_status: int) -> int:
 def prepare_root(spec: JailSpec) -> bool:
     """Enter a mount namespace and build the jail's root in it.
 
-    Returns whether the host's privileges were used. Without them the process is in a user namespace that has the range
+    Returns whether the process could use the host's privileges. Otherwise it is now in a user namespace with the range
     of ids.
     """
     privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
@@ -106,7 +106,7 @@ def prepare_root(spec: JailSpec) -> bool:
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities of a process that from now on only waits, and hide its memory.
+    """Drop all capabilities of a process that only waits from now on, and hide its memory.
 
     The memory still holds the server's environment.
     """

@@ -35,13 +35,16 @@ _REMEDIES = {
 class LevelChoice:
     level: Level
     reason: str = ""
-    """What the machine lacks for the levels that `auto` prefers. Empty if there is none, or a level was requested."""
+    """The layers that the machine lacks for stronger levels. It is empty if `auto` chose the strongest level, or if a
+    level was requested by name."""
 
 
 def choose_level(
     requested: str, layers: tuple[ProbedLayer, ...] | None = None, environ: Mapping[str, str] = os.environ
 ) -> LevelChoice:
-    """Return the requested level, or for `auto` the strongest that the machine supports. `layers` replace a probe.
+    """Return the requested level, or for `auto` the strongest that the machine supports.
+
+    `layers` is the result of a probe. Without it, the required layers are probed now.
 
     Raises `ConfigError` for an unknown level, and `IsolationError` if the machine lacks a layer of the level or
     RSTAR_NSJAIL names no program.
@@ -70,7 +73,7 @@ def choose_level(
 def _missing_layers(
     level: Level, layers: tuple[ProbedLayer, ...] | None, environ: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return what this machine lacks for a level, and the remedy. The first is empty if it lacks nothing."""
+    """Return (problem, remedy): what this machine lacks for a level. The problem is empty if it lacks nothing."""
     if level is Level.NSJAIL:
         nsjail = next((layer for layer in layers or (probe_nsjail(environ),) if layer.name == NSJAIL), None)
         if nsjail is None or not nsjail.ok:

@@ -1,8 +1,8 @@
 """Level `nsjail`: turns a `JailSpec` into the text of nsjail's configuration. Pure; `launch_nsjail` uses it.
 
 - All fields exist, by these names, in config.proto since nsjail 3.1.
-- `POLICY` refuses the zygote the host's namespaces, and all capabilities but those that confine a call.
-- Limits of a call (time, memory, files, processes) are not here: nsjail's would apply to all calls of a jail together.
+- `POLICY` gives the zygote its own namespaces, and only the capabilities that it needs to confine calls.
+- Limits (time, memory, files, processes) are not here: nsjail would apply them to all calls of a jail together.
 - The root is built by the launcher and handed over by one recursive bind mount. Mounts made by nsjail would belong to
   the zygote's user namespace, where its CAP_SYS_ADMIN could make them writable.
 - The jail has no /proc. nsjail itself needs the host's, to write the id maps.
@@ -56,12 +56,12 @@ _ROOT_MOUNT: Fields = (("dst", "/"), ("is_bind", True), ("is_dir", True), ("rw",
 
 @dataclass(frozen=True, slots=True)
 class StartParameters:
-    """What one start of nsjail adds to the policy."""
+    """The parts of a configuration that differ between starts of nsjail."""
 
     socket_fd: int
     """Descriptor of the guest's socket, passed on to the guest."""
-    launcher_alive_fd: int
-    """Read end of a pipe, passed on to `guest/init.py`, that ends with the launcher."""
+    nsjail_alive_fd: int
+    """Read end of a pipe that ends with nsjail, passed on to `guest/init.py`."""
     root_dir: str
     """Directory on the host with the jail's root."""
     log_file: str
@@ -69,14 +69,14 @@ class StartParameters:
     id_map: str
     """One line `inside outside count`, for uids and gids."""
     nice: int
-    """Priority to run at. Without it nsjail sets the lowest."""
+    """Priority of the jail. By default nsjail would set the lowest one."""
 
 
 def config(spec: JailSpec, start: StartParameters) -> str:
     """Return nsjail's configuration in protobuf's text format, one field of the message per line."""
     inside, outside, count = start.id_map.split()
     ids: Fields = (("inside_id", inside), ("outside_id", outside), ("count", int(count)))
-    init = ("-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.launcher_alive_fd))
+    init = ("-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.nsjail_alive_fd))
     arguments = (*init, *spec.guest_argv(start.socket_fd))
     fields: Fields = (
         *POLICY,
@@ -86,7 +86,7 @@ def config(spec: JailSpec, start: StartParameters) -> str:
         ("gidmap", ids),
         ("mount", (("src", start.root_dir), *_ROOT_MOUNT)),
         ("pass_fd", start.socket_fd),
-        ("pass_fd", start.launcher_alive_fd),
+        ("pass_fd", start.nsjail_alive_fd),
         *(("envar", f"{name}={value}") for name, value in spec.guest_env().items()),
         ("exec_bin", (("path", spec.guest_python), *(("arg", argument) for argument in arguments))),
     )

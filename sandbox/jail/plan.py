@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
+from dataclasses import asdict
 from typing import Any, TypedDict
 
 from sandbox.jail import kernel, seccomp
@@ -11,7 +12,7 @@ from sandbox.jail.landlock_rules import check_requirements, rules_for
 from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec, Level
 
 MAX_SCRATCH_FILES = 4096
-"""Maximum number of files in a scratch directory. Each takes about 1 KiB of kernel memory beyond disk_mb."""
+"""Maximum number of files in a scratch directory. Each file takes about 1 KiB of kernel memory beyond disk_mb."""
 LAUNCHER_MODULES = {
     Level.NSJAIL: "launch_nsjail",
     Level.NAMESPACES: "launch_namespaces",
@@ -38,10 +39,11 @@ class ConfinementPlan(TypedDict):
     max_files: int
     """Maximum number of files in that tmpfs."""
     uid_base: int | None
-    """Uid of the calls of slot 0, or None if calls keep the zygote's."""
+    """Uid of the calls of slot 0, or None if calls keep the zygote's uid."""
     drop_capabilities: bool
     limits_processes: bool
-    """Whether a call gets RLIMIT_NPROC. Not with a shared uid, of which the kernel would count all processes."""
+    """Whether a call gets RLIMIT_NPROC. It must not if other calls have the same uid in the same user namespace, since
+    the kernel would count their processes too."""
     landlock: dict[str, Any] | None
     """Rules and directories for `guest/landlock_slots.py`."""
     no_new_privs: bool
@@ -52,14 +54,14 @@ class ConfinementPlan(TypedDict):
 
 
 def launch_argv(spec: JailSpec, socket_fd: int) -> list[str]:
-    """Return the argv of the launcher of this jail. It inherits `socket_fd`, the guest's end of a Unix socket.
+    """Return the argv of the launcher, which must inherit `socket_fd`, the guest's end of a Unix socket.
 
         subprocess.Popen(launch_argv(spec, fd), pass_fds=[fd])
 
     The launcher's exit status is the guest's. The jail ends when the launcher is killed, and when the process that
     started the launcher ends.
     """
-    assert socket_fd > 2, "the guest's standard streams are not the launcher's"
+    assert socket_fd > 2, "the guest's standard streams are replaced"
     module = f"sandbox.jail.{LAUNCHER_MODULES[spec.level]}"
     return [sys.executable, "-I", "-m", module, spec.encode(), str(socket_fd)]
 
@@ -69,54 +71,58 @@ def confinement_plan(spec: JailSpec) -> ConfinementPlan:
 
     Raises `IsolationError` if level `landlock` lacks something, or there is no seccomp policy for this machine.
     """
-    if spec.level is Level.LANDLOCK:
-        return _landlock_plan(spec)
-    confined = spec.level in (Level.NSJAIL, Level.NAMESPACES)
-    return {
-        "zygote_filter": _encoded_filter(seccomp.FilterKind.ZYGOTE) if confined else None,
-        "clear_bounding_set": confined,
-        "pid_namespace": confined,
-        "namespaces": kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS if confined else 0,
-        "user_namespace": confined and spec.user_namespace_per_call,
-        "scratch_mount": "/tmp" if confined else None,
-        "max_files": MAX_SCRATCH_FILES,
-        "uid_base": FIRST_SLOT_UID if confined and spec.uid_base is not None else None,
-        "drop_capabilities": confined,
-        "limits_processes": confined and (spec.uid_base is not None or spec.user_namespace_per_call),
-        "landlock": None,
-        "no_new_privs": confined,
-        "call_filter": _encoded_filter(seccomp.FilterKind.CALL_ON_TOP) if confined else None,
-        "own_pid_offsets": [],
-    }
-
-
-def _landlock_plan(spec: JailSpec) -> ConfinementPlan:
-    abi = kernel.landlock_abi()
-    check_requirements(spec, abi)
-    has_uids = spec.uid_base is not None
-    kind = seccomp.FilterKind.OWN_UID if has_uids else seccomp.FilterKind.SHARED_UID
-    uid_base = None if spec.uid_base is None else spec.uid_base + FIRST_SLOT_UID
-    return {
-        "zygote_filter": None,  # to enter a scratch directory, a call needs system calls that this filter would refuse
-        "clear_bounding_set": has_uids,
+    plan: ConfinementPlan = {
+        "zygote_filter": None,
+        "clear_bounding_set": False,
         "pid_namespace": False,
         "namespaces": 0,
         "user_namespace": False,
         "scratch_mount": None,
         "max_files": MAX_SCRATCH_FILES,
-        "uid_base": uid_base,
-        "drop_capabilities": True,
-        "limits_processes": has_uids,
-        "landlock": {
-            **rules_for(spec, abi).encode(),
-            "slots_dir": f"{spec.scratch_root}/calls",
-            "uid_base": uid_base,
-            "slots": spec.slots,
-        },
-        "no_new_privs": True,
-        "call_filter": _encoded_filter(kind),
-        "own_pid_offsets": seccomp.own_pid_offsets(seccomp.program(kind)),
+        "uid_base": None,
+        "drop_capabilities": False,
+        "limits_processes": False,
+        "landlock": None,
+        "no_new_privs": False,
+        "call_filter": None,
+        "own_pid_offsets": [],
     }
+    match spec.level:
+        case Level.NSJAIL | Level.NAMESPACES:
+            _add_namespace_steps(plan, spec)
+        case Level.LANDLOCK:
+            _add_landlock_steps(plan, spec)
+    return plan
+
+
+def _add_namespace_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
+    plan["zygote_filter"] = _encoded_filter(seccomp.FilterKind.ZYGOTE)
+    plan["clear_bounding_set"] = plan["pid_namespace"] = plan["drop_capabilities"] = plan["no_new_privs"] = True
+    plan["namespaces"] = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    plan["user_namespace"] = spec.user_namespace_per_call
+    plan["scratch_mount"] = "/tmp"
+    plan["uid_base"] = FIRST_SLOT_UID if spec.uid_base is not None else None
+    plan["limits_processes"] = spec.uid_base is not None or spec.user_namespace_per_call
+    plan["call_filter"] = _encoded_filter(seccomp.FilterKind.CALL_ON_TOP)
+
+
+def _add_landlock_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
+    """There is no zygote filter: to enter its scratch directory, a call needs system calls that it would refuse."""
+    abi = kernel.landlock_abi()
+    check_requirements(spec, abi)
+    has_uids = spec.uid_base is not None
+    kind = seccomp.FilterKind.OWN_UID if has_uids else seccomp.FilterKind.SHARED_UID
+    plan["clear_bounding_set"] = plan["limits_processes"] = has_uids
+    plan["drop_capabilities"] = plan["no_new_privs"] = True
+    plan["uid_base"] = None if spec.uid_base is None else spec.uid_base + FIRST_SLOT_UID
+    plan["landlock"] = {
+        **asdict(rules_for(spec, abi)),
+        "slots_dir": f"{spec.scratch_root}/calls",
+        "uid_base": plan["uid_base"],
+        "slots": spec.slots,
+    }
+    plan["call_filter"] = _encoded_filter(kind)
+    plan["own_pid_offsets"] = seccomp.own_pid_offsets(seccomp.program(kind))
 
 
 def _encoded_filter(kind: seccomp.FilterKind) -> str:

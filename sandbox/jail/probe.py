@@ -32,12 +32,14 @@ from sandbox.jail.uid_range import host_uids
 MIB = 1 << 20
 NSJAIL = "nsjail"
 MAX_TRIES = 5
+"""Attempts at a layer, until the last transient failure counts as a missing layer."""
 RETRY_DELAY_S = 0.1
 MAX_REPORT_BYTES = 4096
 TRIAL_TIMEOUT_S = 60
+"""Seconds for the trial of nsjail (`_run_nsjail_trial`)."""
 MAX_TRIAL_ERROR_CHARS = 1000
 EXIT_SIGNAL_BASE = 128
-"""A launcher exits with this plus n if signal n killed its child."""
+"""A launcher exits with this plus n if signal n killed its child (`launcher.shell_exit_status`)."""
 _OK, _REFUSED, _TRANSIENT = 0, 1, 2
 """Outcomes of an attempt, and the exit statuses of its child process."""
 _TRANSIENT_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM})
@@ -115,7 +117,7 @@ def _run_in_child(attempt: Callable[[], str]) -> tuple[int, str]:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code >= 0:
         return code, found
-    # A seccomp filter kills by SIGSYS, and will do so again. All other signals say nothing about the layer.
+    # SIGSYS comes from a seccomp filter, which would kill the next attempt too. No other signal means a refusal.
     return _REFUSED if code == -signal.SIGSYS else _TRANSIENT, f"killed by signal {-code}"
 
 
@@ -135,7 +137,7 @@ def _found_or_raise(holds: bool, found: str, problem: str) -> str:
 
 
 def _try_user_namespace() -> str:
-    # By the steps of a jail, since the kernel refuses some of them depending on the user and the user namespace.
+    # A single unshare(2) would not show all: the kernel refuses some steps only to some users, or in some namespaces.
     base, _ = _enter_jail_namespaces()
     return "single id map" if base is None else "a range of ids"
 
@@ -160,7 +162,11 @@ def _enter_jail_namespaces() -> tuple[int | None, int]:
 
 
 def _try_process_limits() -> str:
-    """With two processes of a uid outside a user namespace, start two inside at a limit of two, and fail at a third."""
+    """Check that RLIMIT_NPROC counts only the processes in the same user namespace.
+
+    One process of the uid runs outside. At a limit of two, this process must be able to start one child inside, but not
+    a second one.
+    """
     proc_self = userns.open_proc_self()
     userns.become_privileged()
     userns.unshare_mapped(0, userns.id_map(None, 0, proc_self), proc_self)
@@ -276,7 +282,7 @@ def _try_rlimits() -> str:
 
 
 def _try_executable_memory() -> str:
-    """Do what `guest/fork_batch.py` needs. The jail allows it, but what restricts the server may forbid it."""
+    """Make memory executable, as `guest/fork_batch.py` does. A restriction of the server itself may forbid it."""
     with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         kernel.make_executable(pages)
     return "granted"
@@ -318,7 +324,7 @@ def _try_landlock() -> str:
 
 
 def _try_cgroups() -> str:
-    """Have a process enter a cgroup, use 4 MiB, and fail to fork at a limit of one process."""
+    """Check that a process can enter a cgroup, that its 4 MiB are counted, and that a limit of one process holds."""
     tree = cgroup_tree.CgroupTree()
     try:
         cgroup, procs_fds = tree.cgroup(0), list(tree.open_procs_files(0))
@@ -348,11 +354,11 @@ def _use_memory_and_fork(procs_fds: list[int]) -> int:
 
 
 def _run_nsjail_trial(environ: Mapping[str, str]) -> None:
-    """Run one line of this Python in a jail, by the launcher and policy of a zygote's. Takes half a second."""
+    """Run one line of this Python in a jail, started as for a zygote. Takes half a second."""
     is_jailed = "os.getuid() == 0 and os.getpid() > 1 and not os.listdir('/tmp') and not os.path.exists('/proc')"
     spec = JailSpec(Level.NSJAIL, Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR), {}, (), *host_uids(0, 1))
     spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({is_jailed}))"))
-    with open(os.devnull) as null:  # stands in for the guest's socket
+    with open(os.devnull) as null:  # replaces the guest's socket, which the line does not use
         argv, fd = launch_argv(spec, null.fileno()), null.fileno()
         run = subprocess.run(
             argv, pass_fds=[fd], env=environ, stdin=null, capture_output=True, timeout=TRIAL_TIMEOUT_S, check=False

@@ -1,7 +1,7 @@
-"""Makes a Python that lies in a closed directory, such as root's home, reachable for users who may not enter it.
+"""Makes a Python reachable for users who may not enter a directory above it, such as root's home.
 
-In a mount namespace of its own, an empty file system that all users may enter covers the closed directory, and the
-files of the Python are bind-mounted on it at their old paths:
+In a new mount namespace, an empty file system that all users may enter covers this closed directory. The files of the
+Python are bind-mounted on it at their old paths:
 
     /root                  tmpfs, mode 755
     /root/python/bin/...   bind mounts of the host's files
@@ -46,7 +46,7 @@ def make_reachable(python: Interpreter) -> None:
     for top in covered:
         kernel.mount("shared", top, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     for path, is_dir, source in sources:
-        if not os.path.exists(path):  # it may lie below a directory that has been mounted already
+        if not os.path.exists(path):  # it exists if it lies below a directory that has been mounted already
             os.makedirs(path if is_dir else os.path.dirname(path), mode=0o755, exist_ok=True)
             if not is_dir:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444))
@@ -55,7 +55,7 @@ def make_reachable(python: Interpreter) -> None:
 
 
 def _with_real_paths(paths: Iterable[str]) -> dict[str, None]:
-    """Return each path twice, as it is and with its links resolved, in order and without repetition."""
+    """Return each path as it is and with its links resolved, in order and without repetition."""
     return dict.fromkeys(name for path in paths for name in (os.path.abspath(path), os.path.realpath(path)))
 
 
@@ -69,4 +69,5 @@ def _link_dirs(path: str) -> Iterator[str]:
 
 def _closed_parents(path: str) -> Iterator[str]:
     """Yield the directories above `path` that other users may not enter, from the root down."""
-    return (str(dir_) for dir_ in reversed(Path(path).parents) if dir_.is_dir() and not dir_.stat().st_mode & 0o001)
+    parents = reversed(Path(path).parents)
+    return (str(parent) for parent in parents if parent.is_dir() and not parent.stat().st_mode & 0o001)

@@ -7,10 +7,10 @@
     /etc        passwd, group and hosts of a few lines
     /tmp        empty: the mount point of each call's scratch directory
 
-- There is no /proc: it would show other processes, the mounts and kernel addresses, and many containers refuse to mount
-  it. There is no /sys.
-- Small files are copied; only directories and large files are mounted. The mount namespace of each call copies every
-  mount, at 1 to 2 us each.
+- There is no /sys and no /proc, which would show other processes, the mounts and kernel addresses. Many containers also
+  refuse to mount /proc.
+- Small files are copied, and only directories and large files are mounted: the mount namespace of each call copies all
+  mounts, in 1 to 2 us each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT_STAGING_DIR = "/proc"
 """Directory that the new root covers until it is pivoted to or moved. Every Linux host has it, and no file that the
 root needs lies in it."""
 MIN_MOUNTED_BYTES = 4 << 20
-"""Files of at least this size are mounted: one more mount then costs less than a copy in the memory of each jail."""
+"""Files of at least this size are mounted: one more mount costs less than a copy in the memory of each jail."""
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
 """Minor numbers, under major number 1 (Documentation/admin-guide/devices.txt)."""
 ETC = {
@@ -62,7 +62,7 @@ def move_to(target: str) -> None:
 def pivot() -> None:
     """Enter the root and unmount the host's."""
     os.chdir(ROOT_STAGING_DIR)
-    # With new and old root at one place, the old one ends up on top and can be unmounted; it needs no directory.
+    # The old root is mounted over the new one, and is then unmounted. So it needs no directory (pivot_root(2)).
     kernel.pivot_root(".", ".")
     kernel.unmount_lazily(".")
     os.chdir("/")
@@ -134,7 +134,7 @@ def _bind(source: str, target: str) -> None:
 
 
 def _add_mount_flags(path: str, flags: int) -> None:
-    """Remount a bind mount with `flags`, which mount(2) ignores when it creates one. The host's flags must be kept."""
+    """Remount a bind mount with `flags`, which mount(2) ignores when it creates the mount. Keeps the host's flags."""
     kept = os.statvfs(path).f_flag & (kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     kernel.mount("none", path, flags=kernel.MS_REMOUNT | kernel.MS_BIND | flags | kept)
 

@@ -1,11 +1,10 @@
 """The system calls that a call may make: an allow-list by name, and its compilation to classic BPF programs.
 
-- `CALL_POLICY` is the policy. `evaluate` applies it to one system call, slowly and obviously; `program` compiles it. A
-  test compares the two for every number.
+- `CALL_POLICY` is the policy, and `program` compiles it. Tests compare the program with the policy for every number.
 - All calls that the policy does not name fail with EPERM. The kernel's other entries (int 0x80, x32) fail with ENOSYS.
   Killing the process instead would write a line to the host's audit log at each attempt.
-- Loading a filter costs time in every call: the kernel translates the program and runs it for each number to find those
-  that are always allowed, which then cost nothing. So a program is a balanced search tree over ranges of numbers:
+- Each call loads a filter, so loading must be fast. To load it, the kernel runs the program once for each number, and
+  later skips it for numbers that are always allowed. So a program is a balanced search tree over ranges of numbers:
 
       number >= n2?  -- no --> number >= n1?  -- no --> allow
             |                        +-- yes -> refuse
@@ -40,9 +39,9 @@ X32_BIT = 0x40000000
 
 @dataclass(frozen=True, slots=True)
 class ArgumentCheck:
-    """A condition: the low 32 bits of argument `index`, masked, are among `values`.
+    """A condition: the low 32 bits of argument `index`, after `mask`, are among `values`.
 
-    The kernel itself reads only 32 bits of the arguments that are checked here.
+    The kernel too reads only these 32 bits of the arguments that are checked here.
     """
 
     index: int
@@ -53,7 +52,7 @@ class ArgumentCheck:
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
-"""A result, or conditions that must all hold for ALLOW and else give EPERM."""
+"""Either a result, or conditions: the result is ALLOW if all of them hold, else EPERM."""
 
 _FILES = """
     read write open close stat fstat lstat poll lseek pread64 pwrite64 readv writev access pipe select dup dup2
@@ -85,8 +84,8 @@ _SIGNALS_AND_TIME = """
     timerfd_create timerfd_settime timerfd_gettime
 """
 _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
-# For socketpairs, the only sockets that a call has. setsockopt is missing: SO_ATTACH_FILTER loads BPF, and SO_PASSCRED
-# gives the socket a name that other calls could send to.
+# The only sockets of a call are pairs. setsockopt is missing: SO_ATTACH_FILTER loads BPF, and SO_PASSCRED gives the
+# socket a name that other calls could send to.
 _SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
 
 # The C library tries clone3 first and falls back on ENOSYS, but gives up on EPERM. The same holds for system calls that
@@ -142,20 +141,21 @@ CALL_POLICY: Mapping[str, SyscallRule] = {
     **_CHECKED_ARGUMENTS,
 }
 
-# Landlock does not restrict attributes of files (landlock(7), "Current limitations"), by which a call could leave a
-# message for another. Level `namespaces` prevents that by other means.
+# A call could leave a message for another call in the attributes of a file, which Landlock does not restrict
+# (landlock(7), "Current limitations"). With namespaces, all file systems that calls share are read-only.
 _ATTRIBUTES = "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 
 OWN_PID = 0x7FFFFFFF
 """Placeholder in a rule for the pid of the process that loads the filter. The guest replaces it (`own_pid_offsets`)."""
 _CLONE_THREAD = 0x10000
-# For calls with the server's own uid. Their processes could outlive them, so they may start only threads. They may send
-# signals to and set limits of themselves only, and may not change files of this uid, which Landlock lets them name.
+# Rules for calls with the server's own uid. A call may start threads but no process, which could outlive it. It may
+# signal only itself and set only its own limits. It may not change owner, mode or times of any file: the files of this
+# uid are the server's, and Landlock does not restrict such changes.
 _PROCESS_STARTS = "fork vfork execve execveat tkill pidfd_open pidfd_send_signal"
 _OWNED_FILE_CHANGES = "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat"
 _SELF_ONLY = dict.fromkeys(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], (ArgumentCheck(0, (OWN_PID,)),))
 
-# System calls by which a zygote confines a call, and which calls may not make, or not with all arguments.
+# System calls by which a zygote confines a call. Calls may not make them, or not with all arguments.
 _SETUP_CALLS = """
     unshare mount capset seccomp setgroups setresuid setresgid memfd_create clone clone3 prctl fcntl
     sendmsg
@@ -163,12 +163,12 @@ _SETUP_CALLS = """
 
 
 class FilterKind(StrEnum):
-    """Filters by the other isolation of the process, which decides how much the filter itself must prevent."""
+    """The filters, by the isolation that a process has besides: the weaker it is, the more the filter must refuse."""
 
     NAMESPACED = "namespaced"
     """For a call in its own namespaces."""
     ZYGOTE = "zygote"
-    """For the zygote of such calls, and so for the calls too."""
+    """For the zygote of such calls. Its calls inherit it."""
     CALL_ON_TOP = "call on top"
     """For such a call, in addition to its zygote's filter."""
     OWN_UID = "own uid"
@@ -193,24 +193,6 @@ POLICY_OF: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
 _RULES_BY_NUMBER: Mapping[FilterKind, Mapping[int, SyscallRule]] = {
     kind: {X86_64[name]: rule for name, rule in policy.items()} for kind, policy in POLICY_OF.items()
 }
-
-
-def evaluate(
-    number: int, arguments: Sequence[int], arch: int = ARCH_X86_64, kind: FilterKind = FilterKind.NAMESPACED
-) -> int:
-    """Return the policy's result for one system call. `arguments` are the six registers of 64 bits each."""
-    if arch != ARCH_X86_64 or number >= X32_BIT:
-        return ENOSYS
-    rule = rule_for(number, kind)
-    if isinstance(rule, int):
-        return rule
-    for check in rule:
-        value = arguments[check.index] & check.mask
-        if value in check.fake_success_values:
-            return FAKE_SUCCESS
-        if value not in check.values:
-            return EPERM
-    return ALLOW
 
 
 def rule_for(number: int, kind: FilterKind = FilterKind.NAMESPACED) -> SyscallRule:
@@ -255,7 +237,7 @@ _ACTION_LABELS = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", FAKE
 
 def _ranges(kind: FilterKind) -> list[tuple[int, str]]:
     """Return (first number, jump target) in order. Each range ends where the next one begins."""
-    names = {X86_64[name]: name for name in POLICY_OF[kind]}
+    names = {X86_64[name]: name for name in POLICY_OF[kind]}  # the name of a call is the label of its checks
 
     def target(number: int) -> str:
         rule = rule_for(number, kind)

@@ -1,12 +1,12 @@
-"""`JailSpec`: the description of a jail, which goes to the launcher as JSON.
+"""`JailSpec`: the description of a jail. The launcher receives it as JSON.
 
 A jail holds the zygotes of one pool, which fork the calls. Uids inside the jail:
 
     0                        the zygotes
     FIRST_SLOT_UID + slot    the calls of a slot
 
-Jails with disjoint host ranges (`host_uids`) share no host uid, so neither limits per uid nor signals reach from one to
-another.
+Jails with disjoint ranges of host uids (`host_uids`) share no uid, so they share no limit that the kernel counts per
+uid, and no process of one jail can signal a process of another.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class JailSpec:
     """Directory on the host with the guest's source."""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
-    """Program to run instead of the zygote, for tests; the word `{fd}` stands for the number of the guest's socket."""
+    """Program that tests run instead of the zygote. A word `{fd}` is replaced by the number of the guest's socket."""
     uid_base: int | None = None
     """First host id of the jail's range, or None if calls share a single id."""
     uid_count: int = 0
@@ -77,7 +77,7 @@ class JailSpec:
 
     @property
     def slots(self) -> int:
-        """Number of slots that the range has uids for, at level `landlock`."""
+        """Number of slots for which the range has uids, at level `landlock`."""
         return max(0, self.uid_count - FIRST_SLOT_UID) // UIDS_PER_SLOT
 
     @property
@@ -93,7 +93,7 @@ class JailSpec:
         return self.guest_dir if self.level is Level.NONE else GUEST_DIR_IN_JAIL
 
     def guest_argv(self, socket_fd: int) -> list[str]:
-        """Return the argv of the guest. It lacks -I, which would ignore PYTHONPATH; the environment is clean anyway."""
+        """Return the argv of the guest. It has no -I, since Python must use PYTHONPATH; the environment is clean."""
         zygote = (self.guest_python, "-s", "-B", f"{self.guest_dir_in_jail}/zygote.py", "--fd", "{fd}")
         return [str(socket_fd) if word == "{fd}" else word for word in self.argv or zygote]
 

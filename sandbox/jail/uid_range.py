@@ -13,17 +13,17 @@ from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.spec import FIRST_SLOT_UID, UIDS_PER_SLOT, Level
 
 RANGE_START = 1_381_171_200
-"""First uid of the ranges. It is above all ids that distributions, subuid files and systemd hand out."""
+"""First uid of the ranges. It is above all ids that distributions, subuid files and systemd allocate (0x52530000)."""
 MIN_UID = 10_000
 """Lower ids belong to users of the host or the container and are never chosen, even where ids are few."""
 LANDLOCK_CAPABILITIES = frozenset(
     {kernel.CAP_CHOWN, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID, kernel.CAP_SETPCAP}
 )
-"""Capabilities that level `landlock` needs for a uid per slot: to change to the uid, to kill its processes, to give it
-a directory. Docker grants them to root."""
+"""Capabilities that level `landlock` needs for a uid per slot: to change to the uid, to kill its processes, and to give
+it a directory. Docker grants them to root."""
 _RANGE_SHIFT = secrets.randbelow(1 << 28)
-"""Random offset of this process's ranges. The executors of a machine all count their jails from 0 and must not share
-uids: at level `landlock` no namespace separates their signals, and everywhere some limits count by uid."""
+"""Random offset of this process's ranges. Each executor of a machine counts its jails from 0, but executors must not
+share uids: at level `landlock` no namespace separates their signals, and at all levels some limits count by uid."""
 
 
 def host_uids(
@@ -60,7 +60,7 @@ def _own_range(jail: int, count: int) -> tuple[int | None, int]:
 def choose_range(jail: int, count: int, first: int, end: int, shift: int = 0) -> tuple[int | None, int]:
     """Choose `count` ids for jail number `jail` out of those from `first` to `end - 1`.
 
-    `shift` moves all ranges. Where ids are few they lie in the upper half, and the shift wraps around.
+    `shift` moves all ranges. If there are too few ids, the ranges lie in their upper half, and the shift wraps around.
     """
     base = RANGE_START + shift + jail * count
     if base + count > end:  # the user namespace of a container: count down from its last id

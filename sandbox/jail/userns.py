@@ -38,7 +38,7 @@ def open_proc_self() -> int:
 
 
 def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
-    """Obtain the right to mount: the host's CAP_SYS_ADMIN if this process has it, else a user namespace with the range.
+    """Obtain the right to mount, by the host's CAP_SYS_ADMIN if this process has it, else by `enter_as_root`.
 
     Returns whether the privileges are the host's. The "host" may itself be a user namespace, with fewer ids.
     """
@@ -50,7 +50,7 @@ def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
 
 
 def enter_as_root(uid_base: int | None = None, uid_count: int = 0) -> None:
-    """Enter a user namespace in which this process is root and may mount, with the range of ids if there is one.
+    """Enter a user namespace in which this process is root and may mount. It contains the range of ids, if given.
 
     Without a range the kernel allows no change of groups in the namespace.
     """
@@ -101,9 +101,9 @@ def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privi
 
 
 def id_map(uid_base: int | None, uid_count: int, proc_self: int) -> str:
-    """Return the map of the range to ids from 0, or without a range of a single id to id 0.
+    """Return a map of the range to ids from 0. Without a range, return a map of a single id to id 0.
 
-    The single id is nobody's where that exists, so that the owner of the host's files has no id inside.
+    The single id is `NOBODY` if it exists, so that root, who owns the host's files, has no id inside.
     """
     if uid_base is not None:
         return f"0 {uid_base} {uid_count}"
@@ -131,7 +131,7 @@ def unshare_mapped(flags: int, mapping: str, proc_self: int) -> None:
 
 
 def become_uid_0(*, can_change_groups: bool) -> None:
-    """Become id 0 of a new user namespace. Without the host's privileges the kernel keeps the groups as they are."""
+    """Become id 0 of a new user namespace, and drop all groups if that is allowed (see `enter_as_root`)."""
     if can_change_groups:
         os.setgroups([])
     os.setresgid(0, 0, 0)

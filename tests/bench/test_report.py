@@ -69,7 +69,7 @@ SYNTHETIC: dict[str, dict[str, Any]] = {
         },
         "gateway": {
             "calls_per_core_s": 18_282, "bytes": 900,
-            "arrival_patterns": {"all at once": {"calls_per_s": 45_000, "gateways": 3, "mb_per_s": 40.5}},
+            "arrival_patterns": {"all at once": {"calls_per_s": 45_000, "mb_per_s": 40.5}},
         },
         "executor": {"cpu_ms": 0.4, "calls_per_core_s": 2500},
         "memory": {

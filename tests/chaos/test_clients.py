@@ -94,8 +94,8 @@ async def test_clients_that_vanish_leave_nothing_behind_and_disturb_nobody() -> 
             results = answer.result()[1]["results"]
             assert [(result["id"], result["stdout"]) for result in results] == [(c["id"], c["code"]) for c in calls]
         await until(lambda: not served.dispatcher.call_table.outstanding.calls)
-        hung = [seq for seq, call in served.fleet.last.calls.items() if call["code"] == "hang"]
-        await until(lambda: set(hung) <= set(served.fleet.last.cancelled))
+        hung = [seq for seq, call in served.fleet.last_executor.calls.items() if call["code"] == "hang"]
+        await until(lambda: set(hung) <= set(served.fleet.last_executor.cancelled))
         assert (await served.post("/v1/execute", {"code": "after"}))[1]["stdout"] == "after"
         assert served.dispatcher.call_table.outstanding.bytes == 0
         assert len(served.fleet.executors) == 1

@@ -67,7 +67,7 @@ async def test_a_gateway_whose_clock_jumps_answers_once(jump_s: float, monkeypat
         await served.post("/v1/execute", {"code": "1"})
         body = {"calls": [{"code": "hang"}] * 4 + [{"code": str(n)} for n in range(40)]}
         asking = asyncio.create_task(served.post("/v1/batch", body))
-        fake = served.fleet.last
+        fake = served.fleet.last_executor
         await until(lambda: sum(call["code"] == "hang" for call in fake.calls.values()) == 4)
         offset = jump_s
         await served.post("/v1/execute", {"code": "2"})

@@ -44,11 +44,10 @@ class Served:
 @asynccontextmanager
 async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settings: Any) -> AsyncIterator[Served]:
     fleet = fleet or FakeFleet()
-    config = ServeConfig(**settings)
-    async with Dispatcher(config, fleet.launch) as dispatcher:
+    async with Dispatcher(ServeConfig(**settings), fleet.launch) as dispatcher:
         if wait:
             await dispatcher.started()
-        app = build_app(config, dispatcher)
+        app = build_app(dispatcher)
         server = TestServer(app)
         await server.start_server()
         async with server, aiohttp.ClientSession() as http:

@@ -1,4 +1,4 @@
-"""What a request leaves behind: nothing, even while the cyclic garbage collector is off."""
+"""Tests that requests leave no objects in memory, even while the cyclic garbage collector is off."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from sandbox.gateway.history import STEPS, History, Snapshot
 from sandbox.gateway.http.errors import HttpError
 from sandbox.types import Call, Status
 from tests.gateway.serving import Served, serving, until
-from tests.gateway.test_stats import EMPTY
+from tests.gateway.test_stats import NO_LATENCIES
 
 CALLS = [{"code": str(n)} for n in range(20)]
-REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {
+REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {  # path, body, headers, HTTP status
     "a call": ("/v1/execute", {"code": "1"}, {}, 200),
     "a batch": ("/v1/batch", {"calls": CALLS}, {}, 200),
     "a check": ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}] * 20}, {}, 200),
     "malformed calls": ("/v1/batch", {"calls": [*CALLS, {}]}, {}, 200),
     "a malformed batch": ("/v1/batch", {"call": CALLS}, {}, 400),
-    "no JSON": ("/v1/batch", b"{", {"Content_Type": "application/json"}, 400),
-    "another type": ("/v1/batch", b"{}", {"Content_Type": "text/plain"}, 415),
+    "malformed JSON": ("/v1/batch", b"{", {"Content_Type": "application/json"}, 400),
+    "an unsupported type": ("/v1/batch", b"{}", {"Content_Type": "text/plain"}, 415),
     "a full queue": ("/v1/batch", {"calls": CALLS + CALLS}, {}, 413),
     "no such path": ("/v1/nothing", {"calls": CALLS}, {}, 404),
 }
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
-    """Switch the garbage collector off, so that cycles stay in memory."""
+def _garbage_collector_off() -> Iterator[None]:
+    """Switch the collector off, so that objects in reference cycles stay in memory."""
     gc.collect()
     gc.disable()
     try:
@@ -74,7 +74,7 @@ async def _disconnect(served: Served) -> None:
 @pytest.mark.parametrize("name", [*REQUESTS, "a stream", "a client that leaves"])
 async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) -> None:
     async with serving(queue_calls=30) as served:
-        with _no_collector():
+        with _garbage_collector_off():
             before = _live_objects()
             for _ in range(3):
                 if name in REQUESTS:
@@ -88,15 +88,15 @@ async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) ->
             assert not _live_objects() - before - Counter(Request=1), "an open connection keeps its last request"
 
 
-def _at(second: int) -> Snapshot:
-    """Return a snapshot in which every number differs from the one before, as on a busy server."""
+def _busy_snapshot(second: int) -> Snapshot:
+    """Return a snapshot whose numbers all differ from those of the second before, as on a busy server."""
     rng = random.Random(second)
     return Snapshot(
         second + rng.random(),
         dict.fromkeys(Status, 1000 * second),
         {f"refused_{code}": second for code in (400, 413, 429, 503)},
         {
-            name: tuple(second * (index % 7) for index in range(len(EMPTY)))
+            name: tuple(second * (index % 7) for index in range(len(NO_LATENCIES)))
             for name in ("queue_ms", "run_ms", "answer_ms")
         },
         {f"gauge_of_a_name_as_long_as_{number}": rng.random() * 1e10 for number in range(16)},
@@ -107,9 +107,9 @@ def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
     """The history fills after the start of a server, so a large one would look like a leak."""
     tracemalloc.start()
     try:
-        history = History(_at(0))
+        history = History(_busy_snapshot(0))
         for second in range(1, STEPS + 1):
-            history.add(_at(second))
+            history.add(_busy_snapshot(second))
         used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -124,7 +124,7 @@ def test_an_idle_gateway_returns_the_memory_of_its_largest_requests() -> None:
             request = urllib.request.Request(f"{server.url}/v1/batch", body, {"Content-Type": "application/msgpack"})
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert len(msgpack.unpackb(response.read())["results"]) == 250
-        give_up = time.monotonic() + 10
-        while processes.pss_mb([server.pid]) > 40 and time.monotonic() < give_up:
+        deadline = time.monotonic() + 10
+        while processes.pss_mb([server.pid]) > 40 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert processes.pss_mb([server.pid]) < 40

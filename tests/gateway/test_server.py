@@ -1,4 +1,4 @@
-"""`serve` in its own process, with a fake executor in another one."""
+"""Tests of `serve` in its own process, with fake executors in further processes."""
 
 from __future__ import annotations
 
@@ -36,37 +36,39 @@ sys.exit(serve(config, functools.partial(ExecutorProcess.launch, {module!r})))
 
 
 @contextmanager
-def server(
-    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", files: int | None = None
+def serving_process(
+    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", max_fds: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     code = SERVE.format(port=port, drain_s=drain_s, module=module)
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_limit(files)) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=_limit_descriptors(max_fds)
+    ) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def _limit(files: int | None) -> Callable[[], None] | None:
-    return None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+def _limit_descriptors(max_fds: int | None) -> Callable[[], None] | None:
+    return None if max_fds is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max_fds, max_fds))
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     line = process.stderr.readline()
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"rstar-sandbox \S+ on (http://127\.0\.0\.1:\d+)  isolation=none  slots=64  python=\S+\n", line
     )
-    assert found, line
-    return found[1]
+    assert match, line
+    return match[1]
 
 
 def post(url: str, body: object) -> dict[str, object]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=10) as response:
-        answer: dict[str, object] = json.load(response)
-        return answer
+        result: dict[str, object] = json.load(response)
+        return result
 
 
 def test_the_ready_line_has_the_reason_for_the_isolation_level(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,14 +82,14 @@ def test_the_ready_line_has_the_reason_for_the_isolation_level(capsys: pytest.Ca
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_server_runs_until_a_signal_and_leaves_no_process_behind(number: signal.Signals) -> None:
-    with server() as process:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_server_and_its_executors(signal_number: signal.Signals) -> None:
+    with serving_process() as process:
         address = address_of(process)
         assert post(f"{address}/v1/execute", {"code": "hi"})["stdout"] == "hi"
         children = _children(process.pid)
         assert children
-        process.send_signal(number)
+        process.send_signal(signal_number)
         assert process.wait(10) == 0
         assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
 
@@ -97,33 +99,33 @@ async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() ->
     """More calls wait than a server can finish in `drain_s`."""
     results: list[Result] = []
     with ExitStack() as stack:
-        processes = [stack.enter_context(server(drain_s=0.5)) for _ in range(2)]
+        processes = [stack.enter_context(serving_process(drain_s=0.5)) for _ in range(2)]
         urls = [address_of(process) for process in processes]
         async with AsyncClient(urls, batch_size=16) as client, asyncio.TaskGroup() as tasks:
-            is_over = asyncio.Event()
+            may_stop = asyncio.Event()
 
             async def load() -> None:
-                while not is_over.is_set():
+                while not may_stop.is_set():
                     results.extend(await client.run_batch(["slow"] * 64))
 
             for _ in range(16):
                 tasks.create_task(load())
             for url in urls:
-                while not await asyncio.to_thread(_waiting, url):
+                while not await asyncio.to_thread(_waiting_calls, url):
                     pass
             processes[0].send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(processes[0].wait, 30) == 0
-            again = stack.enter_context(server(port=int(urls[0].rpartition(":")[2]), drain_s=0.5))
-            assert await asyncio.to_thread(address_of, again) == urls[0]
-            while not await asyncio.to_thread(_waiting, urls[0]):
+            restarted = stack.enter_context(serving_process(port=int(urls[0].rpartition(":")[2]), drain_s=0.5))
+            assert await asyncio.to_thread(address_of, restarted) == urls[0]
+            while not await asyncio.to_thread(_waiting_calls, urls[0]):
                 pass
-            is_over.set()
+            may_stop.set()
     assert len(results) >= 16 * 64
     assert {result.status for result in results} == {Status.OK}
 
 
-def test_a_second_signal_stops_at_once() -> None:
-    with server(drain_s=600) as process:
+def test_a_second_signal_ends_the_drain_at_once() -> None:
+    with serving_process(drain_s=600) as process:
         address = address_of(process)
         with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as client:
             body = b'{"code": "hang"}'
@@ -139,21 +141,21 @@ def test_a_second_signal_stops_at_once() -> None:
 
 
 def test_a_port_in_use_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, server(port=taken.getsockname()[1]) as process:
+    with socket.create_server(("127.0.0.1", 0)) as taken, serving_process(port=taken.getsockname()[1]) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "is another server running there?" in process.stderr.read()
 
 
 def test_too_few_file_descriptors_are_an_error() -> None:
-    with server(files=256) as process:
+    with serving_process(max_fds=256) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "(ulimit -Hn) is 256, but 256 connections need 612; raise it, best to 16740" in process.stderr.read()
 
 
 def test_a_lowered_connection_limit_is_logged_once() -> None:
-    with server(files=1000) as process:
+    with serving_process(max_fds=1000) as process:
         assert process.stderr is not None
         address_of(process)
         warning = process.stderr.readline()
@@ -170,23 +172,23 @@ def test_lowered_slots_and_missing_modules_are_logged_once_for_all_executors(cap
     executors = [types.SimpleNamespace(ready_report=report)] * 2
     dispatcher: Any = types.SimpleNamespace(config=config, executors=executors)
     _log_lowered_settings(dispatcher, connections=100)
-    slots, lacks = caplog.messages
+    slots, missing = caplog.messages
     assert slots.startswith(
         "slots lowered from 32 to 24, long_slots lowered from 512 to 0: not enough file descriptors (`ulimit -Hn 5000`"
     )
-    assert lacks.startswith("calls cannot import numpy, sympy: not installed for /their/python; install them there")
+    assert missing.startswith("calls cannot import numpy, sympy: not installed for /their/python; install them there")
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_an_executor_that_cannot_start_is_an_error() -> None:
-    with server(module="tests.no_such_executor") as process:
+    with serving_process(module="tests.no_such_executor") as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
         assert "rstar-sandbox: executor 0 did not start: " in process.stderr.read()
 
 
-def _waiting(address: str) -> int:
-    """Return how many calls wait in the server."""
+def _waiting_calls(address: str) -> int:
+    """Return the number of calls that wait in the server."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
         match = re.search(r"^rstar_sandbox_calls_waiting (\d+)\.0$", response.read().decode(), re.MULTILINE)
     assert match

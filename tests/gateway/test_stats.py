@@ -1,4 +1,4 @@
-"""`/v1/stats`: growth of counters, percentiles within 7 %, a bounded history."""
+"""Tests of `/v1/stats`: growth of counters, percentiles within 7 % of the true value, a bounded history."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sandbox.gateway.stats import MAX_NAMES, Stats
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
-EMPTY = (0,) * (len(BOUNDS_S) + 1)
+NO_LATENCIES = (0,) * (len(BOUNDS_S) + 1)
 
 
-def snapshot(at_s: float, ok: int = 0, waiting: int = 0, latency: tuple[int, ...] = EMPTY) -> Snapshot:
+def snapshot(at_s: float, ok: int = 0, waiting: int = 0, latency: tuple[int, ...] = NO_LATENCIES) -> Snapshot:
     return Snapshot(at_s, {"ok": ok}, {"retried": ok // 10}, {"run_ms": latency}, {"waiting": waiting})
 
 
@@ -35,9 +35,9 @@ def test_quantiles_are_within_seven_percent(seed: int) -> None:
     rng = random.Random(seed)
     values = sorted(rng.lognormvariate(-3, 2) for _ in range(1000))
     shares = [0.01, 0.5, 0.9, 0.99, 1.0]
-    for share, found in zip(shares, quantiles_s(counts_of(*values), shares), strict=True):
-        true = min(max(values[round(share * 1000) - 1], BOUNDS_S[0]), BOUNDS_S[-1])
-        assert found == pytest.approx(true, rel=0.07)
+    for share, quantile in zip(shares, quantiles_s(counts_of(*values), shares), strict=True):
+        true_value = min(max(values[round(share * 1000) - 1], BOUNDS_S[0]), BOUNDS_S[-1])
+        assert quantile == pytest.approx(true_value, rel=0.07)
 
 
 def test_values_outside_the_bounds_count_as_the_nearer_bound() -> None:
@@ -49,13 +49,15 @@ def test_bounds_rise_and_prometheus_gets_a_cumulative_selection() -> None:
     assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
     scraped_bounds = [BOUNDS_S[index] for index in SCRAPED_BUCKETS]
     assert scraped_bounds[:6] == [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05] and scraped_bounds[-1] == 500
-    scraped = list(Histogram.samples(_filled(0.002, 0.3, 1e6), "x"))
+    scraped = list(Histogram.samples(_histogram_of(0.002, 0.3, 1e6), "x"))
     assert ("x_bucket", {"le": "0.0025"}, 1) in scraped and ("x_bucket", {"le": "0.25"}, 1) in scraped
     assert ("x_bucket", {"le": "500.0"}, 2) in scraped and ("x_bucket", {"le": "+Inf"}, 3) in scraped
 
 
 def test_an_interval_has_the_growth_between_its_snapshots() -> None:
-    step = interval(snapshot(1, ok=100, latency=counts_of(9.0)), snapshot(3.5, ok=130, waiting=7, latency=_more()))
+    step = interval(
+        snapshot(1, ok=100, latency=counts_of(9.0)), snapshot(3.5, ok=130, waiting=7, latency=_later_latencies())
+    )
     assert step["seconds"] == 2.5 and step["statuses"] == {"ok": 30} and step["events"] == {"retried": 3}
     assert step["waiting"] == 7
     assert step["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the 9 s are in the first snapshot
@@ -95,7 +97,9 @@ async def test_stats_show_waiting_and_dispatched_calls() -> None:
     async with serving() as served:
         hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
         await until(lambda: served.dispatcher.call_table.waiting == 12)
-        served.fleet.last.send("stats", {"running": 4, "running_long": 1, "zygotes": {"bare": 2, "numeric": 1}})
+        served.fleet.last_executor.send(
+            "stats", {"running": 4, "running_long": 1, "zygotes": {"bare": 2, "numeric": 1}}
+        )
         await until(lambda: bool(served.dispatcher.executors[0].stats.gauges))
         now = (await _stats(served))["now"]
         hanging.cancel()
@@ -109,10 +113,10 @@ async def test_stats_show_waiting_and_dispatched_calls() -> None:
 
 @pytest.mark.asyncio
 async def test_the_state_is_the_reason_why_no_call_is_accepted() -> None:
-    async with serving(FakeFleet(starts=("silent",)), wait=False) as served:
+    async with serving(FakeFleet(start_reactions=("silent",)), wait=False) as served:
         assert (await _stats(served))["service"]["state"] == "starting"
-    async with serving(FakeFleet(starts=("ready", "silent"))) as served:
-        served.fleet.last.exit(1)
+    async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served:
+        served.fleet.last_executor.exit(1)
         await until(lambda: not served.dispatcher.is_ready)
         assert (await _stats(served))["service"]["state"] == "no executor"
         await served.dispatcher.drain(0)
@@ -123,13 +127,13 @@ async def test_the_state_is_the_reason_why_no_call_is_accepted() -> None:
 async def test_counters_do_not_fall_when_their_executor_restarts() -> None:
     async with serving() as served:
         stats, executor = Stats(served.dispatcher), served.dispatcher.executors[0]
-        seen = []
+        totals = []
         for raw in ({"zygote_restarts_total": 3}, {"zygote_restarts_total": 5}, {}, {"zygote_restarts_total": 1}):
             executor.stats = ExecutorStats.decode(raw)
             stats.tick()
-            seen.append(stats.build(0)["totals"]["events"]["zygote_restarts"])
+            totals.append(stats.build(0)["totals"]["events"]["zygote_restarts"])
         steps = stats.build(0)["steps"]
-    assert seen == [3, 5, 5, 6]
+    assert totals == [3, 5, 5, 6]
     assert [step["events"].get("zygote_restarts", 0) for step in steps] == [3, 2, 0, 1]
 
 
@@ -143,9 +147,9 @@ async def test_malformed_stats_of_an_executor_do_not_break_the_response() -> Non
             "restarts_total": "1", "queued": {},
         })  # fmt: skip
         stats.tick()
-        answer = json.loads(json.dumps(stats.build(0), allow_nan=False))
-    assert answer["missed_imports"] == {"x" * 60: 1, "": 2}
-    assert answer["now"]["running"] == 0 and answer["service"]["python"] == answer["service"]["isolation"] == ""
+        reply = json.loads(json.dumps(stats.build(0), allow_nan=False))
+    assert reply["missed_imports"] == {"x" * 60: 1, "": 2}
+    assert reply["now"]["running"] == 0 and reply["service"]["python"] == reply["service"]["isolation"] == ""
 
 
 @pytest.mark.asyncio
@@ -178,14 +182,14 @@ async def test_the_history_grows_each_second_and_only_new_steps_are_sent() -> No
     assert steps[1]["at_s"] == pytest.approx(steps[0]["at_s"] + steps[1]["seconds"], abs=0.002)
 
 
-def _filled(*seconds: float) -> Histogram:
+def _histogram_of(*seconds: float) -> Histogram:
     histogram = Histogram()
     for value in seconds:
         histogram.observe(value)
     return histogram
 
 
-def _more() -> tuple[int, ...]:
+def _later_latencies() -> tuple[int, ...]:
     return counts_of(9.0, *[0.02] * 30)
 
 

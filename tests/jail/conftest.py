@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,18 +22,22 @@ from tests.jail import jails
 find_interpreter = cache(Interpreter.find)
 
 
+GUEST_EXIT_STATUS = 3
+"""Exit status of the guest that `guest_dir` contains."""
+
+
 @dataclass(frozen=True)
 class JailSetup:
     name: str
     spec: JailSpec
     as_nobody: bool
-    """Whether user nobody starts the jail, and not the user of the tests."""
+    """Whether user nobody starts the jail, instead of the user who runs the tests."""
 
     def run(self, code: str) -> Any:
         """Run `code` in a jail and return its first message."""
         return jails.run(self.spec, code, as_nobody=self.as_nobody)
 
-    def running(self, code: str) -> Any:
+    def running(self, code: str) -> AbstractContextManager[jails.RunningJail]:
         return jails.running(self.spec, code, as_nobody=self.as_nobody)
 
 
@@ -47,7 +52,7 @@ def isolation() -> None:
 
 @pytest.fixture(scope="session")
 def python() -> Interpreter:
-    """The guest runtime, or the Python of the tests if that is not built."""
+    """The Python of the guest runtime, or the Python of the tests if no runtime is built."""
     try:
         return find_interpreter(str(default_python()))
     except ConfigError:
@@ -56,11 +61,11 @@ def python() -> Interpreter:
 
 @pytest.fixture
 def guest_dir() -> Iterator[Path]:
-    """A directory of a guest that exits with 3 at once, readable for all users."""
+    """A directory that all users can read, with a guest that exits at once."""
     with jails.dir_for_all_users() as directory:
         guest = directory / "guest"
         guest.mkdir()
-        (guest / "zygote.py").write_text("raise SystemExit(3)")
+        (guest / "zygote.py").write_text(f"raise SystemExit({GUEST_EXIT_STATUS})")
         shutil.copy(jails.REPOSITORY / "sandbox/guest/init.py", guest)
         yield guest
 
@@ -92,7 +97,7 @@ def jail_setup(request: pytest.FixtureRequest, isolation: None, python: Interpre
         return JailSetup(name, jails.make_spec(find_interpreter(system), (None, 0), guest_dir, level), as_nobody=True)
     if os.geteuid() != 0:
         pytest.skip(f"{name}: needs root")
-    uids = host_uids(7, 10) if "range" in name else (None, 0)
+    uids = host_uids(jail=7, slots=10) if "range" in name else (None, 0)
     if "range" in name and uids[0] is None:
         pytest.skip("range of uids: this container has too few")
     return JailSetup(name, jails.make_spec(python, uids, guest_dir, level), as_nobody=False)

@@ -1,4 +1,4 @@
-"""Real jails for tests: starts one around a few lines of Python, which send messages over the guest's socket."""
+"""Starts real jails around a few lines of Python, which send messages to the test over the guest's socket."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 30
 NOBODY = 65_534
 ENV = {"LANG": "C.UTF-8", "WHO": "guest"}
+"""Environment in the spec of each jail."""
 
 _PRELUDE = """
 import json, os, socket, sys
@@ -36,13 +37,17 @@ def attempt(call, *arguments):
     try: return str(call(*arguments))
     except OSError as error: return type(error).__name__ if error.errno is None else os.strerror(error.errno)
 """
+"""Functions for the code in a jail. `attempt` returns the text of a call's result or error."""
 
 
-def _filter() -> bytes:
-    """Return a filter that, like systemd's MemoryDenyWriteExecute, refuses mprotect(2) with PROT_EXEC and mmap(2) of
-    memory that is both writable and executable."""
+def _write_execute_filter() -> bytes:
+    """Return a filter like that of systemd's MemoryDenyWriteExecute.
+
+    It refuses mprotect(2) with PROT_EXEC, and mmap(2) of memory that is both writable and executable.
+    """
     number, rights = 0, 32  # offsets in seccomp_data: the number, and the low half of the third argument
-    mmap_, mprotect, writable_and_executable = 9, 10, 0b110
+    mmap_, mprotect = 9, 10
+    executable, writable_and_executable = 0b100, 0b110
     return bpf.assemble(
         [
             bpf.Instruction(bpf.LOAD, number),
@@ -52,7 +57,7 @@ def _filter() -> bytes:
             bpf.Instruction(bpf.AND, writable_and_executable),
             bpf.Instruction(bpf.IF_EQUAL, writable_and_executable, yes="refuse", no="allow"),
             bpf.Instruction(bpf.LOAD, rights, label="mprotect"),
-            bpf.Instruction(bpf.AND, 0b100),
+            bpf.Instruction(bpf.AND, executable),
             bpf.Instruction(bpf.IF_EQUAL, 0, yes="allow"),
             bpf.Instruction(bpf.RETURN, seccomp.EPERM, label="refuse"),
             bpf.Instruction(bpf.RETURN, seccomp.ALLOW, label="allow"),
@@ -64,16 +69,18 @@ NO_EXECUTABLE_MEMORY = {
     "PR_SET_MDWE": "import ctypes; assert ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) == 0\n",
     "a filter": f"""
 import ctypes, struct
-libc, program = ctypes.CDLL(None), ctypes.create_string_buffer({_filter()!r})
-libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, and PR_SET_SECCOMP
-assert libc.prctl(22, 2, struct.pack("HxxxxxxP", {len(_filter()) // 8}, ctypes.addressof(program)), 0, 0) == 0
+libc, program = ctypes.CDLL(None), ctypes.create_string_buffer({_write_execute_filter()!r})
+header = struct.pack("HxxxxxxP", {len(_write_execute_filter()) // 8}, ctypes.addressof(program))  # struct sock_fprog
+libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, header, 0, 0) == 0  # PR_SET_SECCOMP
 """,
 }
-"""Code after which a process cannot execute memory that it has written, as under systemd (both ways) and SELinux."""
+"""Code after which a process cannot execute memory that it has written. systemd uses both ways, SELinux has the same
+effect."""
 
 
 def without_executable_memory(denial: str) -> str:
-    """Return this code. Skips the test if the kernel lacks PR_SET_MDWE."""
+    """Return the code of one `NO_EXECUTABLE_MEMORY`. Skips the test if the kernel does not support it."""
     code = NO_EXECUTABLE_MEMORY[denial]
     if subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode:
         pytest.skip(f"needs {denial} (Linux 6.3)")
@@ -81,7 +88,7 @@ def without_executable_memory(denial: str) -> str:
 
 
 class RunningJail:
-    """A running jail and the test's end of its socket."""
+    """A running jail, and the test's end of the guest's socket."""
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self.process = process
@@ -89,7 +96,7 @@ class RunningJail:
         self._lines = sock.makefile("rb")
 
     def receive(self) -> Any:
-        """Return the guest's next message. Fails the test with the guest's stderr if it has ended."""
+        """Return the guest's next message. If the guest has ended, fail the test with the guest's stderr."""
         line = self._lines.readline()
         if not line:
             self.sock.close()
@@ -98,7 +105,7 @@ class RunningJail:
         return json.loads(line)
 
     def is_closed(self) -> bool:
-        """Wait for the end of the stream, when no process has the guest's end open any more."""
+        """Wait for the end of the stream: then no process has the guest's end open any more."""
         return self._lines.readline() == b""
 
     def launch_error(self) -> str:
@@ -108,23 +115,25 @@ class RunningJail:
 
 
 @contextmanager
-def running(spec: JailSpec, code: str | None, *, as_nobody: bool = False) -> Iterator[RunningJail]:
-    """Start a jail that runs `code`, or without it the spec's own program, and kill it at the end."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(DEADLINE_S)
+def running(spec: JailSpec, code: str | None = None, *, as_nobody: bool = False) -> Iterator[RunningJail]:
+    """Start a jail that runs `code`, or the spec's own program if `code` is None, and kill it at the end."""
+    test_end, guest_end = socket.socketpair()
+    test_end.settimeout(DEADLINE_S)
     if code is not None:
         spec = replace(spec, argv=(spec.guest_python, "-c", _PRELUDE + code, "{fd}"))
-    with theirs:
-        argv = launch_argv(spec, theirs.fileno())
-        user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if as_nobody else {}
+    with guest_end:
+        argv = launch_argv(spec, guest_end.fileno())
+        user: dict[str, Any] = {}
         if as_nobody:
-            # By a Python and a copy of this package that user nobody can read.
-            start = f"import sys; sys.path.insert(0, {str(copied_packages())!r}); from {argv[3]} import main; main()"
-            argv = [spec.python.executable, "-I", "-c", start, *argv[4:]]
-        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, **user)
-    with ours, process:
+            user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+            # Start the launcher by a Python, and from a copy of this package, that user nobody can read.
+            _, _, _, module, *arguments = argv
+            start = f"import sys; sys.path.insert(0, {str(copied_packages())!r}); from {module} import main; main()"
+            argv = [spec.python.executable, "-I", "-c", start, *arguments]
+        process = subprocess.Popen(argv, pass_fds=[guest_end.fileno()], stderr=subprocess.PIPE, **user)
+    with test_end, process:
         try:
-            yield RunningJail(process, ours)
+            yield RunningJail(process, test_end)
         finally:
             process.kill()
 
@@ -136,7 +145,7 @@ def run(spec: JailSpec, code: str, *, as_nobody: bool = False) -> Any:
 
 
 def children(pid: int) -> list[int]:
-    """Return the host pids of the children of `pid`; none if it has ended."""
+    """Return the host pids of the children of a process. There are none if it has ended."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
@@ -144,7 +153,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    return [pid, *(below for child in children(pid) for below in descendants(child))]
+    return [pid, *(descendant for child in children(pid) for descendant in descendants(child))]
 
 
 def host_uid(pid: int) -> int:
@@ -153,9 +162,9 @@ def host_uid(pid: int) -> int:
 
 
 def find_python_minor(minor: int) -> str | None:
-    """Find a Python 3.`minor` of this machine, on PATH or from pyenv."""
-    built = sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/3.{minor}.*/bin/python3")))
-    return built[-1] if built else shutil.which(f"python3.{minor}")
+    """Find a Python 3.`minor` of this machine, from pyenv or on PATH."""
+    from_pyenv = sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/3.{minor}.*/bin/python3")))
+    return from_pyenv[-1] if from_pyenv else shutil.which(f"python3.{minor}")
 
 
 def system_python() -> str | None:
@@ -181,7 +190,7 @@ def reachable_python(python: str) -> str:
 
 @contextmanager
 def dir_for_all_users() -> Iterator[Path]:
-    """Create a directory that all users can enter. It is not below pytest's own, which other users cannot enter."""
+    """Create a directory that all users can enter, unlike the temporary directories of pytest."""
     with tempfile.TemporaryDirectory(prefix="rstar-test-", dir=scratch_parent_dir(has_uids=True)) as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -194,11 +203,11 @@ def copied_packages() -> Path:
     This checkout and its environment may lie in a home that only its owner can enter. The copy exists until this
     process ends.
     """
-    names = _stdout_of([sys.executable, "-c", _IMPORTED]).split("\n")[:-1]
+    files = _stdout_of([sys.executable, "-c", _PRINT_IMPORTED_FILES]).splitlines()
     stack = ExitStack()
     atexit.register(stack.close)
     directory = stack.enter_context(dir_for_all_users())
-    for path in map(Path, [f"{REPOSITORY}/sandbox/__init__.py", *names]):
+    for path in map(Path, [f"{REPOSITORY}/sandbox/__init__.py", *files]):
         if path.name == "__init__.py":
             shutil.copytree(path.parent, directory / path.parent.name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -208,7 +217,7 @@ def copied_packages() -> Path:
     return directory
 
 
-_IMPORTED = """
+_PRINT_IMPORTED_FILES = """
 import sandbox.executor.connection, sys
 for name in sorted({name.partition(".")[0] for name in sys.modules} - {"sandbox"}):
     file = getattr(sys.modules.get(name), "__file__", None) or ""

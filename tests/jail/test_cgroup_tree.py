@@ -112,7 +112,7 @@ def test_an_oom_kill_is_distinguished_from_other_kills(tree: CgroupTree) -> None
 
 
 def test_an_oom_kill_by_an_outer_limit_is_reported_as_such(tree: CgroupTree) -> None:
-    limit = directories(tree)[0] / tree._version.memory_limit
+    limit = directories(tree)[0] / tree._version.memory_limit_file
     limit.write_text(str(32 * MIB))
     cgroup = tree.cgroup(0)
     cgroup.set_limits(512 * MIB, 64)
@@ -221,7 +221,7 @@ def test_too_few_descriptors_are_an_error_with_both_numbers(monkeypatch: pytest.
 
 
 def test_missing_hierarchies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "mounts", lambda: iter([("/", "/", "ext4", "rw")]))
+    monkeypatch.setattr(machine, "mounts", lambda _root: iter([("/", "/", "ext4", "rw")]))
     with pytest.raises(IsolationError, match="2: it is not mounted; version 1: no hierarchy of memory or pids is"):
         CgroupTree()
 
@@ -229,23 +229,23 @@ def test_missing_hierarchies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("own", "mounts", "expected"),
     [
-        ([("memory", "/a/b")], [("/", "/m", "cgroup", "rw,memory")], {"memory": "/m/a/b"}),
-        ([("memory", "/docker/x")], [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
-        ([("memory", "/docker/x/y")], [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m/y"}),
-        ([("memory", "/docker/x")], [("/docker/other", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
-        ([("cpu,cpuacct", "/")], [("/", "/c", "cgroup", "rw,cpu,cpuacct")], {"cpu": "/c", "cpuacct": "/c"}),
-        ([("", "/s")], [("/", "/u", "cgroup2", "rw"), ("/", "/again", "cgroup2", "rw")], {"": "/u/s"}),
-        ([("", "/")], [("/", "/x", "tmpfs", "rw")], {}),
+        ({"memory": "/a/b"}, [("/", "/m", "cgroup", "rw,memory")], {"memory": "/m/a/b"}),
+        ({"memory": "/docker/x"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
+        ({"memory": "/docker/x/y"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m/y"}),
+        ({"memory": "/docker/x"}, [("/docker/other", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
+        ({"cpu": "/", "cpuacct": "/"}, [("/", "/c", "cgroup", "rw,cpu,cpuacct")], {"cpu": "/c", "cpuacct": "/c"}),
+        ({"": "/s"}, [("/", "/u", "cgroup2", "rw"), ("/", "/again", "cgroup2", "rw")], {"": "/u/s"}),
+        ({"": "/"}, [("/", "/x", "tmpfs", "rw")], {}),
     ],
 )
 def test_own_cgroups_are_found_where_they_are_mounted(
-    own: list[tuple[str, str]],
+    own: dict[str, str],
     mounts: list[tuple[str, str, str, str]],
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "cgroup_paths", lambda: iter(own))
-    monkeypatch.setattr(machine, "mounts", lambda: iter(mounts))
+    monkeypatch.setattr(machine, "cgroup_paths", lambda _root: own)
+    monkeypatch.setattr(machine, "mounts", lambda _root: iter(mounts))
     assert cgroup_tree.own_cgroup_dirs() == expected
 
 
@@ -289,7 +289,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCgroup:
 
 
 def set_own_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(machine, "cgroup_paths", lambda: iter([("", path)]))
+    monkeypatch.setattr(machine, "cgroup_paths", lambda _root="/": {"": path})
 
 
 def test_processes_of_a_containers_cgroup_move_to_a_leaf(fake: FakeCgroup, monkeypatch: pytest.MonkeyPatch) -> None:

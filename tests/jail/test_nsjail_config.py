@@ -15,7 +15,7 @@ from tests.jail.test_plan import PYTHON
 
 START = StartParameters(
     socket_fd=7,
-    launcher_alive_fd=9,
+    nsjail_alive_fd=9,
     root_dir="/run/root",
     log_file="/run/nsjail.log",
     id_map="0 1381171200 1064",

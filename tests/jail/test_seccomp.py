@@ -15,19 +15,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox.jail import bpf, seccomp
+from sandbox.jail.seccomp import FilterKind
 from sandbox.jail.syscalls import X86_64
 from tests.jail.jails import find_python_minor
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
 
+checked_values = {value for rule in seccomp._CHECKED_ARGUMENTS.values() for check in rule for value in check.values}
 words = st.one_of(
-    st.sampled_from(
-        sorted({value for rule in seccomp._CHECKED_ARGUMENTS.values() for when in rule for value in when.values})
-    ),
-    st.sampled_from([1 << bit for bit in range(64)]),
-    st.integers(0, 2**64 - 1),
+    st.sampled_from(sorted(checked_values)), st.sampled_from([1 << bit for bit in range(64)]), st.integers(0, 2**64 - 1)
 )
 registers = st.lists(words, min_size=6, max_size=6)
+
+
+def evaluate(
+    number: int, arguments: Sequence[int], arch: int = seccomp.ARCH_X86_64, kind: FilterKind = FilterKind.NAMESPACED
+) -> int:
+    """Return the policy's result for a system call with these six registers of 64 bits, slowly and obviously."""
+    if arch != seccomp.ARCH_X86_64 or number >= seccomp.X32_BIT:
+        return seccomp.ENOSYS
+    rule = seccomp.rule_for(number, kind)
+    if isinstance(rule, int):
+        return rule
+    for check in rule:
+        value = arguments[check.index] & check.mask
+        if value in check.fake_success_values:
+            return seccomp.FAKE_SUCCESS
+        if value not in check.values:
+            return seccomp.EPERM
+    return seccomp.ALLOW
 
 
 def emulate(program: bytes, number: int, arguments: Sequence[int], arch: int = seccomp.ARCH_X86_64) -> tuple[int, int]:
@@ -57,42 +73,40 @@ def emulate(program: bytes, number: int, arguments: Sequence[int], arch: int = s
 def test_program_equals_the_policy_for_every_number(arguments: list[int]) -> None:
     program = seccomp.program()
     for number in range(1024):
-        assert emulate(program, number, arguments)[0] == seccomp.evaluate(number, arguments), number
+        assert emulate(program, number, arguments)[0] == evaluate(number, arguments), number
 
 
 @given(st.sampled_from(sorted(seccomp._CHECKED_ARGUMENTS)), registers)
 def test_program_equals_the_policy_for_checked_arguments(name: str, arguments: list[int]) -> None:
     number = X86_64[name]
-    assert emulate(seccomp.program(), number, arguments)[0] == seccomp.evaluate(number, arguments)
+    assert emulate(seccomp.program(), number, arguments)[0] == evaluate(number, arguments)
 
 
-@pytest.mark.parametrize("kind", list(seccomp.FilterKind))
+@pytest.mark.parametrize("kind", list(FilterKind))
 @given(registers=registers)
 @settings(max_examples=20)
-def test_every_program_equals_its_policy(kind: seccomp.FilterKind, registers: list[int]) -> None:
+def test_every_program_equals_its_policy(kind: FilterKind, registers: list[int]) -> None:
     for number in range(512):
         result = emulate(seccomp.program(kind), number, registers)[0]
-        assert result == seccomp.evaluate(number, registers, kind=kind), number
+        assert result == evaluate(number, registers, kind=kind), number
 
 
 @given(registers)
 def test_zygote_filter_and_call_filter_together_equal_the_policy(registers: list[int]) -> None:
     for number in range(512):
-        both = [
-            seccomp.evaluate(number, registers, kind=seccomp.FilterKind(name)) for name in ("zygote", "call on top")
-        ]
+        both = [evaluate(number, registers, kind=FilterKind(name)) for name in ("zygote", "call on top")]
         stricter = min(both)  # a refusal's value is below that of ALLOW
         if seccomp.ENOSYS in both and seccomp.EPERM in both:  # the later filter's errno counts
             stricter = both[1]
-        assert stricter == seccomp.evaluate(number, registers), number
+        assert stricter == evaluate(number, registers), number
 
 
 def test_the_filter_that_each_call_loads_is_small() -> None:
-    assert len(seccomp.program(seccomp.FilterKind.CALL_ON_TOP)) < len(seccomp.program()) / 3
+    assert len(seccomp.program(FilterKind.CALL_ON_TOP)) < len(seccomp.program()) / 3
 
 
-@pytest.mark.parametrize("kind", [seccomp.FilterKind.NAMESPACED, seccomp.FilterKind.ZYGOTE])
-def test_ipc_and_uts_calls_are_refused(kind: seccomp.FilterKind) -> None:
+@pytest.mark.parametrize("kind", [FilterKind.NAMESPACED, FilterKind.ZYGOTE])
+def test_ipc_and_uts_calls_are_refused(kind: FilterKind) -> None:
     """Calls share these namespaces, in which no call can create, find or change anything."""
     names = [name for name in X86_64 if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))]
     assert len(names) == 20
@@ -124,14 +138,14 @@ def test_a_call_with_the_servers_uid_reaches_only_itself(
     name: str, arguments: tuple[int, ...], is_allowed: bool
 ) -> None:
     words = [argument & 2**64 - 1 for argument in (*arguments, *(0,) * 6)][:6]
-    result = seccomp.evaluate(X86_64[name], words, kind=seccomp.FilterKind.SHARED_UID)
+    result = evaluate(X86_64[name], words, kind=FilterKind.SHARED_UID)
     assert result == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), registers)
 def test_other_architectures_and_x32_fail_with_enosys(number: int, arch: int, arguments: list[int]) -> None:
     program = seccomp.program()
-    assert emulate(program, number, arguments, arch)[0] == seccomp.evaluate(number, arguments, arch)
+    assert emulate(program, number, arguments, arch)[0] == evaluate(number, arguments, arch)
     assert emulate(program, number | seccomp.X32_BIT, arguments)[0] == seccomp.ENOSYS
     if arch != seccomp.ARCH_X86_64:
         assert emulate(program, number, arguments, arch)[0] == seccomp.ENOSYS

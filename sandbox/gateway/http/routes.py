@@ -26,7 +26,6 @@ from sandbox.gateway.stats import Stats
 from sandbox.types import EncodedResult, Result, Status
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
-CONFIG = web.AppKey("config", ServeConfig)
 BODIES = web.AppKey("bodies", codec.BodyReader)
 STATS = web.AppKey("stats", Stats)
 PROMETHEUS = web.AppKey("prometheus", PrometheusText)
@@ -42,8 +41,9 @@ PAGE_HEADERS = {
 }
 
 
-def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
+def build_app(dispatcher: Dispatcher) -> web.Application:
     """Build the application. The caller starts and stops the dispatcher."""
+    config = dispatcher.config
     app = web.Application(
         middlewares=[errors_as_json(dispatcher), auth_middleware(config)],
         handler_args={
@@ -54,7 +54,6 @@ def build_app(config: ServeConfig, dispatcher: Dispatcher) -> web.Application:
         },
     )
     app[DISPATCHER] = dispatcher
-    app[CONFIG] = config
     app[BODIES] = codec.BodyReader(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
     app[STATS] = Stats(dispatcher)
     app[PROMETHEUS] = PrometheusText(dispatcher.samples)
@@ -125,7 +124,7 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    return web.json_response(document(ROUTES, request.app[CONFIG].token is not None))
+    return web.json_response(document(ROUTES, request.app[DISPATCHER].config.token is not None))
 
 
 async def docs(request: web.Request) -> web.Response:
@@ -166,7 +165,7 @@ async def _admitted_batch(
     try:
         raw = await bodies.decode(body, content_type)
         del body
-        batch, malformed = await parse(raw, request.app[CONFIG])
+        batch, malformed = await parse(raw, dispatcher.config)
         del raw
         dispatcher.submit(batch)
     finally:
@@ -255,8 +254,8 @@ async def _respond(request: web.Request, status: int, body: bytes, content_type:
 async def _send(request: web.Request, response: web.StreamResponse, body: bytes) -> None:
     """Send a whole `Response`, or a part of a stream. Aborts the connection, and raises `ConnectionResetError`, if the
     client takes longer than `stall_s` per `CHUNK_BYTES`."""
-    dispatcher, stall_s = request.app[DISPATCHER], request.app[CONFIG].stall_s
-    timeout_s = stall_s * max(1, -(-len(body) // codec.CHUNK_BYTES))
+    dispatcher = request.app[DISPATCHER]
+    timeout_s = dispatcher.config.stall_s * max(1, -(-len(body) // codec.CHUNK_BYTES))
     try:
         async with asyncio.timeout(timeout_s):
             if isinstance(response, web.Response):

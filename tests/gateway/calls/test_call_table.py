@@ -1,4 +1,4 @@
-"""The call table: no call is lost, none gets two results, and no limit is exceeded."""
+"""Tests of the call table: every call gets exactly one result, and no limit is exceeded."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from sandbox.gateway.calls.call_table import (
 from sandbox.types import Call
 
 LIMITS = AdmissionLimits(max_calls=12, max_bytes=6000, max_attempts=3, tenant_share=0.75)
+TENANT_CALLS, TENANT_BYTES = 9, 4500
+"""The share of one tenant: three quarters of the limits."""
+UNLIMITED_BYTES = 1 << 20
+"""A frame size that never limits the number of calls."""
 EXECUTORS = (0, 1)
 
 
@@ -48,21 +52,22 @@ class CallTableMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.batches: list[Batch] = []
         self.cancelled: list[Batch] = []
-        self.seen: dict[Batch, list[int]] = {}
+        self.result_indices: dict[Batch, list[int]] = {}
         self.done: list[Batch] = []
+        """Batches whose `on_done` was called."""
         self.assigned: dict[int, list[int]] = {executor: [] for executor in EXECUTORS}
+        """The seqs of the calls that each executor has."""
 
     @rule(count=st.integers(1, 6), length=st.integers(0, 700), tenants=st.sampled_from(["a", "b", "ab"]))
     def submit(self, count: int, length: int, tenants: str) -> None:
         batch = batch_of(count, code="x" * length, tenants=tenants)
-        seen = self.seen[batch] = []
-        batch.on_result = seen.append
+        batch.on_result = self.result_indices.setdefault(batch, []).append
         batch.on_done = lambda: self.done.append(batch)
         before = self.call_table.outstanding.calls, self.call_table.outstanding.bytes
         try:
             self.call_table.admit(batch, self.now)
         except RequestRefused:
-            assert batch.calls[0].size_bytes * count > 4500
+            assert batch.calls[0].size_bytes * count > TENANT_BYTES
         except Overloaded as error:
             assert (self.call_table.outstanding.calls, self.call_table.outstanding.bytes) == before
             assert error.retry_after_s is not None and 1 <= error.retry_after_s <= MAX_RETRY_AFTER_S
@@ -71,7 +76,7 @@ class CallTableMachine(RuleBasedStateMachine):
 
     @rule(executor=st.sampled_from(EXECUTORS), max_calls=st.integers(1, 5))
     def assign(self, executor: int, max_calls: int) -> None:
-        calls = self.call_table.assign(executor, max_calls, 1 << 20, self.now)
+        calls = self.call_table.assign(executor, max_calls, UNLIMITED_BYTES, self.now)
         assert len(calls) <= max_calls
         self.assigned[executor] += [call.seq for call in calls]
 
@@ -122,85 +127,84 @@ class CallTableMachine(RuleBasedStateMachine):
         assert self.call_table.outstanding.calls == sum(batch.unfinished for batch in self.batches) <= LIMITS.max_calls
         assert 0 <= self.call_table.outstanding.bytes <= LIMITS.max_bytes
         for tenant in "ab":
-            open_ = [t for batch in self.batches for t in batch.calls if t.call is not None and t.tenant == tenant]
-            assert len(open_) <= 9 and sum(call.size_bytes for call in open_) <= 4500
-        assert (
-            self.call_table.waiting + sum(map(self.call_table.running, EXECUTORS)) == self.call_table.outstanding.calls
-        )
+            calls = [call for batch in self.batches for call in batch.calls]
+            unfinished = [call for call in calls if call.call is not None and call.tenant == tenant]
+            assert len(unfinished) <= TENANT_CALLS
+            assert sum(call.size_bytes for call in unfinished) <= TENANT_BYTES
+        running = sum(map(self.call_table.running, EXECUTORS))
+        assert self.call_table.waiting + running == self.call_table.outstanding.calls
 
     @invariant()
     def each_call_gets_one_result(self) -> None:
         for batch in self.batches:
-            seen = self.seen[batch]
-            assert len(seen) == len(set(seen)) == len(batch.results) - batch.unfinished
+            indices = self.result_indices[batch]
+            assert len(indices) == len(set(indices)) == len(batch.results) - batch.unfinished
             assert (batch in self.done) == (batch.unfinished == 0)
 
     def teardown(self) -> None:
         """After any sequence of steps, `fail_all` gives every remaining call a result."""
         self.call_table.fail_all("Stopped", "the end")
-        assert (self.call_table.outstanding.calls, self.call_table.outstanding.bytes, self.call_table.waiting) == (
-            0,
-            0,
-            0,
-        )
-        assert not self.call_table._tenants
+        outstanding = self.call_table.outstanding
+        assert (outstanding.calls, outstanding.bytes, self.call_table.waiting) == (0, 0, 0)
+        assert not self.call_table._tenants  # an entry that stays there has no other symptom
         assert all(None not in batch.results for batch in self.batches)
-        assert sorted(map(id, self.done)) == sorted(
-            {id(b) for b in [*self.batches, *self.cancelled] if not b.unfinished}
-        )
+        finished = [batch for batch in [*self.batches, *self.cancelled] if not batch.unfinished]
+        assert sorted(map(id, self.done)) == sorted(map(id, finished))
 
 
 TestCallTable = CallTableMachine.TestCase
 
 
-def test_a_call_of_a_lost_executor_goes_first_and_keeps_its_count_of_attempts() -> None:
+def test_a_call_of_a_lost_executor_is_assigned_first_and_keeps_its_number_of_attempts() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(3), 0.0)
-    (first,) = call_table.assign(0, 1, 1 << 20, 0.0)
+    (first,) = call_table.assign(0, 1, UNLIMITED_BYTES, 0.0)
     call_table.executor_lost(0, 1.0)
-    (again,) = call_table.assign(1, 1, 1 << 20, 1.0)
-    assert again is first and again.attempts == 2
+    (second,) = call_table.assign(1, 1, UNLIMITED_BYTES, 1.0)
+    assert second is first and second.attempts == 2
 
 
 def test_a_call_whose_executors_all_die_is_unavailable() -> None:
     call_table, batch = CallTable(LIMITS), batch_of(1)
     call_table.admit(batch, 0.0)
     for _ in range(LIMITS.max_attempts):
-        call_table.assign(0, 1, 1 << 20, 0.0)
+        call_table.assign(0, 1, UNLIMITED_BYTES, 0.0)
         call_table.executor_lost(0, 0.0)
     result = batch.pop_result(0)
     assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "ExecutorLost", 3)
 
 
 def test_a_call_that_kills_executors_uses_up_no_last_attempt_of_others() -> None:
-    call_table, poison, others = CallTable(LIMITS), batch_of(1), batch_of(6)
-    call_table.admit(poison, 0.0)
+    call_table, deadly, others = CallTable(LIMITS), batch_of(1), batch_of(6)
+    call_table.admit(deadly, 0.0)
     call_table.admit(others, 0.0)
     while call_table.outstanding.calls:
-        assigned = call_table.assign(0, 64, 1 << 20, 0.0)
-        if any(call.batch is poison for call in assigned):
+        assigned = call_table.assign(0, 64, UNLIMITED_BYTES, 0.0)
+        if any(call.batch is deadly for call in assigned):
             call_table.executor_lost(0, 0.0)
             continue
         for call in assigned:
             call_table.finish(0, call.seq, ok_result())
-    assert poison.pop_result(0)["status"] == "unavailable"
+    assert deadly.pop_result(0)["status"] == "unavailable"
     assert [others.pop_result(index)["status"] for index in range(6)] == ["ok"] * 6
 
 
-def test_the_result_has_the_waiting_time_of_all_attempts() -> None:
+def test_queue_ms_is_the_waiting_time_of_all_attempts() -> None:
     call_table, batch = CallTable(LIMITS), batch_of(1)
     call_table.admit(batch, 10.0)
-    call_table.assign(0, 1, 1 << 20, 11.0)
+    call_table.assign(0, 1, UNLIMITED_BYTES, 11.0)
     call_table.executor_lost(0, 20.0)
-    (call,) = call_table.assign(0, 1, 1 << 20, 22.0)
+    (call,) = call_table.assign(0, 1, UNLIMITED_BYTES, 22.0)
     call_table.finish(0, call.seq, ok_result())
-    assert batch.pop_result(0)["usage"]["queue_ms"] == pytest.approx(3000)
+    assert batch.pop_result(0)["usage"]["queue_ms"] == pytest.approx(
+        3000
+    )  # 1 s before the first attempt, 2 s before the second
 
 
-def test_a_full_queue_is_an_error_with_the_limit_and_the_time_to_wait() -> None:
+def test_the_error_of_a_full_queue_has_the_limit_and_the_time_to_wait() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(12, tenants="ab"), 0.0)
-    call_table.answer_rate.count(10, 0.0)
+    call_table.answer_rate.count(10, 0.0)  # 10 results in a window of 10 s: one result per second
     with pytest.raises(Overloaded, match=r"holds 12 of at most 12 calls, and this batch has 3 more; try again in 3 s"):
         call_table.admit(batch_of(3), 0.0)
 
@@ -222,8 +226,8 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
     call_table.admit(batch_of(3, tenants=["modest"]), 0.0)
 
 
-def _operations(step: Callable[[], object]) -> int:
-    """Return how many bytecode instructions `step` executes in Python functions."""
+def _count_instructions(step: Callable[[], object]) -> int:
+    """Return the number of bytecode instructions that `step` executes in Python functions."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -241,23 +245,23 @@ def _operations(step: Callable[[], object]) -> int:
     return count
 
 
-def _costs(others: int, tenants: int) -> dict[str, int]:
-    """Return the instructions of each step for a batch of three calls, beside `others` calls of so many tenants, some
-    of them on ten other executors."""
+def _step_costs(others: int, tenants: int) -> dict[str, int]:
+    """Return the number of instructions of each step for a batch of three calls. The table also holds `others` calls of
+    `tenants` tenants, of which 640 run on ten other executors."""
     call_table = CallTable(AdmissionLimits(100_000, 1 << 30, 3))
-    many, few = batch_of(others, tenants=range(tenants)), batch_of(3)
-    call_table.admit(many, 0.0)
+    other_batch, batch = batch_of(others, tenants=range(tenants)), batch_of(3)
+    call_table.admit(other_batch, 0.0)
     for executor in range(1, 11):
-        call_table.assign(executor, 64, 1 << 20, 0.0)
+        call_table.assign(executor, 64, UNLIMITED_BYTES, 0.0)
     costs = {
-        "admit": _operations(lambda: call_table.admit(few, 1.0)),
-        "assign": _operations(lambda: call_table.assign(0, 2, 1 << 20, 1.0)),
-        "finish": _operations(lambda: call_table.finish(0, call_table._seq, ok_result())),
-        "executor lost": _operations(lambda: call_table.executor_lost(0, 2.0)),
-        "next expiry": _operations(lambda: call_table.next_expiry(many)),
-        "assign again": _operations(lambda: call_table.assign(0, 1, 1 << 20, 3.0)),
-        "expire": _operations(lambda: call_table.expire(few, 11.0)),
-        "cancel": _operations(lambda: call_table.cancel(few)),
+        "admit": _count_instructions(lambda: call_table.admit(batch, 1.0)),
+        "assign": _count_instructions(lambda: call_table.assign(0, 2, UNLIMITED_BYTES, 1.0)),
+        "finish": _count_instructions(lambda: call_table.finish(0, call_table._seq, ok_result())),
+        "executor lost": _count_instructions(lambda: call_table.executor_lost(0, 2.0)),
+        "next expiry": _count_instructions(lambda: call_table.next_expiry(other_batch)),
+        "assign again": _count_instructions(lambda: call_table.assign(0, 1, UNLIMITED_BYTES, 3.0)),
+        "expire": _count_instructions(lambda: call_table.expire(batch, 11.0)),
+        "cancel": _count_instructions(lambda: call_table.cancel(batch)),
     }
     assert call_table.outstanding.calls == others
     return costs
@@ -265,9 +269,10 @@ def _costs(others: int, tenants: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("tenants", [1, 100])
 def test_the_cost_of_a_step_does_not_depend_on_the_number_of_calls(tenants: int) -> None:
-    few, many = _costs(1_000, tenants), _costs(20_000, tenants)
-    tolerated = 200  # instructions; dicts of other sizes take some more or fewer
-    assert {step: many[step] - cost for step, cost in few.items() if many[step] > cost + tolerated} == {}
+    costs, costs_of_many = _step_costs(1_000, tenants), _step_costs(20_000, tenants)
+    tolerated = 200  # instructions: their number also depends on the sizes of dicts
+    growth = {step: costs_of_many[step] - cost for step, cost in costs.items()}
+    assert {step: count for step, count in growth.items() if count > tolerated} == {}
 
 
 def test_repeated_expiry_visits_each_call_once() -> None:
@@ -276,20 +281,20 @@ def test_repeated_expiry_visits_each_call_once() -> None:
     for size in (100, 1_000):
         call_table, batch = CallTable(AdmissionLimits(10_000, 1 << 30, 3)), batch_of(size)
         call_table.admit(batch, 0.0)
-        for moment in range(size):
-            call_table.assign(moment, 1, 1 << 20, 0.0)
-        for moment in range(size):
-            call_table.executor_lost(moment, moment / size)
+        for executor in range(size):
+            call_table.assign(executor, 1, UNLIMITED_BYTES, 0.0)
+        for executor in range(size):
+            call_table.executor_lost(executor, executor / size)
 
         def expire_all(call_table: CallTable = call_table, batch: Batch = batch) -> None:
             while (expiry := call_table.next_expiry(batch)) is not None:
                 call_table.expire(batch, expiry)
 
-        costs.append(_operations(expire_all))
-    assert costs[1] < 11 * costs[0]  # ten times as many calls
+        costs.append(_count_instructions(expire_all))
+    assert costs[1] < 11 * costs[0]  # proportional to the calls, which are ten times as many
 
 
-def test_calls_that_expire_together_are_finished_in_parts() -> None:
+def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
     call_table, batch = CallTable(AdmissionLimits(10_000, 1 << 30, 3)), batch_of(2 * MAX_EXPIRED_AT_ONCE + 1)
     call_table.admit(batch, 0.0)
     expired = []
@@ -299,10 +304,10 @@ def test_calls_that_expire_together_are_finished_in_parts() -> None:
     assert expired == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
 
 
-def test_large_calls_are_assigned_in_small_numbers() -> None:
+def test_the_bytes_of_a_frame_limit_its_calls() -> None:
     call_table = CallTable(AdmissionLimits(100, 1 << 30, 3))
     call_table.admit(batch_of(10, code="x" * 1000), 0.0)
-    assert len(call_table.assign(0, 64, 2000, 0.0)) == 2
+    assert len(call_table.assign(0, 64, 2000, 0.0)) == 2  # the second call reaches 2,000 bytes
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 5), st.integers(0, 1000)), min_size=1, max_size=30))
@@ -312,7 +317,7 @@ def test_the_answer_rate_never_exceeds_the_finished_calls(steps: list[tuple[floa
         now += pause
         total += count
         rate.count(count, now)
-        assert 0 <= rate.per_s(now) <= total / 10.0 + 1e-9
+        assert 0 <= rate.per_s(now) <= total / 10.0 + 1e-9  # the window is 10 s; 1e-9 is the rounding error
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 60.0, 7130.0, 7440.0, 1e6])

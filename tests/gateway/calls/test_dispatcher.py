@@ -1,4 +1,4 @@
-"""The dispatcher with fake executors: frames, windows, lost executors, cancellation and the drain."""
+"""Tests of the dispatcher with fake executors: frames, windows, lost executors, cancellation and the drain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError
-from sandbox.gateway.calls import dispatcher
-from sandbox.gateway.calls import executor_handle as executor_handle
+from sandbox.gateway.calls import dispatcher, executor_handle
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
 
@@ -23,14 +22,14 @@ def _no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_handle, "MIN_BACKOFF_S", 0.0)
 
 
-def batch(*codes: str) -> dict[str, list[dict[str, str]]]:
+def make_batch(*codes: str) -> dict[str, list[dict[str, str]]]:
     return {"calls": [{"code": code} for code in codes]}
 
 
 async def test_an_executor_gets_at_most_twice_its_slots() -> None:
     async with serving(FakeFleet(slots=3)) as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 10)))
-        executor = served.fleet.last
+        response = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 10)))
+        executor = served.fleet.last_executor
         await until(lambda: bool(executor.calls))
         assert (executor.frame_sizes, served.dispatcher.call_table.waiting) == ([6], 4)
         executor.finish(1, 2)
@@ -43,26 +42,26 @@ async def test_an_executor_gets_at_most_twice_its_slots() -> None:
 
 async def test_calls_travel_in_frames_of_up_to_64() -> None:
     async with serving(FakeFleet(slots=100)) as served:
-        await served.post("/v1/batch", batch(*["1"] * 150))
-        assert served.fleet.last.frame_sizes == [64, 64, 22]
+        await served.post("/v1/batch", make_batch(*["1"] * 150))
+        assert served.fleet.last_executor.frame_sizes == [64, 64, 22]
 
 
 async def test_calls_are_spread_over_executors() -> None:
     async with serving(FakeFleet(slots=2), executors=3) as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 12)))
-        await until(lambda: sum(len(e.calls) for e in served.fleet.executors) == 12)
+        response = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 12)))
+        await until(lambda: sum(len(executor.calls) for executor in served.fleet.executors) == 12)
         assert [len(executor.calls) for executor in served.fleet.executors] == [4, 4, 4]
         for executor in served.fleet.executors:
             executor.finish(*executor.calls)
         assert (await response)[0] == 200
 
 
-@pytest.mark.parametrize("end", ["die", "garbage", "nonsense"])
-async def test_a_call_that_breaks_executors_is_unavailable_and_its_neighbour_is_not(end: str) -> None:
+@pytest.mark.parametrize("code", ["die", "garbage", "nonsense"])
+async def test_a_call_that_breaks_executors_is_unavailable_and_its_neighbour_is_not(code: str) -> None:
     async with serving() as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch("hang", end)))
-        await until(lambda: len(served.fleet.executors) == 3 and bool(served.fleet.last.calls))
-        third = served.fleet.last
+        response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", code)))
+        await until(lambda: len(served.fleet.executors) == 3 and bool(served.fleet.last_executor.calls))
+        third = served.fleet.last_executor
         assert [call["code"] for call in third.calls.values()] == ["hang"]
         third.finish(*third.calls)
         _, body = await response
@@ -73,54 +72,54 @@ async def test_a_call_that_breaks_executors_is_unavailable_and_its_neighbour_is_
 
 async def test_calls_of_a_killed_executor_go_to_the_next_one() -> None:
     async with serving() as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch("hang", "hang")))
-        await until(lambda: len(served.fleet.last.calls) == 2)
-        served.fleet.last.exit(-9)
-        await until(lambda: len(served.fleet.executors) == 2 and len(served.fleet.last.calls) == 2)
-        served.fleet.last.finish(*served.fleet.last.calls)
+        response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
+        served.fleet.last_executor.exit(-9)
+        await until(lambda: len(served.fleet.executors) == 2 and len(served.fleet.last_executor.calls) == 2)
+        served.fleet.last_executor.finish(*served.fleet.last_executor.calls)
         _, body = await response
         assert [(r["status"], r["attempts"]) for r in body["results"]] == [("ok", 2)] * 2
-        _, scraped = await served.get("/metrics")
-        assert "rstar_sandbox_executor_restarts_total 1" in scraped
-        assert "rstar_sandbox_calls_retried_total 2" in scraped
+        _, metrics_text = await served.get("/metrics")
+        assert "rstar_sandbox_executor_restarts_total 1" in metrics_text
+        assert "rstar_sandbox_calls_retried_total 2" in metrics_text
 
 
 async def test_an_executor_runs_one_last_attempt_at_a_time() -> None:
     async with serving(executors=2, attempts=2) as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch("hang", "hang")))
+        response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
         await until(lambda: any(len(executor.calls) == 2 for executor in served.fleet.executors))
         first, other = sorted(served.fleet.executors, key=lambda executor: -len(executor.calls))
         other.send("window", 50)
         await until(lambda: any(executor.window == 50 for executor in served.dispatcher.executors))
         first.exit()
-        await until(lambda: len(served.fleet.executors) == 3 and len(served.fleet.last.calls) == 1)
-        for executor in (other, served.fleet.last):
+        await until(lambda: len(served.fleet.executors) == 3 and len(served.fleet.last_executor.calls) == 1)
+        for executor in (other, served.fleet.last_executor):
             executor.finish(*executor.calls)
         _, body = await response
         assert [(r["status"], r["attempts"]) for r in body["results"]] == [("ok", 2)] * 2
 
 
 async def test_a_restart_that_fails_is_retried() -> None:
-    fleet = FakeFleet(starts=("ready", "exit", "failed"))
+    fleet = FakeFleet(start_reactions=("ready", "exit", "failed"))
     async with serving(fleet) as served:
-        fleet.last.exit()
+        fleet.last_executor.exit()
         await until(lambda: len(fleet.executors) == 4)
         assert (await served.post("/v1/execute", {"code": "1"}))[0] == 200
         assert [executor.is_replacement for executor in fleet.executors] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
-    ("start", "expected"), [("failed", "no isolation to be had"), ("exit", "did not start: exited with code 3")]
+    ("reaction", "expected"), [("failed", "no isolation to be had"), ("exit", "did not start: exited with code 3")]
 )
-async def test_a_first_start_that_fails_is_final(start: str, expected: str) -> None:
-    async with serving(FakeFleet(starts=(start,)), wait=False) as served:
+async def test_a_first_start_that_fails_is_final(reaction: str, expected: str) -> None:
+    async with serving(FakeFleet(start_reactions=(reaction,)), wait=False) as served:
         with pytest.raises(ConfigError, match=expected):
             await served.dispatcher.started()
 
 
 async def test_an_executor_that_is_not_ready_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_handle, "START_S", 0.01)
-    async with serving(FakeFleet(starts=("silent",)), wait=False) as served:
+    async with serving(FakeFleet(start_reactions=("silent",)), wait=False) as served:
         with pytest.raises(ConfigError, match=r"not ready 0\.01 s after its start"):
             await served.dispatcher.started()
 
@@ -135,19 +134,19 @@ async def test_a_silent_executor_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
 async def test_results_of_unknown_calls_are_ignored() -> None:
     async with serving() as served:
         response = asyncio.create_task(served.post("/v1/execute", {"code": "forget"}))
-        await until(lambda: bool(served.fleet.last.calls))
+        await until(lambda: bool(served.fleet.last_executor.calls))
         await served.post("/v1/execute", {"code": "1"})
-        served.fleet.last.finish(1)
+        served.fleet.last_executor.finish(1)
         assert (await response)[1]["status"] == "ok"
         assert len(served.fleet.executors) == 1
 
 
 async def test_calls_of_a_client_that_disconnects_are_cancelled() -> None:
     async with serving(FakeFleet(slots=1)) as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 5)))
-        await until(lambda: len(served.fleet.last.calls) == 2)
+        response = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 5)))
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
         response.cancel()
-        await until(lambda: sorted(served.fleet.last.cancelled) == [1, 2])
+        await until(lambda: sorted(served.fleet.last_executor.cancelled) == [1, 2])
         assert served.dispatcher.call_table.outstanding.calls == 0
         assert served.dispatcher.counters.cancelled == 5
         assert (await served.post("/v1/execute", {"code": "1"}))[1]["status"] == "ok"
@@ -156,30 +155,32 @@ async def test_calls_of_a_client_that_disconnects_are_cancelled() -> None:
 async def test_calls_of_a_stream_that_is_closed_are_cancelled() -> None:
     async with serving() as served:
         headers = {"Accept": "application/x-ndjson"}
-        async with served.http.post(served.url + "/v1/batch", json=batch("1", "hang"), headers=headers) as response:
+        async with served.http.post(
+            served.url + "/v1/batch", json=make_batch("1", "hang"), headers=headers
+        ) as response:
             await response.content.readline()
             response.close()
-        await until(lambda: len(served.fleet.last.cancelled) == 1)
+        await until(lambda: len(served.fleet.last_executor.cancelled) == 1)
         assert served.dispatcher.call_table.outstanding.calls == 0
 
 
 async def test_a_call_that_waits_too_long_is_unavailable() -> None:
     async with serving(FakeFleet(slots=1)) as served:
-        response = asyncio.create_task(served.post("/v1/batch", {**batch(*["hang"] * 3), "queue_timeout_s": 0.01}))
+        response = asyncio.create_task(served.post("/v1/batch", {**make_batch(*["hang"] * 3), "queue_timeout_s": 0.01}))
         await until(lambda: served.dispatcher.counters.by_status["unavailable"] == 1)
-        served.fleet.last.finish(1, 2)
+        served.fleet.last_executor.finish(1, 2)
         _, body = await response
         assert [r["status"] for r in body["results"]] == ["ok", "ok", "unavailable"]
         assert body["results"][2]["error"]["type"] == "QueueTimeout"
 
 
 async def test_a_requeued_call_has_the_whole_queue_timeout_again() -> None:
-    """The first timer fires too early for the second wait, and must be followed by another one."""
-    async with serving(FakeFleet(slots=1, starts=("ready", "silent"))) as served:
+    """The timer of the first wait fires before the second wait is over, so a second timer must follow."""
+    async with serving(FakeFleet(slots=1, start_reactions=("ready", "silent"))) as served:
         response = asyncio.create_task(served.post("/v1/execute", {"code": "hang", "queue_timeout_s": 0.05}))
-        await until(lambda: bool(served.fleet.last.calls))
+        await until(lambda: bool(served.fleet.last_executor.calls))
         await asyncio.sleep(0.03)
-        served.fleet.last.exit()
+        served.fleet.last_executor.exit()
         _, result = await response
         assert (result["error"]["type"], result["attempts"]) == ("QueueTimeout", 1)
 
@@ -187,10 +188,10 @@ async def test_a_requeued_call_has_the_whole_queue_timeout_again() -> None:
 async def test_running_calls_finish_during_the_drain() -> None:
     async with serving() as served:
         response = asyncio.create_task(served.post("/v1/execute", {"code": "hang"}))
-        await until(lambda: bool(served.fleet.last.calls))
+        await until(lambda: bool(served.fleet.last_executor.calls))
         draining = asyncio.create_task(served.dispatcher.drain(10))
         await until(lambda: served.dispatcher.is_draining)
-        served.fleet.last.finish(1)
+        served.fleet.last_executor.finish(1)
         await draining
         assert (await response)[1]["status"] == "ok"
 
@@ -198,7 +199,7 @@ async def test_running_calls_finish_during_the_drain() -> None:
 async def test_calls_unfinished_after_the_drain_are_unavailable() -> None:
     async with serving() as served:
         response = asyncio.create_task(served.post("/v1/execute", {"code": "hang"}))
-        await until(lambda: bool(served.fleet.last.calls))
+        await until(lambda: bool(served.fleet.last_executor.calls))
         await served.dispatcher.drain(0)
         _, result = await response
         assert (result["status"], result["error"]["type"]) == ("unavailable", "Stopped")
@@ -208,40 +209,42 @@ async def test_calls_unfinished_after_the_drain_are_unavailable() -> None:
 async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
     max_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a stream, a batch and a verify request, while running calls continue."""
+    """The waiting calls are in a stream, a batch and a verify request. The two running calls continue."""
     monkeypatch.setattr(dispatcher, "MAX_STOPPED_AT_ONCE", max_at_once)
     async with serving(FakeFleet(slots=1)) as served:
         headers = {"Accept": "application/x-ndjson"}
-        async with served.http.post(served.url + "/v1/batch", json=batch(*["hang"] * 5), headers=headers) as stream:
+        async with served.http.post(
+            served.url + "/v1/batch", json=make_batch(*["hang"] * 5), headers=headers
+        ) as stream:
             await until(lambda: served.dispatcher.call_table.waiting == 3)
-            response = asyncio.create_task(served.post("/v1/batch", batch("late", "late")))
+            response = asyncio.create_task(served.post("/v1/batch", make_batch("late", "late")))
             checking = asyncio.create_task(served.post("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}]}))
             await until(lambda: served.dispatcher.call_table.waiting == 6)
             draining = asyncio.create_task(served.dispatcher.drain(10))
-            stopped = [json.loads(await stream.content.readline()) for _ in range(3)]
-            _, late = await response
+            stopped_lines = [json.loads(await stream.content.readline()) for _ in range(3)]
+            _, late_batch = await response
             _, checks = await checking
             assert not draining.done() and served.dispatcher.call_table.running(0) == 2
-            served.fleet.last.finish(1, 2)
-            done = [json.loads(await stream.content.readline()) for _ in range(2)]
+            served.fleet.last_executor.finish(1, 2)
+            finished_lines = [json.loads(await stream.content.readline()) for _ in range(2)]
             await draining
-        for result in [*stopped, *late["results"]]:
+        for result in [*stopped_lines, *late_batch["results"]]:
             assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Stopped", 0)
-        assert sorted(line["index"] for line in stopped) == [2, 3, 4]
+        assert sorted(line["index"] for line in stopped_lines) == [2, 3, 4]
         assert checks["results"][0]["outcome"] == "unavailable"
         assert checks["results"][0]["message"].startswith("Stopped: the server stopped before")
-        assert [line["status"] for line in done] == ["ok", "ok"]
+        assert [line["status"] for line in finished_lines] == ["ok", "ok"]
         assert served.dispatcher.counters.by_status["unavailable"] == 6
-        assert served.fleet.last.frame_sizes == [2]
+        assert served.fleet.last_executor.frame_sizes == [2]
 
 
 async def test_calls_of_an_executor_lost_during_the_drain_get_stopped_at_once() -> None:
-    async with serving(FakeFleet(starts=("ready", "silent"))) as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch("hang", "hang")))
-        await until(lambda: len(served.fleet.last.calls) == 2)
+    async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served:
+        response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
         draining = asyncio.create_task(served.dispatcher.drain(3600))
         await until(lambda: served.dispatcher.is_draining)
-        served.fleet.last.exit(1)
+        served.fleet.last_executor.exit(1)
         async with asyncio.timeout(10):
             await draining
         _, body = await response
@@ -251,13 +254,13 @@ async def test_calls_of_an_executor_lost_during_the_drain_get_stopped_at_once() 
 async def test_executors_get_a_drain_frame_at_the_end() -> None:
     async with serving() as served:
         await served.post("/v1/execute", {"code": "1"})
-    assert served.fleet.last.received_kinds == ["configure", "calls", "drain"]
-    assert served.fleet.last.exit_code.done()
+    assert served.fleet.last_executor.received_kinds == ["configure", "calls", "drain"]
+    assert served.fleet.last_executor.exit_code.done()
 
 
 async def test_health_fails_after_a_long_time_without_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(FakeFleet(starts=("ready", "silent"))) as served:
-        served.fleet.last.exit()
+    async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served:
+        served.fleet.last_executor.exit()
         await until(lambda: len(served.fleet.executors) == 2)
         assert (await served.get("/health"))[0] == 200
         monkeypatch.setattr(dispatcher, "UNHEALTHY_AFTER_S", 0.0)
@@ -268,16 +271,16 @@ async def test_health_fails_after_a_long_time_without_an_executor(monkeypatch: p
 async def test_each_executor_gets_its_share_of_the_settings() -> None:
     async with serving(isolation="landlock", executors=2, slots=5, zygote_pools=3, cores=4) as served:
         first, second = (executor.settings for executor in served.fleet.executors)
-    parts = ("isolation", "cores", "slots", "zygote_pools")
-    assert [first[name] for name in parts] == ["landlock", 2, 3, 2]
-    assert [second[name] for name in parts] == ["landlock", 2, 2, 1]
+    names = ("isolation", "cores", "slots", "zygote_pools")
+    assert [first[name] for name in names] == ["landlock", 2, 3, 2]
+    assert [second[name] for name in names] == ["landlock", 2, 2, 1]
     assert set(first) == {field.name for field in fields(ExecutorConfig)}
 
 
 async def test_the_window_of_an_executor_limits_its_calls() -> None:
     async with serving(FakeFleet(slots=2)) as served:
-        response = asyncio.create_task(served.post("/v1/batch", batch(*["hang"] * 12)))
-        executor = served.fleet.last
+        response = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 12)))
+        executor = served.fleet.last_executor
         await until(lambda: len(executor.calls) == 4)
         executor.send("window", 7)
         await until(lambda: len(executor.calls) == 7)
@@ -293,14 +296,14 @@ async def test_the_window_of_an_executor_limits_its_calls() -> None:
         assert (await response)[0] == 200
 
 
-async def test_a_window_frame_right_after_ready_counts() -> None:
+async def test_a_window_frame_right_after_ready_takes_effect() -> None:
     async with serving(FakeFleet(slots=2, window=3)) as served:
         assert served.dispatcher.executors[0].window == 3
 
 
 @pytest.mark.parametrize("window", [1, -1, 1 << 40, "many"])
-async def test_an_executor_with_a_nonsensical_window_is_replaced(window: object) -> None:
+async def test_an_executor_that_sends_a_malformed_window_is_replaced(window: object) -> None:
     async with serving(FakeFleet(slots=2)) as served:
-        served.fleet.last.send("window", window)
+        served.fleet.last_executor.send("window", window)
         await until(lambda: len(served.fleet.executors) == 2)
         assert served.fleet.executors[0].exit_code.done()

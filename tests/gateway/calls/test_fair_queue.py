@@ -1,4 +1,4 @@
-"""The order of waiting calls, compared with a slow implementation that is obviously right."""
+"""Tests of the order of waiting calls, by comparison with a slow implementation that is easy to check."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ class Item:
 
 
 class SlowQueue:
-    """The same order, by searching lists. Among the tenants with the fewest running calls, the one with the oldest
-    position goes next. A tenant gets a new position when it starts to wait, and when the number of its running calls
-    changes."""
+    """A queue with the order of `FairQueue` that searches lists.
+
+    Among the tenants with the fewest running calls, the tenant with the oldest position is next. A tenant gets a new
+    position when it starts to wait, and when the number of its running calls changes.
+    """
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -148,15 +150,13 @@ def test_a_tenant_with_long_calls_does_not_get_the_slots_of_others() -> None:
     for _ in range(100):
         queue.push(Item("long"))
         queue.push(Item("short"))
-    running_calls = [queue.pop() for _ in range(4)]
-    started: list[str] = []
+    running = [queue.pop() for _ in range(4)]
     for _ in range(20):
-        ended = next(item for item in running_calls if item and item.tenant == "short")
-        queue.finished(ended)
-        running_calls.remove(ended)
-        running_calls.append(queue.pop())
-        started += [item.tenant for item in running_calls[-1:] if item]
-    assert started == ["short"] * 20
+        finished = next(item for item in running if item and item.tenant == "short")
+        queue.finished(finished)
+        running.remove(finished)
+        running.append(started := queue.pop())
+        assert started is not None and started.tenant == "short"
 
 
 def test_finished_calls_leave_no_entries_behind() -> None:
@@ -167,4 +167,4 @@ def test_finished_calls_leave_no_entries_behind() -> None:
     queue.remove(items[3])
     while (popped := queue.pop()) is not None:
         queue.finished(popped)
-    assert not queue._levels and not queue._waiting  # private: a leak there has no other symptom
+    assert not queue._levels and not queue._waiting  # entries that stay there have no other symptom

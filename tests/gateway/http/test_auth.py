@@ -1,4 +1,4 @@
-"""Which requests are served: tokens, and web pages of other sites."""
+"""Tests of access: requests need the token, and web pages of other sites are rejected."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def test_foreign_hosts_and_origins_are_rejected(host: str, origin: str | None) -
 @pytest.mark.asyncio
 async def test_a_page_of_another_site_cannot_run_code() -> None:
     async with serving() as served:
-        status, answer = await served.post("/v1/execute", {"code": "1"}, Origin="https://evil.example")
-        assert (status, answer["error"]["type"]) == (403, "Forbidden")
-        assert served.fleet.last.calls == {}
+        status, reply = await served.post("/v1/execute", {"code": "1"}, Origin="https://evil.example")
+        assert (status, reply["error"]["type"]) == (403, "Forbidden")
+        assert served.fleet.last_executor.calls == {}

@@ -1,4 +1,4 @@
-"""Any bytes decode to a value or to an error with a message; any results encode to bytes that decode again."""
+"""Tests of the codec: any bytes decode to a value or an error, and encoded results decode to the same results."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ BATCHES = st.fixed_dictionaries(
 )
 
 
-def decode(body: bytes, kind: str) -> Any:
-    return asyncio.run(codec.BodyReader(1 << 30, 1 << 30, max_calls=8).decode(body, kind))
+def decode(body: bytes, content_type: str) -> Any:
+    return asyncio.run(codec.BodyReader(1 << 30, 1 << 30, max_calls=8).decode(body, content_type))
 
 
 @pytest.mark.asyncio
@@ -44,12 +44,12 @@ async def test_a_client_that_disconnects_does_not_let_two_large_bodies_be_decode
 ) -> None:
     started, may_finish = [], threading.Event()
 
-    def slow(body: bytes, max_calls: int) -> int:
+    def decode_slowly(body: bytes, max_calls: int) -> int:
         started.append(body[0])
         may_finish.wait(60)
         return body[0]
 
-    monkeypatch.setattr(codec, "_decode_json", slow)
+    monkeypatch.setattr(codec, "_decode_json", decode_slowly)
     bodies = codec.BodyReader(1 << 30, 1 << 30, max_calls=8)
     first, second = (asyncio.create_task(bodies.decode(bytes([n]) * codec.THREADED_DECODE_BYTES, JSON)) for n in (1, 2))
     try:
@@ -65,9 +65,9 @@ async def test_a_client_that_disconnects_does_not_let_two_large_bodies_be_decode
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK]))
-def test_any_bytes_are_a_value_or_an_error(body: bytes, kind: str) -> None:
+def test_any_bytes_are_a_value_or_an_error(body: bytes, content_type: str) -> None:
     try:
-        decode(body, kind)
+        decode(body, content_type)
     except HttpError as error:
         assert error.status in (400, 413)
         assert str(error)
@@ -80,43 +80,45 @@ def test_msgpack_decodes_to_the_sent_value(value: Any) -> None:
 
 
 @given(BATCHES)
-def test_any_decoded_body_is_a_batch_or_an_error(raw: Any) -> None:
+def test_any_decoded_body_is_a_batch_or_an_error(decoded: Any) -> None:
     try:
-        batch, invalid = asyncio.run(validation.parse_batch(raw, ServeConfig()))
+        batch, invalid = asyncio.run(validation.parse_batch(decoded, ServeConfig()))
     except (InvalidCall, RequestRefused) as error:
         assert str(error)
         return
-    assert len(batch.calls) + invalid == len(raw["calls"])
+    assert len(batch.calls) + invalid == len(decoded["calls"])
     assert invalid == len([result for result in batch.results if result is not None])
 
 
 @given(VALUES)
-def test_any_decoded_body_is_a_call_or_an_error(raw: Any) -> None:
+def test_any_decoded_body_is_a_call_or_an_error(decoded: Any) -> None:
     try:
-        assert len(asyncio.run(validation.parse_call(raw, ServeConfig()))[0].calls) == 1
+        assert len(asyncio.run(validation.parse_call(decoded, ServeConfig()))[0].calls) == 1
     except InvalidCall as error:
         assert str(error)
 
 
 @given(st.lists(st.tuples(TEXT, TEXT, st.binary(max_size=20)), min_size=1, max_size=3), st.sampled_from([1, 70]))
 def test_results_decode_to_the_encoded_ones_except_for_surrogates(
-    parts: list[tuple[str, str, bytes]], times: int
+    fields: list[tuple[str, str, bytes]], repetitions: int
 ) -> None:
-    results = [Result("i", Status.OK, stdout=out, value=value, files={"f": data}) for out, value, data in parts] * times
-    for kind in (JSON, MSGPACK):
-        body = asyncio.run(codec.encode_results([result.encode(binary=True) for result in results], kind))
-        raw = json.loads(body) if kind == JSON else msgpack.unpackb(body)
-        assert [_without_surrogates(Result.decode(item)) for item in raw["results"]] == [
+    results = [
+        Result("i", Status.OK, stdout=out, value=value, files={"f": data}) for out, value, data in fields
+    ] * repetitions
+    for content_type in (JSON, MSGPACK):
+        body = asyncio.run(codec.encode_results([result.encode(binary=True) for result in results], content_type))
+        decoded = json.loads(body) if content_type == JSON else msgpack.unpackb(body)
+        assert [_without_surrogates(Result.decode(item)) for item in decoded["results"]] == [
             _without_surrogates(result) for result in results
         ]
 
 
-@pytest.mark.parametrize("kind", [NDJSON, MSGPACK_STREAM])
-def test_a_line_is_a_result_with_its_index(kind: str) -> None:
-    line = codec.encode_line(7, Result("i", Status.OK, stdout="a\nb").encode(binary=True), kind)
-    raw = json.loads(line) if kind == NDJSON else msgpack.unpackb(line)
-    assert raw["index"] == 7
-    assert Result.decode(raw).stdout == "a\nb"
+@pytest.mark.parametrize("content_type", [NDJSON, MSGPACK_STREAM])
+def test_a_line_is_a_result_with_its_index(content_type: str) -> None:
+    line = codec.encode_line(7, Result("i", Status.OK, stdout="a\nb").encode(binary=True), content_type)
+    decoded = json.loads(line) if content_type == NDJSON else msgpack.unpackb(line)
+    assert decoded["index"] == 7
+    assert Result.decode(decoded).stdout == "a\nb"
     assert line.count(b"\n") == 1
 
 

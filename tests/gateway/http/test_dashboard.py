@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: it shows the numbers of `/v1/stats`, and hostile names only as text."""
+"""Tests of the dashboard in a real browser: it shows the numbers of `/v1/stats`, and shows hostile names as text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import Served, serving, until
 
 PAGE = files("sandbox.gateway.http").joinpath("dashboard.html").read_text(encoding="utf-8")
-SHOWN = "!document.getElementById('all').hidden"
+PAGE_IS_SHOWN = "!document.getElementById('all').hidden"
 
 
 def test_the_page_never_inserts_data_as_markup() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\bon\w+=\"", PAGE)
 
 
-def test_the_page_has_a_sign_for_every_status_besides_its_colour() -> None:
+def test_the_page_has_a_colour_and_a_pattern_for_every_status() -> None:
     table = re.findall(r'\["(\w+)", "(#\w{6})", "([^"]*)"\]', PAGE)
     assert {name for name, _, _ in table} == set(Status)
     assert len({pattern for _, _, pattern in table}) == len(table)
@@ -39,7 +39,7 @@ async def test_the_page_shows_the_numbers_of_the_server(browser: Browser) -> Non
         serving(queue_calls=5000, isolation_reason="namespaces: refused") as served,
         browser.page(served.url) as page,
     ):
-        hanging = await _traffic(served)
+        hanging = await _send_traffic(served)
         await page.until("table('statuses').ok?.[1] === '1,234'".replace("table", TABLE))
         await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
         statuses, executors, events = [await _table(page, name) for name in ("statuses", "executors", "events")]
@@ -70,7 +70,7 @@ async def test_names_from_hostile_code_are_shown_as_text(browser: Browser) -> No
     ]  # fmt: skip
     async with serving() as served, browser.page(served.url) as page:
         stats = {"missed_imports": dict.fromkeys(names, 7), "zygotes": {names[0]: 1}, f"{names[1]}_total": 5}
-        served.fleet.last.send("stats", stats)
+        served.fleet.last_executor.send("stats", stats)
         executor = served.dispatcher.executors[0]
         executor.ready_report = ReadyReport(slots=4, isolation=names[0], python=names[1])
         await page.until("document.getElementById('missed').rows.length > 8")
@@ -88,14 +88,14 @@ async def test_names_from_hostile_code_are_shown_as_text(browser: Browser) -> No
 async def test_the_token_is_requested_once(browser: Browser) -> None:
     async with serving(token="s3cret") as served, browser.page(served.url) as page:
         await page.until("!document.getElementById('ask').hidden")
-        assert await page.text("h1") == "◌ Token required" and not await page.run(SHOWN)
+        assert await page.text("h1") == "◌ Token required" and not await page.run(PAGE_IS_SHOWN)
         await _enter(page, "guess")
         await page.until("document.getElementById('why').textContent === 'The server rejected this token.'")
         await _enter(page, "s3cret")
-        await page.until(SHOWN)
+        await page.until(PAGE_IS_SHOWN)
         refused = served.dispatcher.counters.refused[401]
         await page.call("Page.reload")
-        await page.until(f"document.readyState === 'complete' && {SHOWN}")
+        await page.until(f"document.readyState === 'complete' && {PAGE_IS_SHOWN}")
         assert served.dispatcher.counters.refused[401] == refused == 2
 
 
@@ -103,14 +103,14 @@ async def test_the_token_is_requested_once(browser: Browser) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_page_shows_an_unreachable_server_and_continues_when_it_is_back(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
-        await page.until(SHOWN)
+        await page.until(PAGE_IS_SHOWN)
         await page.call("Network.enable")
-        await _network(page, offline=True)
+        await _set_network(page, offline=True)
         await page.until("document.querySelector('h1').textContent.startsWith('✖ No answer since ')")
         assert await page.run("document.body.className") == "away"
         await served.post("/v1/execute", {"code": "1"})
-        _as_another_process(served)
-        await _network(page, offline=False)
+        _pretend_restart(served)
+        await _set_network(page, offline=False)
         await page.until("table('statuses').ok?.[1] === '1'".replace("table", TABLE))
         assert await page.text("h1") == "● Ready"
         await page.until("steps.length > 0 && steps[0].number === 1")
@@ -119,9 +119,9 @@ async def test_the_page_shows_an_unreachable_server_and_continues_when_it_is_bac
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_page_shows_why_calls_do_not_run(browser: Browser) -> None:
-    async with serving(FakeFleet(starts=("ready", "silent"))) as served, browser.page(served.url) as page:
+    async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served, browser.page(served.url) as page:
         await page.until("document.querySelector('h1').textContent === '● Ready'")
-        served.fleet.last.exit(1)
+        served.fleet.last_executor.exit(1)
         await page.until("document.querySelector('h1').textContent === '✖ No executor'")
         await served.dispatcher.drain(0)
         await page.until("document.querySelector('h1').textContent === '◐ Draining: no new calls'")
@@ -131,10 +131,10 @@ async def test_the_page_shows_why_calls_do_not_run(browser: Browser) -> None:
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_page_shows_how_many_executors_are_down(browser: Browser) -> None:
-    fleet = FakeFleet(starts=("ready", "ready", "silent"))
+    fleet = FakeFleet(start_reactions=("ready", "ready", "silent"))
     async with serving(fleet, executors=2) as served, browser.page(served.url) as page:
         await page.until("document.querySelector('h1').textContent === '● Ready'")
-        fleet.last.exit(1)
+        fleet.last_executor.exit(1)
         await page.until("document.querySelector('h1').textContent === '● Ready, 1 of 2 executors'")
         assert await page.run("document.querySelector('h1').dataset.mood") == "warn"
 
@@ -143,22 +143,22 @@ async def test_the_page_shows_how_many_executors_are_down(browser: Browser) -> N
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_page_shows_that_all_long_slots_are_in_use(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
-        served.fleet.last.send("stats", {"running": 9, "running_long": 7, "long_slots": 8})
+        served.fleet.last_executor.send("stats", {"running": 9, "running_long": 7, "long_slots": 8})
         await page.until("document.querySelector('#tiles').textContent.includes('7 long (max 8), ')")
         assert await page.text("h1") == "● Ready"
-        served.fleet.last.send("stats", {"running": 10, "running_long": 8, "long_slots": 8})
+        served.fleet.last_executor.send("stats", {"running": 10, "running_long": 8, "long_slots": 8})
         await page.until("document.querySelector('h1').textContent === '● Ready, all long slots in use'")
         assert await page.run("document.querySelector('h1').dataset.mood") == "warn"
-        _, scraped = await served.get("/metrics")
+        _, metrics_text = await served.get("/metrics")
         for name in ("running_long", "long_slots"):
-            assert f'rstar_sandbox_executor_{name}{{executor="0"}} 8' in scraped
+            assert f'rstar_sandbox_executor_{name}{{executor="0"}} 8' in metrics_text
 
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_charts_show_one_or_ten_minutes(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
-        await page.until(SHOWN)
+        await page.until(PAGE_IS_SHOWN)
         for index, period in ((1, "the last 10 min"), (0, "the last 60 s")):
             await page.run(f"document.getElementById('spans').elements[{index}].click()")
             await page.until(f"document.getElementById('load').getAttribute('aria-label').includes('{period}')")
@@ -177,7 +177,7 @@ async def test_every_percentile_has_its_label_even_without_calls(browser: Browse
 @pytest.mark.parametrize("width", [320, 420, 800, 1280, 1920])
 async def test_nothing_overflows_at_any_width(browser: Browser, width: int) -> None:
     async with serving() as served, browser.page(served.url, width) as page:
-        hanging = await _traffic(served)
+        hanging = await _send_traffic(served)
         await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
         assert await page.run("document.documentElement.scrollWidth") == width
         hanging.cancel()
@@ -189,7 +189,7 @@ async def test_nothing_overflows_at_any_width(browser: Browser, width: int) -> N
 @pytest.mark.parametrize("dark", [False, True])
 async def test_every_text_has_enough_contrast(browser: Browser, dark: bool) -> None:
     async with serving() as served, browser.page(served.url, dark=dark) as page:
-        hanging = await _traffic(served)
+        hanging = await _send_traffic(served)
         for chart, line in (("load", "waiting"), ("latency", "p99"), ("machine", "memory")):
             await page.until(f"document.getElementById('{chart}').textContent.includes('{line}')")
         assert await page.lowest_contrast() >= 4.5, "WCAG 2.2, 1.4.3"
@@ -211,15 +211,15 @@ async def _table(page: Page, name: str) -> dict[str, list[str]]:
     )
 
 
-async def _traffic(served: Served) -> asyncio.Task[Any]:
+async def _send_traffic(served: Served) -> asyncio.Task[Any]:
     """Finish 1,234 calls, send two malformed ones, and leave 8 calls dispatched and 12 waiting until the returned task
     is cancelled."""
     await served.post("/v1/batch", {"calls": [{"code": "1"}] * 1234 + [{"code": 1}]})
     await served.post("/v1/batch", {})
     hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
     await until(lambda: served.dispatcher.call_table.waiting == 12)
-    told = {"running": 4, "running_long": 3, "queued": 4, "zygotes": {"bare": 2, "symbolic": 1}}
-    served.fleet.last.send("stats", told)
+    stats = {"running": 4, "running_long": 3, "queued": 4, "zygotes": {"bare": 2, "symbolic": 1}}
+    served.fleet.last_executor.send("stats", stats)
     return hanging
 
 
@@ -228,13 +228,13 @@ async def _enter(page: Page, token: str) -> None:
     await page.run("document.getElementById('ask').requestSubmit()")
 
 
-async def _network(page: Page, *, offline: bool) -> None:
+async def _set_network(page: Page, *, offline: bool) -> None:
     await page.call(
         "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
     )
 
 
-def _as_another_process(served: Served) -> None:
+def _pretend_restart(served: Served) -> None:
     """Replace the history, as a restarted server would: step numbers start at 1 again."""
     stats = served.app[STATS]
     stats._started_at += 1

@@ -1,4 +1,4 @@
-"""The API page in a real browser: it works with a token and without one, and the token stays in its tab."""
+"""Tests of the API page in a real browser: it works with and without a token, and a token stays in its tab."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import serving
 
 PAGE = files("sandbox.gateway.http").joinpath("docs.html").read_text(encoding="utf-8")
-ALL = "!document.getElementById('all').hidden"
-SHOWN = f"{ALL} && document.querySelectorAll('.opblock').length > 0"
-ASKED = "!document.getElementById('ask').hidden"
+PAGE_IS_SHOWN = "!document.getElementById('all').hidden"
+OPERATIONS_ARE_SHOWN = f"{PAGE_IS_SHOWN} && document.querySelectorAll('.opblock').length > 0"
+TOKEN_IS_REQUESTED = "!document.getElementById('ask').hidden"
 TOKEN = "s3cret"
 
 
@@ -30,11 +30,11 @@ def test_the_page_loads_nothing_from_other_hosts() -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_page_requests_no_token_if_the_server_has_none(browser: Browser) -> None:
     async with serving() as served, browser.page(f"{served.url}/docs") as page:
-        await page.until(SHOWN)
-        assert not await page.run(ASKED)
+        await page.until(OPERATIONS_ARE_SHOWN)
+        assert not await page.run(TOKEN_IS_REQUESTED)
         text = await page.text("#all")
         assert "/v1/execute" in text.replace("\u200b", "") and "memory_limit" in text and "Schemas" in text
-        await _try(page, 200)
+        await _try_execute(page, 200)
         assert page.faults == []
 
 
@@ -42,45 +42,47 @@ async def test_the_page_requests_no_token_if_the_server_has_none(browser: Browse
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_page_requests_the_token_and_sends_it(browser: Browser) -> None:
     async with serving(token=TOKEN) as served, browser.page(f"{served.url}/docs") as page:
-        await page.until(ASKED)
-        assert not await page.run(SHOWN) and "Result" not in await page.text()
+        await page.until(TOKEN_IS_REQUESTED)
+        assert not await page.run(OPERATIONS_ARE_SHOWN) and "Result" not in await page.text()
         await _enter(page, "guess")
         await page.until("document.getElementById('why').textContent === 'The server rejected this token.'")
-        assert not await page.run(SHOWN)
+        assert not await page.run(OPERATIONS_ARE_SHOWN)
         await _enter(page, TOKEN)
-        await page.until(SHOWN)
-        assert not await page.run(ASKED)
-        await _try(page, 200)
+        await page.until(OPERATIONS_ARE_SHOWN)
+        assert not await page.run(TOKEN_IS_REQUESTED)
+        await _try_execute(page, 200)
         await page.run("sessionStorage.setItem('rstar-sandbox token', 'of another server')")
-        await _try(page, 401)
-        await page.until(ASKED)
+        await _try_execute(page, 401)
+        await page.until(TOKEN_IS_REQUESTED)
         await _enter(page, TOKEN)
-        await page.until(f"!({ASKED}) && {SHOWN}")
-        await _try(page, 200)
+        await page.until(f"!({TOKEN_IS_REQUESTED}) && {OPERATIONS_ARE_SHOWN}")
+        await _try_execute(page, 200)
 
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_token_is_stored_only_for_the_tab(browser: Browser) -> None:
-    """The tab requests it once, for the dashboard too. It is in no URL, no cookie and no permanent storage."""
+    """A tab requests the token once for both pages. The token is in no URL, no cookie and no permanent storage."""
     async with serving(token=TOKEN) as served:
         async with browser.page(f"{served.url}/docs") as page:
-            await page.until(ASKED)
+            await page.until(TOKEN_IS_REQUESTED)
             await _enter(page, TOKEN)
-            await page.until(SHOWN)
+            await page.until(OPERATIONS_ARE_SHOWN)
             addresses = await page.run(
                 "JSON.stringify([location.href, ...performance.getEntriesByType('resource').map(one => one.name)])"
             )
             assert "openapi.json" in addresses and TOKEN not in addresses
-            kept = await page.run("JSON.stringify([{...localStorage}, document.cookie, history.state])")
-            assert TOKEN not in kept
+            stored = await page.run("JSON.stringify([{...localStorage}, document.cookie, history.state])")
+            assert TOKEN not in stored
             assert await page.run("document.getElementById('token').value") == ""
             assert TOKEN not in await page.run("document.documentElement.outerHTML")
             for path in ("/docs", "/"):
                 await page.call("Page.navigate", url=served.url + path)
-                await page.until(f"location.pathname === '{path}' && document.readyState === 'complete' && {ALL}")
+                await page.until(
+                    f"location.pathname === '{path}' && document.readyState === 'complete' && {PAGE_IS_SHOWN}"
+                )
         async with browser.page(f"{served.url}/docs") as page:
-            await page.until(ASKED)
+            await page.until(TOKEN_IS_REQUESTED)
 
 
 async def _enter(page: Page, token: str) -> None:
@@ -88,7 +90,7 @@ async def _enter(page: Page, token: str) -> None:
     await page.run("document.getElementById('ask').requestSubmit()")
 
 
-async def _try(page: Page, status: int) -> None:
+async def _try_execute(page: Page, status: int) -> None:
     """Send the example of /v1/execute until it has a response with `status`. Clicks are lost while the page renders."""
     await page.until(f"""(() => {{
         const operation = document.querySelector('.opblock-post');

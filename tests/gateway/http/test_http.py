@@ -1,4 +1,4 @@
-"""The routes over a real HTTP server and fake executors: valid calls, and every kind of malformed input."""
+"""Tests of the routes over real HTTP with fake executors: valid calls, and every kind of malformed input."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_files_are_base64_in_json() -> None:
 
 
 async def test_a_malformed_call_does_not_affect_its_batch() -> None:
-    bad: list[Any] = [
+    malformed: list[Any] = [
         {},
         7,
         {"code": 1, "id": "x"},
@@ -66,28 +66,30 @@ async def test_a_malformed_call_does_not_affect_its_batch() -> None:
         {"code": "1", "priority": float("nan")},
     ]
     async with serving() as served:
-        status, body = await served.post("/v1/batch", {"calls": [*bad, {"code": "good"}]})
-        _, scraped = await served.get("/metrics")
+        status, body = await served.post("/v1/batch", {"calls": [*malformed, {"code": "good"}]})
+        _, metrics_text = await served.get("/metrics")
     results = body["results"]
     assert status == 200
     assert [r["status"] for r in results] == ["invalid"] * 5 + ["ok"]
     assert {r["error"]["type"] for r in results[:5]} == {"InvalidCall"}
     assert [r["id"] for r in results] == ["0", "1", "x", "3", "4", "5"]
     assert results[3]["error"]["message"].startswith("calls[3]: unknown field 'colour'")
-    assert 'rstar_sandbox_calls_total{status="invalid"} 5' in scraped
+    assert 'rstar_sandbox_calls_total{status="invalid"} 5' in metrics_text
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/x-ndjson"])
-async def test_a_batch_of_malformed_calls_only_is_a_400_with_a_message_for_each(kind: str) -> None:
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-ndjson"])
+async def test_a_batch_whose_calls_are_all_malformed_is_a_400_with_a_message_for_each(content_type: str) -> None:
     body = {"calls": [{"codee": "1"}, {}]}
     async with (
         serving(wait=False) as served,
-        served.http.post(served.url + "/v1/batch", json=body, headers={"Accept": kind}) as response,
+        served.http.post(served.url + "/v1/batch", json=body, headers={"Accept": content_type}) as response,
     ):
-        assert (response.status, response.content_type) == (400, kind)
+        assert (response.status, response.content_type) == (400, content_type)
         text = await response.text()
         assert served.dispatcher.counters.refused == {400: 1}
-    results = json.loads(text)["results"] if kind == "application/json" else list(map(json.loads, text.splitlines()))
+    results = (
+        json.loads(text)["results"] if content_type == "application/json" else list(map(json.loads, text.splitlines()))
+    )
     assert [result["status"] for result in results] == ["invalid", "invalid"]
     assert "unknown field 'codee'" in results[0]["error"]["message"]
     assert "expected Python source" in results[1]["error"]["message"]
@@ -97,9 +99,9 @@ async def test_defaults_fill_in_and_maximum_limits_clamp() -> None:
     async with serving(max_limits=Limits(timeout_s=5)) as served:
         calls = [{"code": "1"}, {"code": "2", "limits": {"timeout_s": 1}}]
         _, body = await served.post("/v1/batch", {"calls": calls, "defaults": {"limits": {"timeout_s": 60}}})
-        granted = [call.get("limits") for call in served.fleet.last.calls.values()]
+        received_limits = [call.get("limits") for call in served.fleet.last_executor.calls.values()]
     assert [r["clamped"] for r in body["results"]] == [{"timeout_s": 5}, {}]
-    assert granted == [{"timeout_s": 5}, {"timeout_s": 1}]
+    assert received_limits == [{"timeout_s": 5}, {"timeout_s": 1}]
 
 
 BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
@@ -139,14 +141,14 @@ BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
 async def test_a_malformed_body_is_a_400_with_the_reason(name: str) -> None:
     content_type, body, expected = BAD_BODIES[name]
     async with serving() as served:
-        status, answer = await served.post("/v1/batch", body, Content_Type=content_type)
-        after, _ = await served.get("/ready")
-    assert (status, after) == (400, 200)
-    assert set(answer) == {"error"} and set(answer["error"]) == {"type", "message"}
-    assert expected in answer["error"]["message"]
+        status, reply = await served.post("/v1/batch", body, Content_Type=content_type)
+        ready_status, _ = await served.get("/ready")
+    assert (status, ready_status) == (400, 200)
+    assert set(reply) == {"error"} and set(reply["error"]) == {"type", "message"}
+    assert expected in reply["error"]["message"]
 
 
-BOMBS: dict[str, tuple[str, bytes]] = {
+MANY_OBJECTS_IN_SMALL_BODIES: dict[str, tuple[str, bytes]] = {
     "objects": ("application/json", b"[" + b"{}," * 100 + b"{}]"),
     "lists": ("application/json", b"[" + b"[]," * (5 << 20) + b"[]]"),
     "msgpack maps": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15),
@@ -154,9 +156,9 @@ BOMBS: dict[str, tuple[str, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", MANY_OBJECTS_IN_SMALL_BODIES)
 async def test_a_small_body_that_decodes_to_too_many_objects_is_rejected(name: str) -> None:
-    content_type, body = BOMBS[name]
+    content_type, body = MANY_OBJECTS_IN_SMALL_BODIES[name]
     async with serving(batch_calls=16) as served:
         status, _ = await served.post("/v1/batch", body, Content_Type=content_type)
     assert status == 413
@@ -173,15 +175,15 @@ async def test_a_small_body_that_decodes_to_too_many_objects_is_rejected(name: s
 )
 async def test_a_malformed_call_to_execute_is_a_400(call: Any, expected: str) -> None:
     async with serving() as served:
-        status, answer = await served.post("/v1/execute", call)
-    assert status == 400 and expected in answer["error"]["message"]
+        status, reply = await served.post("/v1/execute", call)
+    assert status == 400 and expected in reply["error"]["message"]
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "text/json", "json"])
 async def test_other_content_types_are_rejected(content_type: str) -> None:
     async with serving() as served:
-        status, answer = await served.post("/v1/execute", b'{"code": "1"}', Content_Type=content_type)
-    assert status == 415 and "expected application/json or application/msgpack" in answer["error"]["message"]
+        status, reply = await served.post("/v1/execute", b'{"code": "1"}', Content_Type=content_type)
+    assert status == 415 and "expected application/json or application/msgpack" in reply["error"]["message"]
 
 
 async def test_json_with_a_charset_is_accepted() -> None:
@@ -193,15 +195,15 @@ async def test_json_with_a_charset_is_accepted() -> None:
 async def test_a_compressed_body_is_rejected_without_decompressing_it() -> None:
     bomb = gzip.compress(b" " * (64 << 20))
     async with serving() as served:
-        status, answer = await served.post("/v1/batch", bomb, Content_Type="application/json", Content_Encoding="gzip")
+        status, reply = await served.post("/v1/batch", bomb, Content_Type="application/json", Content_Encoding="gzip")
         assert served.dispatcher.counters.bytes_in == 0
-    assert status == 415 and "uncompressed" in answer["error"]["message"]
+    assert status == 415 and "uncompressed" in reply["error"]["message"]
 
 
 async def test_a_body_over_the_limit_is_rejected() -> None:
     async with serving(body_mb=1) as served:
-        status, answer = await served.post("/v1/execute", b" " * ((1 << 20) + 1), Content_Type="application/json")
-        assert status == 413 and "--body-mb" in answer["error"]["message"]
+        status, reply = await served.post("/v1/execute", b" " * ((1 << 20) + 1), Content_Type="application/json")
+        assert status == 413 and "--body-mb" in reply["error"]["message"]
 
         async def endless() -> Any:
             for _ in range(1000):
@@ -214,11 +216,11 @@ async def test_a_body_over_the_limit_is_rejected() -> None:
 async def test_bodies_count_as_buffered_until_their_calls_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     decode, may_finish = codec._decode_json, threading.Event()
 
-    def slow(body: bytes, max_calls: int) -> Any:
+    def decode_slowly(body: bytes, max_calls: int) -> Any:
         may_finish.wait(60)
         return decode(body, max_calls)
 
-    monkeypatch.setattr(codec, "_decode_json", slow)
+    monkeypatch.setattr(codec, "_decode_json", decode_slowly)
     body = json.dumps({"calls": [{"code": "#" * (3 << 19)}]}).encode()
     async with serving(queue_mb=2) as served:
         bodies = served.app[BODIES]
@@ -226,8 +228,8 @@ async def test_bodies_count_as_buffered_until_their_calls_are_admitted(monkeypat
             first = asyncio.create_task(served.post("/v1/batch", body, Content_Type="application/json"))
             await until(lambda: served.dispatcher.counters.bytes_in == len(body))
             assert bodies.buffered_bytes == len(body)
-            status, answer = await served.post("/v1/batch", body, Content_Type="application/json")
-            assert status == 429 and "being received, at most 2097152" in answer["error"]["message"]
+            status, reply = await served.post("/v1/batch", body, Content_Type="application/json")
+            assert status == 429 and "being received, at most 2097152" in reply["error"]["message"]
         finally:
             may_finish.set()
         assert (await first)[0] == 200 and bodies.buffered_bytes == 0
@@ -235,8 +237,8 @@ async def test_bodies_count_as_buffered_until_their_calls_are_admitted(monkeypat
 
 async def test_a_batch_of_too_many_calls_is_rejected() -> None:
     async with serving(batch_calls=3) as served:
-        status, answer = await served.post("/v1/batch", {"calls": [{"code": "1"}] * 4})
-    assert status == 413 and "at most 3 calls, got 4" in answer["error"]["message"]
+        status, reply = await served.post("/v1/batch", {"calls": [{"code": "1"}] * 4})
+    assert status == 413 and "at most 3 calls, got 4" in reply["error"]["message"]
 
 
 async def test_other_requests_are_served_while_a_large_body_is_decoded() -> None:
@@ -248,37 +250,37 @@ async def test_other_requests_are_served_while_a_large_body_is_decoded() -> None
         while not large.done():
             status, _ = await served.get("/health")
             answered += status == 200
-        _, answer = await large
-    assert len(answer["results"]) == 20_000
+        _, reply = await large
+    assert len(reply["results"]) == 20_000
     assert answered > 20  # decoding takes about 100 ms, a health check about 1 ms
 
 
 async def test_a_full_queue_rejects_at_once() -> None:
     async with serving(queue_calls=2) as served:
         waiting = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 2}))
-        await until(lambda: bool(served.fleet.last.calls))
+        await until(lambda: bool(served.fleet.last_executor.calls))
         async with served.http.post(served.url + "/v1/execute", json={"code": "1"}) as response:
             body = await response.json()
             assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
         assert "holds 2 of at most 2 calls" in body["error"]["message"]
-        served.fleet.last.finish(*served.fleet.last.calls)
+        served.fleet.last_executor.finish(*served.fleet.last_executor.calls)
         assert (await waiting)[0] == 200
 
 
-@pytest.mark.parametrize("kind", ["application/x-ndjson", "application/x-msgpack-stream"])
-async def test_results_stream_as_they_finish(kind: str) -> None:
+@pytest.mark.parametrize("content_type", ["application/x-ndjson", "application/x-msgpack-stream"])
+async def test_results_stream_as_they_finish(content_type: str) -> None:
     calls = [{"code": "hang"}, {"code": "quick"}, {"code": 1}]
     async with (
         serving() as served,
-        served.http.post(served.url + "/v1/batch", json={"calls": calls}, headers={"Accept": kind}) as response,
+        served.http.post(served.url + "/v1/batch", json={"calls": calls}, headers={"Accept": content_type}) as response,
     ):
-        assert response.content_type == kind
+        assert response.content_type == content_type
         data = b""
         while b"quick" not in data or b"InvalidCall" not in data:
             data += await response.content.readany()
-        served.fleet.last.finish(*served.fleet.last.calls)
+        served.fleet.last_executor.finish(*served.fleet.last_executor.calls)
         data += await response.read()
-    if kind == "application/x-ndjson":
+    if content_type == "application/x-ndjson":
         lines = [json.loads(line) for line in data.splitlines()]
     else:
         unpacker = msgpack.Unpacker()
@@ -288,21 +290,21 @@ async def test_results_stream_as_they_finish(kind: str) -> None:
     assert [line["status"] for line in lines] == ["invalid", "ok", "ok"]
 
 
-@pytest.mark.parametrize("kind", ["application/x-ndjson", "application/x-msgpack-stream"])
-async def test_a_stream_without_results_sends_heartbeats(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content_type", ["application/x-ndjson", "application/x-msgpack-stream"])
+async def test_a_stream_without_results_sends_heartbeats(content_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "HEARTBEAT_S", 0.01)
     body = {"calls": [{"code": "hang"}]}
     async with (
         serving() as served,
-        served.http.post(served.url + "/v1/batch", json=body, headers={"Accept": kind}) as response,
+        served.http.post(served.url + "/v1/batch", json=body, headers={"Accept": content_type}) as response,
     ):
         data = b""
         while len(data) < 3:
             data += await response.content.readany()
-        assert set(data) == {codec.HEARTBEAT[kind][0]}
-        served.fleet.last.finish(1)
+        assert set(data) == {codec.HEARTBEAT[content_type][0]}
+        served.fleet.last_executor.finish(1)
         data += await response.read()
-    if kind == "application/x-ndjson":
+    if content_type == "application/x-ndjson":
         lines = [json.loads(line) for line in data.split(b"\n") if line]
     else:
         unpacker = msgpack.Unpacker()
@@ -315,7 +317,7 @@ async def test_lone_surrogates_reach_the_executor_and_results_stay_valid_text() 
     async with serving() as served:
         status, result = await served.post("/v1/execute", b'{"code": "a\\ud800b"}', Content_Type="application/json")
         assert (status, result["stdout"]) == (200, "a?b")
-        assert next(iter(served.fleet.last.calls.values()))["code"] == "a\ud800b"
+        assert next(iter(served.fleet.last_executor.calls.values()))["code"] == "a\ud800b"
         body = msgpack.packb({"code": "a\ud800b"}, unicode_errors="surrogatepass")
         async with served.http.post(
             served.url + "/v1/execute", data=body, headers={"Content-Type": MSGPACK}
@@ -325,8 +327,8 @@ async def test_lone_surrogates_reach_the_executor_and_results_stay_valid_text() 
 
 async def test_unknown_paths_and_methods_get_json_errors() -> None:
     async with serving() as served:
-        status, answer = await served.post("/v2/execute", {})
-        assert (status, answer["error"]["type"]) == (404, "NotFound")
+        status, reply = await served.post("/v2/execute", {})
+        assert (status, reply["error"]["type"]) == (404, "NotFound")
         async with served.http.get(served.url + "/v1/execute") as response:
             assert (response.status, response.headers["Allow"]) == (405, "POST")
             assert "accepts POST" in (await response.json())["error"]["message"]
@@ -348,8 +350,8 @@ async def test_the_server_is_ready_from_its_first_executor_to_the_drain() -> Non
         assert (await served.get("/ready"))[0] == 200
         await served.dispatcher.drain(1)
         assert (await served.get("/ready"))[0] == 503
-        status, answer = await served.post("/v1/execute", {"code": "1"})
-        assert status == 503 and "stopping" in answer["error"]["message"]
+        status, reply = await served.post("/v1/execute", {"code": "1"})
+        assert status == 503 and "stopping" in reply["error"]["message"]
 
 
 async def test_pages_contain_no_external_url() -> None:
@@ -364,7 +366,7 @@ async def test_pages_contain_no_external_url() -> None:
 async def test_metrics_are_prometheus_text() -> None:
     async with serving() as served:
         await served.post("/v1/batch", {"calls": [{"code": "1"}] * 3})
-        served.fleet.last.send(
+        served.fleet.last_executor.send(
             "stats", {"zygote_restarts_total": 2, "slots": 4, "zygotes": {"bare": 3}, "note": "text"}
         )
         await until(lambda: bool(served.dispatcher.executors[0].stats.totals))

@@ -1,4 +1,4 @@
-"""Clients that open too many connections, or that send a head, send a body or read too slowly."""
+"""Tests of clients that open too many connections, that send too slowly, or that read too slowly."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
-LARGE = "x" * (1 << 20)
+MEBIBYTE_OF_CODE = "x" * (1 << 20)
 
 
 @asynccontextmanager
-async def through_listener(
+async def serving_through_listener(
     served: Served, *, senders_s: float = 60.0
 ) -> AsyncIterator[tuple[listener.Listener, str, int]]:
     """Serve the same dispatcher through a `Listener`, as `serve` does. The setting `stall_s` applies to reading clients
     only; `senders_s` replaces it for heads and bodies."""
-    app = build_app(served.dispatcher.config, served.dispatcher)
+    app = build_app(served.dispatcher)
     app[routes.BODIES].stall_s = senders_s
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()
-    opened, address = await server._listen(runner, served.dispatcher)
-    opened.stall_s = senders_s
+    listening, address = await server._listen(runner, served.dispatcher)
+    listening.stall_s = senders_s
     host, _, port = address.removeprefix("http://").rpartition(":")
     try:
-        yield opened, host, int(port)
+        yield listening, host, int(port)
     finally:
-        opened.close()
+        listening.close()
         await runner.cleanup()
 
 
-async def ask(host: str, port: int, request: bytes, end: bytes = b"") -> bytes:
+async def exchange(host: str, port: int, request: bytes, end: bytes = b"") -> bytes:
     """Send a request, and return all bytes received until the connection is closed, or until `end`."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
@@ -58,7 +58,7 @@ async def ask(host: str, port: int, request: bytes, end: bytes = b"") -> bytes:
         writer.close()
 
 
-def head(path: str, length: int, accept: str = "application/json") -> bytes:
+def request_head(path: str, length: int, accept: str = "application/json") -> bytes:
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nAccept: {accept}\r\n"
         f"Content-Length: {length}\r\n\r\n"
@@ -66,18 +66,18 @@ def head(path: str, length: int, accept: str = "application/json") -> bytes:
 
 
 async def test_a_connection_over_the_limit_gets_503() -> None:
-    async with serving(port=0, connections=2) as served, through_listener(served) as (opened, host, port):
+    async with serving(port=0, connections=2) as served, serving_through_listener(served) as (listening, host, port):
         first = [await asyncio.open_connection(host, port) for _ in range(2)]
-        await until(lambda: opened.connections == 2)
-        response = await ask(host, port, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: listening.connections == 2)
+        response = await exchange(host, port, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
         _, _, body = response.partition(b"\r\n\r\n")
         assert response.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in response
         assert "2 connections are open, which is the limit" in json.loads(body)["error"]["message"]
         assert served.dispatcher.counters.refused[503] == 1
         first[0][1].close()
-        await until(lambda: opened.connections == 1)
-        async with served.http.get(f"http://{host}:{port}/ready") as after:
-            assert after.status == 200
+        await until(lambda: listening.connections == 1)
+        async with served.http.get(f"http://{host}:{port}/ready") as accepted:
+            assert accepted.status == 200
         first[1][1].close()
 
 
@@ -85,17 +85,17 @@ async def test_rejected_connections_over_their_own_limit_get_no_response(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener, "MAX_REJECTED", 0)
-    async with serving(port=0, connections=1) as served, through_listener(served) as (opened, host, port):
+    async with serving(port=0, connections=1) as served, serving_through_listener(served) as (listening, host, port):
         _, writer = await asyncio.open_connection(host, port)
-        await until(lambda: opened.connections == 1)
-        assert await ask(host, port, b"") == b""
+        await until(lambda: listening.connections == 1)
+        assert await exchange(host, port, b"") == b""
         writer.close()
 
 
 async def test_a_connection_that_sends_no_whole_head_is_closed() -> None:
-    async with serving(port=0) as served, through_listener(served, senders_s=0.05) as (opened, host, port):
-        assert await ask(host, port, b"GET /ready HTTP/1.1\r\nHost: local") == b""
-        await until(lambda: opened.connections == 0)
+    async with serving(port=0) as served, serving_through_listener(served, senders_s=0.05) as (listening, host, port):
+        assert await exchange(host, port, b"GET /ready HTTP/1.1\r\nHost: local") == b""
+        await until(lambda: listening.connections == 0)
 
 
 class FakeTransport(asyncio.Transport):
@@ -145,9 +145,9 @@ async def test_bytes_that_arrived_while_the_loop_was_blocked_are_read_before_the
 
 
 async def test_a_body_that_stops_is_a_408() -> None:
-    async with serving(port=0) as served, through_listener(served, senders_s=0.2) as (opened, host, port):
-        opened.stall_s = 60.0
-        response = await ask(host, port, head("/v1/execute", 100) + b'{"code": ', end=b"}}")
+    async with serving(port=0) as served, serving_through_listener(served, senders_s=0.2) as (listening, host, port):
+        listening.stall_s = 60.0
+        response = await exchange(host, port, request_head("/v1/execute", 100) + b'{"code": ', end=b"}}")
     assert response.startswith(b"HTTP/1.1 408 ")
     assert b"the body stopped after 9 bytes" in response and b"--stall-s" in response
 
@@ -209,11 +209,11 @@ async def _connect_without_reading(host: str, port: int, request: bytes) -> sock
 
 @pytest.mark.parametrize("accept", ["application/json", "application/x-ndjson"])
 async def test_a_client_that_does_not_read_is_disconnected(accept: str) -> None:
-    body = json.dumps({"calls": [{"code": LARGE}] * 8}).encode()
-    async with serving(port=0, stall_s=0.1) as served, through_listener(served) as (opened, host, port):
-        client = await _connect_without_reading(host, port, head("/v1/batch", len(body), accept) + body)
+    body = json.dumps({"calls": [{"code": MEBIBYTE_OF_CODE}] * 8}).encode()
+    async with serving(port=0, stall_s=0.1) as served, serving_through_listener(served) as (listening, host, port):
+        client = await _connect_without_reading(host, port, request_head("/v1/batch", len(body), accept) + body)
         await until(lambda: served.dispatcher.counters.stalled == 1)
-        await until(lambda: opened.connections == 0)
+        await until(lambda: listening.connections == 0)
         assert (
             served.dispatcher.call_table.unread_result_bytes == 0
             and served.dispatcher.call_table.outstanding.calls == 0
@@ -227,10 +227,12 @@ async def test_unread_results_are_bounded() -> None:
     body = json.dumps({"calls": [{"code": "x" * (1 << 18)}] * calls}).encode()
     async with (
         serving(FakeFleet(slots=1), port=0, results_mb=1, stall_s=600) as served,
-        through_listener(served) as (_, host, port),
+        serving_through_listener(served) as (_, host, port),
     ):
         call_table = served.dispatcher.call_table
-        client = await _connect_without_reading(host, port, head("/v1/batch", len(body), "application/x-ndjson") + body)
+        client = await _connect_without_reading(
+            host, port, request_head("/v1/batch", len(body), "application/x-ndjson") + body
+        )
         await until(lambda: served.dispatcher.counters.by_status.total() == calls)
         assert served.dispatcher.counters.by_status["unavailable"] > 0 and call_table.unread_result_bytes < 3 << 20
         reader, writer = await asyncio.open_connection(sock=client, limit=1 << 20)
@@ -247,9 +249,9 @@ async def test_unread_results_are_bounded() -> None:
 async def test_no_call_is_admitted_while_too_many_results_are_unread() -> None:
     async with serving(results_mb=1) as served:
         served.dispatcher.call_table.unread_result_bytes = 2 << 20
-        status, answer = await served.post("/v1/execute", {"code": "1"})
+        status, reply = await served.post("/v1/execute", {"code": "1"})
     assert status == 429
-    assert "clients have not read results of 2097152 bytes, at most 1048576" in answer["error"]["message"]
+    assert "clients have not read results of 2097152 bytes, at most 1048576" in reply["error"]["message"]
 
 
 async def test_results_that_a_stream_has_sent_are_no_longer_counted() -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document agrees with the routes, with the types and with real responses."""
+"""Tests that the OpenAPI document agrees with the routes, the types and real responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENT = document(ROUTES, needs_token=False)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 
 
-def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
+def assert_fits(value: Any, schema: dict[str, Any], where: str = "$") -> None:
     """Assert that `value` fits `schema`. Supports the part of JSON Schema that the document uses."""
     if "$ref" in schema:
         schema = SCHEMAS[schema["$ref"].removeprefix("#/components/schemas/")]
@@ -32,7 +32,7 @@ def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
     assert isinstance(value, kinds.get(schema.get("type", ""), object)), f"{where}: {value!r} does not fit {schema}"
     assert value in schema.get("enum", [value]), where
     for index, item in enumerate(value if isinstance(value, list) else ()):
-        check(item, schema["items"], f"{where}[{index}]")
+        assert_fits(item, schema["items"], f"{where}[{index}]")
     if isinstance(value, dict):
         check_object(value, schema, where)
 
@@ -42,16 +42,16 @@ def check_object(value: dict[str, Any], schema: dict[str, Any], where: str) -> N
     rest = schema.get("additionalProperties", True)
     for name, item in value.items():
         if name in schema.get("properties", {}):
-            check(item, schema["properties"][name], f"{where}.{name}")
+            assert_fits(item, schema["properties"][name], f"{where}.{name}")
         elif isinstance(rest, dict):
-            check(item, rest, f"{where}.{name}")
+            assert_fits(item, rest, f"{where}.{name}")
         else:
             assert rest, f"{where}: unknown {name}"
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
     try:
-        check(value, schema)
+        assert_fits(value, schema)
     except AssertionError:
         return False
     return True
@@ -65,7 +65,7 @@ def test_every_route_is_described() -> None:
 @pytest.mark.asyncio
 async def test_the_application_serves_no_other_route() -> None:
     async with serving() as served:
-        app = build_app(served.dispatcher.config, served.dispatcher)
+        app = build_app(served.dispatcher)
         served_routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
     described = {(route.method, route.path) for route in ROUTES}
     assert {(method, path) for method, path in served_routes if method != "HEAD"} == described | {
@@ -91,19 +91,19 @@ def test_every_reference_has_its_schema() -> None:
 async def test_real_responses_fit_their_schemas() -> None:
     call = {"code": "1", "stdin": "x", "files": {"a": "YQ=="}, "return_files": ["a"], "limits": {"timeout_s": 1}}
     batch = {"calls": [call, {"code": 1}], "defaults": {"tenant": "t"}, "queue_timeout_s": 5}
-    check(call, SCHEMAS["Execute"])
+    assert_fits(call, SCHEMAS["Execute"])
     assert fits(batch, SCHEMAS["Batch"]) is False
     async with serving() as served:
-        check((await served.post("/v1/execute", call))[1], SCHEMAS["Result"])
-        check((await served.post("/v1/batch", batch))[1], SCHEMAS["Results"])
-        check((await served.post("/v1/batch", {}))[1], SCHEMAS["Refusal"])
+        assert_fits((await served.post("/v1/execute", call))[1], SCHEMAS["Result"])
+        assert_fits((await served.post("/v1/batch", batch))[1], SCHEMAS["Results"])
+        assert_fits((await served.post("/v1/batch", {}))[1], SCHEMAS["Refusal"])
         headers = {"Accept": "application/x-ndjson"}
         async with served.http.post(served.url + "/v1/batch", json=batch, headers=headers) as response:
             async for line in response.content:
-                check(json.loads(line), SCHEMAS["Line"])
-        check(json.loads((await served.get("/v1/stats"))[1]), SCHEMAS["Stats"])
+                assert_fits(json.loads(line), SCHEMAS["Line"])
+        assert_fits(json.loads((await served.get("/v1/stats"))[1]), SCHEMAS["Stats"])
         for path in ("/health", "/ready"):
-            check(json.loads((await served.get(path))[1]), SCHEMAS["State"])
+            assert_fits(json.loads((await served.get(path))[1]), SCHEMAS["State"])
         assert json.loads((await served.get("/openapi.json"))[1]) == DOCUMENT
 
 
@@ -129,7 +129,7 @@ def test_every_value_of_an_enum_is_described(enum: type[DocumentedEnum]) -> None
     assert all(f"{value}: {value.description}" in SCHEMAS[enum.__name__]["description"] for value in enum)
 
 
-def test_the_document_contains_no_name_of_the_source() -> None:
+def test_the_document_contains_no_name_of_a_constant() -> None:
     """Names of constants and of enum members mean nothing to users of the API."""
     assert re.findall(r"\b[A-Z]+_[A-Z_]+\b|`[A-Z]{4,}`", json.dumps(DOCUMENT)) == []
 
@@ -143,7 +143,7 @@ def test_the_token_has_a_scheme(needs_token: bool) -> None:
 @pytest.mark.asyncio
 async def test_examples_fit_their_schemas_and_are_accepted() -> None:
     for name, example in EXAMPLES.items():
-        check(example, SCHEMAS[name])
+        assert_fits(example, SCHEMAS[name])
     async with serving() as served:
         for path, methods in DOCUMENT["paths"].items():
             if body := methods.get("post", {}).get("requestBody"):
@@ -155,7 +155,7 @@ async def test_examples_fit_their_schemas_and_are_accepted() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_response_to_malformed_calls_only_is_as_described() -> None:
+async def test_the_response_to_a_batch_of_malformed_calls_is_as_described() -> None:
     described = DOCUMENT["paths"]["/v1/batch"]["post"]["responses"]["400"]["content"]
     async with serving() as served:
         for accept, media in described.items():
@@ -163,8 +163,8 @@ async def test_the_response_to_malformed_calls_only_is_as_described() -> None:
             async with served.http.post(served.url + "/v1/batch", json={"calls": [{}]}, headers=headers) as response:
                 assert (response.status, response.content_type) == (400, accept)
                 if accept == "application/json":
-                    check(await response.json(), media["schema"])
+                    assert_fits(await response.json(), media["schema"])
 
 
 def test_results_encode_to_their_schema() -> None:
-    check(Result("", Status.OK).encode(), SCHEMAS["Result"])
+    assert_fits(Result("", Status.OK).encode(), SCHEMAS["Result"])

@@ -1,4 +1,4 @@
-"""`/v1/verify` over a real HTTP server and fake executors: each pair is one call and gets one verdict."""
+"""Tests of `/v1/verify` over real HTTP with fake executors: each pair is one call and gets one verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from sandbox import verify
 from sandbox.types import Result, Status
 from tests import fakes
-from tests.gateway.http.test_openapi import SCHEMAS, check
+from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
 from tests.gateway.serving import serving
 
 pytestmark = pytest.mark.asyncio
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio
 def _fake_checker_compares_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def ok_result(call: dict[str, Any]) -> dict[str, Any]:
         gold, answer = json.loads(call["stdin"])
-        if answer == "timeout":
+        if answer == "timeout":  # stands for a check that reaches its time limit: the outcome is then "unparsable"
             return Result("", Status.TIMEOUT).encode(binary=True)
         outcome = "equivalent" if gold == answer else "not_equivalent"
         return Result("", Status.OK, value=repr(outcome)).encode(binary=True)
@@ -29,17 +29,17 @@ def _fake_checker_compares_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "ok_result", ok_result)
 
 
-def pair(gold: Any, answer: Any) -> dict[str, Any]:
+def make_pair(gold: Any, answer: Any) -> dict[str, Any]:
     return {"gold": gold, "answer": answer}
 
 
 async def test_verdicts_are_in_the_order_of_the_pairs() -> None:
-    pairs = [pair("7", str(number)) for number in range(200)]
+    pairs = [make_pair("7", str(number)) for number in range(200)]
     async with serving() as served:
         status, body = await served.post("/v1/verify", {"pairs": pairs, "limits": {"timeout_s": 2}, "tenant": "mine"})
-        (call, *_) = served.fleet.last.calls.values()
+        (call, *_) = served.fleet.last_executor.calls.values()
     assert status == 200
-    check(body, SCHEMAS["Verdicts"])
+    assert_fits(body, SCHEMAS["Verdicts"])
     expected = ["equivalent" if number == 7 else "not_equivalent" for number in range(200)]
     assert [verdict["outcome"] for verdict in body["results"]] == expected
     shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
@@ -48,7 +48,7 @@ async def test_verdicts_are_in_the_order_of_the_pairs() -> None:
 
 async def test_a_msgpack_body_gets_a_msgpack_response() -> None:
     async with serving() as served:
-        body = msgpack.packb({"pairs": [pair("1", "1")]})
+        body = msgpack.packb({"pairs": [make_pair("1", "1")]})
         headers = {"Content-Type": "application/msgpack"}
         async with served.http.post(served.url + "/v1/verify", data=body, headers=headers) as response:
             assert response.content_type == "application/msgpack"
@@ -57,22 +57,21 @@ async def test_a_msgpack_body_gets_a_msgpack_response() -> None:
 
 
 async def test_a_malformed_pair_is_invalid_and_does_not_affect_the_others() -> None:
-    bad: list[Any] = [7, {}, pair("1", 1), {"gold": "1", "answer": "1", "code": "print(1)"}]
+    malformed: list[Any] = [7, {}, make_pair("1", 1), {"gold": "1", "answer": "1", "code": "print(1)"}]
     async with serving() as served:
-        status, body = await served.post("/v1/verify", {"pairs": [*bad, pair("1", "1"), pair("1", "timeout")]})
-        _, scraped = await served.get("/metrics")
+        status, body = await served.post(
+            "/v1/verify", {"pairs": [*malformed, make_pair("1", "1"), make_pair("1", "timeout")]}
+        )
+        _, metrics_text = await served.get("/metrics")
     assert status == 200
-    check(body, SCHEMAS["Verdicts"])
+    assert_fits(body, SCHEMAS["Verdicts"])
     verdicts = [(verdict["outcome"], verdict["status"]) for verdict in body["results"]]
-    assert verdicts == [("invalid", "invalid")] * 4 + [
-        ("equivalent", "ok"),
-        ("unparsable", "timeout"),
-    ]  # no value: not parsed in time
+    assert verdicts == [("invalid", "invalid")] * 4 + [("equivalent", "ok"), ("unparsable", "timeout")]
     assert body["results"][2]["message"].startswith("InvalidCall: pairs[2].answer: expected text")
-    assert 'rstar_sandbox_calls_total{status="invalid"} 4' in scraped
+    assert 'rstar_sandbox_calls_total{status="invalid"} 4' in metrics_text
 
 
-async def test_a_request_of_malformed_pairs_only_is_a_400() -> None:
+async def test_a_request_whose_pairs_are_all_malformed_is_a_400() -> None:
     async with serving(wait=False) as served:
         status, body = await served.post("/v1/verify", {"pairs": [{"gold": "1"}]})
     assert status == 400
@@ -87,23 +86,23 @@ async def test_a_request_of_malformed_pairs_only_is_a_400() -> None:
         ({}, "verify.pairs: expected a list of at least one pair, got NoneType"),
         ({"pairs": []}, "verify.pairs: expected a list of at least one pair, got an empty list"),
         ({"pairs": [1] * 11}, "verify.pairs: expected at most 10 pairs, got 11"),
-        ({"pairs": [pair("1", "1")], "code": "1"}, "verify: unknown field 'code'; the fields are pairs, limits"),
-        ({"pairs": [pair("1", "1")], "limits": {"cores": 1}}, "verify.limits: unknown field 'cores'"),
-        ({"pairs": [pair("1", "1")], "queue_timeout_s": 0}, "verify.queue_timeout_s: expected seconds above 0"),
+        ({"pairs": [make_pair("1", "1")], "code": "1"}, "verify: unknown field 'code'; the fields are pairs, limits"),
+        ({"pairs": [make_pair("1", "1")], "limits": {"cores": 1}}, "verify.limits: unknown field 'cores'"),
+        ({"pairs": [make_pair("1", "1")], "queue_timeout_s": 0}, "verify.queue_timeout_s: expected seconds above 0"),
     ],
 )
 async def test_a_malformed_request_is_rejected(body: Any, message: str) -> None:
     async with serving(batch_calls=10) as served:
-        status, answer = await served.post("/v1/verify", body)
+        status, reply = await served.post("/v1/verify", body)
     assert status in (400, 413)
-    assert answer["error"]["message"].startswith(message)
+    assert reply["error"]["message"].startswith(message)
 
 
 async def test_a_pair_whose_executor_dies_is_unavailable() -> None:
     async with serving(attempts=1) as served:
-        served.fleet.last.exit(1)
-        served.fleet.starts += ["exit"] * 100  # each of the next 100 executors exits when it starts
-        body = {"pairs": [pair("1", "1")], "queue_timeout_s": 0.05}
-        status, answer = await served.post("/v1/verify", body)
+        served.fleet.last_executor.exit(1)
+        served.fleet.start_reactions += ["exit"] * 100  # no replacement becomes ready
+        body = {"pairs": [make_pair("1", "1")], "queue_timeout_s": 0.05}
+        status, reply = await served.post("/v1/verify", body)
     assert status == 200
-    assert [verdict["outcome"] for verdict in answer["results"]] == ["unavailable"]
+    assert [verdict["outcome"] for verdict in reply["results"]] == ["unavailable"]

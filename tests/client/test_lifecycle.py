@@ -1,0 +1,140 @@
+"""Tests of opening and closing clients, and of the synchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+
+import pytest
+
+from sandbox.client import AsyncClient, Client
+from sandbox.errors import ServiceError
+from sandbox.types import Status
+from tests.client.servers import gateway_in_a_thread, respond_unavailable, scripted_server
+from tests.gateway.serving import serving, until
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_running_calls() -> None:
+    async with serving() as served:
+        async with AsyncClient(served.url) as client:
+            running = asyncio.create_task(client.execute("hang"))
+            await until(lambda: bool(served.fleet.last_executor.calls))
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await running
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_calls_that_wait_for_their_request_or_retry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as served:
+        client = await AsyncClient(served.url).open()
+        running = asyncio.create_task(client.execute("1"))
+        await until(lambda: bool(client._transport._requests))  # the request's task exists and has not started
+        await client.close()
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await running
+    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 3600)
+    async with scripted_server(respond_unavailable("Stopped", "1")) as server:
+        client = await AsyncClient(server.url).open()
+        running = asyncio.create_task(client.execute("1"))
+        await until(lambda: bool(client._transport._pausing))  # the call waits for its retry
+        await client.close()
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await running
+
+
+@pytest.mark.asyncio
+async def test_a_client_can_be_opened_and_closed_by_hand() -> None:
+    async with serving() as served:
+        client = AsyncClient(served.url)
+        await client.close()
+        for _ in range(2):
+            assert await client.open() is client
+            async with client:  # already open
+                assert (await client.execute("1")).status is Status.OK
+            await asyncio.create_task(client.close())  # already closed; from another task
+            with pytest.raises(RuntimeError, match="not open"):
+                await client.execute("1")
+
+
+def test_a_synchronous_client_can_be_opened_and_closed_by_hand() -> None:
+    with gateway_in_a_thread() as url:
+        client = Client(url)
+        client.close()
+        for _ in range(2):
+            assert client.open() is client.open() is client
+            assert client.execute("1").stdout == "1"
+            with pytest.raises(TypeError, match="calls: expected a list"):
+                client.stream("print(1)")
+            client.close()
+            client.close()
+            with pytest.raises(RuntimeError, match="not open"):
+                client.execute("1")
+
+
+@pytest.mark.asyncio
+async def test_the_error_of_a_closed_client_shows_how_to_open_it() -> None:
+    with pytest.raises(RuntimeError, match="async with AsyncClient"):
+        await AsyncClient().execute("1")
+    with pytest.raises(RuntimeError, match="    with Client"):
+        Client().execute("1")
+
+
+def test_the_synchronous_client_has_the_same_methods() -> None:
+    with gateway_in_a_thread() as url, Client(url) as client:
+        assert client.ready()
+        assert client.execute("one", stdin="x").value == "x"
+        assert [verdict.outcome for verdict in client.verify([("1", "1")])] == ["unavailable"], "fakes check nothing"
+        assert [r.stdout for r in client.run_batch(["a", "b"])] == ["a", "b"]
+        assert sorted((index, r.stdout) for index, r in client.stream(["a", "b"])) == [(0, "a"), (1, "b")]
+        for _ in client.stream(["a", "hang"]):
+            break
+
+
+def test_the_synchronous_client_works_from_many_threads() -> None:
+    outputs: list[str] = []
+    with gateway_in_a_thread() as url, Client(url) as client:
+        threads = [
+            threading.Thread(target=lambda n=n: outputs.append(client.execute(f"{n}").stdout)) for n in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(outputs, key=int) == [f"{n}" for n in range(20)]
+
+
+@pytest.mark.parametrize("failing_function", ["asyncio.events.new_event_loop", "aiohttp.TCPConnector"])
+def test_a_synchronous_client_that_cannot_open_raises_the_reason(
+    failing_function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    client, errors = Client(), list[OSError]()
+
+    def open_client() -> None:
+        try:
+            client.__enter__()
+        except OSError as error:
+            errors.append(error)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failing_function, fail)
+        opening = threading.Thread(target=open_client, daemon=True)
+        opening.start()
+        opening.join(30)
+    assert [error.errno for error in errors] == [errno.EMFILE]
+    with pytest.raises(RuntimeError, match="is not open"):
+        client.ready()
+
+
+def test_both_clients_have_the_same_public_names() -> None:
+    def public_names(client_class: type) -> set[str]:
+        return {name for name in vars(client_class) if not name.startswith("_")}
+
+    assert public_names(AsyncClient) == public_names(Client)

@@ -1,0 +1,218 @@
+"""Tests of requests and results: how calls share requests, cancellation, endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from sandbox.client import TIMEOUT_S, AsyncClient
+from sandbox.errors import InvalidCall, RequestRefused, Unreachable
+from sandbox.gateway.http import codec
+from sandbox.types import Call, Limits, Status
+from tests.client.servers import (
+    EncodedCall,
+    encode_results,
+    respond_after,
+    respond_all_invalid,
+    respond_ok,
+    scripted_server,
+)
+from tests.fakes import FakeFleet
+from tests.gateway.serving import serving, until
+
+
+@pytest.mark.asyncio
+async def test_execute_accepts_source_or_a_call() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        first = await client.execute("one", stdin="in", limits=Limits(timeout_s=3))
+        second = await client.execute(Call("two", id="mine"), stdin="other")
+        calls = list(served.fleet.last_executor.calls.values())
+    assert (first.id, first.status, first.stdout, first.value) == ("", Status.OK, "one", "in")
+    assert (second.id, second.value) == ("mine", "other")
+    assert calls[0]["limits"] == {"timeout_s": 3}
+
+
+@pytest.mark.asyncio
+async def test_calls_submitted_together_share_requests() -> None:
+    async with scripted_server(respond_ok) as server, AsyncClient(server.url) as client:
+        results = await asyncio.gather(*(client.execute(f"{n}") for n in range(150)))
+    assert [r.stdout for r in results] == [f"{n}" for n in range(150)]
+    assert server.batch_sizes == [64, 64, 22]
+
+
+@pytest.mark.asyncio
+async def test_a_single_call_is_sent_at_once_and_later_calls_gather_until_its_request_ends() -> None:
+    release = asyncio.Event()
+    async with (
+        scripted_server(respond_after(release, respond_ok), respond_ok) as server,
+        AsyncClient(server.url, gather_s=3600) as client,
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.execute("1"))
+            await until(lambda: len(server.requests) == 1)
+            for code in ("2", "3"):  # in separate iterations of the event loop
+                tasks.create_task(client.execute(code))
+                await asyncio.sleep(0)
+            cancelled = tasks.create_task(client.execute("cancelled"))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            release.set()
+        await client.execute("4")
+    assert server.codes == [["1"], ["2", "3"], ["4"]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("gather_s", "batch_size"), [(0.001, 64), (3600, 2)])
+async def test_gathering_calls_are_sent_after_gather_s_or_when_they_fill_a_request(
+    gather_s: float, batch_size: int
+) -> None:
+    release = asyncio.Event()
+    async with (
+        scripted_server(respond_after(release, respond_ok), respond_ok) as server,
+        AsyncClient(server.url, gather_s=gather_s, batch_size=batch_size) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(client.execute("1"))
+        await until(lambda: len(server.requests) == 1)
+        gathered = [tasks.create_task(client.execute(code)) for code in ("2", "3")]
+        assert [(await task).stdout for task in gathered] == ["2", "3"]
+        release.set()
+    assert server.batch_sizes == [1, 2]
+
+
+@pytest.mark.asyncio
+async def test_calls_beyond_all_connections_are_sent_in_larger_batches() -> None:
+    async with scripted_server(respond_ok) as server, AsyncClient(server.url, max_connections=2) as client:
+        await client.run_batch(["1"] * 1000)
+    assert server.batch_sizes == [500, 500]
+
+
+@pytest.mark.asyncio
+async def test_batch_results_keep_their_order_and_ids() -> None:
+    async with serving() as served, AsyncClient(served.url, batch_size=7) as client:
+        results = await client.run_batch([*(f"{n}" for n in range(50)), Call("last", id="x")], {"stdin": "same"})
+    assert [r.stdout for r in results] == [*(f"{n}" for n in range(50)), "last"]
+    assert [r.id for r in results] == [*(f"{n}" for n in range(50)), "x"]
+    assert {r.value for r in results} == {"same"}
+
+
+@pytest.mark.asyncio
+async def test_a_slow_call_does_not_delay_other_results() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        stream = client.stream(["hang", "quick"])
+        index, result = await anext(stream)
+        assert (index, result.stdout) == (1, "quick")
+        served.fleet.last_executor.finish(*served.fleet.last_executor.calls)
+        assert [index async for index, _ in stream] == [0]
+
+
+@pytest.mark.asyncio
+async def test_leaving_a_stream_cancels_the_rest() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        stream = client.stream(["hang", "quick", "hang"])
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: len(served.fleet.last_executor.cancelled) == 2)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_execute_cancels_the_call_and_no_other() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        first = asyncio.create_task(client.execute("hang"))
+        second = asyncio.create_task(client.execute("hang"))
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
+        first.cancel()
+        await asyncio.wait([first])
+        served.fleet.last_executor.finish(2)  # the gateway numbers the calls from 1
+        assert (await second).status is Status.OK
+        await until(lambda: served.fleet.last_executor.cancelled == [1])
+
+
+@pytest.mark.asyncio
+async def test_heartbeats_are_no_results() -> None:
+    async def respond_with_heartbeats(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
+        heartbeat = codec.HEARTBEAT[codec.MSGPACK_STREAM]
+        first, second = encode_results(calls, range(1)), encode_results(calls, range(1, 2))
+        return web.Response(body=heartbeat + first + 2 * heartbeat + second)
+
+    async with scripted_server(respond_with_heartbeats) as server, AsyncClient(server.url) as client:
+        assert [result.stdout for result in await client.run_batch(["1", "2"])] == ["1", "2"]
+    assert len(server.requests) == 1
+    assert TIMEOUT_S >= 4 * codec.HEARTBEAT_S  # a client that misses three heartbeats goes on
+
+
+@pytest.mark.asyncio
+async def test_a_call_waits_for_a_slot_at_most_queue_timeout_s() -> None:
+    async with (
+        serving(FakeFleet(slots=1)) as served,
+        AsyncClient(served.url, queue_timeout_s=0.01) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        window_filling = tasks.create_task(client.run_batch(["hang"] * 2))  # the window is twice the slots
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
+        late = await client.execute("late")
+        served.fleet.last_executor.finish(1, 2)
+        assert [result.status for result in await window_filling] == [Status.OK] * 2
+    assert late.status is Status.UNAVAILABLE and late.error is not None and late.error.type == "QueueTimeout"
+    assert re.match(r"waited \S+ s for a slot, at most 0\.01 s; .*--queue-timeout-s", late.error.message)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_whose_calls_are_all_malformed_has_one_result_per_call() -> None:
+    async with scripted_server(respond_all_invalid) as server, AsyncClient(server.url) as client:
+        results = await client.run_batch(["a", "b"])
+    assert [(result.id, result.status) for result in results] == [("0", Status.INVALID), ("1", Status.INVALID)]
+    assert len(server.requests) == 1
+
+
+@pytest.mark.asyncio
+async def test_checks_raise_if_no_server_responds() -> None:
+    async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=0) as client:
+        with pytest.raises(Unreachable):
+            await client.verify([("1", "1")])
+        with pytest.raises(InvalidCall, match="unknown field 'code'"):
+            await client.verify([("1", "1")], code="print(1)")
+
+
+@pytest.mark.asyncio
+async def test_a_closed_port_is_unreachable() -> None:
+    async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=1) as client:
+        assert not await client.ready()
+        with pytest.raises(Unreachable):
+            await client.execute("1")
+
+
+@pytest.mark.asyncio
+async def test_calls_go_to_another_endpoint_if_one_is_down() -> None:
+    async with serving() as served:
+        dead = f"http://127.0.0.1:{unused_port()}"
+        async with AsyncClient([dead, served.url], retries=1) as client:
+            assert await client.ready()
+            for _ in range(3):
+                assert (await client.execute("1")).status is Status.OK
+
+
+@pytest.mark.asyncio
+async def test_an_idle_client_alternates_between_endpoints() -> None:
+    async with (
+        scripted_server(respond_ok) as first,
+        scripted_server(respond_ok) as second,
+        AsyncClient([first.url, second.url]) as client,
+    ):
+        for _ in range(6):
+            await client.execute("1")
+        assert (len(first.requests), len(second.requests)) == (3, 3)
+
+
+@pytest.mark.asyncio
+async def test_the_token_is_sent() -> None:
+    async with serving(token="s3cret") as served:
+        async with AsyncClient(served.url, token="s3cret") as client:
+            assert (await client.execute("1")).status is Status.OK
+        async with AsyncClient(served.url) as client:
+            with pytest.raises(RequestRefused, match="401"):
+                await client.execute("1")

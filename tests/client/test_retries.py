@@ -1,0 +1,218 @@
+"""Tests of retries: which failures of requests and calls are retried, when, and how they are logged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from sandbox import verify
+from sandbox.client import AsyncClient
+from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
+from sandbox.transport import RETRYABLE_ERRORS, retry_delay_s
+from sandbox.types import Call, Status
+from tests.client.servers import (
+    EncodedCall,
+    Responder,
+    abort_before_last_result,
+    encode_result,
+    encode_results,
+    refuse_with,
+    respond_after,
+    respond_garbage,
+    respond_ok,
+    respond_unavailable,
+    respond_verdicts,
+    scripted_server,
+    stopped_result,
+)
+from tests.gateway.serving import until
+
+
+@pytest.mark.asyncio
+async def test_after_a_broken_stream_only_unfinished_calls_are_sent_again() -> None:
+    async with scripted_server(abort_before_last_result, respond_ok) as server, AsyncClient(server.url) as client:
+        results = await client.run_batch(["a", "b", "c"])
+    assert [r.stdout for r in results] == ["a", "b", "c"]
+    assert server.codes == [["a", "b", "c"], ["c"]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "failure", [refuse_with(429, Retry_After="0"), refuse_with(503), refuse_with(500), respond_garbage]
+)
+async def test_temporary_failures_are_retried(failure: Responder) -> None:
+    async with scripted_server(failure, failure, respond_ok) as server, AsyncClient(server.url) as client:
+        assert (await client.execute("1")).stdout == "1"
+    assert len(server.requests) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (refuse_with(429), Overloaded),
+        (refuse_with(503), Overloaded),
+        (refuse_with(502), Unreachable),
+        (respond_garbage, Unreachable),
+    ],
+)
+async def test_a_call_without_retries_left_raises(failure: Responder, expected: type[ServiceError]) -> None:
+    async with scripted_server(failure) as server, AsyncClient(server.url, retries=2) as client:
+        with pytest.raises(expected):
+            await client.execute("1")
+    assert len(server.requests) == 3  # one attempt and two retries
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error_type", sorted(RETRYABLE_ERRORS))
+async def test_only_the_unavailable_call_of_a_batch_is_retried(error_type: str) -> None:
+    async with (
+        scripted_server(
+            respond_unavailable(error_type, "b"), respond_unavailable(error_type, "b"), respond_ok
+        ) as server,
+        AsyncClient(server.url) as client,
+    ):
+        results = await client.run_batch(["a", "b", "c"])
+    assert [(r.status, r.stdout, r.id) for r in results] == [
+        (Status.OK, code, str(index)) for index, code in enumerate("abc")
+    ]
+    assert server.codes == [["a", "b", "c"], ["b"], ["b"]]
+
+
+@pytest.mark.asyncio
+async def test_an_unavailable_call_is_retried_at_another_endpoint() -> None:
+    async with (
+        scripted_server(respond_unavailable("Stopped", "1")) as stopping,
+        scripted_server(respond_ok) as healthy,
+        AsyncClient([stopping.url, healthy.url]) as client,
+    ):
+        assert (await client.execute("1")).stdout == "1"
+    assert (len(stopping.requests), len(healthy.requests)) == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_an_unavailable_call_is_retried_while_its_request_continues() -> None:
+    release = asyncio.Event()
+
+    async def respond_stopped_then_ok(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(encode_result(1, stopped_result()))
+        await release.wait()
+        await response.write(encode_results(calls, range(1)))
+        return response
+
+    async with scripted_server(respond_stopped_then_ok, respond_ok) as server, AsyncClient(server.url) as client:
+        stream = client.stream(["slow", "stopped"])
+        index, result = await anext(stream)
+        assert (index, result.stdout) == (1, "stopped")
+        release.set()
+        assert [(index, result.stdout) async for index, result in stream] == [(0, "slow")]
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_stays_unavailable_does_not_affect_other_calls() -> None:
+    async with (
+        scripted_server(respond_unavailable("ExecutorLost", "die")) as server,
+        AsyncClient(server.url, retries=2) as client,
+    ):
+        results = await client.run_batch(["a", "die"])
+    assert [result.status for result in results] == [Status.OK, Status.UNAVAILABLE]
+    assert results[1].error is not None and results[1].error.type == "ExecutorLost"
+    assert server.batch_sizes == [2, 1, 1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error_type", ["QueueTimeout", "ResultsUnread", "ResultTooLarge", "Starved", "InvalidCall"])
+async def test_permanent_failures_are_not_retried(error_type: str) -> None:
+    async with scripted_server(respond_unavailable(error_type, "1")) as server, AsyncClient(server.url) as client:
+        assert (await client.execute("1")).status is Status.UNAVAILABLE
+    assert len(server.requests) == 1
+
+
+@pytest.mark.asyncio
+async def test_unavailable_checks_are_retried() -> None:
+    async def respond_stopped(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
+        return web.Response(body=encode_result(0, stopped_result()))
+
+    async with scripted_server(respond_stopped, respond_verdicts) as server, AsyncClient(server.url) as client:
+        assert [verdict.outcome for verdict in await client.verify([("1", "1")])] == ["equivalent"]
+
+
+@pytest.mark.asyncio
+async def test_failures_of_one_call_do_not_use_up_the_retries_of_another() -> None:
+    """The second attempt of "b" and the first of "late" share a request, which fails."""
+    release = asyncio.Event()
+    responders = [respond_after(release, respond_unavailable("Stopped", "b")), refuse_with(502), respond_ok]
+    async with (
+        scripted_server(*responders) as server,
+        AsyncClient(server.url, retries=2, max_connections=1) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        first = tasks.create_task(client.execute("b"))
+        await until(lambda: len(server.requests) == 1)
+        late = tasks.create_task(client.execute("late"))
+        await asyncio.sleep(0)
+        release.set()
+    assert (first.result().stdout, late.result().stdout) == ("b", "late")
+
+
+@pytest.mark.asyncio
+async def test_each_retry_is_logged_once_and_the_error_counts_all_attempts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sandbox.client")
+    url = f"http://127.0.0.1:{unused_port()}"
+    async with AsyncClient(url, retries=2) as client:
+        with pytest.raises(Unreachable) as raised:
+            await client.run_batch(["1"] * 50)
+    attempts_and_hint = r" \(3 tries in \d+\.\d s\); is `rstar-sandbox serve` running at "
+    expected = re.escape(f"{url}: connection refused") + attempts_and_hint + re.escape(url) + r"\?"
+    assert re.fullmatch(expected, str(raised.value))
+    logged = [record.getMessage() for record in caplog.records if record.name == "sandbox.client"]
+    assert logged == [f"{url}: connection refused; retry {n} of 2, with 50 calls, in 0.0 s" for n in (1, 2)]
+
+
+@pytest.mark.asyncio
+async def test_calls_that_are_retried_together_are_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sandbox.client")
+    async with (
+        scripted_server(respond_unavailable("Stopped", "1"), respond_ok) as server,
+        AsyncClient(server.url) as client,
+    ):
+        await client.run_batch(["1"] * 50)
+    logged = [record.getMessage() for record in caplog.records if record.name == "sandbox.client"]
+    url = server.url.rstrip("/")
+    assert logged == [f"{url} returned Stopped for 50 calls; retry 1 of 8, with 50 calls, in 0.0 s"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 415])
+async def test_a_refused_request_is_not_repeated(status: int) -> None:
+    async with scripted_server(refuse_with(status)) as server, AsyncClient(server.url) as client:
+        with pytest.raises(RequestRefused, match=f"answered {status}"):
+            await client.execute("1")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.asyncio
+async def test_checks_are_sent_and_retried_as_calls() -> None:
+    async with scripted_server(respond_verdicts) as server, AsyncClient(server.url) as client:
+        verdicts = await client.verify([("1", "1"), ("2", "die"), ("3", "3")], limits={"timeout_s": 2}, tenant="mine")
+        assert await client.verify([]) == []
+    assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
+    assert server.batch_sizes == [3, 1]
+    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert Call.decode(server.requests[1][0]) == verify.check_call("3", "3", shared)
+
+
+def test_the_retry_delay_grows_and_is_at_least_retry_after() -> None:
+    """The shortest and the longest delay without Retry-After are 1 and 2 ms here; random jitter adds up to a half."""
+    rng = random.Random(0)
+    assert 30 <= retry_delay_s(1, 30.0, rng) <= 45
+    assert retry_delay_s(1, None, rng) <= retry_delay_s(2, None, rng) * 1.5
+    assert retry_delay_s(100, None, rng) <= 0.003
