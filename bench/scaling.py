@@ -23,7 +23,6 @@ import json
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,11 @@ Arrivals = list[float]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute the estimate; exit code 1 if a measurement is missing."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("scaling", __doc__)
-    arguments.add_seed(parser)
+    parser = arguments.parser("scaling", __doc__, "seed")
     parser.add_argument("--calls", type=arguments.count, default=45_000, help="calls of one step (default: 45000)")
     parser.add_argument("--p99-s", type=arguments.seconds, default=1.0, help="seconds for 99 of 100 calls (default: 1)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="(default: bench/results)")
@@ -69,19 +66,17 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     measured = {name: _read(args.results / f"{name}.json", source) for name, source in SOURCES.items()}
     if (args.results / f"{BURST_OF_MIX}.json").exists():
         measured[BURST_OF_MIX] = _read(args.results / f"{BURST_OF_MIX}.json", f"{SOURCES['burst']} --kind mix")
-    with command.progress() as bar:
-        arrival_patterns = arrivals(args.calls, args.seed)
-        task = bar.add_task("arrival patterns", total=2 * len(arrival_patterns))
+    arrival_patterns = arrivals(args.calls, args.seed)
+    with command.counted_progress("arrival patterns", 2 * len(arrival_patterns)) as advance:
         burst, mix = measured["burst"], measured["mixed"]["traffic"]["without_loops"]
         kinds = {
-            name: estimate(call_cpu_ms, cpu_ms, arrival_patterns, args.p99_s, args.seed, lambda: bar.advance(task))
+            name: estimate(call_cpu_ms, cpu_ms, arrival_patterns, args.p99_s, args.seed, advance)
             for name, call_cpu_ms, cpu_ms in (
                 ("print", burst["call_cpu_ms"], burst["burst"]["cpu_ms"]),
                 ("mix", mix["call_cpu_ms"], mix["cpu_ms"]),
             )
         }
     return {
-        "bench": "scaling",
         "calls": args.calls,
         "p99_s": args.p99_s,
         "kinds": kinds,
@@ -282,4 +277,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
