@@ -1,23 +1,20 @@
 """Does the service give a call the same result as a fresh interpreter: status, stdout, value, type of the error?
 
-    python -m bench.agreement [--calls FILE.jsonl] [--at-least 0.995] [--fresh-cache FILE] [--json]
+    python -m bench.agreement [--calls FILE.jsonl] [--n 500] [--json]
 
 A call whose two fresh runs differ from each other (random numbers, clocks, addresses) has no single right result. It is
-counted as unstable and left out of the share that `--at-least` bounds. All other differences are listed by cause.
+counted as unstable and left out of the share that must reach `MIN_AGREEMENT`. All other differences are listed by
+cause.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.harness import arguments, command, requirements
@@ -30,6 +27,10 @@ from sandbox import types as sandbox_types
 from sandbox.client import AsyncClient
 from sandbox.types import Call
 
+MIN_AGREEMENT = 0.995
+"""Required share of the stable calls with equal results."""
+TIMEOUT_S = 20.0
+"""Time-out of calls that have none of their own."""
 CELL_CHARS = 60
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 _RANDOM = re.compile(r"\brandom\b|\bshuffle\b|\buuid|\bsecrets\b|\burandom\b")
@@ -51,37 +52,26 @@ class Difference:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; exit code 1 if too few calls agree."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("agreement", __doc__)
-    arguments.add_python(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("agreement", __doc__, "python", "seed")
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL with a 'code' in each row")
     parser.add_argument("--n", type=arguments.count, help="the first N of them (default: all; 500 of the sample)")
-    parser.add_argument(
-        "--at-least", type=arguments.fraction, default=0.995, metavar="SHARE", help="required share (default: 0.995)"
-    )
-    parser.add_argument("--timeout-s", type=float, default=20.0, help="time-out of a call without one (default: 20)")
-    parser.add_argument("--fresh-cache", metavar="FILE", help="JSONL that keeps the outcomes of the fresh interpreters")
     return parser
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     calls = load_calls(args.calls)[: args.n] if args.calls else sample_calls(args.n or 500, args.seed)
-    if not calls:
-        raise command.BenchFailed(f"{args.calls}: expected at least one call, got none")
-    calls = [{**call, "limits": {"timeout_s": args.timeout_s} | call.get("limits", {})} for call in calls]
+    calls = [{**call, "limits": {"timeout_s": TIMEOUT_S} | call.get("limits", {})} for call in calls]
     python = service.guest_python(args.python)
     with service.running(python) as server:
         results = asyncio.run(_through_service(server.url, calls))
     outcomes = [CallOutcome.of_result(result) for result in results]
-    cache = _Cache(args.fresh_cache, python)
-    first = _run_fresh(calls, python, cache, run=1)
+    first = _run_fresh(calls, python, run=1)
     suspects = [i for i in range(len(calls)) if differing_fields(first[i], outcomes[i])]
-    second = _run_fresh([calls[i] for i in suspects], python, cache, run=2)
+    second = _run_fresh([calls[i] for i in suspects], python, run=2)
     unstable = {i for i, outcome in zip(suspects, second, strict=True) if differing_fields(first[i], outcome)}
     differences = [
         Difference(
@@ -96,7 +86,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     result = summarize(len(calls), differences, unstable)
     result["differences"] = [_row(difference) for difference in differences if difference.index not in unstable]
-    result["requirements"] = [requirements.at_least("share of calls that agree", args.at_least, result["agreement"])]
+    result["requirements"] = [requirements.at_least("share of calls that agree", MIN_AGREEMENT, result["agreement"])]
     return result
 
 
@@ -125,7 +115,6 @@ def summarize(num_calls: int, differences: Sequence[Difference], unstable: set[i
     num_stable = num_calls - len(unstable)
     num_different = sum(difference.index not in unstable for difference in differences)
     return {
-        "bench": "agreement",
         "calls": num_calls,
         "equal": num_calls - len(differences),
         "unstable": len(unstable),
@@ -137,51 +126,20 @@ def summarize(num_calls: int, differences: Sequence[Difference], unstable: set[i
 
 async def _through_service(url: str, calls: Sequence[Mapping[str, Any]]) -> list[sandbox_types.Result]:
     results: dict[int, sandbox_types.Result] = {}
-    with command.progress() as progress:
-        bar = progress.add_task("service", total=len(calls))
+    with command.counted_progress("service", len(calls)) as advance:
         async with AsyncClient(url) as client:
             async for index, result in client.stream([Call.decode(call) for call in calls]):
                 results[index] = result
-                progress.advance(bar)
+                advance()
     return [results[index] for index in range(len(calls))]
 
 
-class _Cache:
-    """Fresh outcomes by call, interpreter and run, kept in a JSONL file if a path is given."""
-
-    def __init__(self, path: str | None, python: str) -> None:
-        self._path = Path(path) if path else None
-        self._python = python
-        self.outcomes: dict[str, CallOutcome] = {}
-        if self._path and self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
-                key = row.pop("key")
-                self.outcomes[key] = CallOutcome(**row)
-
-    def key(self, call: Mapping[str, Any], run: int) -> str:
-        parts = json.dumps([run, self._python, call["code"], call.get("stdin", ""), call["limits"]["timeout_s"]])
-        return hashlib.sha256(parts.encode()).hexdigest()
-
-    def store(self, key: str, outcome: CallOutcome) -> None:
-        self.outcomes[key] = outcome
-        if self._path:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, **asdict(outcome)}) + "\n")
-
-
-def _run_fresh(calls: Sequence[Mapping[str, Any]], python: str, cache: _Cache, *, run: int) -> list[CallOutcome]:
-    keys = [cache.key(call, run) for call in calls]
-    missing = [i for i, key in enumerate(keys) if key not in cache.outcomes]
-    with command.progress() as progress, interpreters(python, wrapped=True) as fresh:
-        bar = progress.add_task(f"fresh interpreters, run {run}", total=len(missing))
-
-        def on_run(position: int, fresh_run: FreshRun) -> None:
-            cache.store(keys[missing[position]], _outcome_of_fresh(fresh_run))
-            progress.advance(bar)
-
-        fresh.run_all([calls[i] for i in missing], on_run)
-    return [cache.outcomes[key] for key in keys]
+def _run_fresh(calls: Sequence[Mapping[str, Any]], python: str, *, run: int) -> list[CallOutcome]:
+    with (
+        command.counted_progress(f"fresh interpreters, run {run}", len(calls)) as advance,
+        interpreters(python, wrapped=True) as fresh,
+    ):
+        return [_outcome_of_fresh(fresh_run) for fresh_run in fresh.run_all(calls, advance)]
 
 
 def _outcome_of_fresh(run: FreshRun) -> CallOutcome:
@@ -222,4 +180,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

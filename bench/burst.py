@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import math
 import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from typing import Any
 
 from bench.harness import arguments, command, requirements
 from bench.harness.load import (
+    ERRORS,
     MSGPACK_STREAM,
     CallTally,
     Checkable,
@@ -40,7 +40,7 @@ from bench.harness.load import (
 )
 from bench.harness.plots import grouped_bars
 from bench.harness.statistics import percentiles, quantiles
-from bench.harness.tables import Block, Result, Table, number, percentile_list
+from bench.harness.tables import Block, Result, Table, count_list, number, percentile_list
 from bench.probes import processes
 from bench.probes.sampler import PeriodicSampler
 from bench.servers import service
@@ -57,7 +57,6 @@ SPARE_DESCRIPTORS = 500
 MIN_RATIO = 0.9
 MAX_MEMORY_MB = 1430
 POINTS = (50, 90, 99)
-COUNTS = ("lost", "doubled", "mismatched")
 
 
 @dataclass(slots=True)
@@ -94,17 +93,11 @@ class Memory:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the burst; exit code 1 if a result is missing or wrong, or a requirement is not met."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if error := too_many_connections(args.calls, args.batch, _max_descriptors()):
-        parser.error(error)
-    return command.run_benchmark(parser, args, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("burst", __doc__)
-    arguments.add_server(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("burst", __doc__, *arguments.SERVER_OPTIONS, "seed")
     count = arguments.count
     parser.add_argument("--calls", type=count, default=CALLS, help=f"calls of the burst (default: {CALLS})")
     parser.add_argument("--kind", choices=[*CODES, "mix"], default="print", help="kind of call (default: print)")
@@ -118,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    if error := too_many_connections(args.calls, args.batch, _max_descriptors()):
+        raise command.Misuse(error)
     half = math.ceil((args.steady or args.calls) / 2)
     calls = numbered_calls(args.kind, args.calls + 2 * half, args.seed, args.loops, args.loop_s)
     before, burst_calls, after = (list(itertools.islice(calls, n)) for n in (half, args.calls, half))
@@ -139,7 +134,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         steady.append(run("steady load", after, STEADY_BATCH, STEADY_REQUESTS))
     command.print_examples("burst", [line for load in (burst, *steady) for line in load.tally.examples])
     return {
-        "bench": "burst",
         "kind": args.kind,
         "loops": args.loops,
         "loop_s": args.loop_s,
@@ -203,7 +197,7 @@ def summarize(
 ) -> dict[str, Any]:
     """The result of a burst beside a steady load, and its requirements."""
     whole_steady = _joined(steady)
-    counts = {name: sum(getattr(load.tally, name) for load in (burst, *steady)) for name in COUNTS}
+    counts = {name: sum(load.tally.errors[name] for load in (burst, *steady)) for name in ERRORS}
     ratio = burst.calls_per_s / whole_steady.calls_per_s
     peak_mb = max(sample.server_mb for sample in sampler.samples)
     return {
@@ -292,11 +286,10 @@ def tables(result: Result) -> list[Block]:
             "time. "
             f"p50 / p90 / p99 of the other calls: {at_once} ms at once, {steady} ms in the steady load."
         )
-    counts = ", ".join(f"{result[name]:,} {name}" for name in COUNTS)
     memory = result["memory_mb"]
     blocks.append(
-        f"{counts}; {result['ratio']:.2f} of the steady load's calls/s; {memory['idle']:,} MiB idle, "
-        f"{memory['peak']:,} MiB at the peak."
+        f"{count_list(result, ERRORS)}; {result['ratio']:.2f} of the steady load's calls/s; "
+        f"{memory['idle']:,} MiB idle, {memory['peak']:,} MiB at the peak."
     )
     return [*blocks, *requirements.unmet(result)]
 
@@ -311,4 +304,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

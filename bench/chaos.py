@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -33,19 +32,14 @@ from bench.probes.fault_injector import KILLABLE, FaultInjector
 from bench.servers.server_under_test import CheckedLoad, ServerUnderTest
 from bench.workloads.checked_calls import KIND_WEIGHTS, STDLIB_WEIGHTS, checked_calls
 
-COUNTS = ("lost", "doubled", "mismatched")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the attack; exit code 1 if a call was lost, doubled or mismatched, or something was left behind."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("chaos", __doc__)
-    arguments.add_server(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("chaos", __doc__, *arguments.SERVER_OPTIONS, "seed")
     arguments.add_in_flight(parser, 256)
     seconds = arguments.seconds
     parser.add_argument("--calls", type=arguments.count, default=20_000, help="number of calls (default: 20000)")
@@ -62,22 +56,19 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     tally = CallTally(args.calls)
     injector = FaultInjector(random.Random(args.seed))
     flags = [*arguments.server_flags(args), "--executors", str(args.executors)]
-    with ServerUnderTest(args.python, flags) as server, command.progress() as bar:
-        task = bar.add_task("calls", total=args.calls)
+    with ServerUnderTest(args.python, flags) as server, command.counted_progress("calls", args.calls) as advance:
         calls = checked_calls(args.calls, args.seed, STDLIB_WEIGHTS if args.stdlib_only else KIND_WEIGHTS)
-        load = CheckedLoad(server, calls, tally, random.Random(args.seed), lambda: bar.advance(task))
+        load = CheckedLoad(server, calls, tally, random.Random(args.seed), advance)
         start = time.monotonic()
         asyncio.run(_attack(load, server, injector, args))
         seconds = time.monotonic() - start
         server.wait_until_ready(args.executors)
     command.print_examples("chaos", [*tally.examples, *(f"left behind: {line}" for line in server.leftovers)])
-    counts = {name: getattr(tally, name) for name in COUNTS}
     return {
-        "bench": "chaos",
         "calls": tally.calls,
         "kill_every_s": args.kill_every,
         "seconds": round(seconds, 1),
-        **counts,
+        **tally.errors,
         "unavailable": dict(tally.unavailable),
         "statuses": dict(tally.statuses.most_common()),
         "retried_calls": tally.retried,
@@ -87,7 +78,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "kills": {kind: injector.kills[kind] for kind in (*KILLABLE, "gateway")},
         "latency_ms": percentiles(tally.latencies_ms()),
         "leftovers": server.leftovers,
-        "requirements": requirements.none_of({**counts, "leftovers": len(server.leftovers)}),
+        "requirements": requirements.none_of({**tally.errors, "leftovers": len(server.leftovers)}),
     }
 
 
@@ -129,4 +120,4 @@ def tables(result: Result) -> list[Block]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

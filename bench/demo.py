@@ -30,30 +30,26 @@ NEXT_STEPS = """Next:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; exit code 1 if it failed or a call was unavailable."""
-    parser = arguments.parser("demo", __doc__)
-    arguments.add_seed(parser)
+    parser = arguments.parser("demo", __doc__, "seed")
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL with a 'code' in each row")
     parser.add_argument("--n", type=arguments.count, default=500, help="calls of the sample (default: 500)")
-    return command.run_benchmark(parser, parser.parse_args(argv), lambda args: asyncio.run(_measure(args)), tables)
+    return command.run_benchmark(parser, argv, lambda args: asyncio.run(_measure(args)), tables)
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     labelled = [] if args.calls else list(labelled_calls(args.n, args.seed))
     calls = load_calls(args.calls) if args.calls else [call for _, call in labelled]
-    if not calls:
-        raise command.BenchFailed(f"{args.calls}: expected at least one call, got none")
     sample = (
         f"the calls of {args.calls}" if args.calls else "typical tool calls. A quarter of the sample fails on purpose"
     )
     show([f"Starting a server, then sending {len(calls)} calls at once: {sample}."])
     results, answered_ms = {}, {}
-    with command.progress() as bar:
-        task = bar.add_task("calls", total=len(calls))
+    with command.counted_progress("calls", len(calls)) as advance:
         async with local_service() as url, AsyncClient(url, batch_size=BATCH) as client:
             start = time.perf_counter()
             async for index, result in client.stream([Call.decode(call) for call in calls]):
                 results[index], answered_ms[index] = result, (time.perf_counter() - start) * 1e3
-                bar.advance(task)
+                advance()
     expected = [template.status for template, _ in labelled]
     usages = [result.usage for result in results.values()]
     statuses = Counter(result.status.value for result in results.values())

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import multiprocessing
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,8 +33,7 @@ MIN_CALLS_PER_S = 8_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the measurement; exit code 1 if the gateway is slower than promised."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,11 +47,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
-    with stub_executor.serving() as server, command.progress() as bar:
-        task = bar.add_task("calls", total=args.calls * args.rounds)
+    total = args.calls * args.rounds
+    with stub_executor.serving() as server, command.counted_progress("calls", total) as advance:
         for _ in range(args.rounds):
             before, cpu_s = server.body_bytes(), processes.cpu_s([server.pid])
-            wall_s = run_client(server.url, args, lambda calls: bar.advance(task, calls))
+            wall_s = run_client(server.url, args, advance)
             after = server.body_bytes()
             rows.append(
                 {
@@ -65,7 +63,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             )
     medians = median_of_rows(rows, 1)
     return {
-        "bench": "gateway",
         "calls": args.calls,
         "batch": args.batch,
         "in_flight": args.in_flight,
@@ -133,4 +130,4 @@ def tables(result: Result) -> list[Block]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

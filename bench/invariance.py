@@ -21,18 +21,17 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.harness import arguments, command, requirements
-from bench.harness import tables as harness_tables
 from bench.harness.call_outcomes import CallOutcome, differing_fields
 from bench.harness.statistics import percentiles
-from bench.harness.tables import Block, Table
+from bench.harness.tables import Block
 from bench.servers import service
-from bench.workloads.hostile_calls import BACKGROUND_LOOP_S, ENDLESS_LOOPS
+from bench.workloads.hostile_calls import BACKGROUND_LOOP
 from bench.workloads.tool_calls import load_calls, sample_calls
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Result
@@ -62,8 +61,6 @@ BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
 """Uses a core until its parent process is gone."""
 REPEATS = 5
 """Times that a differing call runs alone again: a call that needs just about its limit differs only now and then."""
-MAX_EXAMPLES = 20
-OnResult = Callable[[int, Result], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +84,14 @@ class Change:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; exit code 1 if a result changed, or a known one is wrong."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("invariance", __doc__)
-    arguments.add_server(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("invariance", __doc__, *arguments.SERVER_OPTIONS, "seed")
     count, uses = arguments.count, arguments.names_of(TIME_USES)
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL to use as the corpus")
     parser.add_argument("--n", type=count, help="calls of the corpus (default: all of a file; 300 generated ones)")
-    parser.add_argument("--repeat", type=count, default=1, help="of each call of known need (default: 1)")
     parser.add_argument("--uses", type=uses, default=tuple(TIME_USES), help=f"of {','.join(TIME_USES)} (default: all)")
     parser.add_argument("--limit-s", type=arguments.seconds, default=1.0, help="time-out of those calls (default: 1)")
     cores = len(os.sched_getaffinity(0))
@@ -108,38 +101,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    cases = [*_corpus(args), *calls_using(args.uses, args.limit_s, args.repeat)]
+    cases = [*_corpus(args), *calls_using(args.uses, args.limit_s)]
     flags = [*arguments.server_flags(args), "--queue-timeout-s", "86400"]
-    with command.progress() as bar:
-
-        def run(name: str, server: service.Service, some_cases: Sequence[Case], *, alone: bool) -> list[Result]:
-            task = bar.add_task(name, total=len(some_cases))
-            calls = [Call.decode(case.call) for case in some_cases]
-            results: dict[int, Result] = {}
-
-            def on_result(index: int, result: Result) -> None:
-                results[index] = result
-                bar.advance(task)
-
-            if alone:
-                asyncio.run(_one_by_one(server.url, calls, on_result))
-            else:
-                asyncio.run(_all_at_once(server.url, calls, on_result, args.loops, args.seed))
-            return [results[index] for index in range(len(some_cases))]
-
+    with service.running(args.python, flags) as server:
+        idle = asyncio.run(_one_by_one("alone", server.url, cases))
+        with busy_processes(args.load):
+            overloaded = asyncio.run(_all_at_once(server.url, cases, args.loops, args.seed))
+    changed = {change.name for change in compare(cases, idle, overloaded)}
+    suspects = [(case, result) for case, result in zip(cases, idle, strict=True) if case.name in changed] * REPEATS
+    suspect_cases = [case for case, _ in suspects]
+    again: list[Result] = []
+    if suspects:
         with service.running(args.python, flags) as server:
-            idle = run("alone", server, cases, alone=True)
-            with busy_processes(args.load):
-                overloaded = run("overloaded", server, cases, alone=False)
-        changed = {change.name for change in compare(cases, idle, overloaded)}
-        suspects = [(case, result) for case, result in zip(cases, idle, strict=True) if case.name in changed] * REPEATS
-        again: list[Result] = []
-        if suspects:
-            with service.running(args.python, flags) as server:
-                again = run("alone again", server, [case for case, _ in suspects], alone=True)
-    unstable = compare([case for case, _ in suspects], [result for _, result in suspects], again)
+            again = asyncio.run(_one_by_one("alone again", server.url, suspect_cases))
+    unstable = compare(suspect_cases, [result for _, result in suspects], again)
     result = {
-        "bench": "invariance",
         "corpus": {
             "from": Path(args.calls).name if args.calls else f"generated, seed {args.seed}",
             "calls": sum(case.status is None for case in cases),
@@ -149,10 +125,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "load": args.load,
         **summarize(cases, idle, overloaded, {change.name for change in unstable}),
     }
-    harness_tables.show([_known_needs_table(cases, idle, overloaded)])
-    corpus_changes = [change for change in result["changed"] if change["name"].startswith("corpus")]
-    for line in [*map(str, corpus_changes), *result["misjudged"]][:MAX_EXAMPLES]:
-        print(f"invariance: {line}", file=sys.stderr)
+    corpus_changes = [str(change) for change in result["changed"] if change["name"].startswith("corpus")]
+    command.print_examples("invariance", [*corpus_changes, *result["misjudged"]])
     return result
 
 
@@ -163,14 +137,13 @@ def _corpus(args: argparse.Namespace) -> list[Case]:
     return [Case(f"corpus {number}", call) for number, call in enumerate(calls)]
 
 
-def calls_using(uses: Sequence[str], limit_s: float, repeat: int = 1) -> list[Case]:
+def calls_using(uses: Sequence[str], limit_s: float) -> list[Case]:
     """Calls that need each of `FACTORS` of their limit in each of these ways. Side by side needs a core per child."""
     has_cores = len(os.sched_getaffinity(0)) >= CHILDREN_SIDE_BY_SIDE
     return [
-        Case(f"{factor:g} {use} #{number}", call_using(use, factor, limit_s), "ok" if factor < 1 else "timeout")
+        Case(f"{factor:g} {use}", call_using(use, factor, limit_s), "ok" if factor < 1 else "timeout")
         for use in uses
         for factor in FACTORS
-        for number in range(repeat)
         if has_cores or use != "children side by side"
     ]
 
@@ -181,22 +154,29 @@ def call_using(use: str, factor: float, limit_s: float) -> dict[str, Any]:
     return {"code": code, "limits": {"timeout_s": limit_s}}
 
 
-async def _one_by_one(url: str, calls: Sequence[Call], on_result: OnResult) -> None:
+async def _one_by_one(description: str, url: str, cases: Sequence[Case]) -> list[Result]:
+    results = []
     async with AsyncClient(url) as client:
-        for index, call in enumerate(calls):
-            on_result(index, await client.execute(call))
+        with command.counted_progress(description, len(cases)) as advance:
+            for case in cases:
+                results.append(await client.execute(Call.decode(case.call)))
+                advance()
+    return results
 
 
-async def _all_at_once(url: str, calls: Sequence[Call], on_result: OnResult, loops: int, seed: int) -> None:
+async def _all_at_once(url: str, cases: Sequence[Case], loops: int, seed: int) -> list[Result]:
     """Send the calls in random order, after endless loops that outlast them."""
-    endless = [Call.decode({"code": ENDLESS_LOOPS["plain"], "limits": {"timeout_s": BACKGROUND_LOOP_S}})] * loops
-    order = random.Random(seed).sample(range(len(calls)), len(calls))
-    async with AsyncClient(url) as client, asyncio.TaskGroup() as group:
-        looping = group.create_task(client.run_batch(endless))
-        await asyncio.sleep(0)
-        async for position, result in client.stream([calls[index] for index in order]):
-            on_result(order[position], result)
-        looping.cancel()
+    order = random.Random(seed).sample(range(len(cases)), len(cases))
+    results: dict[int, Result] = {}
+    with command.counted_progress("overloaded", len(cases)) as advance:
+        async with AsyncClient(url) as client, asyncio.TaskGroup() as group:
+            looping = group.create_task(client.run_batch([Call.decode(BACKGROUND_LOOP)] * loops))
+            await asyncio.sleep(0)
+            async for position, result in client.stream([Call.decode(cases[index].call) for index in order]):
+                results[order[position]] = result
+                advance()
+            looping.cancel()
+    return [results[index] for index in range(len(cases))]
 
 
 @contextlib.contextmanager
@@ -265,21 +245,6 @@ def _row(change: Change) -> dict[str, Any]:
     return {"name": change.name, **differing}
 
 
-def _known_needs_table(cases: Sequence[Case], idle: Sequence[Result], overloaded: Sequence[Result]) -> Table:
-    """How the calls of known need ended, by use and factor."""
-    endings: dict[tuple[str, str], set[str]] = {}
-    for case, *results in zip(cases, idle, overloaded, strict=True):
-        if case.status:
-            factor, use = case.name.rpartition(" #")[0].split(" ", 1)
-            statuses = dict.fromkeys(result.status.value for result in results)
-            endings.setdefault((use, factor), set()).add("→".join(statuses))
-    rows = [
-        [use, *("|".join(sorted(endings[use, f"{factor:g}"])) for factor in FACTORS)]
-        for use in dict.fromkeys(use for use, _ in endings)
-    ]
-    return Table(("", *map("{:g}".format, FACTORS)), rows, "share of the limit that a call needs, alone→overloaded")
-
-
 def tables(result: Mapping[str, Any]) -> list[Block]:
     """One sentence."""
     num_known, corpus = result["known"], result["corpus"]
@@ -293,4 +258,4 @@ def tables(result: Mapping[str, Any]) -> list[Block]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

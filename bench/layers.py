@@ -26,22 +26,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import marshal
 import os
-import select
-import shutil
-import socket
-import struct
-import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
 
@@ -52,13 +41,11 @@ from bench.harness.statistics import median
 from bench.harness.tables import Block, Result, Table
 from bench.probes import processes
 from bench.servers import service
+from bench.servers.layers_host import BATCH, BareExecutor, Cost, MeasuringJail, bare_executor, cost_of, measuring_jail
 from bench.workloads.code_kinds import PROFILE_CODES
-from sandbox import jail, wire
+from sandbox import jail
 from sandbox.client import AsyncClient
-from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig
-from sandbox.errors import IsolationError
-from sandbox.executor.call_state import CallRequest
-from sandbox.executor.executor import GUEST_ENV
+from sandbox.config import ZYGOTE_PROFILES
 from sandbox.types import Call
 
 IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")
@@ -66,35 +53,15 @@ STEPS = (*IN_JAIL, "executor", "http")
 MAX_RATIO = 1.6
 """Promised bound on the CPU of a call over HTTP, as a multiple of os.fork, run and exit of the same zygote. The ratio
 to the floor, which is lower (fork by machine code), is reported only."""
-RATIOS = {"os.fork": "ratio_os_fork", "floor": "ratio"}
-BATCH = 64
-WAIT_S = 120.0
-_LENGTHS = struct.Struct("<II")
-FIRST_JAIL = 900
-"""Number of the first jail here. Jails of servers count from 0, and jails with equal numbers share uids."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Milliseconds per call."""
-
-    cpu_ms: float
-    wall_ms: float
-    ticks_cpu_ms: float | None = None
-    """The CPU time again, in clock ticks over the whole process tree. None inside the jail."""
-    faults: float | None = None
-    """Page faults of call and zygote: a fork's shared pages are copied on first write. None outside the jail."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the measurement; exit code 1 if a profile's ratio to os.fork exceeds `--at-most`."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("layers", __doc__)
-    arguments.add_python(parser)
+    parser = arguments.parser("layers", __doc__, "python")
     arguments.add_in_flight(parser, len(os.sched_getaffinity(0)), "zygotes that fork, or calls,")
     parser.add_argument("--calls", type=arguments.count, default=64, help="calls per step and round (default: 64)")
     parser.add_argument("--rounds", type=arguments.count, default=25, help="rounds (default: 25)")
@@ -112,17 +79,17 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     costs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     with ExitStack() as stack:
         jails = {
-            name: [stack.enter_context(_jail(python, name, number)) for number in range(args.in_flight)]
+            name: [stack.enter_context(measuring_jail(python, name, number)) for number in range(args.in_flight)]
             for name in args.profiles
         }
-        executor = stack.enter_context(_executor(python))
+        executor = stack.enter_context(bare_executor(python))
         server = stack.enter_context(service.running(python))
-        bar = stack.enter_context(command.progress())
-        task = bar.add_task("steps", total=(args.rounds + 1) * len(args.profiles) * len(STEPS))
+        num_steps = (args.rounds + 1) * len(args.profiles) * len(STEPS)
+        advance = stack.enter_context(command.counted_progress("steps", num_steps))
         for turn in range(args.rounds + 1):  # the first round warms up and is not counted
             for name in args.profiles:
                 for step, cost in _round(jails[name], executor, server, name, args.calls if turn else BATCH):
-                    bar.advance(task)
+                    advance()
                     if turn:
                         costs[name, step].append(cost)
     result = summarize(costs, args)
@@ -131,7 +98,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _round(
-    jails: Sequence[_Jail], executor: _Executor, server: service.Service, profile: str, calls: int
+    jails: Sequence[MeasuringJail], executor: BareExecutor, server: service.Service, profile: str, calls: int
 ) -> Iterator[tuple[str, Cost]]:
     for step in IN_JAIL:
         for guest in jails:
@@ -168,7 +135,6 @@ def summarize(costs: Mapping[tuple[str, str], Sequence[Cost]], args: argparse.Na
             "ratio_os_fork": round(median_of_ratios(costs[name, "http"], costs[name, "os.fork"], _cpu_ratio), 3),
         }
     return {
-        "bench": "layers",
         "calls": args.calls,
         "rounds": args.rounds,
         "in_flight": args.in_flight,
@@ -185,222 +151,13 @@ def _cpu_ratio(cost: Cost, base: Cost) -> float:
     return cost.cpu_ms / base.cpu_ms
 
 
-class _Jail:
-    """A jail with a measuring zygote of one profile."""
-
-    def __init__(self, sock: socket.socket, plan: Mapping[str, Any], cgroups: jail.CgroupTree | None) -> None:
-        self._sock = sock
-        self._plan = plan
-        self._cgroups = cgroups
-        self._calls = 0
-        self._received = b""
-
-    def configure(self, profile: str, process: subprocess.Popen[bytes]) -> None:
-        self._sock.sendall(_frame({"op": "configure", "plan": self._plan, "profile": profile, "blobs": []}))
-        header = self._receive()
-        if header["op"] != "ready":
-            raise command.BenchFailed(f"expected ready from the measuring zygote, got {header}")
-        for procs_fd in self._cgroups.open_procs_files(0) if self._cgroups else ():
-            socket.send_fds(self._sock, [_frame({"op": "cgroup_procs", "slot": 0, "blobs": []})], [procs_fd])
-            os.close(procs_fd)
-        pages = max(_mapped_pages(pid) for pid in processes.tree(process.pid))
-        space = pages * os.sysconf("SC_PAGE_SIZE")
-        self._sock.sendall(_frame({"op": "start", "address_space_bytes": space, "report_after_s": WAIT_S, "blobs": []}))
-
-    def start(self, step: str, code: str, calls: int) -> None:
-        """Start `calls` calls that go as far as `step`."""
-        order = _first_frame(CallRequest.decode(0, {"code": code}).encode_start(1, 0))
-        assert order is not None
-        header, body, _ = order
-        measure = {**header, "op": "measure", "step": step, "calls": calls, "plan": self._plan}
-        self._calls = calls
-        self._sock.sendall(_frame(measure, body))
-
-    def cost(self, step: str) -> Cost:
-        """The cost of those calls. Raises `BenchFailed` if one failed."""
-        took, calls = self._receive(), self._calls
-        if took["op"] != "measured":
-            raise command.BenchFailed(f"{step}: expected measured, got {took}")
-        if took["failed"]:
-            raise command.BenchFailed(f"{step}: {took['failed']} of {calls} calls failed")
-        cpu_ms = (took["cpu_ms"] + took["own_cpu_ms"]) / calls
-        if step == "groups" and self._cgroups:
-            cpu_ms += _set_and_read(self._cgroups.cgroup(0), calls)
-        return Cost(cpu_ms, took["wall_ms"] / calls, faults=took["faults"] / calls)
-
-    def _receive(self) -> dict[str, Any]:
-        while (frame := _first_frame(self._received)) is None:
-            _wait_readable(self._sock)
-            data = self._sock.recv(1 << 16)
-            if not data:
-                raise command.BenchFailed("the measuring zygote ended; its output is above")
-            self._received += data
-        header, _, self._received = frame
-        return header
-
-
-def _set_and_read(group: jail.SlotCgroup, calls: int) -> float:
-    """CPU milliseconds that the executor spends on the control group of one call."""
-    start = time.process_time_ns()
-    for _ in range(calls):
-        group.set_limits(1 << 30, 64)
-        group.read_usage()
-        if not group.is_empty:
-            raise command.BenchFailed("expected an empty group, but a process is in it")
-    return (time.process_time_ns() - start) / 1e6 / calls
-
-
-@contextmanager
-def _cgroups() -> Iterator[jail.CgroupTree | None]:
-    try:
-        tree = jail.CgroupTree()
-    except IsolationError:
-        yield None
-        return
-    try:
-        yield tree
-    finally:
-        tree.close()
-
-
-@contextmanager
-def _jail(python: str, profile: str, number: int) -> Iterator[_Jail]:
-    """A jail with the guest's code, where the measuring zygote replaces the zygote."""
-    with tempfile.TemporaryDirectory(prefix="bench-layers-") as directory, _cgroups() as cgroups:
-        for path in (*jail.GUEST_SOURCE_DIR.glob("*.py"), Path(__file__).parent / "servers" / "layers_guest.py"):
-            shutil.copy(path, directory)
-        jail_number = FIRST_JAIL + number * len(PROFILE_CODES) + list(PROFILE_CODES).index(profile)
-        base, count = jail.host_uids(jail_number, 1)
-        interpreter = jail.Interpreter.find(python)
-        argv = ("/python/bin/python3", "-s", "-B", "/guest/layers_guest.py", "--fd", "{fd}")
-        spec = jail.JailSpec(
-            jail.Level.NAMESPACES, interpreter, directory, env=GUEST_ENV, argv=argv, uid_base=base, uid_count=count
-        )
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                process = subprocess.Popen(jail.launch_argv(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
-            try:
-                guest = _Jail(ours, jail.confinement_plan(spec), cgroups)
-                guest.configure(profile, process)
-                yield guest
-            finally:
-                process.kill()
-                process.wait()
-
-
-class _Executor:
-    """An executor process that gets the same frames as from the gateway."""
-
-    def __init__(self, sock: socket.socket, pid: int) -> None:
-        self._sock = sock
-        self._pid = pid
-        self._unpacker = wire.Unpacker()
-        self._numbers = iter(range(1, 1 << 60))
-
-    def wait_ready(self, settings: Mapping[str, Any]) -> None:
-        self._sock.sendall(wire.pack(["configure", dict(settings)]))
-        while (message := self._receive())[0] != "ready":
-            if message[0] == "failed":
-                raise command.BenchFailed(f"the executor did not start: {message[1]}")
-
-    def measure(self, code: str, calls: int) -> Cost:
-        """Send `calls` calls in frames of 64 and wait for their results."""
-        numbers = [next(self._numbers) for _ in range(calls)]
-        packed = [
-            wire.pack(["calls", [[n, {"code": code}] for n in numbers[start : start + BATCH]]])
-            for start in range(0, calls, BATCH)
-        ]
-        meter, start = processes.CpuMeter(self._pid), time.perf_counter()
-        self._sock.sendall(b"".join(packed))
-        results: list[dict[str, Any]] = []
-        while len(results) < calls:
-            kind, *rest = self._receive()
-            if kind == "results":
-                results += [result for _, result in rest[0]]
-        wall_s = time.perf_counter() - start
-        return _cost(meter, wall_s, [(result["status"], result["usage"]["cpu_ms"]) for result in results])
-
-    def _receive(self) -> list[Any]:
-        while True:
-            for message in self._unpacker:
-                return message
-            _wait_readable(self._sock)
-            data = self._sock.recv(1 << 18)
-            if not data:
-                raise command.BenchFailed("the executor ended; its output is above")
-            self._unpacker.feed(data)
-
-
-@contextmanager
-def _executor(python: str) -> Iterator[_Executor]:
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            fd = theirs.fileno()
-            command = [sys.executable, "-m", "sandbox.executor", "--fd", str(fd)]
-            process = subprocess.Popen(command, pass_fds=[fd], start_new_session=True, stdin=subprocess.DEVNULL)
-        try:
-            executor = _Executor(ours, process.pid)
-            executor.wait_ready(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).encode())
-            yield executor
-        finally:
-            ours.close()  # the executor ends when its socket is closed
-            try:
-                process.wait(service.STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
 async def _over_http(server: service.Service, code: str, calls: int) -> Cost:
     async with AsyncClient(server.url, batch_size=BATCH) as client:
         await client.execute("pass")  # connect before the clock starts
         meter, start = processes.CpuMeter(server.pid), time.perf_counter()
         results = await client.run_batch([Call(code)] * calls)
         wall_s = time.perf_counter() - start
-    return _cost(meter, wall_s, [(result.status.value, result.usage.cpu_ms) for result in results])
-
-
-def _cost(meter: processes.CpuMeter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
-    """The cost per call of `calls`, each a status and the CPU ms of its own processes. Raises `BenchFailed` if a call
-    did not end as `ok`."""
-    own_s, total_s, n = meter.own_s(), meter.total_s(), len(calls)
-    if bad := [status for status, _ in calls if status != "ok"]:
-        raise command.BenchFailed(f"{len(bad)} of {n} calls ended as {bad[0]}, expected ok")
-    cpu_ms = own_s * 1e3 + sum(cpu_ms for _, cpu_ms in calls)
-    return Cost(cpu_ms / n, wall_s * 1e3 / n, total_s * 1e3 / n)
-
-
-def _frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A frame in the format of `guest/frames.py`."""
-    head = marshal.dumps(dict(header), 2)
-    return _LENGTHS.pack(len(head), len(body)) + head + body
-
-
-def _first_frame(data: bytes) -> tuple[dict[str, Any], bytes, bytes] | None:
-    """(header, body, remaining bytes) of the first frame; None if it is incomplete. Guest frames have JSON headers."""
-    if len(data) < _LENGTHS.size:
-        return None
-    head_size, body_size = _LENGTHS.unpack_from(data)
-    body = _LENGTHS.size + head_size
-    end = body + body_size
-    if len(data) < end:
-        return None
-    head = data[_LENGTHS.size : body]
-    return json.loads(head) if head[:2] == b'{"' else marshal.loads(head), data[body:end], data[end:]
-
-
-def _wait_readable(sock: socket.socket) -> None:
-    if not select.select([sock], [], [], WAIT_S)[0]:
-        raise command.BenchFailed(f"no answer within {WAIT_S:g} s")
-
-
-def _mapped_pages(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    except OSError:
-        return 0
+    return cost_of(meter, wall_s, [(result.status.value, result.usage.cpu_ms) for result in results])
 
 
 def _step_tables(result: Result) -> list[Block]:
@@ -456,4 +213,4 @@ def draw(axes: Any, result: Result) -> None:
 assert set(ZYGOTE_PROFILES) == set(PROFILE_CODES)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -16,7 +16,6 @@ import contextlib
 import os
 import random
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -41,14 +40,11 @@ KILL_AFTER_S = 0.5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the search; exit code 1 if something has grown or is left behind."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("leaks", __doc__)
-    arguments.add_python(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("leaks", __doc__, "python", "seed")
     count = arguments.count
     parser.add_argument("--calls", type=count, default=10_000, help="number of calls (default: 10000)")
     parser.add_argument("--from", dest="from_", type=arguments.file, metavar="FILE", help="JSONL to use for the mix")
@@ -63,16 +59,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.calls < args.warm_up + args.every:
         raise command.BenchFailed(f"--calls {args.calls}: expected at least {args.warm_up + args.every} calls")
     snapshots: list[ResourceSnapshot] = []
-    with ServerUnderTest(args.python) as server, command.progress() as bar:
-        task = bar.add_task("calls", total=args.calls)
-        load = _LeakLoad(server, args, lambda: bar.advance(task))
+    with ServerUnderTest(args.python) as server, command.counted_progress("calls", args.calls) as advance:
+        load = _LeakLoad(server, args, advance)
         for done in range(0, args.calls, args.every):
             asyncio.run(load.run(min(args.every, args.calls - done)))
             snapshots.append(server.snapshot_at_rest(load.calls))
     grown = growth_at_rest(snapshots, args.warm_up)
     command.print_examples("leaks", [*(f"unavailable: {why}" for why in load.unavailable), *server.leftovers])
     return {
-        "bench": "leaks",
         "calls": load.calls,
         "warm_up": args.warm_up,
         "abandoned_batches": load.abandoned,
@@ -167,4 +161,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -20,7 +20,6 @@ import contextlib
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,11 +36,11 @@ from bench.harness.tables import Block, Result, Table, percentile_list
 from bench.probes import processes
 from bench.servers import service
 from bench.workloads.checked_calls import CheckedCall, ExpectedResult
-from bench.workloads.hostile_calls import BACKGROUND_LOOP_S, BOMB_LIMITS, ENDLESS_LOOPS, RESOURCE_BOMBS
+from bench.workloads.hostile_calls import BACKGROUND_LOOP, BOMB_LIMITS, ENDLESS_LOOP, RESOURCE_BOMBS
 from bench.workloads.tool_calls import labelled_calls
 
 SHARES = {"short": 0.885, "error": 0.1, "bomb": 0.005, "loop": 0.01}
-"""Shares of the groups of calls in the traffic. A call's group is one of these, with its family after a colon."""
+"""Shares of the groups of calls in the traffic."""
 RARE = ("error", "bomb", "loop")
 """Groups of which there is at least one call."""
 SHORT = ("short", "error")
@@ -77,23 +76,18 @@ class TrafficRun:
     """CPU of the server and all calls."""
     body_bytes: float = 0.0
 
-    def short_ms(self, family: str = "") -> list[float]:
-        """Latencies of the short calls of one family, or of all."""
-        return [times.latency_ms for times in self.tally.times if _is_short(times.group, family)]
+    def short_ms(self) -> list[float]:
+        """Latencies of the short calls."""
+        return self.tally.latencies_ms(SHORT)
 
     def short_cpu_ms(self) -> list[float]:
         """CPU time of each short call's own processes."""
-        return [times.cpu_ms for times in self.tally.times if _is_short(times.group)]
+        return [times.cpu_ms for times in self.tally.times if times.group in SHORT]
 
     def service_cpu_ms(self) -> float:
         """Mean CPU time of the service itself per call."""
         calls_ms = sum(times.cpu_ms for times in self.tally.times)
         return (self.server_cpu_ms - calls_ms) / max(1, self.tally.answered)
-
-
-def _is_short(group: str, family: str = "") -> bool:
-    kind, _, its_family = group.partition(":")
-    return kind in SHORT and family in ("", its_family)
 
 
 @dataclass(slots=True)
@@ -115,17 +109,11 @@ class LoopsRun:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both parts; exit code 1 if endless calls delay short ones too much, or a result is wrong."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if args.isolation == "none":
-        parser.error("--isolation none: some calls exhaust resources; expected a level that isolates them")
-    return command.run_benchmark(parser, args, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("mixed", __doc__)
-    arguments.add_server(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("mixed", __doc__, *arguments.SERVER_OPTIONS, "seed")
     count, seconds = arguments.count, arguments.seconds
     parser.add_argument("--parts", choices=["both", "traffic", "loops"], default="both", help="(default: both)")
     parser.add_argument("--seconds", type=seconds, default=60.0, help="duration of arrivals, twice (default: 60)")
@@ -133,13 +121,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loop-s", type=seconds, default=10.0, help="time-out of the traffic's loops (default: 10)")
     parser.add_argument("--calibration", type=count, default=200, help="calls of the closed loop (default: 200)")
     parser.add_argument("--loops", type=count, default=40, help="endless loops of part 2 (default: 40)")
-    parser.add_argument("--loop-kinds", choices=["plain", "all"], default="plain", help="all: also threads, children")
     parser.add_argument("--short", type=count, default=200, help="short calls of part 2, twice (default: 200)")
     return parser
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {"bench": "mixed", "isolation": args.isolation, "requirements": []}
+    if args.isolation == "none":
+        raise command.Misuse("--isolation none: some calls exhaust resources; expected a level that isolates them")
+    result: dict[str, Any] = {"isolation": args.isolation, "requirements": []}
     with service.running(args.python, arguments.server_flags(args)) as server, command.progress() as bar:
         if args.parts != "loops":
             result["traffic"] = asyncio.run(_traffic(server, args, bar))
@@ -169,12 +158,12 @@ def arrivals(rate: float, seconds: float, seed: int, loop_s: float = 10.0, famil
 
 def _call(group: str, mix: Iterator[CheckedCall], rng: random.Random, loop_s: float) -> CheckedCall:
     if group == "loop":
-        call = {"code": ENDLESS_LOOPS["plain"], "limits": {"timeout_s": loop_s}}
-        return CheckedCall(call, "loop:", ExpectedResult(("timeout",), {}))
+        call = {"code": ENDLESS_LOOP, "limits": {"timeout_s": loop_s}}
+        return CheckedCall(call, "loop", ExpectedResult(("timeout",), {}))
     if group == "bomb":
         code, statuses = rng.choice(list(RESOURCE_BOMBS.items()))
-        return CheckedCall({"code": code, "limits": BOMB_LIMITS}, "bomb:", ExpectedResult(statuses, {}))
-    return next(call for call in mix if call.group.startswith(group))
+        return CheckedCall({"code": code, "limits": BOMB_LIMITS}, "bomb", ExpectedResult(statuses, {}))
+    return next(call for call in mix if call.group == group)
 
 
 def _mix(seed: int, families: Sequence[str]) -> Iterator[CheckedCall]:
@@ -183,7 +172,7 @@ def _mix(seed: int, families: Sequence[str]) -> Iterator[CheckedCall]:
         for template, call in labelled_calls(256, seed):
             if template.status != "timeout" and (not families or template.family in families):
                 group = "short" if template.status == "ok" else "error"
-                yield CheckedCall(call, f"{group}:{template.family}", ExpectedResult((template.status,), {}))
+                yield CheckedCall(call, group, ExpectedResult((template.status,), {}))
         seed += 1
 
 
@@ -203,9 +192,9 @@ async def _traffic(server: service.Service, args: argparse.Namespace, bar: Progr
             closed_loop_rate = round(len(calls) / await closed_loop(iter(calls), send, CALIBRATION_IN_FLIGHT), 2)
         rate = args.rate or closed_loop_rate * RATE_SHARE
         due = arrivals(rate, args.seconds, args.seed, args.loop_s, families)
-        if not any(_is_short(call.group) for _, call in due):
+        if not any(call.group in SHORT for _, call in due):
             raise command.BenchFailed(f"{rate:.2g} calls/s for {args.seconds:g} s are no calls; raise either")
-        without = [(at_s, call) for at_s, call in due if call.group != "loop:"]
+        without = [(at_s, call) for at_s, call in due if call.group != "loop"]
         runs = []
         for name, calls_due in (("without loops", without), ("with loops", due)):
             task = bar.add_task(name, total=len(calls_due))
@@ -247,12 +236,10 @@ def summarize_traffic(without: TrafficRun, with_loops: TrafficRun) -> dict[str, 
     before, after = short_ms["without_loops"], short_ms["with_loops"]
     ratios = {name: round(after[name] / before[name], 2) for name in before if name in after}
     counts = {name: sum(getattr(run.tally, name) for run in runs.values()) for name in ("lost", "mismatched")}
-    groups = {times.group for run in runs.values() for times in run.tally.times}
-    families = sorted({group.partition(":")[2] for group in groups if _is_short(group)})
     return {
         "ratio": ratios,
         **counts,
-        **{name: _traffic_row(run, short_ms[name], families) for name, run in runs.items()},
+        **{name: _traffic_row(run, short_ms[name]) for name, run in runs.items()},
         "requirements": [
             *requirements.none_of(counts),
             requirements.at_most(
@@ -264,15 +251,14 @@ def summarize_traffic(without: TrafficRun, with_loops: TrafficRun) -> dict[str, 
     }
 
 
-def _traffic_row(run: TrafficRun, short_ms: dict[str, float], families: Sequence[str]) -> dict[str, Any]:
-    loop_ms = run.tally.latencies_ms(["loop:"])
+def _traffic_row(run: TrafficRun, short_ms: dict[str, float]) -> dict[str, Any]:
+    loop_ms = run.tally.latencies_ms(["loop"])
     return {
         "calls": run.tally.calls,
         "short_ms": short_ms,
-        "by_family_ms": {family: percentiles(run.short_ms(family), POINTS) for family in families},
         "loops": len(loop_ms),
         "loop_ms": percentiles(loop_ms, POINTS),
-        "bombs": len(run.tally.latencies_ms(["bomb:"])),
+        "bombs": len(run.tally.latencies_ms(["bomb"])),
         "cpu_ms": round(statistics.fmean(run.short_cpu_ms() or [0.0]) + run.service_cpu_ms(), 3),
         "call_cpu_ms": quantiles(run.short_cpu_ms()),
         "bytes": round(run.body_bytes / max(1, run.tally.answered)),
@@ -286,11 +272,9 @@ def _traffic_row(run: TrafficRun, short_ms: dict[str, float], families: Sequence
 
 async def _beside_loops(server: service.Service, args: argparse.Namespace, on_answer: OnAnswer) -> LoopsRun:
     run = LoopsRun(args.loops)
-    kinds = list(ENDLESS_LOOPS) if args.loop_kinds == "all" else ["plain"]
-    codes = [ENDLESS_LOOPS[kinds[n % len(kinds)]] for n in range(args.loops)]
     async with http_session() as http:
         run.baseline_ms = await _one_by_one(http, server.url, args.short, args.seed, run, on_answer)
-        loops = asyncio.create_task(_run_loops(http, server.url, codes, run))
+        loops = asyncio.create_task(_run_loops(http, server.url, run))
         try:
             until = time.perf_counter() + ARRIVAL_S
             run.arriving_ms = await _one_by_one(http, server.url, math.inf, args.seed, run, until=until)
@@ -303,10 +287,9 @@ async def _beside_loops(server: service.Service, args: argparse.Namespace, on_an
     return run
 
 
-async def _run_loops(http: aiohttp.ClientSession, url: str, codes: Sequence[str], run: LoopsRun) -> None:
+async def _run_loops(http: aiohttp.ClientSession, url: str, run: LoopsRun) -> None:
     """Run all loops in one request until this task is cancelled; count those that end."""
-    limits = {"timeout_s": BACKGROUND_LOOP_S}
-    async for _ in ask(http, url, [{"code": code, "limits": limits} for code in codes]):
+    async for _ in ask(http, url, [BACKGROUND_LOOP] * run.loops):
         run.num_ended += 1
 
 
@@ -415,4 +398,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -185,15 +184,11 @@ class SystemRound:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; exit code 1 if a call of our own service has no correct result."""
-    parser = _parser()
-    measure = lambda args: asyncio.run(_measure(args))  # noqa: E731
-    return command.run_benchmark(parser, parser.parse_args(argv), measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, lambda args: asyncio.run(_measure(args)), tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("peers", __doc__)
-    arguments.add_python(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("peers", __doc__, "python", "seed")
     arguments.add_in_flight(parser, 64)
     kinds, url = (*CODES, "mix"), arguments.url
     parser.add_argument("--url", type=url, help="our service (default: one is started)")
@@ -212,16 +207,16 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         calls = {kind: await _calls(kind, fresh, args.seed) for kind in args.kinds}
         for system in systems:
             await check(system)
-        bar = stack.enter_context(command.progress())
-        task = bar.add_task("rounds", total=args.rounds * len(calls) * len(systems))
+        num_rounds = args.rounds * len(calls) * len(systems)
+        advance = stack.enter_context(command.counted_progress("rounds", num_rounds))
         rounds: dict[str, dict[str, list[SystemRound]]] = {kind: {s.name: [] for s in systems} for kind in calls}
         for _ in range(args.rounds):
             for kind, kind_calls in calls.items():
                 for system in systems:
                     rounds[kind][system.name].append(await drive(system, kind_calls, args.seconds))
-                    bar.advance(task)
+                    advance()
     sizes = {name: getattr(args, name) for name in ("seconds", "rounds", "in_flight")}
-    return {"bench": "peers", **sizes, **summarize(rounds)}
+    return {**sizes, **summarize(rounds)}
 
 
 async def _systems(stack: AsyncExitStack, args: argparse.Namespace, fresh: FreshInterpreter) -> list[System]:
@@ -397,4 +392,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -30,8 +30,7 @@ STAGE_FIELDS = ("name", "accuracy", "tool_error_ratio", "one_answer", "seconds")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the recipe; exit code 1 if it failed, or a requirement is not met."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +49,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         run = run_recipe(replace(config, run_dir=str(args.folder)))
     except PhaseFailed as error:
         raise command.BenchFailed(str(error)) from None
-    return {"bench": "recipe", "config": args.config.name, **summarize(run, perf_counter() - start)}
+    return {"config": args.config.name, **summarize(run, perf_counter() - start)}
 
 
 def summarize(run: RecipeRun, wall_s: float = 0.0) -> dict[str, Any]:

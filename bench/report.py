@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     action.add_argument("--plots", metavar="DIR", type=Path, help="draw the results into this directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     args = parser.parse_args(argv)
-    return command.reported_errors("report", lambda: _report(args))
+    try:
+        return _report(args)
+    except (command.BenchFailed, OSError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -181,4 +185,4 @@ def _where(command_line: str, machine: Result) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

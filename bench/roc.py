@@ -65,8 +65,7 @@ CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; exit code 1 if a run failed."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,7 +95,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             seeds.append(rows)
     except PhaseFailed as error:
         raise command.BenchFailed(str(error)) from None
-    return {"bench": "roc", "steps": args.steps, "group": GROUP, **summarize(seeds)}
+    return {"steps": args.steps, "group": GROUP, **summarize(seeds)}
 
 
 def sft_config(shared: RunConfig, folder: Path, seed: int) -> RunConfig:

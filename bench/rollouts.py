@@ -29,8 +29,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from itertools import product
 from pathlib import Path
@@ -60,18 +59,7 @@ Passes = dict[int, list[list[float]]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison, the fit or the timing of decisions; exit code 1 if it failed."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not (args.simulate or args.engines):
-        parser.error("expected --simulate, or --engines N")
-    if ORACLE in args.policies and not args.simulate:
-        parser.error(f"expected --simulate with {ORACLE}: the lengths on real engines are not known in advance")
-    if args.cost and not args.simulate:
-        parser.error("expected --simulate with --cost")
-    if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):
-        parser.error("expected --simulate --profile mi300x-14b with --cache-share, a share of that GPU's memory")
-    measure = _measure_cost if args.cost else _measure_simulated if args.simulate else _measure_real
-    return command.run_benchmark(parser, args, measure, tables, None if args.cost else draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=count, default=3, help="rounds on real engines (default: 3)")
     parser.add_argument("--groups", type=count, help="problems (default: 512; cpu-tiny: 12)")
     parser.add_argument("--samples", type=count, help="episodes per problem (default: 32; cpu-tiny: 16)")
-    parser.add_argument("--jobs", type=count, default=1, help="simulations at once (default: 1)")
     parser.add_argument("--cache-share", type=_open_fraction, help="share of an MI300X's memory for the KV cache")
     parser.add_argument("--cost", action="store_true", help="with --simulate: CPU time of the scheduler's decisions")
     parser.add_argument("--no-history", action="store_true", help="the scheduler knows no preceding training step")
@@ -113,48 +100,63 @@ def _open_fraction(text: str) -> float:
     return fraction
 
 
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    if not (args.simulate or args.engines):
+        raise command.Misuse("expected --simulate, or --engines N")
+    if ORACLE in args.policies and not args.simulate:
+        raise command.Misuse(f"expected --simulate with {ORACLE}: the lengths on real engines are not known in advance")
+    if args.cost and (args.plot or not args.simulate):
+        raise command.Misuse("expected --simulate and no --plot with --cost")
+    if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):
+        raise command.Misuse(
+            "expected --simulate --profile mi300x-14b with --cache-share, a share of that GPU's memory"
+        )
+    measure = _measure_cost if args.cost else _measure_simulated if args.simulate else _measure_real
+    return measure(args)
+
+
+def _compare(
+    args: argparse.Namespace,
+    profile: Profile,
+    repeats: int,
+    title: str,
+    measure: Callable[[str, int], tuple[dict[str, Any], Timeline]],
+) -> tuple[Rows, dict[str, Any]]:
+    """Rows and result of every policy. `measure(policy, repeat)` has the measures of one rollout and its timeline."""
+    bounds = [lower_bound_s(profile.scripts(repeat), profile.engine, profile.num_engines) for repeat in range(repeats)]
+    rows: Rows = {policy: [] for policy in args.policies}
+    lines: dict[str, Timeline] = {}
+    for repeat, policy in product(range(repeats), args.policies):
+        row, line = measure(policy, repeat)
+        rows[policy].append(row | {"over_bound": round(row["makespan_s"] / bounds[repeat], 4)})
+        lines.setdefault(policy, line)
+    if args.gantt:
+        gantt(args.gantt, title, lines, {policy: rows[policy][0]["makespan_s"] for policy in rows})
+    result = summarize(rows, bounds, profile)
+    return rows, {**result, "is_simulated": args.simulate, "repeats": repeats}
+
+
 # Simulated engines
 
 
 def _measure_simulated(args: argparse.Namespace) -> dict[str, Any]:
     profile = profile_of(args)
-    rows: Rows = {policy: [] for policy in args.policies}
-    lines: dict[str, Timeline] = {}
-    with command.progress() as bar:
-        task = bar.add_task("simulated", total=args.seeds * len(args.policies))
-        bounds = [lower_bound_s(profile.scripts(seed), profile.engine, profile.engines) for seed in range(args.seeds)]
-        for (seed, policy), (row, line) in _simulate_all(args):
-            rows[policy].append(row | {"over_bound": round(row["makespan_s"] / bounds[seed], 4)})
-            lines.setdefault(policy, line)
-            bar.advance(task)
-    title = f"{profile.name}, simulated: {profile.engines} engines, {len(profile.scripts(0)):,} episodes"
-    _draw_gantt(args, title, lines, rows)
-    return {**summarize(rows, bounds, profile, args.seeds), "requirements": simulated_requirements(rows)}
+    title = f"{profile.name}, simulated: {profile.num_engines} engines, {len(profile.scripts(0)):,} episodes"
+    with command.counted_progress("simulated", args.seeds * len(args.policies)) as advance:
 
+        def measure(policy: str, seed: int) -> tuple[dict[str, Any], Timeline]:
+            advance()
+            return simulated(profile, policy, seed)
 
-def _simulate_all(args: argparse.Namespace) -> Iterator[tuple[tuple[int, str], Any]]:
-    tasks = list(product(range(args.seeds), args.policies))
-    if args.jobs == 1:
-        yield from ((task, _simulate_one(args, *task)) for task in tasks)
-        return
-    with ProcessPoolExecutor(args.jobs) as pool:
-        results = pool.map(_simulate_one, [args] * len(tasks), *zip(*tasks, strict=True))
-        yield from zip(tasks, results, strict=True)
-
-
-def _simulate_one(args: argparse.Namespace, seed: int, policy: str) -> Any:
-    return simulated(profile_of(args), policy, seed)
+        rows, result = _compare(args, profile, args.seeds, title, measure)
+    return {**result, "requirements": simulated_requirements(rows)}
 
 
 def _measure_cost(args: argparse.Namespace) -> dict[str, Any]:
     """CPU time of each decision of `kv`, in microseconds."""
     profile = profile_of(args)
-    costs = decision_cost(
-        profile.scripts(0), profile.engine, profile.engines, profile.max_response_tokens, profile.previous_step(0)
-    )
+    costs = decision_cost(profile.workload(0), profile.engine, profile.num_engines)
     return {
-        "bench": "rollouts",
-        "command": f"{profile.command} --cost",
         "microseconds": {name: {"calls": len(calls), **percentiles(calls)} for name, calls in costs.items()},
     }
 
@@ -177,21 +179,19 @@ def _measure_real(args: argparse.Namespace) -> dict[str, Any]:
         title = f"{profiles.FITTED}: median error of a batch {fit['residual']:.1%}"
         harness_tables.show([Table(("constant", "seconds"), costs, title)])
     profile = profile_of(args)
-    rows: Rows = {policy: [] for policy in args.policies}
-    simulated_rows: Rows = {policy: [] for policy in args.policies}
-    lines: dict[str, Timeline] = {}
-    bounds = [lower_bound_s(profile.scripts(seed), profile.engine, profile.engines) for seed in range(args.rounds)]
-    names = [f"e{index}" for index in range(profile.engines)]
-    for round_number, policy in sorted(keys):
+    names = [f"e{index}" for index in range(profile.num_engines)]
+    title = f"vLLM on the CPU: {profile.num_engines} engines of {profile.engine.kv_capacity:,} tokens"
+
+    def measure(policy: str, round_number: int) -> tuple[dict[str, Any], Timeline]:
         turns, counters = played[round_number, policy]
         line = timeline(turns, names, profile.engine.kv_capacity)
-        row = measured(turns, names, line, counters)
-        lines.setdefault(policy, line)
-        rows[policy].append(row | {"over_bound": round(row["makespan_s"] / bounds[round_number], 4)})
-        simulated_rows[policy].append(simulated(profile, policy, round_number)[0])
-    result = summarize(rows, bounds, profile, args.rounds)
-    title = f"vLLM on the CPU: {profile.engines} engines of {profile.engine.kv_capacity:,} tokens"
-    _draw_gantt(args, f"{title}, {result['episodes']} episodes", lines, rows)
+        return measured(turns, names, line, counters), line
+
+    rows, result = _compare(args, profile, args.rounds, f"{title}, {len(profile.scripts(0))} episodes", measure)
+    simulated_rows = {
+        policy: [simulated(profile, policy, round_number)[0] for round_number in range(args.rounds)]
+        for policy in args.policies
+    }
     errors = validation(rows, simulated_rows)
     return {
         **result,
@@ -217,14 +217,8 @@ async def _play(
                     passes[round_number] = [[*astuple(batch), times[batch]] for batch in times]
                     append_row(log, {"round": round_number, "batches": passes[round_number]})
                     _write_fit(passes, args.engines)
-                profile = profile_of(args)
-                turns, counters = await testbed.play(
-                    policy,
-                    profile.scripts(round_number),
-                    profile.previous_step(round_number),
-                    profile.max_response_tokens,
-                    seed=round_number,
-                )
+                workload = profile_of(args).workload(round_number)
+                turns, counters = await testbed.play(policy, workload, seed=round_number)
                 row = {"counters": astuple(counters), "turns": [*map(astuple, turns)]}
                 append_row(log, {"round": round_number, "policy": policy, **row})
 
@@ -268,7 +262,7 @@ def _vllm_python(args: argparse.Namespace) -> str:
 
 
 def summarize(
-    rows: Mapping[str, Sequence[Mapping[str, Any]]], bounds: Sequence[float], profile: Profile, repeats: int
+    rows: Mapping[str, Sequence[Mapping[str, Any]]], bounds: Sequence[float], profile: Profile
 ) -> dict[str, Any]:
     """Medians, and the ratio of `kv`'s makespan to each policy's on the same episodes."""
     policies = {policy: median_of_rows(policy_rows) for policy, policy_rows in rows.items()}
@@ -276,18 +270,14 @@ def summarize(
         for policy, row in policies.items():
             row["kv_makespan_ratio"] = round(median_of_ratios(rows["kv"], rows[policy], _makespan_ratio), 4)
     return {
-        "bench": "rollouts",
-        "command": profile.command,
         "policies": policies,
         "lower_bound_s": median(bounds),
         "profile": profile.name,
         "source": profile.engine.source,
-        "is_simulated": profile.is_simulated,
-        "engines": profile.engines,
+        "engines": profile.num_engines,
         "capacity": profile.engine.kv_capacity,
         "max_response_tokens": profile.max_response_tokens,
         "episodes": len(profile.scripts(0)),
-        "repeats": repeats,
     }
 
 
@@ -341,12 +331,6 @@ def _makespan_ratio(ours: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 def _over_bound(row: Mapping[str, Any], _: Mapping[str, Any]) -> float:
     return float(row["over_bound"])
-
-
-def _draw_gantt(args: argparse.Namespace, title: str, lines: Mapping[str, Timeline], rows: Rows) -> None:
-    """Draw the first round or seed of each policy, if `--gantt` is given."""
-    if args.gantt:
-        gantt(args.gantt, title, lines, {policy: rows[policy][0]["makespan_s"] for policy in rows})
 
 
 def tables(result: Result) -> list[Block]:

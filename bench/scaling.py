@@ -23,7 +23,6 @@ import json
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,11 @@ Arrivals = list[float]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute the estimate; exit code 1 if a measurement is missing."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("scaling", __doc__)
-    arguments.add_seed(parser)
+    parser = arguments.parser("scaling", __doc__, "seed")
     parser.add_argument("--calls", type=arguments.count, default=45_000, help="calls of one step (default: 45000)")
     parser.add_argument("--p99-s", type=arguments.seconds, default=1.0, help="seconds for 99 of 100 calls (default: 1)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="(default: bench/results)")
@@ -69,19 +66,17 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     measured = {name: _read(args.results / f"{name}.json", source) for name, source in SOURCES.items()}
     if (args.results / f"{BURST_OF_MIX}.json").exists():
         measured[BURST_OF_MIX] = _read(args.results / f"{BURST_OF_MIX}.json", f"{SOURCES['burst']} --kind mix")
-    with command.progress() as bar:
-        arrival_patterns = arrivals(args.calls, args.seed)
-        task = bar.add_task("arrival patterns", total=2 * len(arrival_patterns))
+    arrival_patterns = arrivals(args.calls, args.seed)
+    with command.counted_progress("arrival patterns", 2 * len(arrival_patterns)) as advance:
         burst, mix = measured["burst"], measured["mixed"]["traffic"]["without_loops"]
         kinds = {
-            name: estimate(call_cpu_ms, cpu_ms, arrival_patterns, args.p99_s, args.seed, lambda: bar.advance(task))
+            name: estimate(call_cpu_ms, cpu_ms, arrival_patterns, args.p99_s, args.seed, advance)
             for name, call_cpu_ms, cpu_ms in (
                 ("print", burst["call_cpu_ms"], burst["burst"]["cpu_ms"]),
                 ("mix", mix["call_cpu_ms"], mix["cpu_ms"]),
             )
         }
     return {
-        "bench": "scaling",
         "calls": args.calls,
         "p99_s": args.p99_s,
         "kinds": kinds,
@@ -191,7 +186,7 @@ def p99(values: Sequence[float]) -> float:
 
 
 def gateway_needs(calls_per_core_s: float, size: float, patterns: Mapping[str, Arrivals]) -> dict[str, Any]:
-    """The gateways that each arrival pattern needs, and its MB/s on the wire."""
+    """The rate of a gateway, the bytes of a call, and for each arrival pattern its calls/s and MB/s on the wire."""
     rates = {name: max_in_a_second(due) for name, due in patterns.items()}
     return {
         "calls_per_core_s": calls_per_core_s,
@@ -199,7 +194,6 @@ def gateway_needs(calls_per_core_s: float, size: float, patterns: Mapping[str, A
         "arrival_patterns": {
             name: {
                 "calls_per_s": rate,
-                "gateways": math.ceil(rate / calls_per_core_s),
                 "mb_per_s": round(rate * size / 1e6, 1),
             }
             for name, rate in rates.items()
@@ -240,17 +234,15 @@ def memory_needs(burst: Result, calls: int) -> dict[str, Any]:
 def tables(result: Result) -> list[Block]:
     """A table for each kind of call, and sentences on memory and rates."""
     gateway, in_time = result["gateway"], f"{result['p99_s']:g} s"
-    columns = ("arrivals", "calls/s", f"cores: 99 % started in {in_time}", "answered", "gateways", "MB/s")
+    columns = ("arrivals", "calls/s", f"cores: 99 % started in {in_time}", "answered", "MB/s")
     blocks: list[Block] = []
     for name, kind in result["kinds"].items():
         rows = []
         for pattern, cores in kind["arrival_patterns"].items():
             flow = gateway["arrival_patterns"][pattern]
             needed = [f"{cores[part]:,}" if cores[part] else "-" for part in ("cores_for_wait", "cores_for_answer")]
-            rows.append(
-                (pattern, f"{flow['calls_per_s']:,}", *needed, str(flow["gateways"]), f"{flow['mb_per_s']:.1f}")
-            )
-        cost = f"{kind['cpu_ms']:.1f} ms of CPU per call, 99 % of them within {kind['own_p99_s']:.2f} s"
+            rows.append((pattern, f"{flow['calls_per_s']:,}", *needed, f"{flow['mb_per_s']:.1f}"))
+        cost = f"{kind['cpu_ms']:.1f} ms of CPU per call, 99 % of them within {kind['own_p99_s']:.3g} s"
         title = f"{result['calls']:,} calls of {KIND_NAMES[name]}: {cost}, {kind['core_s']:,} core seconds"
         blocks.append(Table(columns, rows, title))
     memory = " and ".join(
@@ -285,4 +277,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -15,15 +15,14 @@ import argparse
 import asyncio
 import itertools
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from bench.harness import arguments, command, requirements, statistics
-from bench.harness.load import CallTally
-from bench.harness.tables import Block, Result, Table, number
+from bench.harness.load import ERRORS, CallTally
+from bench.harness.tables import Block, Result, Table, count_list, number
 from bench.probes.resource_growth import growth_at_rest
 from bench.probes.resources import ResourceSnapshot
 from bench.probes.sampler import PeriodicSampler
@@ -41,24 +40,21 @@ MEMORY = ("memory_mb", "gateway_mb")
 long run. The gateway's own memory has a tenth of the noise."""
 TOLERANCE = {"descriptors": 1.0, "processes": 1.0, "zombies": 1.0, "mounts": 1.0, "cgroups": 1.0}
 """Rise over the last half that is allowed besides noise."""
+SAMPLE_INTERVAL_S = 2.0
 MAX_PLOTTED_SAMPLES = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak; exit code 1 if a result is missing or wrong, or something grows or is left behind."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("soak", __doc__)
-    arguments.add_server(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("soak", __doc__, *arguments.SERVER_OPTIONS, "seed")
     arguments.add_in_flight(parser, 256)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--calls", type=arguments.count, help=f"number of calls (default: {CALLS})")
     size.add_argument("--seconds", type=arguments.seconds, help="or the duration")
-    parser.add_argument("--sample-every", type=arguments.seconds, default=2.0, metavar="S", help="(default: 2)")
     return parser
 
 
@@ -68,14 +64,17 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     at_rest: list[ResourceSnapshot] = []
     rates: list[float] = []
     start = time.monotonic()
-    with ServerUnderTest(args.python, arguments.server_flags(args)) as server, command.progress() as bar:
-        task = bar.add_task("calls", total=None if args.seconds else args.calls or CALLS)
+    total = None if args.seconds else args.calls or CALLS
+    with (
+        ServerUnderTest(args.python, arguments.server_flags(args)) as server,
+        command.counted_progress("calls", total) as advance,
+    ):
         for quarter in range(NUM_QUARTERS):
             calls, rng = _quarter_calls(tally, args, quarter), random.Random(args.seed + quarter)
-            load = CheckedLoad(server, calls, tally, rng, lambda: bar.advance(task))
+            load = CheckedLoad(server, calls, tally, rng, advance)
             answered, quarter_start = tally.answered, time.monotonic()
             take_sample = lambda: ResourceSnapshot.take(server.pid, tally.answered)  # noqa: E731
-            with PeriodicSampler(take_sample, args.sample_every) as sampler:
+            with PeriodicSampler(take_sample, SAMPLE_INTERVAL_S) as sampler:
                 asyncio.run(_until_stalled(load, tally, args.in_flight))
             rates.append(round((tally.answered - answered) / (time.monotonic() - quarter_start), 1))
             samples += sampler.samples[1:-1]  # the first and the last are taken without load
@@ -84,7 +83,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
                 break
     command.print_examples("soak", [*tally.examples, *server.leftovers])
     return {
-        "bench": "soak",
         "in_flight": args.in_flight,
         "seconds": round(time.monotonic() - start),
         "calls_per_s": rates,
@@ -138,8 +136,7 @@ def summarize(
     """The result of a soak, and its requirements."""
     last_half = [sample for sample in samples if sample.calls >= tally.answered / 2]
     growth = estimate_growth(last_half)
-    counts = {name: getattr(tally, name) for name in ("lost", "doubled", "mismatched")}
-    counts["unavailable"] = tally.unavailable.total()
+    counts = {**tally.errors, "unavailable": tally.unavailable.total()}
     rows = requirements.none_of({**counts, "leftovers": len(leftovers)})
     rows.append(requirements.at_least("samples in the last half", statistics.MIN_VALUES, len(last_half)))
     for name, rise in growth.items():
@@ -195,8 +192,7 @@ def estimate_growth(samples: Sequence[ResourceSnapshot]) -> Mapping[str, statist
 
 def tables(result: Result) -> list[Block]:
     """A sentence, and a row for each sampled resource."""
-    names = ("lost", "doubled", "mismatched", "unavailable")
-    counts = ", ".join(f"{result[name]:,} {name}" for name in names)
+    counts = count_list(result, (*ERRORS, "unavailable"))
     rates = ", ".join(map(number, result["calls_per_s"]))
     memory = ", ".join(f"{snapshot['memory_mb']:,.0f}" for snapshot in result["at_rest"])
     rows = [
@@ -221,4 +217,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -66,14 +65,11 @@ class Round:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; exit code 1 if a promised ratio is not reached."""
-    parser = _parser()
-    return command.run_benchmark(parser, parser.parse_args(argv), _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("throughput", __doc__)
-    arguments.add_python(parser)
-    arguments.add_seed(parser)
+    parser = arguments.parser("throughput", __doc__, "python", "seed")
     names = ",".join(KINDS)
     parser.add_argument("--kinds", type=arguments.names_of(KINDS), default=tuple(KINDS), help=f"of {names}")
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL to use for the mix")
@@ -91,23 +87,21 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         server = stack.enter_context(service.running(python))
         interpreter = stack.enter_context(interpreters(python))
-        bar = stack.enter_context(command.progress())
-        task = bar.add_task("rounds", total=len(args.kinds) * (2 * args.rounds + 1))
+        advance = stack.enter_context(command.counted_progress("rounds", len(args.kinds) * (2 * args.rounds + 1)))
         for _ in range(args.rounds):
             for kind in args.kinds:
                 ours[kind].append(asyncio.run(_over_http(server, calls[kind])))
-                bar.advance(task)
+                advance()
                 num_fresh = _scaled(KINDS[kind].fresh_calls, args.scale)
                 fresh[kind].append(_in_fresh_interpreters(interpreter, calls[kind][:num_fresh]))
-                bar.advance(task)
+                advance()
         for kind in args.kinds:
             with PeriodicSampler(lambda: processes.pss_mb(server.processes()), SAMPLE_INTERVAL_S) as sampler:
                 asyncio.run(_over_http(server, calls[kind]))
             memory_mb[kind] = round(max(sampler.samples))
-            bar.advance(task)
+            advance()
     rows = {kind: summarize(KINDS[kind], ours[kind], fresh[kind], memory_mb[kind]) for kind in args.kinds}
     return {
-        "bench": "throughput",
         "rounds": args.rounds,
         "scale": args.scale,
         "batch": BATCH,
@@ -131,10 +125,7 @@ def _calls_of(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     count = _scaled(KINDS[kind].calls, args.scale)
     if kind != "mix":
         return [{"code": CODES[kind]}] * count
-    calls = load_calls(args.calls)[:count] if args.calls else sample_calls(count, args.seed)
-    if not calls:
-        raise command.BenchFailed(f"{args.calls}: expected at least one call, got none")
-    return calls
+    return load_calls(args.calls)[:count] if args.calls else sample_calls(count, args.seed)
 
 
 def _scaled(count: int, scale: float) -> int:
@@ -225,4 +216,4 @@ def draw(axes: Any, result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,41 +6,35 @@ import argparse
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
-NOT_IN_COMMAND = ("json", "plot", "python", "url", "folder", "results")
+NOT_IN_COMMAND = ("json", "plot", "python", "url", "folder", "results", "gantt", "log", "vllm")
 """Options that do not change what is measured. A result's command line leaves them out."""
 
 
-def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark; the first line of `doc` is its description."""
+SERVER_OPTIONS = ("python", "isolation", "stdlib-only")
+"""Names of the options of the server that a benchmark starts."""
+_SHARED_OPTIONS: dict[str, dict[str, Any]] = {
+    "python": {"metavar": "PATH", "help": "the guest's Python (default: the server's default)"},
+    "isolation": {"default": "auto", "help": "isolation level of the server (default: auto)"},
+    "stdlib-only": {"action": "store_true", "help": "only zygotes and calls of the standard library (faster start)"},
+    "seed": {"type": int, "default": 0, "help": "seed of everything random (default: 0)"},
+}
+
+
+def parser(name: str, doc: str | None, *shared_options: str) -> argparse.ArgumentParser:
+    """A parser with `--json`, `--plot` and the named options; the first line of `doc` is its description."""
     result = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=(doc or "").strip().splitlines()[0])
     result.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     result.add_argument("--plot", metavar="FILE.png", help="draw the result (needs the [bench] extra)")
+    for option in shared_options:
+        result.add_argument(f"--{option}", **_SHARED_OPTIONS[option])
     return result
 
 
-def add_python(parser: argparse.ArgumentParser) -> None:
-    """Add `--python`."""
-    parser.add_argument("--python", metavar="PATH", help="the guest's Python (default: the server's default)")
-
-
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the server that the benchmark starts: `--python --isolation --stdlib-only`."""
-    add_python(parser)
-    parser.add_argument("--isolation", default="auto", help="isolation level of the server (default: auto)")
-    parser.add_argument(
-        "--stdlib-only", action="store_true", help="only zygotes and calls of the standard library (faster start)"
-    )
-
-
 def server_flags(args: argparse.Namespace) -> list[str]:
-    """The flags of `rstar-sandbox serve` for the options of `add_server`."""
+    """The flags of `rstar-sandbox serve` for `SERVER_OPTIONS`."""
     return ["--isolation", args.isolation, *(["--profiles", "bare"] if args.stdlib_only else [])]
-
-
-def add_seed(parser: argparse.ArgumentParser) -> None:
-    """Add `--seed`."""
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
 
 
 def add_in_flight(parser: argparse.ArgumentParser, default: int, unit: str = "calls") -> None:

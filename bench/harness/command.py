@@ -39,23 +39,31 @@ class BenchFailed(Exception):
     """The measurement could not be made. The message is the reason."""
 
 
+class Misuse(Exception):
+    """The arguments contradict each other. The message says what was expected."""
+
+
 def run_benchmark(
     parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
+    argv: Sequence[str] | None,
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     tables: Callable[[Result], list[Block]],
     draw: Callable[[Any, Result], None] | None = None,
 ) -> int:
-    """Measure, then print the tables, the plot and the result.
+    """Parse the arguments, measure, then print the tables, the plot and the result.
 
     Returns the exit code: 0 if all of `result["requirements"]` hold, 1 if one does not or if the measurement failed.
+    Exits with 2 for wrong arguments.
     """
     name = parser.prog.rpartition(".")[2]
+    args = parser.parse_args(argv)
     with _interruptible():
         try:
-            result = measure(args)
+            result = {"bench": name, **measure(args)}
         except KeyboardInterrupt:
             return 130
+        except Misuse as error:
+            parser.error(str(error))
         except (BenchFailed, SandboxError, OSError, ValueError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
@@ -96,18 +104,17 @@ def machine() -> dict[str, Any]:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr."""
+    """Progress bars on stderr, to which tasks are added."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=STDERR, transient=True)
 
 
-def reported_errors(name: str, work: Callable[[], int]) -> int:
-    """Run `work`, for a command without a measurement; its errors become a line on stderr and exit code 1."""
-    try:
-        return work()
-    except (BenchFailed, OSError, ValueError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
+@contextmanager
+def counted_progress(description: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr. Yields the function that advances the bar, by 1 if called without an argument."""
+    with progress() as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count=1: bar.advance(task, count)
 
 
 @contextmanager

@@ -29,6 +29,9 @@ MSGPACK_STREAM, JSON_LINES = "application/x-msgpack-stream", "application/x-ndjs
 STREAMED = (JSON_LINES, MSGPACK_STREAM)
 """Content types of a streamed response: one item per call, as calls end."""
 
+ERRORS = ("lost", "doubled", "mismatched")
+"""Counts of a `CallTally` that must be 0 on every server."""
+
 Request = TypeVar("Request")
 OnAnswer = Callable[[], object]
 
@@ -91,6 +94,11 @@ class CallTally:
     @property
     def lost(self) -> int:
         return self.calls - self.answered
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """The counts that `ERRORS` names."""
+        return {name: getattr(self, name) for name in ERRORS}
 
     def record(
         self, call: Checkable, result: Mapping[str, Any], latency_s: float, *, allow_unavailable: bool = False

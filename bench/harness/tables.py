@@ -71,6 +71,11 @@ def percentile_list(values_ms: Mapping[str, float], *names: str) -> str:
     return " / ".join(number(values_ms[name]) for name in names)
 
 
+def count_list(result: Result, names: Sequence[str]) -> str:
+    """Several counts of a result in one sentence."""
+    return ", ".join(f"{result[name]:,} {name}" for name in names)
+
+
 def format_mean_sd(value: Mapping[str, float] | None) -> str:
     """A mean and its standard deviation over seeds; `-` if nothing was measured."""
     if value is None:

@@ -61,10 +61,9 @@ class FreshInterpreters:
         self._running: set[int] = set()
 
     def run_all(
-        self, calls: Sequence[Mapping[str, Any]], on_run: Callable[[int, FreshRun], None] = lambda index, run: None
+        self, calls: Sequence[Mapping[str, Any]], on_run: Callable[[], object] = lambda: None
     ) -> list[FreshRun]:
-        """Run all calls; `on_run(index, run)` is called as each ends, from several threads. Ctrl-C kills running
-        ones."""
+        """Run all calls. `on_run()` is called after each, from several threads. Ctrl-C kills the running calls."""
         runs: dict[int, FreshRun] = {}
         pending = iter(range(len(calls)))
         lock = threading.Lock()
@@ -76,7 +75,7 @@ class FreshInterpreters:
                 if index is None:
                     return
                 runs[index] = self.run(calls[index])
-                on_run(index, runs[index])
+                on_run()
 
         threads = [threading.Thread(target=work) for _ in range(min(len(os.sched_getaffinity(0)), len(calls)))]
         for thread in threads:

@@ -2,7 +2,8 @@
 
 Run by path beside the guest's own modules, as `layers_guest.py --fd N`. It is the real zygote with one more order:
 
-    measure {step, calls, plan, call...} + code    measured   {cpu_ms, wall_ms, own_cpu_ms, faults}: totals
+    order                             body                     answer, with totals over all calls
+    measure {step, calls}             the frame of one call    measured {cpu_ms, wall_ms, own_cpu_ms, faults, failed}
 
 Calls of one zygote run one after another, so what is measured is their cost and not a queue. `cpu_ms` is what the
 kernel says of the calls' processes (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
@@ -16,6 +17,7 @@ if __name__ == "__main__":  # as the real one begins
     fork_memory.use_one_heap()
     fork_memory.reexec_with_malloc()
 
+import marshal
 import os
 import resource
 import sys
@@ -24,6 +26,7 @@ from typing import Any, NoReturn
 
 import confine
 import fork_batch
+import frames
 import output_files
 import runner
 import system_calls
@@ -57,14 +60,17 @@ class MeasuringZygote(zygote.Zygote):
     def _on_measure(self, header: dict[str, Any], body: memoryview) -> None:
         step = header["step"]
         self.failed, self.is_mute = 0, True
-        source = bytes(body[: header["blobs"][0]])
+        header_bytes, _ = frames.LENGTHS.unpack_from(body)
+        call_body = body[frames.LENGTHS.size + header_bytes :]
+        call = marshal.loads(body[frames.LENGTHS.size : frames.LENGTHS.size + header_bytes])
+        source = bytes(call_body[: call["blobs"][0]])
         used, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()
         for _ in range(header["calls"]):
             if step == "runner":
-                self._whole(header, body)
+                self._whole(call, call_body)
             else:
-                self._bare(step, header, source)
+                self._bare(step, call, source)
         cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.is_mute = False

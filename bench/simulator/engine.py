@@ -45,7 +45,9 @@ class EngineProfile:
 
 
 @dataclass(slots=True)
-class _SimulatedRequest:
+class EngineRequest:
+    """A turn of an episode. Prompts are shared by the episodes of a group."""
+
     episode: int
     group: int
     prompt: int
@@ -68,13 +70,13 @@ class SimulatedEngine:
         self.name = name
         self.profile = profile
         self.clock = self.steps = self.prefill_backlog_s = 0.0
-        self.waiting: deque[_SimulatedRequest] = deque()
-        self.running: OrderedDict[int, _SimulatedRequest] = OrderedDict()
+        self.waiting: deque[EngineRequest] = deque()
+        self.running: OrderedDict[int, EngineRequest] = OrderedDict()
         self.cached: OrderedDict[tuple[str, int], float] = OrderedDict()
         self.preemptions = self.recomputed = self.prefix_queries = self.prefix_hits = 0
         self.sampled = 0
         self.busy_s = 0.0
-        self._ends: list[tuple[float, int, _SimulatedRequest]] = []
+        self._ends: list[tuple[float, int, EngineRequest]] = []
         self._numbers = itertools.count()
         self._cached_tokens = 0.0
         self._private_tokens = 0.0  # tokens beyond the prompts, over all running requests
@@ -86,7 +88,7 @@ class SimulatedEngine:
     def used(self) -> float:
         return self._private_tokens + self._shared_tokens + self.profile.block_size // 2 * len(self.running)
 
-    def submit(self, request: _SimulatedRequest) -> None:
+    def submit(self, request: EngineRequest) -> None:
         self.prefill_backlog_s += self.profile.turn_s
         self.waiting.append(request)
         self._admit()
@@ -97,7 +99,7 @@ class SimulatedEngine:
             return math.inf
         return self.clock + self.prefill_backlog_s + self._seconds(self._steps_to_next_event())
 
-    def advance(self, now: float) -> list[_SimulatedRequest]:
+    def advance(self, now: float) -> list[EngineRequest]:
         """Move to `now`, which is not after `next_event_at`. Returns the requests that end then."""
         passed = now - self.clock
         self.clock = now
@@ -155,7 +157,7 @@ class SimulatedEngine:
             self.preemptions += 1
             self.sampled += sampled
             left = max(1, request.left - sampled)
-            resumed = _SimulatedRequest(
+            resumed = EngineRequest(
                 request.episode, request.group, request.prompt, request.context + sampled, left, 0, True
             )
             self.waiting.appendleft(resumed)
@@ -172,7 +174,7 @@ class SimulatedEngine:
             self.waiting.popleft()
             self._start(request)
 
-    def _start(self, request: _SimulatedRequest) -> None:
+    def _start(self, request: EngineRequest) -> None:
         own = self.cached.pop(("episode", request.episode), 0.0)
         self._cached_tokens -= own
         users = self._shared_prompts.get(request.group)
@@ -197,7 +199,7 @@ class SimulatedEngine:
         heapq.heappush(self._ends, (self.steps + request.left, next(self._numbers), request))
         self._evict()
 
-    def _stop(self, request: _SimulatedRequest, context: float) -> None:
+    def _stop(self, request: EngineRequest, context: float) -> None:
         del self.running[request.episode]
         own = context - request.prompt
         self._private_tokens -= own

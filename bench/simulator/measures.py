@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.harness.statistics import percentiles
 from bench.simulator.profiles import Profile
-from bench.simulator.simulation import TurnTrace, simulate
+from bench.simulator.simulation import Simulation, TurnTrace
 from bench.simulator.timeline import Timeline, timeline
 
 POINTS = (50, 95, 99)
@@ -54,20 +54,12 @@ def measured(
 
 def simulated(profile: Profile, policy: str, seed: int) -> tuple[dict[str, Any], Timeline]:
     """A policy's measures on simulated engines, and its timeline."""
-    run = simulate(
-        profile.scripts(seed),
-        profile.engine,
-        profile.engines,
-        policy,
-        profile.max_response_tokens,
-        profile.previous_step(seed),
-    )
+    run = Simulation(profile.workload(seed), profile.engine, profile.num_engines, policy).run()
     counters = EngineCounters(
-        *(sum(getattr(engine, name) for engine in run.engines) for name in EngineCounters.__slots__)
+        *(sum(getattr(engine, name) for engine in run.engines.values()) for name in EngineCounters.__slots__)
     )
-    names = [engine.name for engine in run.engines]
-    line = timeline(run.turns, names, profile.engine.kv_capacity)
-    return measured(run.turns, names, line, counters), line
+    line = timeline(run.turns, [*run.engines], profile.engine.kv_capacity)
+    return measured(run.turns, [*run.engines], line, counters), line
 
 
 def validation(

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from bench.harness.command import BenchFailed
 from bench.simulator.engine import EngineProfile
-from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import (
     TINY_MAX_TOKENS,
     EpisodeScript,
+    Workload,
+    generated_scripts,
     recorded_scripts,
     shuffled,
     tiny_scripts,
-    workload,
 )
 from trainer.config_loading import load_config
 from trainer.recipe.resource_plan import resource_plan
@@ -36,19 +36,17 @@ class Profile:
 
     name: str
     engine: EngineProfile
-    engines: int
+    num_engines: int
     max_response_tokens: int
     scripts: Callable[[int], list[EpisodeScript]]
     """The episodes of a seed."""
-    is_simulated: bool
-    command: str
-    """The command that repeats the comparison, with its sizes."""
-    has_no_history: bool
-    """True if the scheduler does not know the lengths of a preceding training step."""
+    has_history: bool
+    """True if the scheduler knows the lengths of a preceding training step."""
 
-    def previous_step(self, seed: int) -> list[EpisodeScript]:
-        """The episodes of the training step that precedes that of `seed`."""
-        return [] if self.has_no_history else self.scripts(seed + PREVIOUS_STEP_SEED_OFFSET)
+    def workload(self, seed: int) -> Workload:
+        """The episodes of a seed, and those of the training step before."""
+        previous_step = self.scripts(seed + PREVIOUS_STEP_SEED_OFFSET) if self.has_history else []
+        return Workload(self.scripts(seed), self.max_response_tokens, previous_step)
 
 
 def mi300x(cache_share: float | None = None) -> EngineProfile:
@@ -88,35 +86,22 @@ def fitted(path: Path | None = None) -> EngineProfile:
 
 
 def profile_of(args: argparse.Namespace) -> Profile:
-    """The engines and the workload for the options of `bench.rollouts`."""
+    """The engines and the workload for the options of `bench.rollouts`. Sets the sizes that have no value yet."""
+    default_sizes = (12, 16, 2) if args.profile == "cpu-tiny" else (512, 32, 64)
+    args.groups, args.samples, args.engines = (
+        getattr(args, name) or size for name, size in zip(("groups", "samples", "engines"), default_sizes, strict=True)
+    )
     if args.profile == "cpu-tiny":
-        groups, samples, engines = args.groups or 12, args.samples or 16, args.engines or 2
         engine, max_response_tokens = fitted(), TINY_MAX_TOKENS
-        scripts = lambda seed: tiny_scripts(groups, samples, seed)  # noqa: E731
+        scripts = lambda seed: tiny_scripts(args.groups, args.samples, seed)  # noqa: E731
     else:
-        groups, samples, engines = args.groups or 512, args.samples or 32, args.engines or 64
         engine, (max_response_tokens, mean) = mi300x(args.cache_share), STAGES[args.stage]
-        scripts = lambda seed: workload(groups, samples, max_response_tokens, mean, seed)  # noqa: E731
+        scripts = lambda seed: generated_scripts(  # noqa: E731
+            args.groups, args.samples, max_response_tokens, mean, seed
+        )
     if args.episodes:
         recorded = list(recorded_scripts(args.episodes))
         max_response_tokens = max(script.length - script.prompt for script in recorded)
         scripts = lambda seed: shuffled(recorded, seed)  # noqa: E731
-    has_no_history = args.no_history or bool(args.episodes)  # the recorded episodes are those to be predicted
-    command = _command(args, groups, samples, engines)
-    return Profile(args.profile, engine, engines, max_response_tokens, scripts, args.simulate, command, has_no_history)
-
-
-def _command(args: argparse.Namespace, groups: int, samples: int, engines: int) -> str:
-    parts = ["python -m bench.rollouts"]
-    if args.simulate:
-        parts.append(f"--simulate --profile {args.profile} --stage {args.stage}")
-    if args.cache_share:
-        parts.append(f"--cache-share {args.cache_share}")
-    parts.append(f"--engines {engines} --groups {groups} --samples {samples}")
-    parts.append(f"--seeds {args.seeds}" if args.simulate else f"--rounds {args.rounds}")
-    parts += ["--fit"] * args.fit + ["--no-history"] * args.no_history
-    if args.episodes:
-        parts.append(f"--episodes {' '.join(map(str, args.episodes))}")
-    if args.policies != tuple(POLICIES):
-        parts.append(f"--policies {','.join(args.policies)}")
-    return " ".join(parts)
+    has_history = not args.no_history and not args.episodes  # the recorded episodes are those to be predicted
+    return Profile(args.profile, engine, args.engines, max_response_tokens, scripts, has_history)

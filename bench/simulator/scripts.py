@@ -33,7 +33,23 @@ class EpisodeScript:
         return self.prompt + sum(sampled + observed for sampled, observed, _ in self.turns)
 
 
-def workload(groups: int, samples: int, max_response_tokens: int, mean: float, seed: int) -> list[EpisodeScript]:
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The episodes of one rollout, all submitted at time 0."""
+
+    scripts: Sequence[EpisodeScript]
+    max_response_tokens: int
+    previous_step: Sequence[EpisodeScript] = ()
+    """Episodes of the preceding training step, whose lengths the scheduler knows."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        return max(script.prompt for script in self.scripts) + self.max_response_tokens
+
+
+def generated_scripts(
+    groups: int, samples: int, max_response_tokens: int, mean: float, seed: int
+) -> list[EpisodeScript]:
     """Multi-turn episodes as in the paper's stages: 3.7 turns on average; hard problems are long in all samples."""
     rng = random.Random(seed)
     scripts = []
@@ -64,7 +80,7 @@ def _turns(count: int, length: int, rng: random.Random) -> tuple[tuple[int, int,
 
 def tiny_scripts(groups: int, samples: int, seed: int) -> list[EpisodeScript]:
     """Small episodes. A cache of 8,192 tokens holds three in ten of them, as the caches of 64 MI300X do in stage 2."""
-    scripts = workload(groups, samples, TINY_MAX_TOKENS, TINY_MEAN_TOKENS, seed)
+    scripts = generated_scripts(groups, samples, TINY_MAX_TOKENS, TINY_MEAN_TOKENS, seed)
     return [replace(script, prompt=script.prompt // TINY_PROMPT_DIVISOR) for script in scripts]
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from bench.simulator.engine import EngineProfile, SimulatedEngine, _SimulatedRequest
+from bench.simulator.engine import EngineProfile, EngineRequest, SimulatedEngine
 from bench.simulator.oracle import ORACLE, Oracle
 from bench.simulator.placement import POLICIES
-from bench.simulator.scripts import EpisodeScript
+from bench.simulator.scripts import EpisodeScript, Workload
 from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
 
 OBSERVE_INTERVAL_S = 1.0
@@ -37,71 +37,45 @@ class TurnTrace:
     is_migration: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """The engines after a rollout, and its turns in the order in which they ended."""
-
-    engines: list[SimulatedEngine]
-    turns: list[TurnTrace]
-
-
-def simulate(
-    scripts: Sequence[EpisodeScript],
-    profile: EngineProfile,
-    engines: int,
-    policy: str,
-    max_response_tokens: int,
-    previous_step: Sequence[EpisodeScript] = (),
-) -> SimulatedRun:
-    """Run all scripts, submitted at time 0, to their ends.
-
-    `policy` is one of `bench.simulator.placement`, or `ORACLE`. `previous_step` has the episodes of the preceding
-    training step, whose lengths the scheduler knows.
-    """
-    return _Simulation(scripts, profile, engines, policy, max_response_tokens, previous_step).run()
-
-
 def teach_lengths(scheduler: Scheduler, previous_step: Sequence[EpisodeScript]) -> None:
-    """Give the scheduler the lengths of the preceding training step."""
+    """Give the scheduler the lengths of the episodes of the preceding training step."""
     for script in previous_step:
         scheduler.lengths.on_start(script.prompt)
         scheduler.lengths.on_finish(script.prompt, script.length)
     scheduler.start_training_step()
 
 
-class _Simulation:
-    def __init__(
-        self,
-        scripts: Sequence[EpisodeScript],
-        profile: EngineProfile,
-        engines: int,
-        policy: str,
-        max_response_tokens: int,
-        previous_step: Sequence[EpisodeScript] = (),
-    ) -> None:
-        self.scripts = scripts
-        self.engines = {f"e{n}": SimulatedEngine(f"e{n}", profile) for n in range(engines)}
-        max_context_tokens = max(script.prompt for script in scripts) + max_response_tokens
+class Simulation:
+    """A rollout of `workload` on `num_engines` engines. After `run`, `engines` and `turns` have what happened.
+
+    `policy` is one of `bench.simulator.placement`, or `ORACLE`.
+    """
+
+    def __init__(self, workload: Workload, profile: EngineProfile, num_engines: int, policy: str) -> None:
+        self.turns: list[TurnTrace] = []
+        """In the order in which they ended."""
+        self.scripts = workload.scripts
+        self.engines = {name: SimulatedEngine(name, profile) for name in (f"e{n}" for n in range(num_engines))}
         if policy == ORACLE:
-            self.scheduler: Scheduler = Oracle(max_context_tokens, scripts)
+            self.scheduler: Scheduler = Oracle(workload.max_context_tokens, workload.scripts)
         else:
-            self.scheduler = Scheduler(max_context_tokens, POLICIES[policy]())
-        teach_lengths(self.scheduler, previous_step)
+            self.scheduler = Scheduler(workload.max_context_tokens, POLICIES[policy]())
+        teach_lengths(self.scheduler, workload.previous_step)
         for name in self.engines:
             self.scheduler.add_engine(name, profile.kv_capacity, profile.max_running, block_size=profile.block_size)
-        self.max_response_tokens = max_response_tokens
-        self.next_turn = [0] * len(scripts)
-        self.context = [script.prompt for script in scripts]
-        self.new_tokens = [script.prompt for script in scripts]
+        self.max_response_tokens = workload.max_response_tokens
+        self.next_turn = [0] * len(self.scripts)
+        self.context = [script.prompt for script in self.scripts]
+        self.new_tokens = [*self.context]
         self.num_finished = 0
         self.placed: dict[int, tuple[Placement, float]] = {}
-        self.turns: list[TurnTrace] = []
         self.now = 0.0
         self._events: list[tuple[float, int, str, object]] = []
         self._order = itertools.count()
         self._event_times: dict[str, float] = {}
 
-    def run(self) -> SimulatedRun:
+    def run(self) -> Simulation:
+        """Run all episodes to their ends. Returns the simulation."""
         for key, script in enumerate(self.scripts):
             self.scheduler.submit(key, script.group, script.prompt, script.prompt + self.max_response_tokens)
         self._at(OBSERVE_INTERVAL_S, "observe", None)
@@ -117,12 +91,12 @@ class _Simulation:
                 assert isinstance(subject, SimulatedEngine)
                 if self._event_times.get(subject.name) == self.now:
                     self._after_event(subject, subject.advance(self.now))
-        return SimulatedRun(list(self.engines.values()), self.turns)
+        return self
 
     def _at(self, time: float, kind: str, subject: object) -> None:
         heapq.heappush(self._events, (time, next(self._order), kind, subject))
 
-    def _after_event(self, engine: SimulatedEngine, ended: Sequence[_SimulatedRequest]) -> None:
+    def _after_event(self, engine: SimulatedEngine, ended: Sequence[EngineRequest]) -> None:
         for request in ended:
             self._end_turn(request)
         if ended:
@@ -130,7 +104,7 @@ class _Simulation:
         else:
             self._schedule(engine)
 
-    def _end_turn(self, request: _SimulatedRequest) -> None:
+    def _end_turn(self, request: EngineRequest) -> None:
         key = request.episode
         script, turn = self.scripts[key], self.next_turn[key]
         sampled, observed, tool_s = script.turns[turn]
@@ -169,9 +143,7 @@ class _Simulation:
             self.placed[key] = placement, self.now
             script = self.scripts[key]
             sampled = script.turns[self.next_turn[key]][0]
-            request = _SimulatedRequest(
-                key, script.group, script.prompt, self.context[key], sampled, self.new_tokens[key]
-            )
+            request = EngineRequest(key, script.group, script.prompt, self.context[key], sampled, self.new_tokens[key])
             if engine.name not in touched:
                 for ended in engine.advance(self.now):
                     self._end_turn(ended)
@@ -187,18 +159,12 @@ class _Simulation:
             self._at(event_at, "engine", engine)
 
 
-def decision_cost(
-    scripts: Sequence[EpisodeScript],
-    profile: EngineProfile,
-    engines: int,
-    max_response_tokens: int,
-    previous_step: Sequence[EpisodeScript] = (),
-) -> dict[str, list[float]]:
+def decision_cost(workload: Workload, profile: EngineProfile, num_engines: int) -> dict[str, list[float]]:
     """Microseconds of CPU time of each call of the `kv` scheduler's methods during a rollout, by method.
 
     The time of `place` is divided by the number of turns that it places.
     """
-    simulation = _Simulation(scripts, profile, engines, "kv", max_response_tokens, previous_step)
+    simulation = Simulation(workload, profile, num_engines, "kv")
     microseconds: dict[str, list[float]] = {}
     for name in TIMED_METHODS:
         timed = _timed(getattr(simulation.scheduler, name), microseconds.setdefault(name, []))

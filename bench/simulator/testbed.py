@@ -23,7 +23,7 @@ from bench.harness.command import BenchFailed
 from bench.simulator.fit import BATCHES, BLOCK_SIZE, MAX_RUNNING, NUM_BLOCKS, Batch
 from bench.simulator.measures import EngineCounters
 from bench.simulator.placement import POLICIES
-from bench.simulator.scripts import EpisodeScript
+from bench.simulator.scripts import EpisodeScript, Workload
 from bench.simulator.simulation import TurnTrace, teach_lengths
 from trainer.engines.engine import SamplingParams
 from trainer.engines.engine_health import TurnRecord
@@ -81,25 +81,18 @@ class VllmTestbed:
             for number, url in enumerate(self.urls)
         ]
 
-    async def play(
-        self,
-        policy: str,
-        scripts: Sequence[EpisodeScript],
-        previous_step: Sequence[EpisodeScript],
-        max_response_tokens: int,
-        seed: int,
-    ) -> tuple[list[TurnTrace], EngineCounters]:
-        """Play all scripts, submitted at once, after teaching the lengths of `previous_step`."""
+    async def play(self, policy: str, workload: Workload, seed: int) -> tuple[list[TurnTrace], EngineCounters]:
+        """Play the workload with empty prefix caches."""
         await self.reset_prefix_caches()
         before, log_sizes = await self.read_counters(), [log.stat().st_size for log in self.logs]
-        turns = await played(self.engines(), policy, scripts, previous_step, max_response_tokens, seed)
+        turns = await played(self.engines(), policy, workload, seed)
         expected_tokens = before["generation_tokens"] + sum(turn.sampled for turn in turns)
         async with asyncio.timeout(COUNTERS_TIMEOUT_S):
             while (after := await self.read_counters())["generation_tokens"] < expected_tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         computed = sum(tokens_computed(log, size) for log, size in zip(self.logs, log_sizes, strict=True))
         preemptions, queries, hits, _ = (int(after[name] - before[name]) for name in COUNTERS)
-        return turns, EngineCounters(preemptions, computed - required_tokens(scripts, turns), queries, hits)
+        return turns, EngineCounters(preemptions, computed - required_tokens(workload.scripts, turns), queries, hits)
 
     async def reset_prefix_caches(self) -> None:
         """Empty the prefix caches of all servers."""
@@ -148,28 +141,21 @@ def write_model(directory: Path) -> None:
 
 
 async def played(
-    engines: Sequence[Any],
-    policy: str,
-    scripts: Sequence[EpisodeScript],
-    previous_step: Sequence[EpisodeScript],
-    max_response_tokens: int,
-    seed: int,
-    vocab_size: int = VOCAB_SIZE,
+    engines: Sequence[Any], policy: str, workload: Workload, seed: int, vocab_size: int = VOCAB_SIZE
 ) -> list[TurnTrace]:
-    """Play the scripts through the engine pool. Returns the turns in the order in which they ended."""
+    """Play the workload through the engine pool. Returns the turns in the order in which they ended."""
     indices: dict[int, int] = {}
     records: list[TurnRecord] = []
-    max_context_tokens = max(script.prompt for script in scripts) + max_response_tokens
-    scheduler = Scheduler(max_context_tokens, POLICIES[policy]())
+    scheduler = Scheduler(workload.max_context_tokens, POLICIES[policy]())
     async with EnginePool(engines, scheduler=scheduler, on_turn=records.append) as pool:
         while not all(state.is_up for state in pool.engine_states.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        teach_lengths(pool.scheduler, previous_step)
+        teach_lengths(pool.scheduler, workload.previous_step)
         start = asyncio.get_running_loop().time()
 
         async def play(index: int, script: EpisodeScript) -> None:
             ids = _random_ids(f"{seed}/{script.group}", script.prompt, vocab_size)
-            max_context = script.prompt + max_response_tokens
+            max_context = script.prompt + workload.max_response_tokens
             async with pool.open_episode(group=script.group, max_context_tokens=max_context) as handle:
                 indices[handle.key] = index
                 for turn, (sampled, observed, tool_s) in enumerate(script.turns):
@@ -178,7 +164,7 @@ async def played(
                     await asyncio.sleep(tool_s)
 
         async with asyncio.TaskGroup() as group:
-            for index, script in enumerate(scripts):
+            for index, script in enumerate(workload.scripts):
                 group.create_task(play(index, script))
     return [
         TurnTrace(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.workloads.code_kinds import CODES
-from bench.workloads.hostile_calls import ENDLESS_LOOPS
+from bench.workloads.hostile_calls import ENDLESS_LOOP
 from bench.workloads.tool_calls import labelled_calls
 from sandbox.types import Result
 
@@ -134,7 +134,7 @@ def numbered_calls(
         template, call = next(mix) if mix else (None, {"code": "" if kind == "print" else CODES[kind]})
         first_line, status = str(n * n + seed), template.status if template else "ok"
         if math.floor((n + 1) * loop_share) > math.floor(n * loop_share):
-            call, status = {"code": ENDLESS_LOOPS["plain"], "limits": {"timeout_s": loop_timeout_s}}, "timeout"
+            call, status = {"code": ENDLESS_LOOP, "limits": {"timeout_s": loop_timeout_s}}, "timeout"
         elif template and template.ends in COMPILE_ERRORS:
             first_line = ""
         code = f"print({n} * {n} + {seed}, flush=True)\n{call['code']}"

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-ENDLESS_LOOPS = {
-    "plain": "while True: pass",
-    "threads": "import threading\ndef spin():\n    while True: pass\nfor _ in range(3):\n"
-    "    threading.Thread(target=spin).start()\nspin()",
-    "children": "import os\nfor _ in range(3):\n    if os.fork() == 0: break\nwhile True: pass",
-    "own session": "import os\nif os.fork() == 0: os.setsid()\nwhile True: pass",
-}
-BACKGROUND_LOOP_S = 300.0
-"""Time-out of endless loops that must outlast the measurement."""
+ENDLESS_LOOP = "while True: pass"
+BACKGROUND_LOOP = {"code": ENDLESS_LOOP, "limits": {"timeout_s": 300.0}}
+"""An endless loop whose time-out outlasts every measurement."""
 
 RESOURCE_BOMBS = {
     "while True:\n    try: __import__('os').fork()\n    except OSError: pass": {"timeout"},
@@ -25,7 +19,7 @@ BOMB_LIMITS = {"timeout_s": 1.0, "memory_mb": 64, "disk_mb": 16}
 
 SHORT_LIMITS = {"timeout_s": 0.2}
 HOSTILE_CALLS: tuple[dict[str, Any], ...] = (
-    {"code": "while True: pass", "limits": SHORT_LIMITS},
+    {"code": ENDLESS_LOOP, "limits": SHORT_LIMITS},
     {"code": "import time; time.sleep(60)", "limits": SHORT_LIMITS},
     {"code": "print('x' * 10_000_000)"},
     {"code": "import os; os.kill(os.getpid(), 9)"},

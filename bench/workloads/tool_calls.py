@@ -84,7 +84,10 @@ def labelled_calls(n: int, seed: int = 0) -> Iterator[tuple[CallTemplate, dict[s
 
 
 def load_calls(path: str | Path) -> list[dict[str, Any]]:
-    """Calls from a JSONL file. Each row must have a `code`, else `ValueError`; fields that no call has are dropped."""
+    """Calls from a JSONL file; fields that no call has are dropped.
+
+    Raises `ValueError` if a row has no `code`, or if the file has no row.
+    """
     calls = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -94,6 +97,8 @@ def load_calls(path: str | Path) -> list[dict[str, Any]]:
             if not isinstance(row, dict) or "code" not in row:
                 raise ValueError(f"{path}:{number}: expected an object with a 'code', got {line[:60]!r}")
             calls.append({name: row[name] for name in CALL_FIELDS if name in row})
+    if not calls:
+        raise ValueError(f"{path}: expected at least one call, got none")
     return calls
 
 

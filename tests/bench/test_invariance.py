@@ -42,11 +42,11 @@ def test_a_call_uses_what_it_needs(use: str) -> None:
 
 
 def test_calls_that_need_more_than_their_limit_must_time_out() -> None:
-    cases = invariance.calls_using(["sleep"], 2.0, repeat=2)
-    assert [case.status for case in cases] == ["ok"] * 6 + ["timeout"] * 6
-    assert len({case.name for case in cases}) == 12
+    cases = invariance.calls_using(["sleep"], 2.0)
+    assert [case.status for case in cases] == ["ok"] * 3 + ["timeout"] * 3
+    assert len({case.name for case in cases}) == 6
     assert all(case.call["limits"]["timeout_s"] == 2.0 for case in cases)
-    assert "NEED = 2.2" in cases[6].call["code"]
+    assert "NEED = 2.2" in cases[3].call["code"]
 
 
 def _holds(result: dict[str, Any]) -> bool:

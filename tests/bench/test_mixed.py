@@ -25,8 +25,8 @@ OK = {
 }  # fmt: skip
 
 
-def _call(group: str = "short:plain") -> CheckedCall:
-    return CheckedCall({"code": "1"}, group, ExpectedResult(("timeout" if group == "loop:" else "ok",), {}))
+def _call(group: str = "short") -> CheckedCall:
+    return CheckedCall({"code": "1"}, group, ExpectedResult(("timeout" if group == "loop" else "ok",), {}))
 
 
 def _run(*latencies_ms: float) -> TrafficRun:
@@ -46,11 +46,11 @@ def test_arrivals_are_the_same_for_the_same_seed_and_come_at_their_rate() -> Non
 
 def test_one_call_in_a_hundred_is_endless_and_one_in_ten_an_error() -> None:
     due = mixed.arrivals(50, 40, 1)
-    groups = Counter(call.group.partition(":")[0] for _, call in due)
+    groups = Counter(call.group for _, call in due)
     assert groups["loop"] == pytest.approx(len(due) / 100, abs=1)
     assert groups["error"] == pytest.approx(len(due) / 10, abs=1)
-    assert all(call.expected.statuses == ("error",) for _, call in due if call.group.startswith("error"))
-    assert [call.group for _, call in mixed.arrivals(1, 20, 1)].count("loop:") == 1
+    assert all(call.expected.statuses == ("error",) for _, call in due if call.group == "error")
+    assert [call.group for _, call in mixed.arrivals(1, 20, 1)].count("loop") == 1
 
 
 @pytest.mark.asyncio
@@ -84,7 +84,7 @@ async def test_a_refused_call_is_lost() -> None:
 def test_a_status_that_the_group_does_not_allow_is_a_mismatch() -> None:
     run = _run(1.0)
     run.tally.calls += 1
-    run.tally.record(_call("loop:"), OK, 1.0)
+    run.tally.record(_call("loop"), OK, 1.0)
     assert run.tally.mismatched == 1
     assert unmet(mixed.summarize_traffic(_run(1.0), run)) == ["Not met: mismatched is 1, expected ≤ 0."]
 
@@ -98,13 +98,13 @@ def test_endless_loops_may_not_delay_short_calls() -> None:
 
 def test_endless_calls_do_not_count_for_the_latency() -> None:
     run = _run(1.0, 2.0)
-    run.tally.record(_call("loop:"), {**OK, "status": "timeout"}, 60.0)
+    run.tally.record(_call("loop"), {**OK, "status": "timeout"}, 60.0)
     assert max(run.short_ms()) == 2.0
 
 
 def test_the_cost_of_a_short_call_is_its_own_cpu_time_and_a_share_of_the_services() -> None:
     run = _run(1.0, 2.0)
-    run.tally.record(_call("bomb:"), {**OK, "usage": {**OK["usage"], "cpu_ms": 1000.0}}, 1.0)  # type: ignore[dict-item]
+    run.tally.record(_call("bomb"), {**OK, "usage": {**OK["usage"], "cpu_ms": 1000.0}}, 1.0)  # type: ignore[dict-item]
     run.server_cpu_ms, run.body_bytes = 1004.0 + 3 * 0.5, 600.0
     result = mixed.summarize_traffic(run, run)["without_loops"]
     assert (result["cpu_ms"], result["bytes"]) == (2.5, 200)

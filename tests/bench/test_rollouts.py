@@ -13,7 +13,7 @@ from bench import rollouts
 from bench.simulator import profiles
 from bench.simulator.measures import EngineCounters, measured, validation
 from bench.simulator.placement import POLICIES
-from bench.simulator.scripts import EpisodeScript, recorded_scripts
+from bench.simulator.scripts import EpisodeScript, Workload, recorded_scripts
 from bench.simulator.simulation import TurnTrace
 from bench.simulator.timeline import timeline
 from tests.trainer.fake_vllm import TableEngine
@@ -100,7 +100,7 @@ def test_logged_rounds_are_not_played_again(tmp_path: Path, capsys: pytest.Captu
     assert requirements["preemptions / static's"] == ("≤ 0.05", 1.0, False)
     assert requirements["prefix hit rate - static's"] == ("≥ 0.2", 0.0, False)
     assert not any("reserve_worst_case" in name for name in requirements)
-    assert "--rounds 1 --policies static,kv" in found["command"]
+    assert "--policies static,kv --rounds 1" in found["command"]
 
 
 def test_errors_of_opposite_sign_do_not_cancel_in_the_worst_round() -> None:
@@ -121,8 +121,8 @@ def test_the_scheduler_knows_no_lengths_of_a_recorded_run(tmp_path: Path) -> Non
     file.write_text(json.dumps(row))
     parser = rollouts._parser()
     recorded, drawn = (parser.parse_args([*SMALL, *more]) for more in (("--episodes", str(file)), ()))
-    assert profiles.profile_of(recorded).previous_step(0) == []
-    assert len(profiles.profile_of(drawn).previous_step(0)) == 24
+    assert profiles.profile_of(recorded).workload(0).previous_step == []
+    assert len(profiles.profile_of(drawn).workload(0).previous_step) == 24
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ async def test_the_pool_runs_every_scripted_episode_to_its_end(policy: str) -> N
     live = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     engines = [TableEngine("e0"), TableEngine("e1")]
     scripts = [EpisodeScript(number // 3, 20 + number // 3, ((10, 5, 0.0), (8, 0, 0.0))) for number in range(9)]
-    turns = await live.played(engines, policy, scripts, scripts[:3], 30, seed=1, vocab_size=50)
+    turns = await live.played(engines, policy, Workload(scripts, 30, scripts[:3]), seed=1, vocab_size=50)
     assert sorted((turn.episode, turn.context, turn.sampled) for turn in turns) == sorted(
         (number, *turn)
         for number, script in enumerate(scripts)

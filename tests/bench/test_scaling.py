@@ -79,7 +79,7 @@ def test_the_estimate_comes_from_the_results_alone(tmp_path: Path, capsys: pytes
     assert at_once == {"cores_for_answer": 10, "cores_for_wait": 10}
     mix = result["kinds"]["mix"]
     assert mix["own_p99_s"] > 1 and mix["arrival_patterns"]["all at once"]["cores_for_answer"] is None
-    assert result["gateway"]["arrival_patterns"]["all at once"] == {"calls_per_s": 1000, "gateways": 1, "mb_per_s": 0.5}
+    assert result["gateway"]["arrival_patterns"]["all at once"] == {"calls_per_s": 1000, "mb_per_s": 0.5}
     assert result["executor"] == {"cpu_ms": 0.4, "calls_per_core_s": 2500}
     assert result["endless_core_s"] == 100
     assert list(result["memory"]) == ["print"]

@@ -13,18 +13,25 @@ from bench.simulator.engine import EngineProfile
 from bench.simulator.lower_bound import _cache_fill_bound_s, _work_bound_s, load_of, lower_bound_s
 from bench.simulator.oracle import ORACLE
 from bench.simulator.placement import POLICIES
-from bench.simulator.scripts import EpisodeScript, workload
-from bench.simulator.simulation import SimulatedRun, decision_cost, simulate
+from bench.simulator.scripts import EpisodeScript, Workload, generated_scripts
+from bench.simulator.simulation import Simulation, decision_cost
 
 ROOMY = EngineProfile("roomy", 10**6, 512, base_s=0.01, per_sequence_s=0.0, per_context_s=0.0, prefill_s=0.0)
 TIGHT = EngineProfile("tight", 12_000, 512, base_s=0.01, per_sequence_s=5e-5, per_context_s=5e-7, prefill_s=5e-5)
 
 
-def makespan_of(run: SimulatedRun) -> float:
+def simulate(
+    scripts: list[EpisodeScript], profile: EngineProfile, num_engines: int, policy: str, max_response_tokens: int
+) -> Simulation:
+    """A finished rollout."""
+    return Simulation(Workload(scripts, max_response_tokens), profile, num_engines, policy).run()
+
+
+def makespan_of(run: Simulation) -> float:
     return max(turn.ended_at for turn in run.turns)
 
 
-def num_episodes(run: SimulatedRun) -> int:
+def num_episodes(run: Simulation) -> int:
     return len({turn.episode for turn in run.turns})
 
 
@@ -34,27 +41,27 @@ def test_an_episode_alone_takes_one_step_per_token_and_its_tool_times() -> None:
     assert makespan_of(run) == pytest.approx(80 * 0.01 + 2.0)
     assert [(turn.context, turn.sampled) for turn in run.turns] == [(100, 50), (160, 30)]
     assert [turn.ended_at - turn.started_at for turn in run.turns] == [pytest.approx(0.5), pytest.approx(0.3)]
-    (engine,) = run.engines
+    (engine,) = run.engines.values()
     assert (engine.sampled, engine.preemptions, engine.recomputed) == (80, 0, 0)
     assert engine.busy_s == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_tokens_are_sampled_once_and_no_faster_than_the_bound(policy: str) -> None:
-    scripts = workload(12, 8, 2000, 700.0, seed=1)
+    scripts = generated_scripts(12, 8, 2000, 700.0, seed=1)
     run = simulate(scripts, TIGHT, 2, policy, 2000)
     assert num_episodes(run) == len(scripts)
     wanted = sum(sampled for script in scripts for sampled, _, _ in script.turns)
-    preemptions = sum(engine.preemptions for engine in run.engines)
-    assert sum(engine.sampled for engine in run.engines) == pytest.approx(wanted, abs=2 * preemptions)
+    preemptions = sum(engine.preemptions for engine in run.engines.values())
+    assert sum(engine.sampled for engine in run.engines.values()) == pytest.approx(wanted, abs=2 * preemptions)
     assert makespan_of(run) >= lower_bound_s(scripts, TIGHT, 2)
     assert makespan_of(simulate(scripts, TIGHT, 2, policy, 2000)) == makespan_of(run)
 
 
 def test_admission_by_expected_length_preempts_less_and_ends_sooner_than_a_static_split() -> None:
-    scripts = workload(16, 8, 2000, 700.0, seed=2)
+    scripts = generated_scripts(16, 8, 2000, 700.0, seed=2)
     runs = {policy: simulate(scripts, TIGHT, 2, policy, 2000) for policy in POLICIES}
-    preempted = {policy: sum(engine.preemptions for engine in run.engines) for policy, run in runs.items()}
+    preempted = {policy: sum(engine.preemptions for engine in run.engines.values()) for policy, run in runs.items()}
     assert preempted["kv"] < preempted["static"] / 4
     assert preempted["reserve_worst_case"] == 0
     assert makespan_of(runs["kv"]) < makespan_of(runs["static"])
@@ -63,21 +70,21 @@ def test_admission_by_expected_length_preempts_less_and_ends_sooner_than_a_stati
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_partly_filled_blocks_use_space_and_are_not_cached(policy: str) -> None:
-    scripts = workload(12, 8, 2000, 700.0, seed=1)
+    scripts = generated_scripts(12, 8, 2000, 700.0, seed=1)
     whole, blocks = (simulate(scripts, replace(TIGHT, block_size=block), 2, policy, 2000) for block in (1, 32))
     assert num_episodes(blocks) == len(scripts)
     hits, asked = (
-        sum(getattr(engine, name) for engine in blocks.engines) for name in ("prefix_hits", "prefix_queries")
+        sum(getattr(engine, name) for engine in blocks.engines.values()) for name in ("prefix_hits", "prefix_queries")
     )
     assert 0 < hits < asked
-    assert hits < sum(engine.prefix_hits for engine in whole.engines)
+    assert hits < sum(engine.prefix_hits for engine in whole.engines.values())
 
 
 def test_a_turn_costs_engine_time_besides_its_tokens() -> None:
     scripts = [EpisodeScript(number, 100, ((50, 0, 0.0),)) for number in range(3)]
     run = simulate(scripts, replace(ROOMY, turn_s=0.1), 1, "kv", 200)
     assert [turn.ended_at for turn in run.turns] == [pytest.approx(3 * 0.1 + 0.5)] * 3
-    assert run.engines[0].busy_s == pytest.approx(0.8)
+    assert run.engines["e0"].busy_s == pytest.approx(0.8)
 
 
 @settings(max_examples=25, deadline=None)
@@ -99,7 +106,7 @@ def test_a_turn_costs_engine_time_besides_its_tokens() -> None:
 def test_no_policy_is_faster_than_the_lower_bound(
     policy: str, seed: int, groups: int, mean: float, kv_capacity: int, engines: int, **constants: Any
 ) -> None:
-    scripts = workload(groups, 8, 2000, mean, seed)
+    scripts = generated_scripts(groups, 8, 2000, mean, seed)
     profile = replace(TIGHT, kv_capacity=kv_capacity, base_s=0.002, **constants)
     makespan = makespan_of(simulate(scripts, profile, engines, policy, 2000))
     assert makespan * (1 + 1e-9) >= lower_bound_s(scripts, profile, engines)
@@ -137,7 +144,7 @@ def test_the_lower_bound_counts_that_caches_start_empty() -> None:
 
 
 def test_a_schedule_that_knows_all_lengths_is_nearer_to_the_bound() -> None:
-    scripts = workload(64, 8, 2000, 700.0, seed=1)
+    scripts = generated_scripts(64, 8, 2000, 700.0, seed=1)
     runs = {policy: simulate(scripts, TIGHT, 2, policy, 2000) for policy in ("kv", ORACLE)}
     assert num_episodes(runs[ORACLE]) == len(scripts)
     assert makespan_of(runs[ORACLE]) < 0.95 * makespan_of(runs["kv"])
@@ -157,8 +164,8 @@ def test_the_lower_bound_counts_that_large_batches_delay_long_episodes() -> None
 
 
 def test_the_cost_of_decisions_is_measured_for_each_call() -> None:
-    scripts = workload(4, 8, 2000, 700.0, seed=1)
-    cost = decision_cost(scripts, TIGHT, 2, 2000)
+    scripts = generated_scripts(4, 8, 2000, 700.0, seed=1)
+    cost = decision_cost(Workload(scripts, 2000), TIGHT, 2)
     assert {kind: len(cost[kind]) for kind in ("submit", "complete")} == {"submit": 32, "complete": 32}
     assert len(cost["park"]) == len(cost["resume"]) == sum(len(script.turns) - 1 for script in scripts)
     assert {"place", "observe"} <= set(cost)
