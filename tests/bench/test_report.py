@@ -156,7 +156,7 @@ EXPECTED = {
     ],
     "scaling": [
         "88.3 ms of CPU per call, 99 % of them within 1.28 s",
-        "| all at once | 45,000 | 2,977 | - | 3 | 40.5 |",
+        "| all at once | 45,000 | 2,977 | - | 40.5 |",
         "832 MiB without calls, 1.5 KiB per call of `print(1 + 1)` in flight, 899 MiB in total (5 of it",
         "and 2.5 KiB per call of the mix of real traffic in flight, 1,190 MiB in total (250 of it",
         "an executor's 2,500 of `print(1 + 1)`;",

@@ -238,16 +238,16 @@ def python_for_all_users(directory: Path) -> str:
 
 
 def run_in_user_namespace(*argv: str) -> subprocess.CompletedProcess[str]:
-    """Run `argv` as root of a user namespace made by unshare(1), with one id and groups that cannot be changed.
+    """Run `argv` as root of a user namespace with one id, in which groups cannot be changed.
 
-    Skips the test if there is none.
+    Skips the test if unshare(1) cannot create such a namespace.
     """
-    inside = ("unshare", "--user", "--map-root-user")
+    unshare = ("unshare", "--user", "--map-root-user")
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare(1)")
-    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine grants no user namespace")
-    return subprocess.run([*inside, *argv], capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S)
+    return subprocess.run([*unshare, *argv], capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S)
 
 
 def make_spec(

@@ -1,4 +1,4 @@
-"""Real cgroups: counting and limits by the kernel, removal, and the search for a parent cgroup."""
+"""Real cgroups: what the kernel counts and limits, their removal, and the search for a parent cgroup."""
 
 from __future__ import annotations
 
@@ -37,30 +37,33 @@ def directories(tree: CgroupTree) -> list[Path]:
 
 
 def run_inside(tree: CgroupTree, slot: int, action: Callable[[], object]) -> int:
-    """Run `action` in a child process in the slot's cgroup, and return the child's exit status (2 for False)."""
+    """Run `action` in a child process in the slot's cgroup, and return the child's exit status.
+
+    It is 1 if the action raises an error, 2 if it returns False, and else 0.
+    """
     procs_fds = list(tree.open_procs_files(slot))
     child = os.fork()
     if child == 0:
-        code = 1
+        status = 1
         try:
             for fd in procs_fds:
                 os.write(fd, b"0")
-            code = 0 if action() is not False else 2
+            status = 0 if action() is not False else 2
         finally:
-            os._exit(code)
+            os._exit(status)
     for fd in procs_fds:
         os.close(fd)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def fill(mib: int) -> None:
+def use_memory(mib: int) -> None:
     assert bytearray(b"x") * (mib * MIB)
 
 
-def fork_and_fill(mib: int) -> None:
+def use_memory_in_a_child(mib: int) -> None:
     child = os.fork()
     if child == 0:
-        fill(mib)
+        use_memory(mib)
         os._exit(0)
     os.waitpid(child, 0)
 
@@ -69,18 +72,19 @@ def test_memory_of_all_processes_is_counted_per_call(tree: CgroupTree) -> None:
     cgroup = tree.cgroup(0)
     for mib in (40, 80, 5):
         cgroup.set_limits(512 * MIB, 64)
-        assert run_inside(tree, 0, lambda mib=mib: fork_and_fill(mib)) == 0
+        assert run_inside(tree, 0, lambda mib=mib: use_memory_in_a_child(mib)) == 0
         usage = cgroup.read_usage()
         if usage.peak_bytes is None:
-            # Without a reset the peak is known only if it exceeds those of earlier calls, and 5 MiB does not.
+            # If the kernel cannot reset the peak, it is unknown for the last call, which uses less than the first two.
+            # If the kernel counts no peak (there is no file of it), it is unknown for all calls.
             assert mib == 5 or cgroup._peak_fd < 0
             pytest.skip("this kernel cannot reset the peak of a cgroup")
         assert mib * MIB <= usage.peak_bytes < (mib + 20) * MIB  # 20 MiB for the interpreters
         assert not usage.hit_own_limit
 
 
-def test_cpu_time_of_children_without_a_wait_is_counted(tree: CgroupTree) -> None:
-    def work() -> None:
+def test_cpu_time_of_children_that_nobody_waits_for_is_counted(tree: CgroupTree) -> None:
+    def compute_in_a_child() -> None:
         readable, writable = os.pipe()
         if os.fork() == 0:
             while sum(os.times()[:2]) < 0.3:
@@ -91,18 +95,18 @@ def test_cpu_time_of_children_without_a_wait_is_counted(tree: CgroupTree) -> Non
 
     cgroup = tree.cgroup(0)
     cgroup.set_limits(512 * MIB, 64)
-    assert run_inside(tree, 0, work) == 0
+    assert run_inside(tree, 0, compute_in_a_child) == 0
     usage = cgroup.read_usage()
     if usage.cpu_ms is None:
         pytest.skip("no hierarchy of cpuacct is mounted")
-    assert usage.cpu_ms >= 290  # of 300; clocks differ by some ticks
-    assert (cgroup.read_usage().cpu_ms or 0) < 100, "counting starts anew after each reading"
+    assert usage.cpu_ms >= 290  # the child computes for 300 ms; its clock and the cgroup's differ by some ticks
+    assert (cgroup.read_usage().cpu_ms or 0) < 100, "each reading must start the count from 0"
 
 
 def test_an_oom_kill_is_distinguished_from_other_kills(tree: CgroupTree) -> None:
     cgroup = tree.cgroup(0)
     cgroup.set_limits(32 * MIB, 64)
-    assert run_inside(tree, 0, lambda: fill(64)) == -signal.SIGKILL
+    assert run_inside(tree, 0, lambda: use_memory(64)) == -signal.SIGKILL
     assert cgroup.read_usage().hit_own_limit
     cgroup.set_limits(32 * MIB, 64)
     assert run_inside(tree, 0, lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
@@ -116,7 +120,7 @@ def test_an_oom_kill_by_an_outer_limit_is_reported_as_such(tree: CgroupTree) -> 
     limit.write_text(str(32 * MIB))
     cgroup = tree.cgroup(0)
     cgroup.set_limits(512 * MIB, 64)
-    assert run_inside(tree, 0, lambda: fill(64)) == -signal.SIGKILL
+    assert run_inside(tree, 0, lambda: use_memory(64)) == -signal.SIGKILL
     usage = cgroup.read_usage()
     assert usage.hit_outer_limit
     assert not usage.hit_own_limit
@@ -124,10 +128,10 @@ def test_an_oom_kill_by_an_outer_limit_is_reported_as_such(tree: CgroupTree) -> 
 
 def test_limits_of_each_call_apply(tree: CgroupTree) -> None:
     cgroup = tree.cgroup(0)
-    unlimited = 1 << 40  # above the maximum of the kernel, as is 10**9 tasks
-    for limit_mib, status in ((32, -signal.SIGKILL), (256, 0), (32, -signal.SIGKILL), (unlimited, 0)):
-        cgroup.set_limits(limit_mib * MIB, 10**9)
-        assert run_inside(tree, 0, lambda: fill(64)) == status
+    above_maximum_mib, above_maximum_tasks = 1 << 40, 10**9
+    for limit_mib, status in ((32, -signal.SIGKILL), (256, 0), (32, -signal.SIGKILL), (above_maximum_mib, 0)):
+        cgroup.set_limits(limit_mib * MIB, above_maximum_tasks)
+        assert run_inside(tree, 0, lambda: use_memory(64)) == status
 
 
 def test_only_cgroup_procs_files_belong_to_the_zygote(tree: CgroupTree) -> None:
@@ -154,21 +158,23 @@ def test_only_cgroup_procs_files_belong_to_the_zygote(tree: CgroupTree) -> None:
 
 
 def test_number_of_processes_is_limited_for_any_uid(tree: CgroupTree) -> None:
-    def bomb() -> bool:
-        forked = 0
+    max_tasks = 5
+
+    def fork_up_to_the_limit() -> bool:
+        children = 0
         readable, _writable = os.pipe()
         try:
-            while forked < 20:
+            while children < 4 * max_tasks:
                 if os.fork() == 0:
                     os.read(readable, 1)  # blocks for ever
-                forked += 1
+                children += 1
         except BlockingIOError:
             pass
-        return forked == 4  # the limit is 5 with this process
+        return children == max_tasks - 1  # the limit counts this process too
 
     cgroup = tree.cgroup(0)
-    cgroup.set_limits(512 * MIB, 5)
-    assert run_inside(tree, 0, bomb) == 0
+    cgroup.set_limits(512 * MIB, max_tasks)
+    assert run_inside(tree, 0, fork_up_to_the_limit) == 0
     assert not cgroup.is_empty, "the children block for ever"
     assert tree.cgroup(1).is_empty
     cgroup.kill()
@@ -176,7 +182,7 @@ def test_number_of_processes_is_limited_for_any_uid(tree: CgroupTree) -> None:
 
 
 def wait_empty(tree: CgroupTree, slot: int) -> None:
-    """Poll the kernel's count: the processes are not children of this one."""
+    """Wait until a cgroup is empty. It must be polled, since its processes are not children of this one."""
     deadline = time.monotonic() + DEADLINE_S
     while not tree.cgroup(slot).is_empty:
         assert time.monotonic() < deadline
@@ -185,30 +191,30 @@ def wait_empty(tree: CgroupTree, slot: int) -> None:
 
 def test_closing_a_tree_kills_its_processes_and_removes_it(tree: CgroupTree) -> None:
     tree.cgroup(1)
-    paths = directories(tree)
+    tree_dirs = directories(tree)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as sleeper:
-        for directory in paths:
+        for directory in tree_dirs:
             (directory / "1" / "cgroup.procs").write_text(str(sleeper.pid))
-        descriptors = len(os.listdir("/proc/self/fd"))
+        fd_count = len(os.listdir("/proc/self/fd"))
         tree.close()
         assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
-    assert not any(directory.exists() for directory in paths)
-    assert len(os.listdir("/proc/self/fd")) < descriptors
-    tree.close()
+    assert not any(directory.exists() for directory in tree_dirs)
+    assert len(os.listdir("/proc/self/fd")) < fd_count
+    tree.close()  # a second time, without an error
 
 
 def test_only_the_tree_of_a_killed_owner_is_removed_by_the_next_owner(tree: CgroupTree) -> None:
     code = "from sandbox.jail import CgroupTree\nt = CgroupTree()\nprint(*t._locks, flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
-        left = [Path(directory) for directory in owner.stdout.readline().decode().split()]
-        assert left
+        owner_dirs = [Path(directory) for directory in owner.stdout.readline().decode().split()]
+        assert owner_dirs
         CgroupTree().close()
-        assert all(directory.exists() for directory in left)
+        assert all(directory.exists() for directory in owner_dirs)
         owner.kill()
         owner.wait(DEADLINE_S)
         CgroupTree().close()
-        assert not any(directory.exists() for directory in left)
+        assert not any(directory.exists() for directory in owner_dirs)
     assert all(directory.exists() for directory in directories(tree))
 
 
@@ -227,8 +233,9 @@ def test_missing_hierarchies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "mounts", "expected"),
+    ("own_paths", "mounts", "expected"),
     [
+        # controller -> path in its hierarchy; (mounted part of the hierarchy, mount point, type, options)
         ({"memory": "/a/b"}, [("/", "/m", "cgroup", "rw,memory")], {"memory": "/m/a/b"}),
         ({"memory": "/docker/x"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
         ({"memory": "/docker/x/y"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m/y"}),
@@ -239,20 +246,21 @@ def test_missing_hierarchies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_own_cgroups_are_found_where_they_are_mounted(
-    own: dict[str, str],
+    own_paths: dict[str, str],
     mounts: list[tuple[str, str, str, str]],
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "cgroup_paths", lambda _root: own)
+    monkeypatch.setattr(machine, "cgroup_paths", lambda _root: own_paths)
     monkeypatch.setattr(machine, "mounts", lambda _root: iter(mounts))
     assert cgroup_tree.own_cgroup_dirs() == expected
 
 
 class FakeCgroup:
-    """Imitates a cgroup of version 2 in an ordinary directory, with the processes `pids`.
+    """Imitates a cgroup of version 2 in an ordinary directory `parent`, with the processes `pids`.
 
-    Enabling controllers fails with EBUSY while it has processes. Process 10 forks process 12 when it is moved.
+    Enabling controllers fails with EBUSY while the cgroup has processes. Process 10 forks process 12 just before it is
+    moved.
     """
 
     def __init__(self, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +274,9 @@ class FakeCgroup:
         monkeypatch.setattr(cgroup_tree, "write_file", self.write)
 
     def write_procs_file(self) -> None:
-        (self.parent / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in [0, *self.pids]))
+        (self.parent / "cgroup.procs").write_text(
+            "".join(f"{pid}\n" for pid in [0, *self.pids])
+        )  # 0: a process outside
 
     def write(self, path: str, text: str) -> None:
         if path == f"{self.parent}/cgroup.subtree_control":
@@ -276,7 +286,7 @@ class FakeCgroup:
         elif path == f"{self.parent}/{cgroup_tree.SERVER_LEAF}/cgroup.procs":
             self.pids.remove(int(text))
             self.moved.append(int(text))
-            if int(text) == 10:
+            if text == "10":
                 self.pids.append(12)
             self.write_procs_file()
         else:
@@ -284,7 +294,7 @@ class FakeCgroup:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCgroup:
+def fake_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCgroup:
     return FakeCgroup(tmp_path / "parent", monkeypatch)
 
 
@@ -292,52 +302,58 @@ def set_own_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(machine, "cgroup_paths", lambda _root="/": {"": path})
 
 
-def test_processes_of_a_containers_cgroup_move_to_a_leaf(fake: FakeCgroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_containers_cgroup_move_to_a_leaf(
+    fake_cgroup: FakeCgroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_own_path(monkeypatch, "/")
-    assert cgroup_tree._find_v2_parent({"": str(fake.parent)}) == str(fake.parent)
-    assert fake.moved == [10, 11, 12]
-    assert (fake.parent / "cgroup.subtree_control").read_text() == "memory pids"
-    fake.pids = [13]  # a new process does not make it move processes again
-    assert cgroup_tree._find_v2_parent({"": str(fake.parent)}) == str(fake.parent)
-    assert cgroup_tree._find_v2_parent({"": f"{fake.parent}/{cgroup_tree.SERVER_LEAF}"}) == str(fake.parent)
-    assert fake.moved == [10, 11, 12]
+    assert cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)}) == str(fake_cgroup.parent)
+    assert fake_cgroup.moved == [10, 11, 12]
+    assert (fake_cgroup.parent / "cgroup.subtree_control").read_text() == "memory pids"
+    fake_cgroup.pids = [13]  # the leaf exists and controllers are enabled, so a new process is not moved
+    assert cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)}) == str(fake_cgroup.parent)
+    assert cgroup_tree._find_v2_parent({"": f"{fake_cgroup.parent}/{cgroup_tree.SERVER_LEAF}"}) == str(
+        fake_cgroup.parent
+    )
+    assert fake_cgroup.moved == [10, 11, 12]
 
 
-def test_an_empty_cgroup_needs_no_leaf(fake: FakeCgroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_cgroup_needs_no_leaf(fake_cgroup: FakeCgroup, monkeypatch: pytest.MonkeyPatch) -> None:
     set_own_path(monkeypatch, "/elsewhere")
-    fake.pids = []
-    assert cgroup_tree._find_v2_parent({"": str(fake.parent)}) == str(fake.parent)
-    assert not (fake.parent / cgroup_tree.SERVER_LEAF).exists()
+    fake_cgroup.pids = []
+    assert cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)}) == str(fake_cgroup.parent)
+    assert not (fake_cgroup.parent / cgroup_tree.SERVER_LEAF).exists()
 
 
-def test_a_cgroup_that_others_manage_is_left_alone(fake: FakeCgroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cgroup_that_others_manage_is_left_alone(fake_cgroup: FakeCgroup, monkeypatch: pytest.MonkeyPatch) -> None:
     set_own_path(monkeypatch, "/user.slice/session-1.scope")
     with pytest.raises(
         OSError, match="has processes that are not the server's; run in a container, or under systemd with Delegate=yes"
     ):
-        cgroup_tree._find_v2_parent({"": str(fake.parent)})
-    assert not fake.moved
+        cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)})
+    assert not fake_cgroup.moved
     monkeypatch.setattr(os, "getxattr", lambda _path, name: b"1" if name == "user.delegate" else b"")
-    assert cgroup_tree._find_v2_parent({"": str(fake.parent)}) == str(fake.parent)
-    assert fake.moved == [10, 11, 12]
+    assert cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)}) == str(fake_cgroup.parent)
+    assert fake_cgroup.moved == [10, 11, 12]
 
 
-def test_missing_controllers_are_named(fake: FakeCgroup) -> None:
-    (fake.parent / "cgroup.controllers").write_text("cpu pids\n")
+def test_missing_controllers_are_named(fake_cgroup: FakeCgroup) -> None:
+    (fake_cgroup.parent / "cgroup.controllers").write_text("cpu pids\n")
     with pytest.raises(OSError, match=r"parent has no memory$"):
-        cgroup_tree._find_v2_parent({"": str(fake.parent)})
+        cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)})
 
 
-def test_stale_cgroups_of_another_user_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_cgroups_of_another_user_are_skipped_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / f"{cgroup_tree.PREFIX}1-abc" / "0").mkdir(parents=True)
 
     def rmdir(path: str) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", path)
 
     monkeypatch.setattr(cgroup_tree.os, "rmdir", rmdir)
-    before = time.monotonic()
+    started_at = time.monotonic()
     cgroup_tree._remove_stale(str(tmp_path))
-    assert time.monotonic() - before < cgroup_tree.KILL_TIMEOUT_S
+    assert time.monotonic() - started_at < cgroup_tree.KILL_TIMEOUT_S
 
 
 def test_a_thread_moves_to_the_idle_cgroup_and_back(tree: CgroupTree) -> None:

@@ -1,4 +1,4 @@
-"""Finding the files of a Python, and errors that name what is wrong with it."""
+"""`Interpreter.find` locates the files of a Python, or raises an error that says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ def test_query_ignores_the_environment_of_the_server(tmp_path: Path, monkeypatch
 
 def test_virtual_environment_has_its_own_packages_only(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
-    found = Interpreter.find(str(tmp_path / "env" / "bin" / "python"))
-    packages = [(source, target) for source, target in found.mounts if "env" in source.split("/")]
-    assert len(packages) == 1
-    assert packages[0][0].endswith("/site-packages")
-    assert packages[0][1].startswith("/python/")
-    assert not any(source.startswith(sys.prefix) for source, _ in found.mounts)
+    interpreter = Interpreter.find(str(tmp_path / "env" / "bin" / "python"))
+    ((source, target),) = (mount for mount in interpreter.mounts if "env" in mount[0].split("/"))
+    assert source.endswith("/site-packages")
+    assert target.startswith("/python/")
+    assert not any(source.startswith(sys.prefix) for source, _ in interpreter.mounts)
 
 
 def test_libraries_include_libc_and_the_loader() -> None:
@@ -60,26 +59,22 @@ def test_libraries_include_libc_and_the_loader() -> None:
 
 
 def test_elf_reader_accepts_python_and_rejects_text(tmp_path: Path) -> None:
-    found = elf.read(str(Path(sys.executable).resolve()))
-    assert found is not None
-    assert found.loader is not None
-    assert found.needed
+    python = elf.read(str(Path(sys.executable).resolve()))
+    assert python is not None
+    assert python.loader is not None
+    assert python.needed
     (tmp_path / "text").write_text("x" * 100)
     assert elf.read(str(tmp_path / "text")) is elf.read(str(tmp_path)) is elf.read("/missing") is None
 
 
 @given(st.integers(0, 5000), st.binary(max_size=16))
-def test_a_damaged_elf_file_raises_no_error(at: int, damage: bytes) -> None:
-    original = _head_of_python()
+def test_a_damaged_elf_file_raises_no_error(offset: int, damage: bytes) -> None:
+    with open(Path(sys.executable).resolve(), "rb") as python:
+        beginning = python.read(16_384)
     with tempfile.NamedTemporaryFile() as file:
-        file.write(original[:at] + damage + original[at + len(damage) :])
+        file.write(beginning[:offset] + damage + beginning[offset + len(damage) :])
         file.flush()
         elf.read(file.name)
-
-
-def _head_of_python() -> bytes:
-    with open(Path(sys.executable).resolve(), "rb") as file:
-        return file.read(16_384)
 
 
 def test_a_command_name_is_looked_up_on_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,22 +18,27 @@ from sandbox.errors import IsolationError
 from sandbox.jail import Interpreter, JailSpec, Level, choose_level, confinement_plan, host_uids, kernel, landlock_rules
 from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 from tests.jail import jails
-from tests.jail.conftest import find_interpreter
+from tests.jail.conftest import GUEST_EXIT_STATUS, find_interpreter
 from tests.jail.test_plan import PYTHON
 
-ALL_FILES = (1 << 13) - 1
+FILES_ABI_1 = (1 << 13) - 1
+"""All rights on files that the first ABI version knows."""
+FILES_ABI_2 = FILES_ABI_1 | landlock_rules.REFER
+FILES_ABI_3 = FILES_ABI_2 | landlock_rules.TRUNCATE
+FILES_ABI_5 = FILES_ABI_3 | landlock_rules.IOCTL_DEV
+TCP, SCOPES = 0b11, 0b11  # bind and connect; abstract sockets and signals
 
 
 @pytest.mark.parametrize(
     ("abi", "handled"),
     [
-        (1, (ALL_FILES, 0, 0)),
-        (2, (ALL_FILES | landlock_rules.REFER, 0, 0)),
-        (3, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE, 0, 0)),
-        (4, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE, 0b11, 0)),
-        (5, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE | landlock_rules.IOCTL_DEV, 0b11, 0)),
-        (6, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE | landlock_rules.IOCTL_DEV, 0b11, 0b11)),
-        (99, (ALL_FILES | landlock_rules.REFER | landlock_rules.TRUNCATE | landlock_rules.IOCTL_DEV, 0b11, 0b11)),
+        (1, (FILES_ABI_1, 0, 0)),
+        (2, (FILES_ABI_2, 0, 0)),
+        (3, (FILES_ABI_3, 0, 0)),
+        (4, (FILES_ABI_3, TCP, 0)),
+        (5, (FILES_ABI_5, TCP, 0)),
+        (6, (FILES_ABI_5, TCP, SCOPES)),
+        (99, (FILES_ABI_5, TCP, SCOPES)),
     ],
 )
 def test_all_rights_of_an_abi_are_handled(abi: int, handled: tuple[int, int, int]) -> None:
@@ -68,7 +74,7 @@ def test_old_landlock_abi_is_refused_for_ordinary_users() -> None:
     landlock_rules.check_requirements(landlock_spec(), 3)
 
 
-def test_a_python_that_calls_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_closed_directory_above_a_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with jails.dir_for_all_users() as directory:
         (directory / "closed").mkdir(mode=0o700)
         library = directory / "closed" / "lib"
@@ -92,17 +98,17 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
         pytest.skip(str(error))
     uids: tuple[int | None, int] = (None, 0)
     if request.param == "own uids":
-        uids = host_uids(3, 4, Level.LANDLOCK)
+        uids = host_uids(jail=3, slots=4, level=Level.LANDLOCK)
         if uids[0] is None:
             pytest.skip("own uids: needs root with Docker's default capabilities")
         python = find_interpreter(jails.reachable_python(python.executable))
     scratch_root = f"/tmp/rstar-test-{secrets.token_hex(8)}"
     spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch_root)
     yield spec
-    for _ in range(3000):  # init, which removes it, is no child of this process
+    for _ in range(3000):  # poll for 30 s: init, which removes the directory, is not a child of this process
         if not os.path.exists(scratch_root):
             return
-        select.select([], [], [], 0.01)
+        time.sleep(0.01)
     pytest.fail(f"{scratch_root} is left")
 
 
@@ -113,19 +119,23 @@ def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_zygote_is_restricted_by_landlock(spec: JailSpec) -> None:
-    root = spec.scratch_root
-    code = f"""
-send([
-    attempt(os.listdir, "/"), attempt(open, "/etc/passwd"), attempt(os.listdir, "/proc"), attempt(os.mkdir, "{root}x"),
-    attempt(open, "{root}/guest/zygote.py", "a"), attempt(os.unlink, "{root}/guest/zygote.py"),
-    attempt(os.mkdir, "{root}/calls/0"), attempt(os.mkdir, "{root}/x"), attempt(os.listdir, "{root}"),
-    attempt(os.kill, {os.getpid()}, 0) if {_abi() >= 6} else "Operation not permitted",
-    os.getcwd(),
-])
-"""
-    denied = "Permission denied"
-    expected = [denied] * 6 + ["None", denied, denied, "Operation not permitted", "/"]
-    assert jails.run(spec, code) == expected
+    root, denied = spec.scratch_root, os.strerror(errno.EACCES)
+    results = {
+        "os.listdir('/')": denied,
+        "open('/etc/passwd')": denied,
+        "os.listdir('/proc')": denied,
+        f"os.mkdir('{root}x')": denied,
+        f"open('{root}/guest/zygote.py', 'a')": denied,
+        f"os.unlink('{root}/guest/zygote.py')": denied,
+        f"os.mkdir('{root}/x')": denied,
+        f"os.listdir('{root}')": denied,
+        f"os.mkdir('{root}/calls/0')": "None",
+        "os.getcwd()": "/",
+    }
+    if _abi() >= 6:  # the first version that restricts signals
+        results[f"os.kill({os.getpid()}, 0)"] = os.strerror(errno.EPERM)
+    attempts = ", ".join(f"attempt(lambda: {expression})" for expression in results)
+    assert jails.run(spec, f"send([{attempts}])") == list(results.values())
 
 
 def test_zygote_keeps_only_the_capabilities_it_needs(spec: JailSpec) -> None:
@@ -133,53 +143,39 @@ def test_zygote_keeps_only_the_capabilities_it_needs(spec: JailSpec) -> None:
         text = Path(f"/proc/{jail.receive()}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if line.startswith(("Cap", "NoNew")))
     if spec.uid_base is not None:
-        assert (
-            int(fields["CapPrm"], 16)
-            == int(fields["CapBnd"], 16)
-            == sum(
-                1 << number
-                for number in (0, 5, 6, 7, 8)  # CHOWN, KILL, SETGID, SETUID, SETPCAP
-            )
-        )
+        needed = sum(1 << capability for capability in (0, 5, 6, 7, 8))  # CHOWN, KILL, SETGID, SETUID, SETPCAP
+        assert int(fields["CapPrm"], 16) == int(fields["CapBnd"], 16) == needed
     assert fields["NoNewPrivs"] == "1"
 
 
 def test_exit_status_is_forwarded(spec: JailSpec) -> None:
-    with jails.running(spec, None) as jail:
-        assert jail.process.wait(jails.DEADLINE_S) == 3
+    with jails.running(spec) as jail:
+        assert jail.process.wait(jails.DEADLINE_S) == GUEST_EXIT_STATUS
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_guest_and_its_children_die_with_the_launcher(spec: JailSpec, number: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_guest_and_its_children_die_with_the_launcher(spec: JailSpec, signum: signal.Signals) -> None:
     code = "child = os.fork()\nif child == 0: os.setsid(); wait()\nsend([os.getpid(), child]); wait()"
-    with _running_with_pidfds(spec, code) as (jail, fds):
-        jail.process.send_signal(number)
-        for fd in fds:
-            assert select.select([fd], [], [], jails.DEADLINE_S)[0]
-
-
-@contextmanager
-def _running_with_pidfds(spec: JailSpec, code: str) -> Iterator[tuple[jails.RunningJail, list[int]]]:
     with jails.running(spec, code) as jail:
-        fds = [os.pidfd_open(pid) for pid in jail.receive()]
-        yield jail, fds
-        for fd in fds:
-            os.close(fd)
+        pidfds = [os.pidfd_open(pid) for pid in jail.receive()]
+        jail.process.send_signal(signum)
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], jails.DEADLINE_S)[0]
+            os.close(pidfd)
 
 
 def test_landlock_plan_names_the_jails_own_paths() -> None:
     if _abi() == 0:
         pytest.skip("needs Landlock")
     plan = confinement_plan(landlock_spec())
-    assert (plan["uid_base"], plan["clear_bounding_set"], plan["landlock"]["slots_dir"]) == (
-        None,
-        False,
-        "/tmp/calls/calls",
-    )
+    assert plan["uid_base"] is None
+    assert not plan["clear_bounding_set"]
+    assert plan["landlock"]["slots_dir"] == "/tmp/calls/calls"
     assert len(plan["own_pid_offsets"]) == 5  # kill, tgkill, two of rt_sigqueueinfo, prlimit64
 
 
 def _abi() -> int:
+    """Return the kernel's Landlock ABI version, or 0 without Landlock."""
     try:
         return kernel.landlock_abi()
     except OSError:

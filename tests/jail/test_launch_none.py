@@ -11,6 +11,7 @@ import pytest
 
 from sandbox.jail import Interpreter, JailSpec, Level
 from tests.jail import jails
+from tests.jail.conftest import GUEST_EXIT_STATUS
 
 
 @pytest.fixture
@@ -28,14 +29,14 @@ def test_guest_has_a_session_of_its_own(spec: JailSpec) -> None:
 
 
 def test_exit_status_is_forwarded(spec: JailSpec) -> None:
-    with jails.running(spec, None) as jail:
-        assert jail.process.wait(jails.DEADLINE_S) == 3
+    with jails.running(spec) as jail:
+        assert jail.process.wait(jails.DEADLINE_S) == GUEST_EXIT_STATUS
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_guest_dies_with_its_launcher(spec: JailSpec, number: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_guest_dies_with_its_launcher(spec: JailSpec, signum: signal.Signals) -> None:
     with jails.running(spec, "send(os.getpid()); wait()") as jail:
-        guest = os.pidfd_open(jail.receive())
-        jail.process.send_signal(number)
-        assert select.select([guest], [], [], jails.DEADLINE_S)[0]
-        os.close(guest)
+        guest_pidfd = os.pidfd_open(jail.receive())
+        jail.process.send_signal(signum)
+        assert select.select([guest_pidfd], [], [], jails.DEADLINE_S)[0]
+        os.close(guest_pidfd)

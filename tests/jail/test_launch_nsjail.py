@@ -1,4 +1,4 @@
-"""Finding, starting and ending nsjail: with a script in its place, and with the real program where it is installed.
+"""Finding, starting and ending nsjail: a script that replaces nsjail, and the real nsjail if it is installed.
 
 `test_launch_namespaces` tests the inside of a jail at this level too.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 from pathlib import Path
@@ -43,12 +44,12 @@ def spec(isolation: None, python: Interpreter, guest_dir: Path) -> JailSpec:
 
 def test_nsjail_is_found_on_path_or_by_its_setting(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    path = str(write_program(tmp_path / "bin" / "nsjail"))
+    default = str(write_program(tmp_path / "bin" / "nsjail"))
     other = str(write_program(tmp_path / "bin" / "nsjail-3.4"))
-    on_path = {"PATH": str(tmp_path / "bin")}
-    assert nsjail_binary.find(on_path) == path
-    assert nsjail_binary.find({**on_path, "RSTAR_NSJAIL": ""}) == path
-    assert nsjail_binary.find({**on_path, "RSTAR_NSJAIL": "nsjail-3.4"}) == other
+    environ = {"PATH": str(tmp_path / "bin")}
+    assert nsjail_binary.find(environ) == default
+    assert nsjail_binary.find({**environ, "RSTAR_NSJAIL": ""}) == default
+    assert nsjail_binary.find({**environ, "RSTAR_NSJAIL": "nsjail-3.4"}) == other
     assert nsjail_binary.find({"PATH": "/missing", "RSTAR_NSJAIL": other}) == other
 
 
@@ -64,11 +65,9 @@ def test_nsjail_is_found_on_path_or_by_its_setting(tmp_path: Path) -> None:
 def test_an_nsjail_that_is_no_program_is_named(tmp_path: Path, setting: str, problem: str) -> None:
     (tmp_path / "text").write_text("")
     environ = {"PATH": str(tmp_path), "RSTAR_NSJAIL": setting.format(tmp_path)}
-    with pytest.raises(IsolationError) as error:
+    message = f"RSTAR_NSJAIL={environ['RSTAR_NSJAIL']!r}: expected a program, got {problem}; install nsjail"
+    with pytest.raises(IsolationError, match=re.escape(message)):
         nsjail_binary.find(environ)
-    assert f"RSTAR_NSJAIL={environ['RSTAR_NSJAIL']!r}: expected a program, got {problem}; install nsjail" in str(
-        error.value
-    )
 
 
 def test_a_missing_nsjail_is_reported_with_a_remedy(isolation: None) -> None:
@@ -76,7 +75,8 @@ def test_a_missing_nsjail_is_reported_with_a_remedy(isolation: None) -> None:
         choose_level("nsjail", environ={"PATH": "/missing"})
     assert choose_level("auto", environ={"PATH": "/missing"}).level is Level.NAMESPACES
     layer = next(layer for layer in probe({"PATH": "/missing"}) if layer.name == "nsjail")
-    assert (layer.ok, "install nsjail" in layer.found) == (False, True)
+    assert not layer.ok
+    assert "install nsjail" in layer.found
 
 
 def test_auto_refuses_a_wrong_RSTAR_NSJAIL(isolation: None) -> None:
@@ -85,22 +85,21 @@ def test_auto_refuses_a_wrong_RSTAR_NSJAIL(isolation: None) -> None:
 
 
 def test_auto_chooses_nsjail_only_after_a_successful_trial() -> None:
-    def layers(ok: bool) -> tuple[ProbedLayer, ...]:
-        return (ProbedLayer("seccomp", True, "", ""), ProbedLayer("nsjail", ok, "a trial failed: for a test", ""))
-
-    assert (
-        choose_level("auto", layers(True), {}).level is choose_level("nsjail", layers(True), {}).level is Level.NSJAIL
-    )
-    assert choose_level("auto", layers(False), {}).level is Level.NAMESPACES
+    seccomp = ProbedLayer("seccomp", True, "", "")
+    success = (seccomp, ProbedLayer("nsjail", True, "", ""))
+    failure = (seccomp, ProbedLayer("nsjail", False, "a trial failed: for a test", ""))
+    assert choose_level("auto", success, {}).level is Level.NSJAIL
+    assert choose_level("nsjail", success, {}).level is Level.NSJAIL
+    assert choose_level("auto", failure, {}).level is Level.NAMESPACES
     with pytest.raises(IsolationError, match="a trial failed: for a test; or ask for isolation=namespaces"):
-        choose_level("nsjail", layers(False), {})
+        choose_level("nsjail", failure, {})
 
 
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
         ("exit 9", r"does not hold \(status 9\)"),
-        (f"echo 'out of luck' > {launch_nsjail.LOG}; exit 255", "out of luck"),
+        (f"echo 'no memory' > {launch_nsjail.LOG}; exit 255", "no memory"),
         ("exit 255", "its log is empty"),
     ],
 )
@@ -113,19 +112,20 @@ def test_a_failed_nsjail_trial_reports_the_reason(isolation: None, tmp_path: Pat
 def test_nsjail_receives_only_its_configuration(
     spec: JailSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = f"""
-echo "$# $1 $2" > {tmp_path}/seen; env | grep -c SECRET >> {tmp_path}/seen; cat "$2" >> {tmp_path}/seen; exit 7"""
+    report = tmp_path / "report"
+    script = f"""echo "$# $1 $2" > {report}; env | grep -c SECRET >> {report}; cat "$2" >> {report}; exit 7"""
     monkeypatch.setenv("RSTAR_NSJAIL", str(write_program(tmp_path / "nsjail", script)))
     monkeypatch.setenv("SECRET", "of the server")
-    with jails.running(spec, None) as jail:
+    with jails.running(spec) as jail:
         assert jail.process.wait(jails.DEADLINE_S) == 7
-    arguments, secrets, *text = (tmp_path / "seen").read_text().splitlines()
-    assert (arguments, secrets) == (f"2 --config {launch_nsjail.CONFIG}", "0")
-    policy = nsjail_config.config(
-        spec, nsjail_config.StartParameters(3, 4, launch_nsjail.ROOT, launch_nsjail.LOG, "0 0 1", 0)
-    ).splitlines()
-    assert text[: len(nsjail_config.POLICY)] == policy[: len(nsjail_config.POLICY)]
-    assert len(text) == len(policy)
+    arguments, secret_count, *config_lines = report.read_text().splitlines()
+    assert arguments == f"2 --config {launch_nsjail.CONFIG}"
+    assert secret_count == "0"
+    start = nsjail_config.StartParameters(3, 4, launch_nsjail.ROOT, launch_nsjail.LOG, "0 0 1", 0)
+    expected_lines = nsjail_config.config(spec, start).splitlines()
+    policy_lines = len(nsjail_config.POLICY)  # the lines after these differ in descriptors and ids
+    assert config_lines[:policy_lines] == expected_lines[:policy_lines]
+    assert len(config_lines) == len(expected_lines)
 
 
 def test_a_failure_of_nsjail_is_a_launch_error_with_its_log(
@@ -133,7 +133,7 @@ def test_a_failure_of_nsjail_is_a_launch_error_with_its_log(
 ) -> None:
     script = f"echo 'clone: Operation not permitted' > {launch_nsjail.LOG}; exit 255"
     monkeypatch.setenv("RSTAR_NSJAIL", str(write_program(tmp_path / "nsjail", script)))
-    with jails.running(spec, None) as jail:
+    with jails.running(spec) as jail:
         assert "clone: Operation not permitted" in jail.launch_error()
         assert jail.process.returncode == EXIT_LAYER_REFUSED
 
@@ -142,7 +142,7 @@ def test_a_missing_nsjail_program_is_a_launch_error(
     spec: JailSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RSTAR_NSJAIL", str(tmp_path / "missing"))
-    with jails.running(spec, None) as jail:
+    with jails.running(spec) as jail:
         assert "no such file; install nsjail" in jail.launch_error()
         assert jail.process.returncode == EXIT_LAYER_REFUSED
 
@@ -154,19 +154,19 @@ def files_of_nsjail() -> list[str]:
 
 
 def test_killing_nsjail_ends_the_jail_and_leaves_nothing(nsjail_available: None, spec: JailSpec) -> None:
-    before = Path("/proc/self/mounts").read_text(), files_of_nsjail()
+    state_before = Path("/proc/self/mounts").read_text(), files_of_nsjail()
     with jails.running(spec, "send('up'); wait()") as jail:
         assert jail.receive() == "up"
-        _launcher, nsjail, *inside = jails.descendants(jail.process.pid)
-        assert len(inside) == 2, "init and the guest"
-        pidfds = [os.pidfd_open(pid) for pid in inside]
+        _launcher, nsjail, *jailed = jails.descendants(jail.process.pid)
+        assert len(jailed) == 2, "init and the guest"
+        pidfds = [os.pidfd_open(pid) for pid in jailed]
         os.kill(nsjail, signal.SIGKILL)
         assert jail.process.wait(jails.DEADLINE_S) == 128 + signal.SIGKILL
         assert jail.is_closed()
         for pidfd in pidfds:
             assert select.select([pidfd], [], [], jails.DEADLINE_S)[0], "a process of the jail outlived nsjail"
             os.close(pidfd)
-    assert (Path("/proc/self/mounts").read_text(), files_of_nsjail()) == before
+    assert (Path("/proc/self/mounts").read_text(), files_of_nsjail()) == state_before
 
 
 def test_standard_input_and_output_are_the_jails_dev_null(nsjail_available: None, spec: JailSpec) -> None:
@@ -178,9 +178,9 @@ def test_priority_is_that_of_the_server(nsjail_available: None, jail_setup: Jail
     assert jail_setup.run("send(os.getpriority(os.PRIO_PROCESS, 0))") == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-CALL = """
+PRINT_CONFINEMENT = """
 import ctypes, os, socket
-sets = (ctypes.c_uint32 * 6)()
+sets = (ctypes.c_uint32 * 6)()  # of capabilities
 ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), sets)
 try: socket.socket()
 except PermissionError: filtered = True
@@ -191,7 +191,7 @@ print(list(sets), os.getpid(), filtered, os.listdir("."), os.path.exists("/proc"
 def test_calls_are_confined(nsjail_available: None) -> None:
     with executor(isolation="nsjail") as caller:
         assert caller.ready["isolation"] == "nsjail"
-        result = caller.run(CALL)
+        result = caller.run(PRINT_CONFINEMENT)
         assert result.stdout == "[0, 0, 0, 0, 0, 0] 1 True [] False sandbox\n", result
         assert caller.run("open('left', 'w')\nwhile True: pass", timeout_s=0.2).status == "timeout"
         assert caller.run("import os; print(os.listdir())").stdout == "[]\n"
@@ -201,9 +201,9 @@ def test_calls_are_confined(nsjail_available: None) -> None:
 def test_calls_are_retried_after_the_death_of_nsjail(nsjail_available: None) -> None:
     with executor(isolation="nsjail") as caller:
         (launcher,) = jails.children(caller.process.pid)
-        nsjail, *inside = jails.descendants(launcher)[1:]
+        _launcher, nsjail, *jailed = jails.descendants(launcher)
         seq = caller.submit(call("print('still here')"))
         os.kill(nsjail, signal.SIGKILL)
-        wait_gone(inside)
+        wait_gone(jailed)
         result = caller.receive(seq)
         assert (result.status, result.stdout) == ("ok", "still here\n"), result

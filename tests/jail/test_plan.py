@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.errors import ConfigError, IsolationError
-from sandbox.jail import FIRST_SLOT_UID, Interpreter, JailSpec, Level, confinement_plan, seccomp, userns
+from sandbox.jail import FIRST_SLOT_UID, Interpreter, JailSpec, Level, confinement_plan, kernel, seccomp, userns
 from sandbox.jail.uid_range import MIN_UID, RANGE_START, choose_range
 
 PYTHON = Interpreter(
@@ -40,8 +40,8 @@ def test_spec_survives_encoding_and_decoding(
 
 def test_guest_argv_has_the_paths_of_its_level() -> None:
     assert spec().guest_argv(9) == ["/python/bin/python3", "-s", "-B", "/guest/zygote.py", "--fd", "9"]
-    without_jail = spec(Level.NONE).guest_argv(9)
-    assert without_jail == ["/opt/guest/bin/python", "-s", "-B", "/src/guest/zygote.py", "--fd", "9"]
+    argv_at_level_none = spec(Level.NONE).guest_argv(9)
+    assert argv_at_level_none == ["/opt/guest/bin/python", "-s", "-B", "/src/guest/zygote.py", "--fd", "9"]
 
 
 def test_guest_environment_is_that_of_the_spec_and_pythonpath() -> None:
@@ -58,7 +58,7 @@ def test_only_level_landlock_has_a_scratch_root(level: Level, scratch_root: str 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
 def test_plan_is_json_with_all_steps(level: Level) -> None:
     plan = json.loads(json.dumps(confinement_plan(spec(level, uid_base=RANGE_START, uid_count=2000))))
-    assert plan.pop("namespaces") == 0x20000 | 0x8000000 | 0x4000000  # mount, IPC, UTS
+    assert plan.pop("namespaces") == kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     assert b64decode(plan.pop("zygote_filter")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
     assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
     assert plan == {
@@ -88,7 +88,7 @@ def test_machine_code_is_never_used_on_other_machines_than_x86_64(
         confinement_plan(spec(level))
 
 
-def test_plan_of_a_single_uid_keeps_it() -> None:
+def test_calls_keep_the_zygotes_uid_if_there_is_no_range() -> None:
     assert confinement_plan(spec())["uid_base"] is None
 
 
@@ -101,9 +101,8 @@ def test_calls_with_a_shared_uid_have_process_limits_only_in_own_user_namespaces
 
 
 def test_plan_of_level_none_is_empty() -> None:
-    assert not any(
-        value for name, value in confinement_plan(spec(Level.NONE)).items() if name not in ("level", "max_files")
-    )
+    plan = confinement_plan(spec(Level.NONE))
+    assert not any(value for name, value in plan.items() if name != "max_files")
 
 
 @pytest.mark.parametrize("uids", [(0, 2000), (5000, 0), (5000, FIRST_SLOT_UID)])
@@ -114,7 +113,7 @@ def test_a_range_without_uids_for_calls_is_refused(uids: tuple[int, int]) -> Non
 
 @given(st.integers(1, 5000), st.integers(0, 2**32), st.integers(0, 2**32), st.integers(0, 2**28))
 def test_ranges_of_jails_are_disjoint_and_exist(count: int, first: int, length: int, shift: int) -> None:
-    seen: list[range] = []
+    earlier_ranges: list[range] = []
     for jail in range(5):
         base, count_returned = choose_range(jail, count, first, first + length, shift)
         if base is None:
@@ -124,32 +123,32 @@ def test_ranges_of_jails_are_disjoint_and_exist(count: int, first: int, length: 
         assert count_returned == count
         assert ids.start >= max(first, MIN_UID)
         assert ids.stop <= first + length
-        assert all(ids.start >= other.stop or ids.stop <= other.start for other in seen)
-        seen.append(ids)
+        assert all(ids.start >= earlier.stop or ids.stop <= earlier.start for earlier in earlier_ranges)
+        earlier_ranges.append(ids)
 
 
-def test_subordinate_ids_are_listed_as_both_uids_and_gids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = tmp_path / "subuid", tmp_path / "subgid"
-    monkeypatch.setattr(userns, "SUBORDINATE_ID_FILES", tuple(map(str, files)))
+def test_subordinate_ids_are_the_largest_range_in_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subuid, subgid = tmp_path / "subuid", tmp_path / "subgid"
+    monkeypatch.setattr(userns, "SUBORDINATE_ID_FILES", (str(subuid), str(subgid)))
     monkeypatch.setattr("os.geteuid", lambda: 4242)
     assert userns.subordinate_ids() == (0, 0), "the files are missing"
-    files[0].write_text("other:1:9\n4242:100000:65536\n4242:300000:10\nnonsense\n4242:x:5\n")
-    files[1].write_text("4242:120000:65536\n")
+    subuid.write_text("other:1:9\n4242:100000:65536\n4242:300000:10\nnonsense\n4242:x:5\n")
+    subgid.write_text("4242:120000:65536\n")
     assert userns.subordinate_ids() == (120_000, 165_536)
     monkeypatch.setattr("pwd.getpwuid", lambda _uid: SimpleNamespace(pw_name="other"))
-    files[1].write_text("other:1:5\n")
+    subgid.write_text("other:1:5\n")
     assert userns.subordinate_ids() == (1, 6)
-    files[1].write_text("4242:400000:65536\n")
+    subgid.write_text("4242:400000:65536\n")
     assert userns.subordinate_ids() == (0, 0)
 
 
 def test_the_shift_moves_the_first_range() -> None:
     assert choose_range(0, 1000, 0, 2**32 - 1, 77) == (RANGE_START + 77, 1000)
-    assert choose_range(0, 1000, 0, 65_536, 77) == (64_459, 1000)
+    assert choose_range(0, 1000, 0, 65_536, 77) == (65_536 - 1000 - 77, 1000)
     assert all(choose_range(0, 1000, 0, 65_536, shift)[0] for shift in range(0, 100_000, 999))
 
 
 def test_range_is_high_on_a_host_and_at_the_top_of_a_container() -> None:
     assert choose_range(2, 1000, 0, 2**32 - 1) == (RANGE_START + 2000, 1000)
-    assert choose_range(0, 1000, 0, 65_536) == (64_536, 1000)
+    assert choose_range(0, 1000, 0, 65_536) == (65_536 - 1000, 1000)
     assert choose_range(0, 1000, 0, 1) == (None, 0)
