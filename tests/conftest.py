@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sandbox.config import ENV_PREFIX
-from sandbox.errors import ConfigError
+from sandbox.errors import ConfigError, IsolationError
+from sandbox.jail import choose_level
 from sandbox.runtime import default_python
 
 # Hypothesis uses the same examples on every machine and in every run, and has no deadline.
@@ -36,6 +37,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _without_settings_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def needs_isolation() -> None:
+    """Skip the test on a machine that cannot isolate calls."""
+    try:
+        choose_level("auto")
+    except IsolationError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Which results count as equal, and the causes of differences."""
+"""bench.agreement: which outcomes count as equal, and the causes of differences."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ import pytest
 from bench import agreement
 from bench.agreement import Difference
 from bench.harness.call_outcomes import CallOutcome, differing_fields
+from tests.bench.conftest import RunBenchmark
 
-FINE = CallOutcome("ok", "1\n", None, "")
+PRINTED_1 = CallOutcome("ok", "1\n", None, "")
 
 
-def test_two_time_outs_agree_however_far_they_got() -> None:
+def test_two_calls_that_time_out_agree_whatever_they_printed() -> None:
     timed_out = CallOutcome("timeout", "1\n", None, "Timeout")
     assert differing_fields(timed_out, replace(timed_out, stdout="1\n2\n")) == ()
-    assert differing_fields(FINE, timed_out) == ("status", "error")
+    assert differing_fields(PRINTED_1, timed_out) == ("status", "error")
 
 
 @pytest.mark.parametrize(
     ("code", "ours", "is_unstable", "cause"),
     [
-        ("", replace(FINE, status="timeout"), False, "one of them timed out"),
-        ("", replace(FINE, status="memory_limit"), False, "service: memory_limit, fresh: ok"),
-        ("", replace(FINE, status="error", error="ModuleNotFoundError"), False, "missing module"),
-        ("import random", replace(FINE, stdout="2\n"), True, "random numbers"),
-        ("import time", replace(FINE, stdout="2\n"), True, "clock"),
-        ("", replace(FINE, stdout="2\n"), False, "output"),
-        ("", replace(FINE, status="error", error="ValueError"), False, "ok became ValueError"),
+        ("", replace(PRINTED_1, status="timeout"), False, "one of them timed out"),
+        ("", replace(PRINTED_1, status="memory_limit"), False, "service: memory_limit, fresh: ok"),
+        ("", replace(PRINTED_1, status="error", error="ModuleNotFoundError"), False, "missing module"),
+        ("import random", replace(PRINTED_1, stdout="2\n"), True, "random numbers"),
+        ("import time", replace(PRINTED_1, stdout="2\n"), True, "clock"),
+        ("", replace(PRINTED_1, stdout="2\n"), False, "output"),
+        ("", replace(PRINTED_1, status="error", error="ValueError"), False, "ok became ValueError"),
     ],
 )
-def test_differences_are_grouped_by_cause(code: str, ours: CallOutcome, is_unstable: bool, cause: str) -> None:
-    assert agreement.cause(code, FINE, ours, is_unstable) == cause
+def test_each_difference_has_a_cause(code: str, ours: CallOutcome, is_unstable: bool, cause: str) -> None:
+    assert agreement.cause(code, PRINTED_1, ours, is_unstable) == cause
 
 
 def test_differences_in_memory_addresses_have_their_own_cause() -> None:
-    first, second = replace(FINE, value="<f at 0x7f1234567890>"), replace(FINE, value="<f at 0x7fabcdefabcd>")
-    assert agreement.cause("", first, second, False) == "memory addresses"
+    fresh, ours = (replace(PRINTED_1, value=f"<f at {address}>") for address in ("0x7f1234567890", "0x7fabcdefabcd"))
+    assert agreement.cause("", fresh, ours, False) == "memory addresses"
 
 
 def test_unstable_calls_are_left_out_of_the_share() -> None:
     def difference(index: int) -> Difference:
-        return Difference(index, "output", ("stdout",), FINE, FINE, "")
+        return Difference(index, "output", ("stdout",), PRINTED_1, PRINTED_1, "")
 
     result = agreement.summarize(10, [difference(1), difference(2)], unstable={1})
-    assert result["agreement"] == pytest.approx(8 / 9, abs=1e-5)
+    assert result["agreement"] == pytest.approx(8 / 9, abs=1e-5)  # call 1 of 10 is left out, call 2 differs
     assert (result["equal"], result["unstable"], result["different"]) == (8, 1, 1)
 
 
 @pytest.mark.runtime
-def test_results_of_the_service_agree_with_those_of_fresh_interpreters(
-    guest_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_scripts_have_the_same_results_in_the_service_and_in_fresh_interpreters(
+    guest_python: Path, tmp_path: Path, run_benchmark: RunBenchmark
 ) -> None:
     codes = ["1 + 1", "print('a')\n'b'", "1 / 0", "import sys; sys.exit(3)", "'hidden';", "def f(:", "input()"]
     calls = tmp_path / "calls.jsonl"
     calls.write_text("".join(json.dumps({"code": code}) + "\n" for code in codes), encoding="utf-8")
-    assert agreement.main(["--calls", str(calls), "--python", str(guest_python), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["agreement"] == 1.0
+    exit_code, result = run_benchmark(agreement.main, "--calls", str(calls), "--python", str(guest_python))
+    assert (exit_code, result["agreement"]) == (0, 1.0)

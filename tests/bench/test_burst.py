@@ -1,8 +1,7 @@
-"""Which results of a burst are correct, and when a burst meets its requirements."""
+"""bench.burst: which results are correct, and when the requirements are met."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -22,8 +21,7 @@ from bench.harness.requirements import unmet
 from bench.probes.sampler import PeriodicSampler
 from bench.servers.service import Service
 from bench.workloads.checked_calls import numbered_calls
-from sandbox.errors import IsolationError
-from sandbox.jail import choose_level
+from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.executor.calling import OWN_PYTHON
 
 COUNT = 20
@@ -32,15 +30,15 @@ Results = list[dict[str, Any]]
 
 
 def _correct_result(call: dict[str, Any]) -> dict[str, Any]:
-    ran = subprocess.run([sys.executable, "-c", call["code"]], capture_output=True, text=True, check=True)
-    return {"id": call["id"], "status": "ok", "stdout": ran.stdout, "usage": USAGE, "attempts": 1}
+    process = subprocess.run([sys.executable, "-c", call["code"]], capture_output=True, text=True, check=True)
+    return {"id": call["id"], "status": "ok", "stdout": process.stdout, "usage": USAGE, "attempts": 1}
 
 
 @asynccontextmanager
 async def _service(change: Callable[[Results], Results]) -> AsyncIterator[Service]:
     """A service that responds with `change(correct results)`."""
 
-    async def act(request: web.Request) -> web.Response:
+    async def respond(request: web.Request) -> web.Response:
         calls = msgpack.unpackb(await request.read())["calls"]
         results = change([{"index": n, **_correct_result(call)} for n, call in enumerate(calls)])
         if request.headers["Accept"] in ACCEPTS["whole"]:
@@ -48,12 +46,13 @@ async def _service(change: Callable[[Results], Results]) -> AsyncIterator[Servic
         return web.Response(body=b"".join(map(msgpack.packb, results)))
 
     app = web.Application()
-    app.router.add_post("/v1/batch", act)
+    app.router.add_post("/v1/batch", respond)
     async with TestServer(app) as server:
         yield Service(str(server.make_url("")).rstrip("/"), os.getpid())
 
 
 async def _tally(change: Callable[[Results], Results], form: str) -> CallTally:
+    """The tally of `COUNT` calls in batches of five; `form` is a form of responses as for `--answers`."""
     async with _service(change) as service:
         calls = list(numbered_calls("print", COUNT, 7))
         load = MeasuredLoad()
@@ -71,13 +70,13 @@ async def test_correct_results_are_counted_as_correct(form: str) -> None:
 @pytest.mark.asyncio
 async def test_results_in_another_order_are_mismatched_in_a_whole_response() -> None:
     tally = await _tally(lambda results: results[::-1], "whole")
-    assert tally.mismatched == COUNT // 5 * 4  # the middle one of five keeps its place
+    assert tally.mismatched == COUNT // 5 * 4  # the third of the five results of a batch stays the third
 
 
 @pytest.mark.asyncio
 async def test_streamed_results_may_come_in_any_order_but_only_once() -> None:
     tally = await _tally(lambda results: [*results[::-1], results[0]], "stream")
-    assert (tally.correct, tally.doubled) == (COUNT, COUNT // 5)
+    assert (tally.correct, tally.doubled) == (COUNT, COUNT // 5)  # one doubled result per batch
 
 
 @pytest.mark.asyncio
@@ -88,15 +87,17 @@ async def test_missing_results_are_lost(form: str) -> None:
 
 
 def _load(calls_per_s: float, correct: int = 100) -> MeasuredLoad:
+    """A load of 100 calls."""
     tally = CallTally(100, correct, times=[CallTimes("short", 1.0, 1.0, 1.0, 1.0)])
     return MeasuredLoad(tally, seconds=100 / calls_per_s)
 
 
-IDLE = Memory(100, 50, 9)
+IDLE = Memory(server_mb=100, gateway_mb=50, descriptors=9)
 
 
-def _sampled(memory_mb: float) -> PeriodicSampler[Memory]:
-    with PeriodicSampler(lambda: Memory(memory_mb, 55.5, 9)) as sampler:
+def _sampler(memory_mb: float) -> PeriodicSampler[Memory]:
+    """Samples in which the server always has this much memory."""
+    with PeriodicSampler(lambda: Memory(memory_mb, gateway_mb=55.5, descriptors=9)) as sampler:
         pass
     return sampler
 
@@ -114,7 +115,7 @@ async def test_a_load_that_is_run_twice_adds_up() -> None:
 
 
 def test_a_burst_is_compared_with_the_steady_load_around_it() -> None:
-    result = burst.summarize(_load(90), _load(100), IDLE, _sampled(200))
+    result = burst.summarize(_load(90), _load(100), IDLE, _sampler(200))
     assert unmet(result) == []
     assert result["gateway_mb"] == {"idle": 50, "peak": 55.5}
     assert result["ratio"] == pytest.approx(0.9, abs=0.01)
@@ -129,38 +130,30 @@ def test_a_burst_is_compared_with_the_steady_load_around_it() -> None:
     ],
 )
 def test_a_requirement_that_is_not_met_is_named(load: MeasuredLoad, memory_mb: float, text: str) -> None:
-    assert unmet(burst.summarize(load, _load(100), IDLE, _sampled(memory_mb))) == [text]
+    assert unmet(burst.summarize(load, _load(100), IDLE, _sampler(memory_mb))) == [text]
 
 
-def test_more_connections_than_descriptors_is_misuse(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_more_connections_than_descriptors_are_refused(
+    monkeypatch: pytest.MonkeyPatch, refused_arguments: RefusedArguments
 ) -> None:
     assert burst.too_many_connections(45_000, 4, 20_000) == ""
     monkeypatch.setattr(burst, "_max_descriptors", lambda: 20_000)
-    with pytest.raises(SystemExit) as exit_info:
-        burst.main(["--batch", "2"])
-    assert exit_info.value.code == 2
-    assert "expected --batch 3 or more" in capsys.readouterr().err
+    assert "expected --batch 3 or more" in refused_arguments(burst.main, "--batch", "2")
     assert burst.too_many_connections(45_000, 3, 20_000) == ""
 
 
 @pytest.mark.timeout(300)
-def test_a_small_burst_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        choose_level("auto")
-    except IsolationError as error:
-        pytest.skip(str(error))
+@pytest.mark.usefixtures("needs_isolation")
+def test_a_small_burst_is_answered(run_benchmark: RunBenchmark) -> None:
     sizes = ["--calls", "120", "--loops", "0.02", "--loop-s", "0.3", "--batch", "7", "--steady", "64", "--stdlib-only"]
-    code = burst.main([*sizes, "--python", OWN_PYTHON, "--json"])
-    captured = capsys.readouterr()
-    assert captured.out, captured.err
-    result = json.loads(captured.out.splitlines()[-1])
-    assert (result["correct"], result["lost"], result["doubled"], result["mismatched"]) == (120, 0, 0, 0), captured.err
-    assert result["requests"] == 18 and result["gateway_descriptors"] > 0
-    assert result["statuses"] == {"ok": 117, "timeout": 3}
+    exit_code, result = run_benchmark(burst.main, *sizes, "--python", OWN_PYTHON)
+    assert (result["correct"], result["lost"], result["doubled"], result["mismatched"]) == (120, 0, 0, 0)
+    assert result["requests"] == 18  # 120 calls in batches of 7
+    assert result["gateway_descriptors"] > 0
+    assert result["statuses"] == {"ok": 117, "timeout": 3}  # 2 % of all calls, the steady load included
     options = result["command"].removeprefix("python -m bench.burst ").split()
-    assert sorted(options) == sorted(sizes)  # in the order of the parser
+    assert sorted(options) == sorted(sizes)
     assert result["memory_mb"]["peak"] > result["gateway_mb"]["peak"] > 0
     cpu_ms = result["burst"]["cpu_ms"]
     assert 0 < result["burst"]["gateway_cpu_ms"] < cpu_ms and 0 < result["burst"]["executor_cpu_ms"] < cpu_ms
-    assert code == (0 if result["holds"] else 1)
+    assert exit_code == (0 if result["holds"] else 1)

@@ -1,8 +1,7 @@
-"""The chaos benchmark as a command, and the errors that its load counts."""
+"""bench.chaos as a command, and the errors that its load counts."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,22 +17,14 @@ from bench.harness.command import BenchFailed
 from bench.harness.load import MSGPACK_STREAM, CallTally
 from bench.servers.server_under_test import CheckedLoad, ServerUnderTest
 from bench.workloads.checked_calls import checked_calls
-from sandbox.errors import IsolationError
-from sandbox.jail import choose_level
+from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.bench.test_checked_calls import result_of
 from tests.executor.calling import OWN_PYTHON
 
 COUNT = 60
-CHECKED = list(checked_calls(COUNT, 1))
-CALLS = {str(call.call["code"]) + str(call.call.get("stdin")): call for call in CHECKED}
-BY_FILES = {str(call.call["files"]): call for call in CHECKED if call.call.get("files")}
+CALLS_BY_ID = {call.call["id"]: call for call in checked_calls(COUNT, 1)}
 Lines = list[dict[str, Any]]
-
-
-def correct_result(call: dict[str, Any]) -> dict[str, Any]:
-    """The result that belongs to a call; calls with files differ in these alone."""
-    by_code = CALLS.get(str(call["code"]) + str(call.get("stdin")))
-    return result_of(BY_FILES[str(call["files"])] if call.get("files") else by_code)  # type: ignore[arg-type]
+"""The lines of a streamed response: results with the index of their call."""
 
 
 @asynccontextmanager
@@ -44,7 +35,9 @@ async def service_with(change: Callable[[Lines], Lines]) -> AsyncIterator[str]:
         body = msgpack.unpackb(await request.read())
         response = web.StreamResponse()
         await response.prepare(request)
-        for line in change([{"index": n, **correct_result(call)} for n, call in enumerate(body["calls"])]):
+        for line in change(
+            [{"index": n, **result_of(CALLS_BY_ID[call["id"]])} for n, call in enumerate(body["calls"])]
+        ):
             await response.write(msgpack.packb(line))
         return response
 
@@ -91,7 +84,7 @@ async def test_correct_results_are_counted_as_correct() -> None:
 @pytest.mark.asyncio
 async def test_a_result_that_comes_twice_is_doubled() -> None:
     tally = await _tally(lambda lines: [lines[0], *lines])
-    assert (tally.answered, tally.doubled, tally.mismatched) == (COUNT, COUNT // 10, 0)
+    assert (tally.answered, tally.doubled, tally.mismatched) == (COUNT, COUNT // 10, 0)  # one in each batch
 
 
 @pytest.mark.asyncio
@@ -110,26 +103,17 @@ async def test_a_result_that_is_missing_from_a_complete_response_is_an_error() -
     assert raised.group_contains(BenchFailed, match="10 calls sent, 9 answered")
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
 @pytest.mark.parametrize("flag", ["--kill-every", "--kill-gateway", "--max-s"])
-def test_a_duration_must_be_a_positive_number(flag: str, given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        chaos.main([flag, given])
-    assert exit_info.value.code == 2
-    assert flag in capsys.readouterr().err
+def test_a_duration_must_be_a_positive_number(flag: str, value: str, refused_arguments: RefusedArguments) -> None:
+    assert flag in refused_arguments(chaos.main, flag, value)
 
 
 @pytest.mark.timeout(400)
-def test_a_small_attack_loses_no_call(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        choose_level("auto")
-    except IsolationError as error:
-        pytest.skip(str(error))
+@pytest.mark.usefixtures("needs_isolation")
+def test_no_call_is_lost_while_processes_are_killed(run_benchmark: RunBenchmark) -> None:
     sizes = ["--calls", "250", "--kill-every", "1", "--stdlib-only", "--python", OWN_PYTHON]
-    code = chaos.main([*sizes, "--json"])
-    captured = capsys.readouterr()
-    assert captured.out, captured.err
-    result = json.loads(captured.out.splitlines()[-1])
-    assert (result["lost"], result["doubled"], result["mismatched"]) == (0, 0, 0), captured.err
+    exit_code, result = run_benchmark(chaos.main, *sizes)
+    assert (result["lost"], result["doubled"], result["mismatched"]) == (0, 0, 0)
     assert sum(result["statuses"].values()) == 250
-    assert code == (0 if result["holds"] else 1)
+    assert exit_code == (0 if result["holds"] else 1)

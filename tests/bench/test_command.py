@@ -1,4 +1,4 @@
-"""The command line that a result keeps, its JSON object, and its requirements."""
+"""The command line in a result, the printed JSON object, and requirements."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def _command_line(bench: object, *argv: str) -> str:
 
 def test_a_recorded_command_has_the_options_of_the_measurement_but_not_of_its_output() -> None:
     assert _command_line(burst) == "python -m bench.burst"
-    shown = ("--json", "--plot", "a.png", "--python", "python3", "--calls", "45000")
-    assert _command_line(burst, *shown) == _command_line(burst)
+    left_out = ("--json", "--plot", "a.png", "--python", "python3", "--calls", "45000")  # the last is the default
+    assert _command_line(burst, *left_out) == _command_line(burst)
     options = ("--stdlib-only", "--calls", "5", "--loops", "0.5", "--in-flight", "4")
     assert _command_line(burst, *options) == f"python -m bench.burst {' '.join(options)}"
 
 
 def test_a_file_is_shown_without_its_directory(tmp_path: Path) -> None:
     (tmp_path / "calls.jsonl").touch()
-    from_file = _command_line(leaks, "--from", str(tmp_path / "calls.jsonl"))
-    assert from_file == "python -m bench.leaks --from calls.jsonl"
+    command_line = _command_line(leaks, "--from", str(tmp_path / "calls.jsonl"))
+    assert command_line == "python -m bench.leaks --from calls.jsonl"
 
 
 def test_a_list_is_shown_as_it_was_typed() -> None:
     assert _command_line(peers, "--kinds", "print,mix") == "python -m bench.peers --kinds print,mix"
-    sets = _command_line(recipe, "--set", "seed=1", "--set", "sft.epochs=2")
-    assert sets == "python -m bench.recipe --set seed=1 sft.epochs=2"
-    assert _command_line(recipe, *sets.split()[3:]) == sets
+    command_line = _command_line(recipe, "--set", "seed=1", "--set", "sft.epochs=2")
+    assert command_line == "python -m bench.recipe --set seed=1 sft.epochs=2"
+    assert _command_line(recipe, *command_line.split()[3:]) == command_line  # parsed again
 
 
 def test_a_result_has_its_command_and_its_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The fault injector kills processes that run calls, and never a call."""
+"""The fault injector kills zygotes, their jails and executors, and never a call."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tests.executor.calling import call, executor, wait_gone
 from tests.executor.test_connection import SLEEP, jail_of, start_sleeper
 
 
-def test_a_call_with_the_command_line_of_its_zygote_is_not_killed() -> None:
+def test_a_zygote_is_killed_and_its_call_is_not_although_both_have_the_same_command_line() -> None:
     with executor() as caller:
-        seq, pid = start_sleeper(caller, timeout_s=2.0)
+        seq, call_pid = start_sleeper(caller, timeout_s=2.0)
         by_kind = fault_injector.processes_by_kind(os.getpid())
         launcher, init, zygote = jail_of(caller)
-        assert {pid, zygote} <= set(by_kind["zygote"])
+        assert {call_pid, zygote} <= set(by_kind["zygote"])
         assert launcher in by_kind["launcher"] and init in by_kind["init"] and caller.process.pid in by_kind["executor"]
-        assert fault_injector._kill(pid, "zygote") is False
+        assert fault_injector._kill(call_pid, "zygote") is False
         result = caller.result_of(seq)
         assert (result.status, result.attempts) == (Status.TIMEOUT, 1), "the call must run to its end"
         assert fault_injector._kill(zygote, "zygote") is True
         wait_gone([launcher, init, zygote])
-        assert caller.run("1").value == "1"
+        assert caller.run("1").value == "1"  # on a new zygote
 
 
 def test_a_process_that_is_gone_is_not_counted_as_killed() -> None:
     pid = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitpid(pid, 0)
+    os.waitpid(pid, 0)  # reaped, so the pid names no process any more
     assert fault_injector._kill(pid, "executor") is False
     injector = FaultInjector(random.Random(1))
     injector.kill_one(pid)

@@ -1,8 +1,7 @@
-"""Which increases of resources at rest count as growth."""
+"""bench.leaks: which increases of resources at rest count as growth."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +10,20 @@ import pytest
 from bench import leaks
 from bench.probes.resource_growth import growth_at_rest
 from bench.probes.resources import ResourceSnapshot
+from tests.bench.conftest import RunBenchmark
 
-REST = ResourceSnapshot(1000, 500.0, 50.0, processes=14, descriptors=160, mounts=120)
+REST = ResourceSnapshot(calls=1000, memory_mb=500.0, gateway_mb=50.0, processes=14, descriptors=160, mounts=120)
 
 
 def _snapshots(**increase: float) -> list[ResourceSnapshot]:
-    """Ten snapshots, in each of which the named resources have increased by so much."""
+    """Ten snapshots, 1,000 calls apart. Each named resource increases by its value before each of them."""
     return [
-        replace(REST, calls=1000 * turn, **{name: getattr(REST, name) + by * turn for name, by in increase.items()})
+        replace(REST, calls=1000 * turn, **{name: getattr(REST, name) + step * turn for name, step in increase.items()})
         for turn in range(1, 11)
     ]
 
 
-def test_constant_resources_are_no_growth() -> None:
+def test_constant_resources_do_not_grow() -> None:
     assert growth_at_rest(_snapshots(), 2000) == {}
 
 
@@ -32,8 +32,9 @@ def test_every_growing_count_is_reported(name: str) -> None:
     assert list(growth_at_rest(_snapshots(**{name: 1}), 2000)) == [name]
 
 
-def test_memory_may_vary_but_not_grow() -> None:
+def test_memory_may_grow_within_its_tolerance_alone() -> None:
     assert growth_at_rest(_snapshots(memory_mb=1), 2000) == {}
+    # From 500 + 2 * 20 MiB at 2,000 calls to the lowest of the last three snapshots, 500 + 8 * 20 MiB.
     assert growth_at_rest(_snapshots(memory_mb=20), 2000) == {"memory_mb": (540.0, 660.0)}
 
 
@@ -42,16 +43,15 @@ def test_growth_during_warm_up_does_not_count() -> None:
     assert growth_at_rest([replace(snapshots[0], processes=1), *snapshots[1:]], 2000) == {}
 
 
-def test_too_few_calls_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_calls_than_the_warm_up_and_one_stretch_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaks.main(["--calls", "100"]) == 1
     assert "3000" in capsys.readouterr().err
 
 
 @pytest.mark.runtime
 @pytest.mark.slow
-def test_a_small_run_meets_the_requirements(guest_python: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_meets_the_requirements(guest_python: Path, run_benchmark: RunBenchmark) -> None:
     sizes = ["--calls", "192", "--every", "64", "--warm-up", "64"]
-    assert leaks.main([*sizes, "--python", str(guest_python), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(result["snapshots"]) == 3
-    assert result["abandoned_batches"] == 3
+    exit_code, result = run_benchmark(leaks.main, *sizes, "--python", str(guest_python))
+    assert exit_code == 0
+    assert len(result["snapshots"]) == result["abandoned_batches"] == 3  # 192 calls, 64 between two snapshots

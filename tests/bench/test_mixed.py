@@ -1,10 +1,10 @@
-"""Arrival times, allowed statuses, and the requirements on short calls beside endless loops."""
+"""bench.mixed: arrival times, allowed statuses, and the requirements on short calls beside endless loops."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
+from typing import Any
 
 import msgpack
 import pytest
@@ -16,11 +16,10 @@ from bench.harness.load import CallTally, http_session
 from bench.harness.requirements import unmet
 from bench.mixed import LoopsRun, TrafficRun
 from bench.workloads.checked_calls import CheckedCall, ExpectedResult
-from sandbox.errors import IsolationError
-from sandbox.jail import choose_level
+from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.executor.calling import OWN_PYTHON
 
-OK = {
+OK_RESULT = {
     "id": "", "status": "ok", "stdout": "", "attempts": 1, "usage": {"queue_ms": 1.0, "run_ms": 1.0, "cpu_ms": 2.0},
 }  # fmt: skip
 
@@ -30,10 +29,10 @@ def _call(group: str = "short") -> CheckedCall:
 
 
 def _run(*latencies_ms: float) -> TrafficRun:
-    """Short calls that were answered after these times."""
+    """A run of short calls with these latencies."""
     run = TrafficRun(CallTally(calls=len(latencies_ms)))
     for ms in latencies_ms:
-        run.tally.record(_call(), OK, ms / 1e3)
+        run.tally.record(_call(), OK_RESULT, ms / 1e3)
     return run
 
 
@@ -55,18 +54,18 @@ def test_one_call_in_a_hundred_is_endless_and_one_in_ten_an_error() -> None:
 
 @pytest.mark.asyncio
 async def test_a_call_is_sent_when_it_is_due_without_waiting_for_answers() -> None:
-    count, come, all_came = 5, 0, asyncio.Event()
+    count, num_arrived, all_arrived = 5, 0, asyncio.Event()
 
-    async def act(request: web.Request) -> web.Response:
-        nonlocal come
-        come += 1
-        if come == count:
-            all_came.set()
-        await all_came.wait()
-        return web.Response(body=msgpack.packb(OK))
+    async def respond_after_all_have_arrived(request: web.Request) -> web.Response:
+        nonlocal num_arrived
+        num_arrived += 1
+        if num_arrived == count:
+            all_arrived.set()
+        await all_arrived.wait()
+        return web.Response(body=msgpack.packb(OK_RESULT))
 
     app = web.Application()
-    app.router.add_post("/v1/execute", act)
+    app.router.add_post("/v1/execute", respond_after_all_have_arrived)
     async with TestServer(app) as server, http_session() as http:
         url = str(server.make_url("")).rstrip("/")
         tally = await mixed.offer(http, url, [(n / 1000, _call()) for n in range(count)], lambda: None)
@@ -81,76 +80,79 @@ async def test_a_refused_call_is_lost() -> None:
     assert result["lost"] == 1 and "lost is 1, expected ≤ 0" in unmet(result)[0]
 
 
-def test_a_status_that_the_group_does_not_allow_is_a_mismatch() -> None:
+def test_an_endless_loop_that_ends_as_ok_is_mismatched() -> None:
     run = _run(1.0)
     run.tally.calls += 1
-    run.tally.record(_call("loop"), OK, 1.0)
+    run.tally.record(_call("loop"), OK_RESULT, 1.0)
     assert run.tally.mismatched == 1
     assert unmet(mixed.summarize_traffic(_run(1.0), run)) == ["Not met: mismatched is 1, expected ≤ 0."]
 
 
 def test_endless_loops_may_not_delay_short_calls() -> None:
-    assert unmet(mixed.summarize_traffic(_run(*range(10, 20)), _run(*range(10, 20)))) == []
-    result = mixed.summarize_traffic(_run(*range(10, 20)), _run(*range(20, 40, 2)))
+    without_loops, same, delayed = _run(*range(10, 20)), _run(*range(10, 20)), _run(*range(20, 40, 2))
+    assert unmet(mixed.summarize_traffic(without_loops, same)) == []
+    result = mixed.summarize_traffic(without_loops, delayed)
     assert result["ratio"]["p90"] == 2
     assert len(unmet(result)) == 1
 
 
-def test_endless_calls_do_not_count_for_the_latency() -> None:
+def test_the_latency_of_short_calls_excludes_endless_loops() -> None:
     run = _run(1.0, 2.0)
-    run.tally.record(_call("loop"), {**OK, "status": "timeout"}, 60.0)
+    run.tally.record(_call("loop"), {**OK_RESULT, "status": "timeout"}, 60.0)
     assert max(run.short_ms()) == 2.0
 
 
-def test_the_cost_of_a_short_call_is_its_own_cpu_time_and_a_share_of_the_services() -> None:
+def test_the_cost_of_a_short_call_is_its_own_cpu_time_and_an_equal_share_of_the_service_itself() -> None:
     run = _run(1.0, 2.0)
-    run.tally.record(_call("bomb"), {**OK, "usage": {**OK["usage"], "cpu_ms": 1000.0}}, 1.0)  # type: ignore[dict-item]
-    run.server_cpu_ms, run.body_bytes = 1004.0 + 3 * 0.5, 600.0
+    run.tally.record(_call("bomb"), {**OK_RESULT, "usage": {**OK_RESULT["usage"], "cpu_ms": 1000.0}}, 1.0)  # type: ignore[dict-item]
+    run.server_cpu_ms = 2 * 2.0 + 1000.0 + 3 * 0.5  # two short calls, the bomb, and 0.5 ms of the service per call
+    run.body_bytes = 3 * 200.0
     result = mixed.summarize_traffic(run, run)["without_loops"]
     assert (result["cpu_ms"], result["bytes"]) == (2.5, 200)
     assert set(result["call_cpu_ms"]) == {2.0}
 
 
+def _loops_run(**changes: Any) -> LoopsRun:
+    """A run beside 40 endless loops that meets all requirements, except for the changed fields."""
+    fields = {"num_running": 40, "baseline_ms": [5.0], "arriving_ms": [9.0], "under_loops_ms": [9.0]}
+    return LoopsRun(40, **{**fields, **changes})
+
+
 @pytest.mark.parametrize(
-    ("run", "text"),
+    ("run", "unmet_requirement"),
     [
-        (LoopsRun(40, 40, 0, [5.0], [24.0] * 10, [9.0] * 10), None),
-        (LoopsRun(40, 40, 0, [5.0], [9.0], [9.0] * 8 + [11.0] * 2), "p90 of a short call from 1 s after 40"),
-        (LoopsRun(40, 40, 0, [5.0], [9.0] * 8 + [26.0] * 2, [9.0]), "p90 of a short call just after 40"),
-        (LoopsRun(40, 39, 0, [5.0], [9.0], [9.0]), "running endless loops is 39, expected ≥ 40"),
-        (LoopsRun(40, 40, 1, [5.0], [9.0], [9.0]), "ended loops is 1"),
-        (LoopsRun(40, 40, 0, [5.0], [9.0], [9.0], mismatched=1), "mismatched short calls is 1"),
+        (_loops_run(arriving_ms=[24.0] * 10, under_loops_ms=[9.0] * 10), None),
+        (_loops_run(under_loops_ms=[9.0] * 8 + [11.0] * 2), "p90 of a short call from 1 s after 40"),
+        (_loops_run(arriving_ms=[9.0] * 8 + [26.0] * 2), "p90 of a short call just after 40"),
+        (_loops_run(num_running=39), "running endless loops is 39, expected ≥ 40"),
+        (_loops_run(num_ended=1), "ended loops is 1"),
+        (_loops_run(mismatched=1), "mismatched short calls is 1"),
         (
-            LoopsRun(40, 40, 0, [5.0], [9.0], [9.0] * 98 + [20_000.0] * 2, timed_out=2),
+            _loops_run(under_loops_ms=[9.0] * 98 + [20_000.0] * 2, timed_out=2),
             "short calls without an answer after 20 s is 2",
         ),
     ],
 )
-def test_all_loops_must_run_and_short_calls_may_not_be_delayed(run: LoopsRun, text: str | None) -> None:
+def test_all_loops_must_run_and_short_calls_may_not_be_delayed(run: LoopsRun, unmet_requirement: str | None) -> None:
     lines = unmet(mixed.summarize_loops(run))
-    assert [line.startswith(f"Not met: {text}") for line in lines] == [True] * bool(text)
+    if unmet_requirement is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith(f"Not met: {unmet_requirement}")
 
 
-def test_resource_bombs_are_not_run_without_isolation(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        mixed.main(["--isolation", "none"])
-    assert exit_info.value.code == 2
-    assert "--isolation none" in capsys.readouterr().err
+def test_resource_bombs_are_not_run_without_isolation(refused_arguments: RefusedArguments) -> None:
+    assert "--isolation none" in refused_arguments(mixed.main, "--isolation", "none")
 
 
 @pytest.mark.timeout(400)
-def test_a_small_run_of_both_parts_has_a_complete_result(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        choose_level("auto")
-    except IsolationError as error:
-        pytest.skip(str(error))
+@pytest.mark.usefixtures("needs_isolation")
+def test_a_small_run_of_both_parts_has_a_complete_result(run_benchmark: RunBenchmark) -> None:
     sizes = ["--seconds", "2", "--calibration", "20", "--rate", "8", "--loop-s", "0.5", "--loops", "1", "--short", "5"]
-    code = mixed.main([*sizes, "--stdlib-only", "--python", OWN_PYTHON, "--json"])
-    captured = capsys.readouterr()
-    assert captured.out, captured.err
-    result = json.loads(captured.out.splitlines()[-1])
+    exit_code, result = run_benchmark(mixed.main, *sizes, "--stdlib-only", "--python", OWN_PYTHON)
     traffic, loops = result["traffic"], result["loops"]
-    assert traffic["lost"] == 0, captured.err
+    assert traffic["lost"] == 0
     assert traffic["with_loops"]["loops"] >= 1 > traffic["without_loops"]["loops"]
-    assert (loops["calls"], loops["mismatched"]) == (5, 0), captured.err
-    assert code == (0 if result["holds"] else 1)
+    assert (loops["calls"], loops["mismatched"]) == (5, 0)
+    assert exit_code == (0 if result["holds"] else 1)
