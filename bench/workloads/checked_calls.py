@@ -135,7 +135,7 @@ def numbered_calls(
         first_line, status = str(n * n + seed), template.status if template else "ok"
         if math.floor((n + 1) * loop_share) > math.floor(n * loop_share):
             call, status = {"code": ENDLESS_LOOP, "limits": {"timeout_s": loop_timeout_s}}, "timeout"
-        elif template and template.ends in COMPILE_ERRORS:
+        elif template and template.end in COMPILE_ERRORS:
             first_line = ""
         code = f"print({n} * {n} + {seed}, flush=True)\n{call['code']}"
         expected = ExpectedResult((status,), {"first_line": first_line})

@@ -40,11 +40,11 @@ SHARES: dict[tuple[str, str], float] = {
 
 @dataclass(frozen=True, slots=True)
 class CallTemplate:
-    """Code with placeholders. `ends` is `ok`, `timeout` or the type of the error."""
+    """Code with placeholders. `end` is `ok`, `timeout` or the type of the error."""
 
     name: str
     family: str
-    ends: str
+    end: str
     ranges: tuple[tuple[str, int, int], ...]
     stdin: str
     code: str
@@ -52,7 +52,7 @@ class CallTemplate:
     @property
     def status(self) -> str:
         """The status that the call must end with."""
-        return self.ends if self.ends in ("ok", "timeout") else "error"
+        return self.end if self.end in ("ok", "timeout") else "error"
 
     def fill(self, rng: random.Random) -> dict[str, Any]:
         """A call as `/v1/batch` takes it, with random numbers for the placeholders."""
@@ -60,7 +60,7 @@ class CallTemplate:
         call: dict[str, Any] = {"code": Template(self.code).substitute(numbers)}
         if self.stdin:
             call["stdin"] = Template(self.stdin).substitute(numbers)
-        if self.ends == "timeout":
+        if self.end == "timeout":
             call["limits"] = {"timeout_s": ENDLESS_TIMEOUT_S}
         return call
 
@@ -116,11 +116,11 @@ def _members(family: str, status: str) -> tuple[CallTemplate, ...]:
 
 def _parse(block: str) -> CallTemplate:
     header, _, body = block.partition("\n")
-    name, family, ends, ranges = (part.strip() for part in header.split("|"))
+    name, family, end, ranges = (part.strip() for part in header.split("|"))
     lines = body.splitlines(keepends=True)
     stdin = [line[2:] for line in lines if line.startswith("< ")]
     code = "".join(lines[len(stdin) :]).rstrip("\n") + "\n"
-    return CallTemplate(name, family, ends, tuple(map(_range, ranges.split())), "".join(stdin), code)
+    return CallTemplate(name, family, end, tuple(map(_range, ranges.split())), "".join(stdin), code)
 
 
 def _range(text: str) -> tuple[str, int, int]:

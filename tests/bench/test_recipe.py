@@ -1,4 +1,4 @@
-"""bench.recipe summarizes a run folder and checks its requirements."""
+"""bench.recipe: the result of a run folder, and its requirements."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from trainer.recipe.phases import EvalResult, FilterResult, Phase, PhaseResult, 
 MACHINE = {"cpu": "a", "cores": 2, "kernel": "6", "load": [0.0], "commit": "b", "date": "2026-01-01T00:00:00"}
 
 
-def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead_s: float) -> RecipeRun:
-    """A finished run: every phase took `seconds`, and the evaluations gave these accuracies."""
+def finished_run(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead_s: float) -> RecipeRun:
+    """A finished run of configs/tiny.toml.
+
+    Every phase took `seconds`, its evaluations have these accuracies in order, and its two training steps took 10 s
+    each, with `overhead_s` of overhead.
+    """
     run = RecipeRun(load_config(recipe.CONFIG, {}, [f"run_dir={folder}"]))
     scores = iter(accuracies)
     for phase in run.phases():
@@ -27,21 +31,12 @@ def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead
             result = FilterResult(7, 7)
         if phase.command == "eval":
             result = EvalResult({"accuracy": next(scores), "tool_error_ratio": 0.1, "one_answer": 0.9})
-        path = run.result_path(phase)
-        write_json(path, {**asdict(result), "seconds": seconds})
+        write_json(run.result_path(phase), {**asdict(result), "seconds": seconds})
     (folder / "data").mkdir(exist_ok=True)
-    (folder / "data" / "eval.jsonl").write_text("{}\n" * 7)
+    (folder / "data" / "eval.jsonl").write_text("{}\n" * 7)  # seven held-out problems
+    times = {"step_s": 10.0, "overhead_s": overhead_s, "overhead_cpu_s": 1.0}
     for step in (1, 2):
-        run.run_folder.append_metrics(
-            {
-                "step": step,
-                "stage": "rl1",
-                "reward": 0.5 * step,
-                "step_s": 10.0,
-                "overhead_s": overhead_s,
-                "overhead_cpu_s": 1.0,
-            }
-        )
+        run.run_folder.append_metrics({"step": step, "stage": "rl1", "reward": 0.5 * step, **times})
     return run
 
 
@@ -52,10 +47,10 @@ def run_of(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead
         (500.0, (0.6, 0.7, 0.75, 0.7), 0.6, [False, False, False]),
     ],
 )
-def test_a_run_is_summarized_and_its_requirements_are_checked(
+def test_a_result_has_the_values_of_its_run_and_the_requirements_that_hold(
     seconds: float, accuracies: tuple[float, ...], overhead_s: float, holds: list[bool], tmp_path: Path
 ) -> None:
-    run = run_of(tmp_path, seconds, accuracies, overhead_s)
+    run = finished_run(tmp_path, seconds, accuracies, overhead_s)
     result = recipe.summarize(run)
     assert result["seconds"] == seconds * len(run.phases())
     assert result["gain"] == pytest.approx(accuracies[-1] - accuracies[0])
@@ -69,13 +64,13 @@ def test_a_run_is_summarized_and_its_requirements_are_checked(
 
 
 def test_a_run_without_rl_is_refused(tmp_path: Path) -> None:
-    run = run_of(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
-    (tmp_path / "metrics.jsonl").unlink()
+    run = finished_run(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
+    (tmp_path / "metrics.jsonl").unlink()  # it has the training steps
     with pytest.raises(BenchFailed, match="expected SFT and a stage of RL"):
         recipe.summarize(run)
 
 
-def test_an_unfinished_phase_is_not_counted(tmp_path: Path) -> None:
-    run = run_of(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
+def test_the_time_of_an_unfinished_phase_is_not_counted(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
     run.result_path(Phase("prepare")).unlink()
     assert recipe.summarize(run)["seconds"] == len(run.phases()) - 1

@@ -1,8 +1,7 @@
-"""Ratios are computed round by round and compared with the promised ones."""
+"""bench.throughput: ratios are computed round by round and compared with the promised ones."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from bench import throughput
 from bench.harness import requirements
 from bench.throughput import Kind, Round
+from tests.bench.conftest import RunBenchmark
 
 
 def _rounds(*calls_per_s: float) -> list[Round]:
@@ -24,22 +24,22 @@ def _row(kind: Kind, ours: list[Round], fresh: list[Round]) -> dict[str, Any]:
 
 def test_the_ratio_is_the_median_of_each_rounds_own() -> None:
     row = _row(throughput.KINDS["print"], _rounds(100, 10, 600), _rounds(10, 1, 200))
-    assert row["ratio"] == 10
+    assert row["ratio"] == 10  # the ratios of the rounds are 10, 10 and 3
     assert requirements.hold(throughput.ratio_requirements({"print": row}))
 
 
 def test_a_ratio_below_the_promise_does_not_hold() -> None:
-    below = {"print": _row(throughput.KINDS["print"], _rounds(79), _rounds(10))}
-    assert not requirements.hold(throughput.ratio_requirements(below))
+    below_promise = {"print": _row(throughput.KINDS["print"], _rounds(79), _rounds(10))}
+    assert not requirements.hold(throughput.ratio_requirements(below_promise))
     without_promise = {"mix": _row(throughput.KINDS["mix"], _rounds(1), _rounds(10))}
     assert requirements.hold(throughput.ratio_requirements(without_promise))
 
 
 @pytest.mark.runtime
-def test_a_small_run_has_a_complete_result(guest_python: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_has_a_complete_result(guest_python: Path, run_benchmark: RunBenchmark) -> None:
     sizes = ["--kinds", "print,mix", "--rounds", "1", "--scale", "0.02"]
-    assert throughput.main([*sizes, "--python", str(guest_python), "--json"]) in (0, 1)
-    kinds = json.loads(capsys.readouterr().out.splitlines()[-1])["kinds"]
+    _, result = run_benchmark(throughput.main, *sizes, "--python", str(guest_python))
+    kinds = result["kinds"]
     assert list(kinds) == ["print", "mix"]
     for row in kinds.values():
         assert row["calls_per_s"] > 0 and row["fresh"]["calls_per_s"] > 0 and row["cpu_ms"] > 0

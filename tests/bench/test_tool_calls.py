@@ -1,4 +1,4 @@
-"""The sample has the documented mix, is the same everywhere, and each call ends as its template claims."""
+"""The sample of tool calls has the documented shares, depends on its seed alone, and its calls end as they should."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_the_shares_are_those_of_real_traffic() -> None:
     labelled = list(labelled_calls(5000))
     families = Counter(template.family for template, _ in labelled)
     statuses = Counter(template.status for template, _ in labelled)
-    for counted, shares in (
+    for counts, shares in (
         (families, {"sympy": 0.61, "numpy": 0.03, "scipy": 0.03, "math": 0.003}),
         (statuses, {"ok": 0.75, "error": 0.245, "timeout": 0.005}),
     ):
         for name, share in shares.items():
-            assert counted[name] / 5000 == pytest.approx(share, abs=0.02), name
+            assert counts[name] / 5000 == pytest.approx(share, abs=0.02), name
     assert sum(SHARES.values()) == pytest.approx(1)
 
 
@@ -54,8 +54,8 @@ def test_there_are_many_different_templates_and_calls() -> None:
 
 
 def test_many_templates_leave_their_answer_to_the_value_of_the_last_expression() -> None:
-    quiet = sum("print(" not in template.code for template in templates() if template.status == "ok")
-    assert quiet >= 15
+    without_print = sum("print(" not in template.code for template in templates() if template.status == "ok")
+    assert without_print >= 15
 
 
 def test_every_call_can_be_decoded() -> None:
@@ -63,30 +63,31 @@ def test_every_call_can_be_decoded() -> None:
         Call.decode(json.loads(json.dumps(call)))
 
 
-def _ends(python: Path, call: dict[str, str]) -> str:
-    command = [python, "-I", "-c", call["code"]]
+def _end_of(python: Path, call: dict[str, str]) -> str:
+    """How a call ends in an interpreter of its own: `ok`, `timeout` or the type of the error."""
+    command = [str(python), "-I", "-c", call["code"]]
     try:
-        done = subprocess.run(command, input=call.get("stdin", ""), capture_output=True, text=True, timeout=20)
+        process = subprocess.run(command, input=call.get("stdin", ""), capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
         return "timeout"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return "ok"
-    last = [line for line in done.stderr.splitlines() if line[:1].isalpha() and "Error" in line.split(":")[0]][-1]
-    return last.split(":")[0]
+    error_types = [line.split(":")[0] for line in process.stderr.splitlines() if line[:1].isalpha()]
+    return next(error_type for error_type in reversed(error_types) if "Error" in error_type)
 
 
 @pytest.mark.parametrize(
-    "template", [t for t in templates() if t.ends != "timeout"][::3], ids=lambda template: template.name
+    "template", [t for t in templates() if t.end != "timeout"][::3], ids=lambda template: template.name
 )
 def test_the_call_of_a_template_ends_with_the_status_that_the_template_states(
     template: CallTemplate, guest_python: Path
 ) -> None:
     call = template.fill(random.Random(1))
-    assert _ends(guest_python, call) == template.ends, call["code"]
+    assert _end_of(guest_python, call) == template.end, call["code"]
 
 
 def test_endless_calls_have_a_short_time_out() -> None:
-    endless = [template for template in templates() if template.ends == "timeout"]
+    endless = [template for template in templates() if template.end == "timeout"]
     assert endless
     for template in endless:
         assert template.fill(random.Random(0))["limits"] == {"timeout_s": ENDLESS_TIMEOUT_S}
