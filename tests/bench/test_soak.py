@@ -1,10 +1,9 @@
-"""The requirements on a soak, and the names of those that are not met."""
+"""bench.soak: which requirements are not met, and when its load ends."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,38 +17,55 @@ from bench.harness.requirements import hold
 from bench.probes.resources import ResourceSnapshot
 from bench.servers.server_under_test import CheckedLoad
 from bench.workloads.checked_calls import KIND_WEIGHTS
-from sandbox.errors import IsolationError
-from sandbox.jail import choose_level
+from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.executor.calling import OWN_PYTHON
 
-REST = ResourceSnapshot(1000, 120.0, 60.0, processes=8, descriptors=200, mounts=90, cgroups=4)
-LOADED = ResourceSnapshot(0, 150.0, 90.0, processes=30, zombies=2, descriptors=260, mounts=200, cgroups=4, slab_mb=80.0)
+AT_REST = ResourceSnapshot(
+    calls=1000, memory_mb=120.0, gateway_mb=60.0, processes=8, descriptors=200, mounts=90, cgroups=4
+)
+UNDER_LOAD = ResourceSnapshot(
+    calls=0,
+    memory_mb=150.0,
+    gateway_mb=90.0,
+    processes=30,
+    zombies=2,
+    descriptors=260,
+    mounts=200,
+    cgroups=4,
+    slab_mb=80.0,
+)
 
 
 def _tally(calls: int = 4000, **fields: Any) -> CallTally:
+    """A tally whose calls are all correct, except for the changed fields."""
     return CallTally(calls, **{"correct": calls, **fields})
 
 
-def _not_met(result: dict[str, Any]) -> list[str]:
+def _unmet(result: dict[str, Any]) -> list[str]:
     """Names of the requirements that are not met."""
     return [row["name"] for row in result["requirements"] if not row["holds"]]
 
 
 def _samples(**increase: float) -> list[ResourceSnapshot]:
-    """Forty samples, a hundred calls apart; the named resources increase by so much from each to the next."""
+    """Forty samples, 100 calls apart. Each named resource increases by its value before each of them."""
     return [
-        replace(LOADED, calls=100 * turn, **{name: getattr(LOADED, name) + by * turn for name, by in increase.items()})
+        replace(
+            UNDER_LOAD,
+            calls=100 * turn,
+            **{name: getattr(UNDER_LOAD, name) + step * turn for name, step in increase.items()},
+        )
         for turn in range(1, 41)
     ]
 
 
-def _at_rest() -> list[ResourceSnapshot]:
-    return [replace(REST, calls=1000 * turn) for turn in range(1, 5)]
+def _at_rest(calls: int = 4000) -> list[ResourceSnapshot]:
+    """The snapshots after each quarter of the calls, without growth."""
+    return [replace(AT_REST, calls=calls * quarter // 4) for quarter in range(1, 5)]
 
 
 def test_steady_traffic_meets_the_requirements() -> None:
     result = soak.summarize(_tally(), _samples(), _at_rest(), [])
-    assert _not_met(result) == []
+    assert _unmet(result) == []
     assert result["last_half"]["memory_mb"]["median"] == 150
     assert result["under_load"][::39] == [(100, 150.0), (4000, 150.0)]
     assert len(soak.summarize(_tally(), _samples() * 20, _at_rest(), [])["under_load"]) == 200
@@ -58,39 +74,41 @@ def test_steady_traffic_meets_the_requirements() -> None:
 @pytest.mark.parametrize("name", [*soak.MEMORY, *soak.TOLERANCE])
 def test_every_resource_that_grows_under_load_is_named(name: str) -> None:
     result = soak.summarize(_tally(), _samples(**{name: 1}), _at_rest(), [])
-    assert [text.split()[2] for text in _not_met(result)] == [name]
+    assert [text.split()[2] for text in _unmet(result)] == [name]
 
 
 def _noisy(seed: int, rise_mb: float) -> list[ResourceSnapshot]:
-    """1,000,000 calls: the gateway's memory has noise of 1 MiB and rises by `rise_mb` over the last half."""
+    """200 samples over 1,000,000 calls, in which the gateway's memory has noise of 1 MiB.
+
+    It rises by `rise_mb` over the last half.
+    """
     rng = random.Random(seed)
     return [
-        replace(LOADED, calls=5000 * turn, gateway_mb=90 + rng.gauss(0, 1) + rise_mb * turn / 100)
+        replace(UNDER_LOAD, calls=5000 * turn, gateway_mb=90 + rng.gauss(0, 1) + rise_mb * turn / 100)
         for turn in range(1, 201)
     ]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_rise_as_low_as_the_noise_is_named_and_noise_alone_is_not(seed: int) -> None:
+def test_a_rise_of_three_times_the_noise_is_named_and_noise_alone_is_not(seed: int) -> None:
     tally = _tally(1_000_000)
-    at_rest = [replace(REST, calls=250_000 * turn) for turn in range(1, 5)]
-    leak, noise = (soak.summarize(tally, _noisy(seed, rise_mb), at_rest, []) for rise_mb in (3.0, 0.0))
-    assert _not_met(leak) == ["growth of gateway_mb in a line"]
-    assert not _not_met(noise), noise["missed"]
+    leak, noise = (soak.summarize(tally, _noisy(seed, rise_mb), _at_rest(1_000_000), []) for rise_mb in (3.0, 0.0))
+    assert _unmet(leak) == ["growth of gateway_mb in a line"]
+    assert not _unmet(noise)
 
 
-def test_one_block_that_an_allocator_takes_is_no_growth() -> None:
+def test_a_single_step_of_memory_as_by_an_allocator_is_no_growth() -> None:
     tally = _tally(1_000_000)
     samples = [
         replace(sample, gateway_mb=sample.gateway_mb + 4 * (sample.calls > 750_000)) for sample in _noisy(1, 0.0)
     ]
-    at_rest = [replace(REST, calls=250_000 * turn) for turn in range(1, 5)]
-    assert hold(soak.summarize(tally, samples, at_rest, [])["requirements"])
+    assert hold(soak.summarize(tally, samples, _at_rest(1_000_000), [])["requirements"])
 
 
 def test_growth_of_the_slab_is_shown_and_not_judged() -> None:
     result = soak.summarize(_tally(), _samples(slab_mb=5), _at_rest(), [])
-    assert hold(result["requirements"]) and result["last_half"]["slab_mb"]["growth"] > 50
+    assert hold(result["requirements"])
+    assert result["last_half"]["slab_mb"]["growth"] > 50  # 5 MiB in each of 20 samples
 
 
 def test_growth_in_the_first_half_does_not_count() -> None:
@@ -101,17 +119,16 @@ def test_growth_in_the_first_half_does_not_count() -> None:
 def test_a_resource_that_grows_at_rest_over_the_last_half_is_named() -> None:
     at_rest = _at_rest()
     at_rest = [*at_rest[:2], *(replace(snapshot, processes=9) for snapshot in at_rest[2:])]
-    missed = _not_met(soak.summarize(_tally(), _samples(), at_rest, []))
-    assert missed == ["processes at rest"]
+    assert _unmet(soak.summarize(_tally(), _samples(), at_rest, [])) == ["processes at rest"]
 
 
 def test_too_few_samples_do_not_meet_the_requirements() -> None:
-    missed = _not_met(soak.summarize(_tally(), _samples()[:25], _at_rest(), []))
-    assert missed == ["samples in the last half"]
+    first_samples = _samples()[:25]  # the last half of the calls has five of them
+    assert _unmet(soak.summarize(_tally(), first_samples, _at_rest(), [])) == ["samples in the last half"]
 
 
 @pytest.mark.parametrize(
-    ("tally", "left", "missed"),
+    ("tally", "leftovers", "unmet_requirement"),
     [
         (CallTally(4001, correct=4000), [], "lost"),
         (_tally(doubled=2), [], "doubled"),
@@ -119,60 +136,51 @@ def test_too_few_samples_do_not_meet_the_requirements() -> None:
         (_tally(), ["process: x"], "leftovers"),
     ],
 )
-def test_every_kind_of_error_is_named(tally: CallTally, left: list[str], missed: str) -> None:
-    result = soak.summarize(tally, _samples(), _at_rest(), left)
-    assert _not_met(result) == [missed]
+def test_every_kind_of_error_is_named(tally: CallTally, leftovers: list[str], unmet_requirement: str) -> None:
+    result = soak.summarize(tally, _samples(), _at_rest(), leftovers)
+    assert _unmet(result) == [unmet_requirement]
 
 
 def test_the_quarters_together_send_the_requested_number_of_calls() -> None:
     tally = CallTally()
     args = argparse.Namespace(calls=10, seconds=None, seed=0, stdlib_only=True)
-    sent = [[call.call["id"] for call in soak._quarter_calls(tally, args, quarter)] for quarter in range(4)]
-    assert [len(quarter) for quarter in sent] == [2, 3, 2, 3]
-    assert len({call_id for quarter in sent for call_id in quarter}) == 10 == tally.calls
+    ids = [[call.call["id"] for call in soak._quarter_calls(tally, args, quarter)] for quarter in range(4)]
+    assert [len(quarter) for quarter in ids] == [2, 3, 2, 3]
+    assert len({call_id for quarter in ids for call_id in quarter}) == 10 == tally.calls
 
 
 @pytest.mark.asyncio
-async def test_the_load_ends_when_no_call_is_answered_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Silent:
+async def test_the_load_ends_if_no_call_is_answered_for_the_stall_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    class UnansweredLoad:
         async def run(self, in_flight: int) -> None:
             await asyncio.Event().wait()
 
     monkeypatch.setattr(soak, "STALL_TIMEOUT_S", 0.01)
-    await soak._until_stalled(cast(CheckedLoad, Silent()), CallTally(1), 1)
+    await soak._until_stalled(cast(CheckedLoad, UnansweredLoad()), CallTally(1), 1)
 
 
 @pytest.mark.asyncio
 async def test_an_error_of_the_load_is_raised() -> None:
-    class Broken:
+    class FailingLoad:
         async def run(self, in_flight: int) -> None:
             raise OSError("no route")
 
     with pytest.raises(OSError, match="no route"):
-        await soak._until_stalled(cast(CheckedLoad, Broken()), CallTally(1), 1)
+        await soak._until_stalled(cast(CheckedLoad, FailingLoad()), CallTally(1), 1)
 
 
-def test_calls_and_seconds_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        soak.main(["--calls", "5", "--seconds", "5"])
-    assert exit_info.value.code == 2
-    assert "--seconds" in capsys.readouterr().err
+def test_calls_and_seconds_exclude_each_other(refused_arguments: RefusedArguments) -> None:
+    assert "--seconds" in refused_arguments(soak.main, "--calls", "5", "--seconds", "5")
 
 
 @pytest.mark.timeout(400)
-def test_a_short_soak_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        choose_level("auto")
-    except IsolationError as error:
-        pytest.skip(str(error))
-    code = soak.main(["--calls", "80", "--stdlib-only", "--python", OWN_PYTHON, "--json"])
-    captured = capsys.readouterr()
-    assert captured.out, captured.err
-    result = json.loads(captured.out.splitlines()[-1])
-    assert (result["calls"], result["answered"], result["lost"]) == (80, 80, 0), captured.err
-    assert (result["doubled"], result["mismatched"]) == (0, 0), captured.err
+@pytest.mark.usefixtures("needs_isolation")
+def test_a_short_soak_loses_nothing(run_benchmark: RunBenchmark) -> None:
+    exit_code, result = run_benchmark(soak.main, "--calls", "80", "--stdlib-only", "--python", OWN_PYTHON)
+    assert (result["calls"], result["answered"], result["lost"]) == (80, 80, 0)
+    assert (result["doubled"], result["mismatched"]) == (0, 0)
     assert len(result["at_rest"]) == 4 and sum(result["statuses"].values()) == 80
-    assert code == (0 if result["holds"] else 1)
+    assert exit_code == (0 if result["holds"] else 1)
 
 
 def test_a_soak_has_calls_of_all_kinds_unless_it_is_limited_to_the_standard_library() -> None:

@@ -1,4 +1,4 @@
-"""Growth on generated series: a leak is detected, noise is not."""
+"""Growth is found in series that have a leak, and not in series of noise."""
 
 from __future__ import annotations
 
@@ -71,9 +71,11 @@ def test_a_slope_below_the_noise_is_detected_in_enough_values(seed: int) -> None
     assert statistics.estimate_growth([value + x * 4 / 1199 for x, value in enumerate(_noise(seed, n=1200))]).is_line
 
 
-@pytest.mark.parametrize("at", [20, 30, 50, 70, 80])
-def test_one_step_is_no_line(at: int) -> None:
-    assert not statistics.estimate_growth([value + 30 * (x >= at) for x, value in enumerate(_noise(2, n=100))]).is_line
+@pytest.mark.parametrize("step_at", [20, 30, 50, 70, 80])
+def test_a_single_step_is_no_line(step_at: int) -> None:
+    assert not statistics.estimate_growth(
+        [value + 30 * (x >= step_at) for x, value in enumerate(_noise(2, n=100))]
+    ).is_line
 
 
 def test_a_falling_series_does_not_grow() -> None:
