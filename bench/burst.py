@@ -23,7 +23,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.harness import arguments, command, requirements
@@ -31,7 +31,7 @@ from bench.harness.load import (
     ERRORS,
     MSGPACK_STREAM,
     CallTally,
-    Checkable,
+    EncodedBatch,
     OnAnswer,
     closed_loop,
     encoded_batches,
@@ -44,7 +44,7 @@ from bench.harness.tables import Block, Result, Table, count_list, number, perce
 from bench.probes import processes
 from bench.probes.sampler import PeriodicSampler
 from bench.servers import service
-from bench.workloads.checked_calls import numbered_calls
+from bench.workloads.checked_calls import CheckedCall, numbered_calls
 from bench.workloads.code_kinds import CODES
 
 CALLS = 45_000
@@ -61,7 +61,7 @@ POINTS = (50, 90, 99)
 
 @dataclass(slots=True)
 class MeasuredLoad:
-    """What became of some calls, and the CPU seconds that they cost."""
+    """What became of some calls, and the seconds of time and CPU that they took."""
 
     tally: CallTally = field(default_factory=CallTally)
     seconds: float = 0.0
@@ -74,6 +74,25 @@ class MeasuredLoad:
     @property
     def calls_per_s(self) -> float:
         return self.tally.calls / self.seconds
+
+    async def run(
+        self, server: service.Service, batches: Sequence[EncodedBatch], in_flight: int, on_answer: OnAnswer
+    ) -> None:
+        """Send all batches, at most `in_flight` of them at a time, and add what they took."""
+        self.tally.calls += sum(len(batch.calls) for batch in batches)
+        async with http_session() as http:
+            gateway, executors = [server.pid], server.executors()
+            meter, client_s = processes.CpuMeter(server.pid), time.thread_time()
+            gateway_s, executor_s = processes.cpu_s(gateway), processes.cpu_s(executors)
+            self.seconds += await closed_loop(
+                iter(batches),
+                lambda batch: send_batch(http, server.url, batch, self.tally, on_answer),
+                min(in_flight, len(batches)),
+            )
+            self.server_cpu_s += meter.total_s()
+            self.client_cpu_s += time.thread_time() - client_s
+            self.gateway_cpu_s += processes.cpu_s(gateway) - gateway_s
+            self.executor_cpu_s += processes.cpu_s(executors) - executor_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +142,17 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         bar = stack.enter_context(command.progress())
         idle = Memory.of(server)
 
-        def run(name: str, calls: Sequence[Checkable], batch: int, in_flight: int) -> MeasuredLoad:
+        def run(load: MeasuredLoad, name: str, calls: Sequence[CheckedCall], batch: int, in_flight: int) -> None:
             task = bar.add_task(name, total=len(calls))
-            on_answer = lambda: bar.advance(task)  # noqa: E731
-            return asyncio.run(measure_load(server, calls, batch, in_flight, ACCEPTS[args.answers], on_answer))
+            batches = encoded_batches(calls, batch, ACCEPTS[args.answers])
+            asyncio.run(load.run(server, batches, in_flight, lambda: bar.advance(task)))
 
-        steady = [run("steady load", before, STEADY_BATCH, STEADY_REQUESTS)]
+        burst, steady = MeasuredLoad(), MeasuredLoad()
+        run(steady, "steady load", before, STEADY_BATCH, STEADY_REQUESTS)
         with PeriodicSampler(lambda: Memory.of(server)) as sampler:
-            burst = run("burst", burst_calls, args.batch, requests)
-        steady.append(run("steady load", after, STEADY_BATCH, STEADY_REQUESTS))
-    command.print_examples("burst", [line for load in (burst, *steady) for line in load.tally.examples])
+            run(burst, "burst", burst_calls, args.batch, requests)
+        run(steady, "steady load", after, STEADY_BATCH, STEADY_REQUESTS)
+    command.print_examples("burst", [*burst.tally.examples, *steady.tally.examples])
     return {
         "kind": args.kind,
         "loops": args.loops,
@@ -165,47 +185,19 @@ def too_many_connections(calls: int, batch: int, max_descriptors: int) -> str:
     )
 
 
-async def measure_load(
-    server: service.Service,
-    calls: Sequence[Checkable],
-    batch: int,
-    in_flight: int,
-    accepts: Sequence[str],
-    on_answer: OnAnswer,
-) -> MeasuredLoad:
-    """Send all calls in requests of `batch`, at most `in_flight` of them open; `accepts` take turns."""
-    load = MeasuredLoad(CallTally(len(calls)))
-    batches = encoded_batches(calls, batch, accepts)
-    async with http_session() as http:
-        parts = ([server.pid], server.executors())
-        meter, parts_s = processes.CpuMeter(server.pid), [processes.cpu_s(pids) for pids in parts]
-        client_s = time.thread_time()
-        load.seconds = await closed_loop(
-            iter(batches),
-            lambda batch: send_batch(http, server.url, batch, load.tally, on_answer),
-            min(in_flight, len(batches)),
-        )
-        load.server_cpu_s, load.client_cpu_s = meter.total_s(), time.thread_time() - client_s
-        load.gateway_cpu_s, load.executor_cpu_s = (
-            processes.cpu_s(pids) - start_s for pids, start_s in zip(parts, parts_s, strict=True)
-        )
-    return load
-
-
 def summarize(
-    burst: MeasuredLoad, steady: Sequence[MeasuredLoad], idle: Memory, sampler: PeriodicSampler[Memory]
+    burst: MeasuredLoad, steady: MeasuredLoad, idle: Memory, sampler: PeriodicSampler[Memory]
 ) -> dict[str, Any]:
     """The result of a burst beside a steady load, and its requirements."""
-    whole_steady = _joined(steady)
-    counts = {name: sum(load.tally.errors[name] for load in (burst, *steady)) for name in ERRORS}
-    ratio = burst.calls_per_s / whole_steady.calls_per_s
+    counts = {name: burst.tally.errors[name] + steady.tally.errors[name] for name in ERRORS}
+    ratio = burst.calls_per_s / steady.calls_per_s
     peak_mb = max(sample.server_mb for sample in sampler.samples)
     return {
         "correct": burst.tally.correct,
         **counts,
         "statuses": dict(burst.tally.statuses.most_common()),
         "burst": _rates(burst),
-        "steady": _rates(whole_steady),
+        "steady": _rates(steady),
         "call_cpu_ms": quantiles(times.cpu_ms for times in burst.tally.times),
         "ratio": round(ratio, 3),
         "memory_mb": {"idle": round(idle.server_mb), "peak": round(peak_mb)},
@@ -238,17 +230,6 @@ def _rates(load: MeasuredLoad) -> dict[str, Any]:
         "queue_ms": percentiles((times.queue_ms for times in tally.times), POINTS),
         "run_ms": percentiles((times.run_ms for times in tally.times), POINTS),
     }
-
-
-def _joined(loads: Sequence[MeasuredLoad]) -> MeasuredLoad:
-    """Several loads, one after another, as one."""
-    joined = MeasuredLoad()
-    for load in loads:
-        joined.tally.calls += load.tally.calls
-        joined.tally.times += load.tally.times
-        for name in (entry.name for entry in fields(load) if entry.name != "tally"):
-            setattr(joined, name, getattr(joined, name) + getattr(load, name))
-    return joined
 
 
 def _max_descriptors() -> int:

@@ -177,23 +177,22 @@ def _step_tables(result: Result) -> list[Block]:
 
 def tables(result: Result) -> list[Block]:
     """A row for each profile, and which profiles stay below the bound."""
-    columns = (
-        "warm interpreter",
-        "fork, run, exit: CPU ms",
-        "by os.fork",
-        "whole call, over HTTP",
-        "ratio",
-        "to os.fork",
-    )
-    rows = []
-    for name, profile in result["profiles"].items():
-        costs = (f"{profile['steps'][step]['cpu_ms']:.2f}" for step in ("floor", "os.fork", "http"))
-        rows.append((name, *costs, f"{profile['ratio']:.2f}×", f"{profile['ratio_os_fork']:.2f}×"))
+    rows = [
+        {
+            "warm interpreter": name,
+            "fork, run, exit: CPU ms": f"{profile['steps']['floor']['cpu_ms']:.2f}",
+            "by os.fork": f"{profile['steps']['os.fork']['cpu_ms']:.2f}",
+            "whole call, over HTTP": f"{profile['steps']['http']['cpu_ms']:.2f}",
+            "ratio": f"{profile['ratio']:.2f}×",
+            "to os.fork": f"{profile['ratio_os_fork']:.2f}×",
+        }
+        for name, profile in result["profiles"].items()
+    ]
     bounds = []
     for fork, ratio in (("by os.fork", "ratio_os_fork"), ("by the cheapest fork", "ratio")):
         above = [name for name, profile in result["profiles"].items() if profile[ratio] > MAX_RATIO]
         bounds.append(f"{fork}: {'all but ' + ', '.join(above) if above else 'all'}")
-    return [Table(columns, rows), f"At most {MAX_RATIO:g} times fork, run and exit {'; '.join(bounds)}."]
+    return [Table.from_cells(rows), f"At most {MAX_RATIO:g} times fork, run and exit {'; '.join(bounds)}."]
 
 
 def draw(axes: Any, result: Result) -> None:

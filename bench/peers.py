@@ -17,11 +17,11 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
@@ -73,87 +73,67 @@ class PeerCall:
 Answers = AsyncGenerator[tuple[int, Answer], None]
 
 
-class System(Protocol):
+@dataclass(frozen=True, slots=True)
+class System:
     """A system that runs calls."""
 
     name: str
     in_flight: int
     batch: int
     """Calls in one request."""
-
-    def run(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
-        """Yields (index, answer) as answers come. If it raises, the other calls have no answer."""
-        ...
+    run: Callable[[Sequence[Mapping[str, Any]]], Answers]
+    """Yields (index of a call, answer) as answers come. If it raises, the other calls have no answer."""
 
 
-class OurService:
-    """`/v1/batch`, streamed."""
+def our_service(client: AsyncClient, in_flight: int) -> System:
+    """This project's `/v1/batch`, streamed."""
 
-    name = OURS
-
-    def __init__(self, client: AsyncClient, in_flight: int) -> None:
-        self.in_flight, self.batch = in_flight, _batch_size(in_flight)
-        self._client = client
-
-    async def run(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
+    async def run(calls: Sequence[Mapping[str, Any]]) -> Answers:
         decoded = [Call.decode({**call, "echo": False}) for call in calls]
-        async for index, result in self._client.stream(decoded):
+        async for index, result in client.stream(decoded):
             if result.status.value == "unavailable":
                 yield index, Answer("", reason=str(result.error and result.error.message))
             else:
                 yield index, Answer(result.status.value, result.stdout)
 
+    return System(OURS, in_flight, _batch_size(in_flight), run)
 
-class CodeJudge:
-    """`/run/long-batch`, which responds with all results in order when all calls have ended."""
 
-    name = "code-judge"
+def code_judge(http: aiohttp.ClientSession, url: str, in_flight: int) -> System:
+    """code-judge's `/run/long-batch`, which responds with all results in order when all calls have ended."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, in_flight: int) -> None:
-        self.in_flight, self.batch = in_flight, _batch_size(in_flight)
-        self._http, self._url = http, url
-
-    async def run(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
+    async def run(calls: Sequence[Mapping[str, Any]]) -> Answers:
         submissions = [
             {"type": "python", "solution": call["code"], "input": call.get("stdin") or None} for call in calls
         ]
         body = {"type": "batch", "submissions": submissions}
-        results = (await _post(self._http, f"{self._url}/run/long-batch", body))["results"]
-        for index, result in enumerate(results):
+        for index, result in enumerate((await _post(http, f"{url}/run/long-batch", body))["results"]):
             yield index, _code_judge_answer(result)
 
+    return System("code-judge", in_flight, _batch_size(in_flight), run)
 
-class SandboxFusion:
-    """`/run_code`, one request per call."""
 
-    name = "SandboxFusion"
-    batch = 1
+def sandbox_fusion(http: aiohttp.ClientSession, url: str, in_flight: int) -> System:
+    """SandboxFusion's `/run_code`, one request per call."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, in_flight: int) -> None:
-        self.in_flight = in_flight
-        self._http, self._url = http, url
-
-    async def run(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
+    async def run(calls: Sequence[Mapping[str, Any]]) -> Answers:
         for index, call in enumerate(calls):
             timeout_s = float(call.get("limits", {}).get("timeout_s", DEFAULT_LIMITS.timeout_s))
             body = {"code": call["code"], "language": "python", "run_timeout": timeout_s, "stdin": call.get("stdin")}
-            yield index, _sandbox_fusion_answer(await _post(self._http, f"{self._url}/run_code", body))
+            yield index, _sandbox_fusion_answer(await _post(http, f"{url}/run_code", body))
+
+    return System("SandboxFusion", in_flight, 1, run)
 
 
-class FreshInterpreter:
+def fresh_interpreters(fresh: FreshInterpreters) -> System:
     """`bench.servers.fresh_interpreter` without HTTP: the lowest cost of a call without a warm interpreter."""
 
-    name = FRESH
-    batch = 1
-
-    def __init__(self, fresh: FreshInterpreters) -> None:
-        self.in_flight = len(os.sched_getaffinity(0))
-        self._fresh = fresh
-
-    async def run(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
+    async def run(calls: Sequence[Mapping[str, Any]]) -> Answers:
         for index, call in enumerate(calls):
-            run = await asyncio.to_thread(self._fresh.run, call)
-            yield index, Answer(run.status, run.stdout)
+            fresh_run = await asyncio.to_thread(fresh.run, call)
+            yield index, Answer(fresh_run.status, fresh_run.stdout)
+
+    return System(FRESH, len(os.sched_getaffinity(0)), 1, run)
 
 
 @dataclass(slots=True)
@@ -203,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         fresh = stack.enter_context(interpreters(service.guest_python(args.python)))
-        systems = await _systems(stack, args, FreshInterpreter(fresh))
+        systems = [*await _http_systems(stack, args), fresh_interpreters(fresh)]
         calls = {kind: await _calls(kind, fresh, args.seed) for kind in args.kinds}
         for system in systems:
             await check(system)
@@ -219,19 +199,19 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     return {**sizes, **summarize(rounds)}
 
 
-async def _systems(stack: AsyncExitStack, args: argparse.Namespace, fresh: FreshInterpreter) -> list[System]:
+async def _http_systems(stack: AsyncExitStack, args: argparse.Namespace) -> list[System]:
     url = args.url or stack.enter_context(service.running(args.python)).url
     token = os.environ.get("RSTAR_SANDBOX_TOKEN")
     client = await stack.enter_async_context(AsyncClient(url, token=token, batch_size=_batch_size(args.in_flight)))
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-    systems: list[System] = [OurService(client, args.in_flight)]
+    systems = [our_service(client, args.in_flight)]
     if args.code_judge:
-        systems.append(CodeJudge(http, args.code_judge, args.in_flight))
+        systems.append(code_judge(http, args.code_judge, args.in_flight))
     if args.sandbox_fusion:
-        systems.append(SandboxFusion(http, args.sandbox_fusion, args.in_flight))
-    return [*systems, fresh]
+        systems.append(sandbox_fusion(http, args.sandbox_fusion, args.in_flight))
+    return systems
 
 
 async def _calls(kind: str, fresh: FreshInterpreters, seed: int) -> list[PeerCall]:

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from bench.harness import arguments, command
@@ -141,6 +140,10 @@ def summarize(seeds: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
         pairs = zip(values("roc", name), values(arm, name), strict=True)
         return [roc - other for roc, other in pairs if roc is not None and other is not None]
 
+    def mean_curve(arm: str, name: str) -> list[float | None]:
+        steps = zip(*(rows[arm]["curves"][name] for rows in seeds), strict=False)
+        return [(mean_sd(step) or {}).get("mean") for step in steps]
+
     others = [arm for arm in arms if "roc" in arms and arm not in ("roc", "sft")]
     return {
         "seeds": len(seeds),
@@ -148,14 +151,7 @@ def summarize(seeds: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
         "arms": {arm: {name: mean_sd(values(arm, name)) for name in (*MEASURES, *COSTS)} for arm in arms},
         "differences": {arm: {name: mean_sd(differences(arm, name)) for name in MEASURES} for arm in others},
         "runs": [{arm: {k: v for k, v in row.items() if k != "curves"} for arm, row in rows.items()} for rows in seeds],
-        "curves": {
-            arm: {
-                name: [_mean(step) for step in zip(*(rows[arm]["curves"][name] for rows in seeds), strict=False)]
-                for name in CURVES
-            }
-            for arm in arms
-            if arm != "sft"
-        },
+        "curves": {arm: {name: mean_curve(arm, name) for name in CURVES} for arm in arms if arm != "sft"},
     }
 
 
@@ -186,11 +182,6 @@ def draw(axes: Any, result: Result) -> None:
     axes.set_title(f"Mean of {result['seeds']} seeds, G = {result['group']}")
     if axes.lines:  # there is none if no episode was correct
         axes.legend()
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return round(fmean(present), 4) if present else None
 
 
 def _log(text: str) -> None:

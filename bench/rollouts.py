@@ -289,7 +289,9 @@ def simulated_requirements(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
         if {"kv", other} <= rows.keys()
     ]
     if "kv" in rows:
-        requirements.append(at_most("makespan / lower bound", 1.15, _kv_median(rows, "kv", _over_bound)))
+        requirements.append(
+            at_most("makespan / lower bound", 1.15, median((row["over_bound"] for row in rows["kv"]), 4))
+        )
     return requirements
 
 
@@ -329,36 +331,31 @@ def _makespan_ratio(ours: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return float(ours["makespan_s"] / other["makespan_s"])
 
 
-def _over_bound(row: Mapping[str, Any], _: Mapping[str, Any]) -> float:
-    return float(row["over_bound"])
-
-
 def tables(result: Result) -> list[Block]:
     """A row for each policy, the simulator's errors, and the requirements; or the costs of decisions."""
     if costs := result.get("microseconds"):
-        rows = [(name, f"{row['calls']:,}", number(row["p50"]), number(row["p99"])) for name, row in costs.items()]
-        return [Table(("", "calls", "median µs", "p99 µs"), rows)]
+        cells = [(name, f"{row['calls']:,}", number(row["p50"]), number(row["p99"])) for name, row in costs.items()]
+        return [Table(("", "calls", "median µs", "p99 µs"), cells)]
     kind, repeat = ("**Simulated.**", "seed") if result["is_simulated"] else ("vLLM on the CPU:", "round")
     repeats = f"Medians of {result['repeats']} {repeat}s." if result["repeats"] > 1 else f"One {repeat}."
     blocks: list[Block] = [
         f"{kind} {result['engines']} engines of {result['capacity']:,} tokens, {result['episodes']:,} episodes "
         f"of at most {result['max_response_tokens']:,} tokens; the lower bound of the makespan is "
         f"{result['lower_bound_s']:,.1f} s. " + repeats,
-        Table(_COLUMNS, [_policy_row(policy, row) for policy, row in result["policies"].items()]),
+        Table.from_cells([_policy_row(policy, row) for policy, row in result["policies"].items()]),
     ]
     if errors := result.get("validation"):
         rows = [
-            (
-                f"`{policy}`",
-                f"{row['makespan']:+.1%}",
-                f"{row['worst_round']:+.1%}",
-                f"{row['preemptions']:.2f}×",
-                f"{100 * row['prefix_hit_rate']:+.1f}",
-            )
+            {
+                "": f"`{policy}`",
+                "makespan": f"{row['makespan']:+.1%}",
+                "in its worst round": f"{row['worst_round']:+.1%}",
+                "preemptions + 1": f"{row['preemptions']:.2f}×",
+                "hits, points": f"{100 * row['prefix_hit_rate']:+.1f}",
+            }
             for policy, row in errors.items()
         ]
-        columns = ("", "makespan", "in its worst round", "preemptions + 1", "hits, points")
-        blocks.append(Table(columns, rows, "The simulator's errors on the same rollouts"))
+        blocks.append(Table.from_cells(rows, "The simulator's errors on the same rollouts"))
     if requirements := result.get("requirements"):
         how = "" if result["is_simulated"] else "preemptions and recomputed tokens over all rounds, the others "
         title = f"The requirements on `kv`, {how}by medians of each {repeat}'s ratios"
@@ -366,32 +363,20 @@ def tables(result: Result) -> list[Block]:
     return blocks
 
 
-_COLUMNS = (
-    "",
-    "makespan s",
-    "/ bound",
-    "`kv` / this",
-    "preemptions",
-    "recomputed",
-    "hits",
-    "KV use",
-    "idle",
-    "service p50 / p95 s",
-    "latency p50 / p95 s",
-)
-
-
-def _policy_row(policy: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        f"`{policy}`",
-        f"{row['makespan_s']:,.1f}",
-        f"{row['over_bound']:.2f}",
-        f"{row['kv_makespan_ratio']:.2f}" if "kv_makespan_ratio" in row else "-",
-        f"{row['preemptions']:,.0f}",
-        f"{row['recomputed_tokens']:,.0f}",
-        *(f"{row[name]:.2f}" for name in ("prefix_hit_rate", "kv_use", "idle_share")),
-        *(percentile_list(row[name], "p50", "p95") for name in ("service_s", "latency_s")),
-    )
+def _policy_row(policy: str, row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "": f"`{policy}`",
+        "makespan s": f"{row['makespan_s']:,.1f}",
+        "/ bound": f"{row['over_bound']:.2f}",
+        "`kv` / this": f"{row['kv_makespan_ratio']:.2f}" if "kv_makespan_ratio" in row else "-",
+        "preemptions": f"{row['preemptions']:,.0f}",
+        "recomputed": f"{row['recomputed_tokens']:,.0f}",
+        "hits": f"{row['prefix_hit_rate']:.2f}",
+        "KV use": f"{row['kv_use']:.2f}",
+        "idle": f"{row['idle_share']:.2f}",
+        "service p50 / p95 s": percentile_list(row["service_s"], "p50", "p95"),
+        "latency p50 / p95 s": percentile_list(row["latency_s"], "p50", "p95"),
+    }
 
 
 def draw(axes: Any, result: Result) -> None:

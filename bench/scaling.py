@@ -76,12 +76,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
                 ("mix", mix["call_cpu_ms"], mix["cpu_ms"]),
             )
         }
+    executor_cpu_ms = burst["steady"]["executor_cpu_ms"]
     return {
         "calls": args.calls,
         "p99_s": args.p99_s,
         "kinds": kinds,
         "gateway": gateway_needs(measured["gateway"]["calls_per_core_s"], mix["bytes"], arrival_patterns),
-        "executor": executor_rate(burst["steady"]["executor_cpu_ms"]),
+        "executor": {"cpu_ms": executor_cpu_ms, "calls_per_core_s": round(1e3 / executor_cpu_ms)},
         "memory": {kind: memory_needs(measured[name], args.calls) for kind, name in MEMORY.items() if name in measured},
         "endless_core_s": round(args.calls * ENDLESS_SHARE * ENDLESS_S),
         "measured_on": {name: result["machine"] for name, result in measured.items()},
@@ -199,11 +200,6 @@ def gateway_needs(calls_per_core_s: float, size: float, patterns: Mapping[str, A
             for name, rate in rates.items()
         },
     }
-
-
-def executor_rate(cpu_ms: float) -> dict[str, float]:
-    """The rate of an executor with a core of its own, given the CPU time of its process per call."""
-    return {"cpu_ms": cpu_ms, "calls_per_core_s": round(1e3 / cpu_ms)}
 
 
 def max_in_a_second(due: Arrivals) -> int:

@@ -188,21 +188,20 @@ def _side(rounds: Sequence[Round]) -> dict[str, Any]:
 
 def tables(result: Result) -> list[Block]:
     """A row for each kind of call."""
-    columns = ("calls", "calls/s", "fresh/s", "ratio", "p50 / p99 ms", "CPU ms", "fresh CPU ms", "max. MiB")
     rows = [
-        (
-            KIND_NAMES[kind],
-            number(row["calls_per_s"]),
-            number(row["fresh"]["calls_per_s"]),
-            f"{row['ratio']:.1f}×",
-            percentile_list(row["latency_ms"], "p50", "p99"),
-            f"{row['cpu_ms']:.1f}",
-            f"{row['fresh']['cpu_ms']:.0f}",
-            number(row["memory_mb"]),
-        )
+        {
+            "calls": KIND_NAMES[kind],
+            "calls/s": number(row["calls_per_s"]),
+            "fresh/s": number(row["fresh"]["calls_per_s"]),
+            "ratio": f"{row['ratio']:.1f}×",
+            "p50 / p99 ms": percentile_list(row["latency_ms"], "p50", "p99"),
+            "CPU ms": f"{row['cpu_ms']:.1f}",
+            "fresh CPU ms": f"{row['fresh']['cpu_ms']:.0f}",
+            "max. MiB": number(row["memory_mb"]),
+        }
         for kind, row in result["kinds"].items()
     ]
-    return [Table(columns, rows), *requirements.unmet(result)]
+    return [Table.from_cells(rows), *requirements.unmet(result)]
 
 
 def draw(axes: Any, result: Result) -> None:

@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgpack
 
 from bench.harness.command import BenchFailed
+from bench.workloads.checked_calls import CheckedCall
 
 WHOLE: dict[str, Callable[[bytes], Any]] = {"application/json": json.loads, "application/msgpack": msgpack.unpackb}
 """Content types of a whole response, and how each is decoded."""
@@ -34,16 +35,6 @@ ERRORS = ("lost", "doubled", "mismatched")
 
 Request = TypeVar("Request")
 OnAnswer = Callable[[], object]
-
-
-class Checkable(Protocol):
-    """A call whose result can be checked."""
-
-    @property
-    def call(self) -> Mapping[str, Any]: ...
-    @property
-    def group(self) -> str: ...
-    def matches(self, result: Mapping[str, Any]) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +92,7 @@ class CallTally:
         return {name: getattr(self, name) for name in ERRORS}
 
     def record(
-        self, call: Checkable, result: Mapping[str, Any], latency_s: float, *, allow_unavailable: bool = False
+        self, call: CheckedCall, result: Mapping[str, Any], latency_s: float, *, allow_unavailable: bool = False
     ) -> None:
         """Count the first answer to a call."""
         usage = result["usage"]
@@ -126,12 +117,12 @@ class CallTally:
 class EncodedBatch:
     """Calls that go out in one request, encoded before the clock starts."""
 
-    calls: Sequence[Checkable]
+    calls: Sequence[CheckedCall]
     body: bytes
     accept: str
 
 
-def encoded_batches(calls: Sequence[Checkable], size: int, accepts: Sequence[str]) -> list[EncodedBatch]:
+def encoded_batches(calls: Sequence[CheckedCall], size: int, accepts: Sequence[str]) -> list[EncodedBatch]:
     """The calls in batches of `size`; the content types of the responses take turns."""
     parts = [calls[start : start + size] for start in range(0, len(calls), size)]
     return [

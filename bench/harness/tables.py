@@ -30,6 +30,11 @@ class Table:
     title: str = ""
     """Heading above the table."""
 
+    @classmethod
+    def from_cells(cls, rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
+        """A table of at least one row. Each row has its cells by column, in the same order."""
+        return cls(list(rows[0]), [list(row.values()) for row in rows], title)
+
 
 Block = Table | str
 

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from bench import burst
 from bench.burst import ACCEPTS, MeasuredLoad, Memory
-from bench.harness.load import CallTally, CallTimes
+from bench.harness.load import CallTally, CallTimes, encoded_batches
 from bench.harness.requirements import unmet
 from bench.probes.sampler import PeriodicSampler
 from bench.servers.service import Service
@@ -56,7 +56,8 @@ async def _service(change: Callable[[Results], Results]) -> AsyncIterator[Servic
 async def _tally(change: Callable[[Results], Results], form: str) -> CallTally:
     async with _service(change) as service:
         calls = list(numbered_calls("print", COUNT, 7))
-        load = await burst.measure_load(service, calls, 5, COUNT, ACCEPTS[form], lambda: None)
+        load = MeasuredLoad()
+        await load.run(service, encoded_batches(calls, 5, ACCEPTS[form]), COUNT, lambda: None)
     return load.tally
 
 
@@ -100,9 +101,20 @@ def _sampled(memory_mb: float) -> PeriodicSampler[Memory]:
     return sampler
 
 
+@pytest.mark.asyncio
+async def test_a_load_that_is_run_twice_adds_up() -> None:
+    async with _service(lambda results: results) as service:
+        load, seconds = MeasuredLoad(), []
+        for calls in (list(numbered_calls("print", COUNT, seed)) for seed in (7, 8)):
+            await load.run(service, encoded_batches(calls, 5, ACCEPTS["whole"]), COUNT, lambda: None)
+            seconds.append(load.seconds)
+    assert (load.tally.calls, load.tally.correct, len(load.tally.times)) == (2 * COUNT, 2 * COUNT, 2 * COUNT)
+    assert load.seconds > seconds[0] > 0
+    assert load.calls_per_s == 2 * COUNT / load.seconds
+
+
 def test_a_burst_is_compared_with_the_steady_load_around_it() -> None:
-    result = burst.summarize(_load(90), [_load(80), _load(133)], IDLE, _sampled(200))
-    assert result["steady"]["calls_per_s"] == pytest.approx(99.9, abs=0.1)
+    result = burst.summarize(_load(90), _load(100), IDLE, _sampled(200))
     assert unmet(result) == []
     assert result["gateway_mb"] == {"idle": 50, "peak": 55.5}
     assert result["ratio"] == pytest.approx(0.9, abs=0.01)
@@ -117,7 +129,7 @@ def test_a_burst_is_compared_with_the_steady_load_around_it() -> None:
     ],
 )
 def test_a_requirement_that_is_not_met_is_named(load: MeasuredLoad, memory_mb: float, text: str) -> None:
-    assert unmet(burst.summarize(load, [_load(100)], IDLE, _sampled(memory_mb))) == [text]
+    assert unmet(burst.summarize(load, _load(100), IDLE, _sampled(memory_mb))) == [text]
 
 
 def test_more_connections_than_descriptors_is_misuse(

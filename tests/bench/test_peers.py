@@ -16,8 +16,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench import peers
+from bench.harness.command import BenchFailed
 from bench.harness.requirements import hold
-from bench.peers import FRESH, OURS, Answer, CodeJudge, PeerCall, SandboxFusion, SystemRound
+from bench.peers import FRESH, OURS, Answer, PeerCall, SystemRound, code_judge, sandbox_fusion
 from bench.servers import service
 
 PRINTS = {"print(6 * 7)\n": "42\n", "print(1 + 1)\n": "2\n"}
@@ -98,19 +99,27 @@ async def _answers(system: peers.System, calls: Sequence[Mapping[str, Any]]) -> 
 async def test_responses_of_code_judge_are_decoded() -> None:
     calls = [{"code": "print(1 + 1)\n"}, {"code": "cat", "stdin": "hi"}, {"code": "raise"}, {"code": "worker_timeout"}]
     async with _served() as (url, http):
-        found = await _answers(CodeJudge(http, url, 8), [*calls, {"code": "queue_timeout"}, {"code": "internal_error"}])
+        found = await _answers(
+            code_judge(http, url, 8), [*calls, {"code": "queue_timeout"}, {"code": "internal_error"}]
+        )
     assert found[:4] == [Answer("ok", "2\n"), Answer("ok", "hi"), Answer("error"), Answer("timeout")]
     assert found[4:] == [Answer("", reason="queue_timeout"), Answer("", reason="internal_error")]
 
 
 @pytest.mark.asyncio
 async def test_responses_of_sandbox_fusion_are_decoded() -> None:
-    loop = {"code": "loop", "limits": {"timeout_s": 1.5}}
-    calls = [{"code": "print(1 + 1)\n"}, {"code": "cat", "stdin": "hi"}, {"code": "raise"}, loop, {"code": "broken"}]
+    loop: dict[str, Any] = {"code": "loop", "limits": {"timeout_s": 1.5}}
+    calls: list[dict[str, Any]] = [
+        {"code": "print(1 + 1)\n"},
+        {"code": "cat", "stdin": "hi"},
+        {"code": "raise"},
+        loop,
+        {"code": "broken"},
+    ]
     async with _served() as (url, http):
-        found = await _answers(SandboxFusion(http, url, 8), calls)
+        found = await _answers(sandbox_fusion(http, url, 8), calls)
         with pytest.raises(ValueError, match="HTTP 504: upstream"):
-            await _answers(SandboxFusion(http, url, 8), [{"code": "gateway timeout"}])
+            await _answers(sandbox_fusion(http, url, 8), [{"code": "gateway timeout"}])
     assert [answer.status for answer in found] == ["ok", "ok", "error", "timeout", ""]
     assert (found[1].stdout, found[4].reason) == ("hi", "SandboxError: no disk")
 
@@ -125,7 +134,7 @@ async def test_every_call_is_counted_once_whatever_becomes_of_it() -> None:
         PeerCall({"code": "broken"}, "ok"),
     ]
     async with _served() as (url, http):
-        tally = await peers.drive(SandboxFusion(http, url, 5), calls, 0.3)
+        tally = await peers.drive(sandbox_fusion(http, url, 5), calls, 0.3)
     assert tally.calls == tally.correct + tally.mismatched + tally.unanswered.total() >= 5
     assert (
         tally.correct
@@ -138,7 +147,7 @@ async def test_every_call_is_counted_once_whatever_becomes_of_it() -> None:
 @pytest.mark.asyncio
 async def test_calls_to_an_unreachable_peer_are_unanswered() -> None:
     async with aiohttp.ClientSession() as http:
-        system = CodeJudge(http, "http://127.0.0.1:1", 8)
+        system = code_judge(http, "http://127.0.0.1:1", 8)
         tally = await peers.drive(system, [PeerCall({"code": "1"}, "ok")], 0.05)
     assert tally.calls == tally.unanswered.total() > 0 and tally.correct == tally.mismatched == 0
 
@@ -202,7 +211,7 @@ def test_all_systems_answer_all_calls(
 def test_a_peer_that_cannot_run_a_simple_call_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     async def check() -> None:
         async with aiohttp.ClientSession() as http:
-            await peers.check(SandboxFusion(http, "http://127.0.0.1:1", 8))
+            await peers.check(sandbox_fusion(http, "http://127.0.0.1:1", 8))
 
-    with pytest.raises(peers.command.BenchFailed, match="SandboxFusion: expected an answer, got ClientConnectorError"):
+    with pytest.raises(BenchFailed, match="SandboxFusion: expected an answer, got ClientConnectorError"):
         asyncio.run(check())
