@@ -1,10 +1,11 @@
 """Writes the seccomp profile for level `namespaces` in a container without --privileged: `python docker/seccomp.py`.
 
-- The profile is an allow-list of three parts: the system calls of model-written code, by name, since the calls' own
-  filter checks the arguments (`sandbox.jail.seccomp.CALL_POLICY`); those that the server and its container need in
-  addition; and those by which the server builds jails, with the arguments that it uses. All others fail with EPERM.
-- System calls that fail with ENOSYS in the policy do so here: the C library does without clone3 only on ENOSYS.
-- It is for x86_64, as the policy is.
+- The profile is an allow-list of three parts: the system calls of model-written code, by name, since the filter of each
+  call checks the arguments (`sandbox.jail.seccomp.CALL_POLICY`); the system calls that the server and its container
+  need in addition; and the system calls by which the server builds jails, only with the arguments that it uses.
+- All other system calls fail with EPERM. Those that fail with ENOSYS in the policy also do so here: the C library uses
+  clone instead of clone3 only after ENOSYS.
+- The profile is for x86_64, as the policy is.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from sandbox.jail.syscalls import X86_64
 
 PROFILE = Path(__file__).parent / "seccomp.json"
 
-_SERVER = """
+_SERVER_CALLS = """
     bind listen accept accept4 connect setsockopt sendmsg sendmmsg
     memfd_create sendfile
     seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
     capset setresuid setresgid setgroups
 """
-"""Calls of the server: HTTP, passing descriptors, memory files for output, filters and uids of calls."""
-_RUNTIME = "setuid setgid"
-"""Calls of the container runtime, which loads the profile before it takes the container's uid."""
+"""System calls of the server: HTTP, passing descriptors, memory files for output, filters and uids of calls."""
+_RUNTIME_CALLS = "setuid setgid"
+"""System calls of the container runtime, which loads the profile before it changes to the container's uid."""
 
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _NETLINK, _ROUTE = 16, 0
@@ -39,29 +40,29 @@ _MOUNTS = (
 )
 
 
-def _without(index: int, bits: int) -> dict[str, Any]:
+def _has_none_of(index: int, bits: int) -> dict[str, Any]:
     """Require that argument `index` has none of these bits."""
     return {"index": index, "value": bits, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
 
 
-def _only(index: int, bits: int) -> dict[str, Any]:
+def _has_only(index: int, bits: int) -> dict[str, Any]:
     """Require that argument `index` has only these bits."""
-    return _without(index, ~bits & (1 << 64) - 1)
+    return _has_none_of(index, ~bits & (1 << 64) - 1)
 
 
-def _equal(index: int, value: int) -> dict[str, Any]:
+def _equals(index: int, value: int) -> dict[str, Any]:
     return {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
 
 
 CHECKED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
-    *(("socket", (_equal(0, family),)) for family in _FAMILIES),
-    # To list interfaces, as the C library and the probe do. Other netlink sockets would give root of a network
+    *(("socket", (_equals(0, family),)) for family in _FAMILIES),
+    # The C library and the probe list interfaces by this socket. Other netlink sockets would give root of a network
     # namespace access to the parts of the kernel with the most bugs, above all netfilter.
-    ("socket", (_equal(0, _NETLINK), _equal(2, _ROUTE))),
-    ("unshare", (_only(0, _NAMESPACES),)),  # the jail's namespaces, and each call's own
-    ("clone", (_without(0, _EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
-    ("mount", (_only(3, sum(_MOUNTS)),)),  # the read-only root; the scratch directory of each call
-    ("umount2", (_equal(1, kernel.MNT_DETACH),)),  # the host's root
+    ("socket", (_equals(0, _NETLINK), _equals(2, _ROUTE))),
+    ("unshare", (_has_only(0, _NAMESPACES),)),  # the jail's namespaces, and each call's own
+    ("clone", (_has_none_of(0, _EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
+    ("mount", (_has_only(3, sum(_MOUNTS)),)),  # the read-only root; the scratch directory of each call
+    ("umount2", (_equals(1, kernel.MNT_DETACH),)),  # the host's root
     ("pivot_root", ()),
     ("sethostname", ()),
 )
@@ -72,15 +73,15 @@ def profile() -> str:
     checked = {name for name, _ in CHECKED}
     rules = {name: seccomp.rule_for(number) for name, number in X86_64.items()}
     allowed = {name for name in seccomp.CALL_POLICY if rules[name] != seccomp.ENOSYS}
-    allowed = (allowed | {*_SERVER.split(), *_RUNTIME.split()}) - checked
-    absent = {name for name, rule in rules.items() if rule == seccomp.ENOSYS}
+    allowed = (allowed | {*_SERVER_CALLS.split(), *_RUNTIME_CALLS.split()}) - checked
+    not_implemented = {name for name, rule in rules.items() if rule == seccomp.ENOSYS}
     document = {
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": seccomp.EPERM & 0xFFFF,
         "architectures": ["SCMP_ARCH_X86_64"],
         "syscalls": [
             {"names": sorted(allowed), "action": "SCMP_ACT_ALLOW"},
-            {"names": sorted(absent), "action": "SCMP_ACT_ERRNO", "errnoRet": seccomp.ENOSYS & 0xFFFF},
+            {"names": sorted(not_implemented), "action": "SCMP_ACT_ERRNO", "errnoRet": seccomp.ENOSYS & 0xFFFF},
             *({"names": [name], "action": "SCMP_ACT_ALLOW", "args": list(checks)} for name, checks in CHECKED),
         ],
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -22,19 +22,11 @@ from sandbox.jail.syscalls import X86_64
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
-DOCKERFILES = ("sandbox.Dockerfile", "test.Dockerfile")
+PROFILE: Mapping[str, Any] = json.loads((DOCKER / "seccomp.json").read_text())
 
 
-def load_seccomp_script() -> Any:
-    spec = importlib.util.spec_from_file_location("docker_seccomp", DOCKER / "seccomp.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def evaluate(profile: Mapping[str, Any], call: str, *arguments: int) -> str | int:
-    """Return the profile's result for a system call: "SCMP_ACT_ALLOW", or an errno."""
+def evaluate(syscall: str, *arguments: int) -> str | int:
+    """Return the result of `PROFILE` for a system call: "SCMP_ACT_ALLOW", or an errno."""
 
     def holds(condition: Mapping[str, Any]) -> bool:
         argument = arguments[condition["index"]]
@@ -45,19 +37,19 @@ def evaluate(profile: Mapping[str, Any], call: str, *arguments: int) -> str | in
                 return bool(argument == condition["value"])
         raise AssertionError(condition)
 
-    for rule in profile["syscalls"]:
-        if call in rule["names"] and all(map(holds, rule.get("args", ()))):
+    for rule in PROFILE["syscalls"]:
+        if syscall in rule["names"] and all(map(holds, rule.get("args", ()))):
             return rule.get("errnoRet", rule["action"])
-    return profile["defaultErrnoRet"]
+    return PROFILE["defaultErrnoRet"]
 
 
 def test_profile_is_up_to_date() -> None:
-    module = load_seccomp_script()
-    assert module.PROFILE.read_text() == module.profile(), "run python docker/seccomp.py"
+    script = runpy.run_path(str(DOCKER / "seccomp.py"))
+    assert script["PROFILE"].read_text() == script["profile"](), "run python docker/seccomp.py"
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments"),
+    ("syscall", "arguments"),
     [
         ("unshare", (kernel.CLONE_NEWUSER,)),
         ("unshare", (kernel.CLONE_NEWUSER | userns.JAIL_NAMESPACES,)),
@@ -68,21 +60,21 @@ def test_profile_is_up_to_date() -> None:
         ("umount2", (0, kernel.MNT_DETACH)),
         ("pivot_root", (0, 0)),
         ("sethostname", (0, 7)),
-        ("clone", (0x3D0F00,)),  # a thread, as the C library starts it
+        ("clone", (0x3D0F00,)),  # the flags by which the C library starts a thread
         ("socket", (socket.AF_INET, socket.SOCK_STREAM, 0)),
         ("socket", (socket.AF_NETLINK, socket.SOCK_RAW, 0)),  # NETLINK_ROUTE
         ("memfd_create", (0, 0)),
     ],
 )
-def test_profile_allows_what_the_server_does(call: str, arguments: tuple[int, ...]) -> None:
-    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, *arguments) == "SCMP_ACT_ALLOW"
+def test_profile_allows_the_system_calls_of_the_server(syscall: str, arguments: tuple[int, ...]) -> None:
+    assert evaluate(syscall, *arguments) == "SCMP_ACT_ALLOW"
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments"),
+    ("syscall", "arguments"),
     [
         ("unshare", (0x02000000,)),  # CLONE_NEWCGROUP
-        ("unshare", (kernel.CLONE_NEWUSER | 0x80,)),  # and CLONE_NEWTIME
+        ("unshare", (kernel.CLONE_NEWUSER | 0x80,)),  # 0x80: CLONE_NEWTIME
         ("setns", (9, kernel.CLONE_NEWPID)),
         ("mount", (0, 0, 0, 0x100000, 0)),  # MS_SHARED
         ("umount2", (0, 1)),  # MNT_FORCE
@@ -97,33 +89,30 @@ def test_profile_allows_what_the_server_does(call: str, arguments: tuple[int, ..
         *((name, ()) for name in ("ptrace", "process_vm_readv", "io_uring_setup", "keyctl", "userfaultfd")),
     ],
 )
-def test_profile_refuses_other_calls(call: str, arguments: tuple[int, ...]) -> None:
-    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, *arguments) == errno.EPERM
+def test_profile_refuses_other_system_calls(syscall: str, arguments: tuple[int, ...]) -> None:
+    assert evaluate(syscall, *arguments) == errno.EPERM
 
 
-@pytest.mark.parametrize("call", ["clone3", "mseal"])
-def test_profile_fails_optional_calls_with_enosys(call: str) -> None:
-    assert evaluate(json.loads(load_seccomp_script().PROFILE.read_text()), call, 0, 0) == errno.ENOSYS
+@pytest.mark.parametrize("syscall", ["clone3", "mseal"])
+def test_profile_fails_system_calls_with_a_fallback_by_enosys(syscall: str) -> None:
+    assert evaluate(syscall, 0, 0) == errno.ENOSYS
 
 
 def test_profile_allows_all_that_the_call_policy_allows() -> None:
-    profile = json.loads(load_seccomp_script().PROFILE.read_text())
-    allowed = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
+    allowed = {name for rule in PROFILE["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
     assert {name for name, rule in CALL_POLICY.items() if rule not in (EPERM, ENOSYS)} <= allowed
 
 
 def test_profile_names_existing_system_calls_only() -> None:
-    named = [
-        name for rule in json.loads(load_seccomp_script().PROFILE.read_text())["syscalls"] for name in rule["names"]
-    ]
-    assert {*named} <= X86_64.keys()
+    assert {name for rule in PROFILE["syscalls"] for name in rule["names"]} <= X86_64.keys()
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_copied_files_exist(name: str) -> None:
-    for line in (DOCKER / name).read_text().splitlines():
+@pytest.mark.parametrize("dockerfile", ["sandbox.Dockerfile", "test.Dockerfile"])
+def test_copied_files_exist(dockerfile: str) -> None:
+    for line in (DOCKER / dockerfile).read_text().splitlines():
         if line.startswith("COPY ") and "--from" not in line:
-            assert [word for word in line.split()[1:-1] if not (REPOSITORY / word).exists()] == []
+            _copy, *sources, _target = line.split()
+            assert [source for source in sources if not (REPOSITORY / source).exists()] == []
 
 
 @pytest.mark.parametrize("gpu", ["cuda", "rocm"])
@@ -136,18 +125,16 @@ def test_trainer_images_have_the_vllm_version_of_the_tests(gpu: str) -> None:
 def test_image_serves_as_an_ordinary_user() -> None:
     lines = (DOCKER / "sandbox.Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("USER")] == ["USER 10001:10001"]
-    (entry,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT"))
-    assert entry[:2] == ["rstar-sandbox", "serve"]
-    flags = dict(zip((flag.removeprefix("--") for flag in entry[2::2]), entry[3::2], strict=True))
-    assert load(None, {"RSTAR_SANDBOX_TOKEN": "secret"}, flags).host == "0.0.0.0"
+    (argv,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT"))
+    assert argv == ["rstar-sandbox", "serve", "--host", "0.0.0.0"]
 
 
 def test_compose_file_names_existing_settings_and_files() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     environ = dict(re.findall(r"^ +(RSTAR_\w+): ([^\s#]+)", text, re.MULTILINE))
-    assert len(environ) == 2
-    environ |= {"RSTAR_SANDBOX_TOKEN_FILE": ""}
-    assert load(None, {name: value for name, value in environ.items() if value}, {}).isolation == "namespaces"
+    del environ["RSTAR_SANDBOX_TOKEN_FILE"]  # the file exists only in the container
+    assert len(environ) == 1
+    assert load(None, environ, {}).isolation == "namespaces"
     (context, dockerfile) = (re.search(rf"{name}: (\S+)", text)[1] for name in ("context", "dockerfile"))  # type: ignore[index]
     assert (DOCKER / context / dockerfile).is_file()
     assert (DOCKER / re.search(r"seccomp:(\S+)", text)[1]).is_file()  # type: ignore[index]

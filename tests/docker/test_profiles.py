@@ -21,10 +21,12 @@ from tests.executor.calling import executor
 from tests.jail.jails import system_python
 
 PROFILE = Path(__file__).parents[2] / "docker" / "seccomp.json"
-DEFAULTS = ("/usr/share/containers/seccomp.json", "/etc/containers/seccomp.json", "/etc/docker/seccomp.json")
+DEFAULT_PROFILES = ("/usr/share/containers/seccomp.json", "/etc/containers/seccomp.json", "/etc/docker/seccomp.json")
 """Paths where distributions install the default profile of container engines."""
 DEADLINE_S = 60
 ACTIONS = {"SCMP_ACT_ALLOW": 0x7FFF0000, "SCMP_ACT_ERRNO": 0x00050000}
+NUMBER_OFFSET, ARCH_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
+"""Offsets in struct seccomp_data."""
 RUN_UNDER_FILTER = """
 import os, sys
 from pathlib import Path
@@ -48,34 +50,35 @@ def compile_profile(profile: Mapping[str, Any]) -> bytes:
         and not rule.get("includes", {}).get("caps")
         and "amd64" in rule.get("includes", {}).get("arches", ["amd64"])
     ]
-    otherwise = ACTIONS[profile["defaultAction"]] | profile.get("defaultErrnoRet", errno.EPERM)
+    default_result = ACTIONS[profile["defaultAction"]] | profile.get("defaultErrnoRet", errno.EPERM)
     return bpf.assemble(
         [
-            bpf.Instruction(bpf.LOAD, 4),
+            bpf.Instruction(bpf.LOAD, ARCH_OFFSET),
             bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, yes="0"),
             bpf.Instruction(bpf.RETURN, EPERM),
             *(line for index, (number, rule) in enumerate(rules) for line in _compile_rule(index, number, rule)),
-            bpf.Instruction(bpf.RETURN, otherwise, label=str(len(rules))),
+            bpf.Instruction(bpf.RETURN, default_result, label=str(len(rules))),
         ]
     )
 
 
 def _compile_rule(index: int, number: int, rule: Mapping[str, Any]) -> Iterator[bpf.Instruction]:
-    following = str(index + 1)
-    yield bpf.Instruction(bpf.LOAD, 0, label=str(index))
-    yield bpf.Instruction(bpf.IF_EQUAL, number, no=following)
+    """Yield the instructions of one rule. A rule that does not match jumps to the label of the next one."""
+    next_rule = str(index + 1)
+    yield bpf.Instruction(bpf.LOAD, NUMBER_OFFSET, label=str(index))
+    yield bpf.Instruction(bpf.IF_EQUAL, number, no=next_rule)
     for check in rule.get("args") or ():
         is_masked = check["op"] == "SCMP_CMP_MASKED_EQ"
-        wanted = check.get("valueTwo", 0) if is_masked else check["value"]
-        for half in (0, 4):
-            yield bpf.Instruction(bpf.LOAD, 16 + 8 * check["index"] + half)
+        expected = check.get("valueTwo", 0) if is_masked else check["value"]
+        for half_offset in (0, 4):  # an argument has 64 bits, an instruction compares 32
+            yield bpf.Instruction(bpf.LOAD, ARGUMENTS_OFFSET + 8 * check["index"] + half_offset)
             if is_masked:
-                yield bpf.Instruction(bpf.AND, check["value"] >> 8 * half & 0xFFFFFFFF)
-            value = wanted >> 8 * half & 0xFFFFFFFF
-            if check["op"] == "SCMP_CMP_NE":  # the number is small, so its lower half decides
-                yield bpf.Instruction(bpf.IF_EQUAL, value, yes=following)
+                yield bpf.Instruction(bpf.AND, check["value"] >> 8 * half_offset & 0xFFFFFFFF)
+            expected_half = expected >> 8 * half_offset & 0xFFFFFFFF
+            if check["op"] == "SCMP_CMP_NE":  # the value is small, so its lower half decides
+                yield bpf.Instruction(bpf.IF_EQUAL, expected_half, yes=next_rule)
                 break
-            yield bpf.Instruction(bpf.IF_EQUAL, value, no=following)
+            yield bpf.Instruction(bpf.IF_EQUAL, expected_half, no=next_rule)
     yield bpf.Instruction(bpf.RETURN, ACTIONS[rule["action"]] | rule.get("errnoRet", 0))
 
 
@@ -92,7 +95,8 @@ def skip_unless_supported(level: str) -> None:
         pytest.skip(str(error))
 
 
-def check_level_runs(profile: str | Path, level: str, directory: Path) -> None:
+def check_calls_run(profile: str | Path, level: str, directory: Path) -> None:
+    """Check that a call runs at this level in an executor under the profile."""
     skip_unless_supported(level)
     python = system_python()
     if python is None:
@@ -105,21 +109,22 @@ def check_level_runs(profile: str | Path, level: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("level", ["namespaces", "landlock"])
 def test_level_runs_under_the_profile(level: str, tmp_path: Path) -> None:
-    check_level_runs(PROFILE, level, tmp_path)
+    check_calls_run(PROFILE, level, tmp_path)
 
 
 def test_level_landlock_runs_under_the_engines_default_profile(tmp_path: Path) -> None:
-    default = next(filter(os.path.isfile, DEFAULTS), None)
+    default = next(filter(os.path.isfile, DEFAULT_PROFILES), None)
     if default is None:
-        pytest.skip(f"needs an engine's default profile: there is none of {', '.join(DEFAULTS)}")
-    check_level_runs(default, "landlock", tmp_path)
+        pytest.skip(f"needs an engine's default profile: there is none of {', '.join(DEFAULT_PROFILES)}")
+    check_calls_run(default, "landlock", tmp_path)
 
 
-@pytest.mark.parametrize("call", ["unshare", "mount", "pivot_root", "sethostname"])
-def test_level_namespaces_needs_each_call_that_the_profile_adds(call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("syscall", ["unshare", "mount", "pivot_root", "sethostname"])
+def test_level_namespaces_needs_each_system_call_that_the_profile_adds(syscall: str, tmp_path: Path) -> None:
     skip_unless_supported("namespaces")
     profile = json.loads(PROFILE.read_text())
-    profile["syscalls"] = [rule for rule in profile["syscalls"] if call not in rule["names"]]
+    profile["syscalls"] = [rule for rule in profile["syscalls"] if syscall not in rule["names"]]
     argv = [*argv_under(profile, tmp_path), "-c", "from sandbox.jail import choose_level; choose_level('namespaces')"]
     run = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
-    assert f"{call}" in run.stderr and "Operation not permitted" in run.stderr
+    assert syscall in run.stderr
+    assert "Operation not permitted" in run.stderr

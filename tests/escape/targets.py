@@ -1,8 +1,9 @@
 """Targets of attacks: an executor at one isolation level, started by one user, with secrets around it.
 
-An attack is code that prints BREACH when it has reached something. `Target.resists` runs it as a call, which must come to
-its end without a BREACH. `succeeds_without_jail`, the control, runs the same code without a jail and expects the BREACH.
-Attackers know everything about the host except its secrets: pids, paths and ports are in `HOST`.
+- An attack is code that prints BREACH when it has reached something. `Target.resists` runs the attack as a call, which
+  must come to its end without printing BREACH.
+- Each attack has a control: `succeeds_without_jail` runs the same code without a jail, where it must print BREACH.
+- Attackers know everything about the host except its secrets: pids, paths and ports are in `HOST`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.executor.calling import OWN_PYTHON, Caller, call
 from tests.jail.jails import REPOSITORY, dir_for_all_users, python_for_all_users, reachable_python
 
 NAMES = ("nsjail", "namespaces", "namespaces as nobody", "landlock", "landlock as nobody")
+"""Names of the targets: a level, and the user who starts the executor if it is not the user who runs the tests."""
 NOBODY = 65_534
 SLOTS = 4
 DEADLINE_S = calling.DEADLINE_S
@@ -41,8 +43,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 def raw(number, *arguments):
     ctypes.set_errno(0)
-    got = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
-    return got if got != -1 else -ctypes.get_errno()
+    result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
+    return result if result != -1 else -ctypes.get_errno()
 def breach(evidence): os.write(1, f"BREACH {evidence}\n".encode())
 def scan(data):
     for token in set(re.findall(rb"CANARY-\w{32}", data)): breach(token.decode())
@@ -57,8 +59,8 @@ def attempt(action, *arguments):
     try: return action(*arguments)
     except OSError as error: return error
 def works(action, *arguments): return not isinstance(attempt(action, *arguments), OSError)
-# Directories to write to and files to change: many in a jail. A control, which succeeds, uses only a directory and a file
-# of its own, since it must not change the machine.
+# Directories to write to, and files to change. In a jail they are many. A control succeeds and must not change the
+# machine, so it uses only a directory and a file of its own.
 DIRS, SHARED, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
 if HOST["is_jailed"]:
     library = os.path.dirname(os.__file__)
@@ -68,9 +70,12 @@ if HOST["is_jailed"]:
     SHARED += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *DIRS[2:]]
     DEVICE = "/dev/null"
 """
+"""Beginning of each attack. `raw` makes a system call by its number and returns its result or the negative errno, `breach`
+reports a success, `scan` reports all canaries in some bytes, `attempt` returns an `OSError` instead of raising it."""
 
 
 def canary() -> str:
+    """Return a random secret that `scan` recognizes."""
     return "CANARY-" + secrets.token_hex(16)
 
 
@@ -79,12 +84,14 @@ class Host:
     """The machine around the jail, with its secrets."""
 
     facts: dict[str, Any]
-    """What attackers know: `HOST` in their code."""
+    """All that attackers know. It is `HOST` in their code."""
     environ: dict[str, str]
+    """Variables to add to the server's environment."""
     secret: str
     """A canary in the server's environment and command line, in a file and in shared memory."""
 
-    def with_facts(self, code: str) -> str:
+    def attack_program(self, code: str) -> str:
+        """Return an attack as a whole program: `HOST`, `PRELUDE`, the code, and a line END."""
         return f"HOST = {self.facts!r}\n{PRELUDE}\n{code}\nos.write(1, b'END\\n')\n"
 
 
@@ -93,22 +100,22 @@ class Target:
 
     def __init__(self, name: str, caller: Caller, host: Host) -> None:
         self.name = name
-        self.level, _, identity = name.partition(" as ")
-        self.is_ordinary = bool(identity) or os.geteuid() != 0
+        self.level, _, _ = name.partition(" as ")
         self.caller = caller
         self.host = host
-        self.at_rest = len(self.processes())
+        self.idle_process_count = len(self.processes())
+        """Processes of the executor, its jail and its zygotes while no call runs."""
 
-    def run(self, code: str, **more: Any) -> Result:
-        """Run an attack as a call, with any result."""
-        return self.caller.run(self.host.with_facts(code), **more)
+    def run(self, code: str, **options: Any) -> Result:
+        """Run an attack as a call, and return its result, whatever it is."""
+        return self.caller.run(self.host.attack_program(code), **options)
 
-    def call(self, code: str, **more: Any) -> Call:
-        return call(self.host.with_facts(code), **more)
+    def call(self, code: str, **options: Any) -> Call:
+        return call(self.host.attack_program(code), **options)
 
-    def resists(self, code: str, **more: Any) -> Result:
+    def resists(self, code: str, **options: Any) -> Result:
         """Run an attack as a call that must come to its end without a BREACH."""
-        return resisted(self.run(code, **more))
+        return check_resisted(self.run(code, **options))
 
     def processes(self) -> list[int]:
         """Return the pids of the executor and its descendants."""
@@ -120,8 +127,8 @@ class Target:
         pytest.fail("the executor has ended")
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop the zygotes by SIGSTOP."""
+    def zygotes_stopped(self) -> Iterator[None]:
+        """Stop the zygotes by SIGSTOP within the block, so that they receive all its calls before they start one."""
         pids = [pid for pid in self.processes() if _is_zygote(pid)]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -132,13 +139,13 @@ class Target:
                 os.kill(pid, signal.SIGCONT)
 
     @contextmanager
-    def sleeping(self, code: str) -> Iterator[None]:
-        """Keep a call running that has executed `code` and sleeps."""
-        before = set(self.processes())
+    def sleeping_call(self, code: str) -> Iterator[None]:
+        """Within the block, keep a call running that has executed `code` and now sleeps."""
+        pids_before = set(self.processes())
         seq = self.caller.submit(call(f"{code}\nimport time\ntime.sleep(1000)", timeout_s=300.0))
         try:
             deadline = time.monotonic() + DEADLINE_S
-            while not any(_sleeps(pid) for pid in set(self.processes()) - before):
+            while not any(_sleeps(pid) for pid in set(self.processes()) - pids_before):
                 assert time.monotonic() < deadline, "the call does not reach its sleep"
                 time.sleep(0.01)
             yield
@@ -146,7 +153,7 @@ class Target:
             self.caller.send("cancel", [seq])
 
     def check_healthy(self) -> None:
-        """Check that all slots still run calls correctly, at the first attempt."""
+        """Check that all slots still run calls, correctly and at the first attempt."""
         calls = [call(f"print({n} * 7)") for n in range(2 * self.caller.ready["slots"])]
         for n, result in enumerate(self.caller.run_all(calls)):
             assert (result.status, result.stdout, result.attempts) == (Status.OK, f"{n * 7}\n", 1), result
@@ -160,35 +167,36 @@ def _is_zygote(pid: int) -> bool:
 
 
 def _sleeps(pid: int) -> bool:
-    """Return whether a process is in clock_nanosleep(2), or sleeps, if more is not visible."""
+    """Return whether a process is in clock_nanosleep(2). If its system call is not visible, any sleep counts."""
     try:
-        return Path(f"/proc/{pid}/syscall").read_text().startswith("230 ")
+        return Path(f"/proc/{pid}/syscall").read_text().startswith("230 ")  # the number of clock_nanosleep
     except (FileNotFoundError, ProcessLookupError):
         return False
     except PermissionError:  # in a container even root may not read this file of another user's process
         return bool(re.search(r"^State:\tS", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
 
 
-def resisted(result: Result) -> Result:
+def check_resisted(result: Result) -> Result:
+    """Check that an attack came to its end without a BREACH, and return its result."""
     assert "BREACH" not in result.stdout, result.stdout
     assert result.stdout.endswith("END\n"), f"the attack did not come to its end: {result}"
     return result
 
 
 def skip_under_seccomp() -> None:
-    """Skip a control if this process has a seccomp filter, such as a container's, which may stop the attack too."""
+    """Skip a control if this process has a seccomp filter (of a container, for example), which may stop the attack."""
     if "Seccomp:\t0" not in Path("/proc/self/status").read_text():
-        pytest.skip("the control needs a process without a seccomp filter, so no container")
+        pytest.skip("the control needs a process without a seccomp filter, so it does not run in a container")
 
 
 def succeeds_without_jail(host: Host, code: str, directory: Path) -> None:
-    """Run an attack without a jail, where it must succeed. It shows that the attack works."""
+    """Run an attack without a jail, where it must succeed: this shows that the attack works."""
     skip_under_seccomp()
     environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}"}
-    ours, theirs = socket.socketpair()  # a descriptor to inherit
-    with ours, theirs:
-        done = subprocess.run(
-            [OWN_PYTHON, "-c", host.with_facts(code)],
+    inherited, other_end = socket.socketpair()  # one attack looks for an inherited descriptor
+    with inherited, other_end:
+        run = subprocess.run(
+            [OWN_PYTHON, "-c", host.attack_program(code)],
             capture_output=True,
             text=True,
             check=False,
@@ -196,46 +204,45 @@ def succeeds_without_jail(host: Host, code: str, directory: Path) -> None:
             env=environ,
             timeout=DEADLINE_S,
             start_new_session=True,
-            pass_fds=[ours.fileno()],
+            pass_fds=[inherited.fileno()],
         )
-    assert "BREACH" in done.stdout, f"the attack failed without a jail: {done.stdout}{done.stderr}"
+    assert "BREACH" in run.stdout, f"the attack failed without a jail: {run.stdout}{run.stderr}"
 
 
 @contextmanager
 def make_host() -> Iterator[Host]:
-    """Create secrets in files, in shared memory and in a process, and servers on sockets."""
+    """Create secrets in a file, in shared memory and in a process, and servers on sockets."""
     secret = canary()
     with ExitStack() as stack:
         directory = stack.enter_context(dir_for_all_users())
         file = directory / "secret"
         file.write_text(secret)
-        shared = Path(f"/dev/shm/escape-{secrets.token_hex(8)}")
-        shared.write_text(secret)
-        stack.callback(shared.unlink)
+        shared_memory = Path(f"/dev/shm/escape-{secrets.token_hex(8)}")
+        shared_memory.write_text(secret)
+        stack.callback(shared_memory.unlink)
         environ = {"API_KEY": secret}
         argv = [sys.executable, "-c", "import sys; kept = bytearray(sys.argv[1], 'ascii'); sys.stdin.read()", secret]
         victim = stack.enter_context(
             subprocess.Popen(argv, stdin=subprocess.PIPE, env={**os.environ, **environ}, start_new_session=True)
         )
         stack.callback(victim.kill)
-        path = f"{directory}/socket"
-        servers = [_server(socket.AF_INET, ("127.0.0.1", 0)), _server(socket.AF_UNIX, path)]
-        abstract = f"\0escape-{secrets.token_hex(8)}"
-        servers.append(_server(socket.AF_UNIX, abstract))
-        for server in servers:
-            stack.enter_context(server)
+        socket_path = f"{directory}/socket"
+        abstract_name = f"\0escape-{secrets.token_hex(8)}"
+        tcp_server = stack.enter_context(_listening_socket(socket.AF_INET, ("127.0.0.1", 0)))
+        stack.enter_context(_listening_socket(socket.AF_UNIX, socket_path))
+        stack.enter_context(_listening_socket(socket.AF_UNIX, abstract_name))
         file.chmod(0o644)
-        os.chmod(path, 0o777)
-        shared.chmod(0o666)
+        os.chmod(socket_path, 0o777)
+        shared_memory.chmod(0o666)
         facts = {
             "file": str(file),
             "directory": str(directory),
-            "shm": str(shared),
+            "shm": str(shared_memory),
             "pid": victim.pid,
-            "server": victim.pid,
-            "port": servers[0].getsockname()[1],
-            "path": path,
-            "abstract": abstract,
+            "server": victim.pid,  # in a target: the executor
+            "port": tcp_server.getsockname()[1],
+            "path": socket_path,
+            "abstract": abstract_name,
             "name": socket.gethostname(),
             "is_jailed": False,
         }
@@ -243,7 +250,7 @@ def make_host() -> Iterator[Host]:
         assert victim.poll() is None, "an attack killed a process of the host"
 
 
-def _server(family: int, address: Any) -> socket.socket:
+def _listening_socket(family: int, address: Any) -> socket.socket:
     server = socket.socket(family)
     server.bind(address)
     server.listen(64)
@@ -253,23 +260,25 @@ def _server(family: int, address: Any) -> socket.socket:
 @contextmanager
 def target(name: str, host: Host) -> Iterator[Target]:
     """Start the executor of a target. Skips the test if this machine does not support it."""
-    level, _, identity = name.partition(" as ")
+    level, _, user = name.partition(" as ")
     try:
         choose_level(level)
     except IsolationError as error:
         pytest.skip(str(error))
     with ExitStack() as stack:
-        server, guest = sys.executable, OWN_PYTHON
+        server_python, guest_python = sys.executable, OWN_PYTHON
         options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["directory"]}
-        if identity:
+        if user:
             if os.geteuid() != 0:
                 pytest.skip(f"{name}: the tests run as an ordinary user already")
-            server = python_for_all_users(stack.enter_context(dir_for_all_users()))
-            guest = str(Path(server).resolve())
+            server_python = python_for_all_users(stack.enter_context(dir_for_all_users()))
+            guest_python = str(Path(server_python).resolve())
             options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         elif level == "landlock":
-            guest = reachable_python(guest)
-        argv = [server, "-X", f"secret={host.secret}"]
-        with calling.executor(guest, server=argv, process_options=options, isolation=level, slots=SLOTS) as caller:
+            guest_python = reachable_python(guest_python)
+        argv = [server_python, "-X", f"secret={host.secret}"]
+        with calling.executor(
+            guest_python, server=argv, process_options=options, isolation=level, slots=SLOTS
+        ) as caller:
             facts = {**host.facts, "is_jailed": True, "server": caller.process.pid}
             yield Target(name, caller, Host(facts, host.environ, host.secret))

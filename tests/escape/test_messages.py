@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.escape.targets import DEADLINE_S, Host, Target, canary, resisted, skip_under_seccomp, succeeds_without_jail
+from tests.escape.targets import (
+    DEADLINE_S,
+    Host,
+    Target,
+    canary,
+    check_resisted,
+    skip_under_seccomp,
+    succeeds_without_jail,
+)
 from tests.executor.calling import OWN_PYTHON
 
 SHARED_MEMORY = """
@@ -137,7 +145,7 @@ raw(250, 9, key, -4)
 
 def with_facts(host: Host, code: str, message: str) -> str:
     # The receiver knows the message, but not in one piece, so that a search of its own memory does not find it.
-    return host.with_facts(f"MESSAGE = 'CANARY-' + {message[7:]!r}\n{code}")
+    return host.attack_program(f"MESSAGE = 'CANARY-' + {message[7:]!r}\n{code}")
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
@@ -146,15 +154,15 @@ def test_message_to_a_later_call(kind: str, target: Target) -> None:
     message = canary()
     target.caller.run(with_facts(target.host, send, message))
     for _ in range(3):
-        resisted(target.caller.run(with_facts(target.host, receive, message)))
+        check_resisted(target.caller.run(with_facts(target.host, receive, message)))
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_message_to_a_concurrent_call(kind: str, target: Target) -> None:
     send, receive = MESSAGES[kind]
     message = canary()
-    with target.sleeping(with_facts(target.host, send, message)):
-        resisted(target.caller.run(with_facts(target.host, receive, message)))
+    with target.sleeping_call(with_facts(target.host, send, message)):
+        check_resisted(target.caller.run(with_facts(target.host, receive, message)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MESSAGES if "inherited" not in kind])

@@ -21,34 +21,35 @@ if works(lambda: socket.socket(socket.AF_UNIX).connect(HOST["abstract"])): breac
     "a socket of any family": """
 for family in range(1, 46):
     for kind in (1, 2, 3, 5):
-        fd = raw(41, family, kind, 0)
+        fd = raw(41, family, kind, 0)  # socket(2)
         if fd >= 0: breach((family, kind)); os.close(fd)
 """,
     "a pair of sockets with names": """
 for family in range(1, 46):
     for kind in (1, 2, 3, 5):
         fds = (ctypes.c_int * 2)()
-        if raw(53, family, kind, 0, fds) == 0:
-            if (family, kind) != (1, 1): breach((family, kind))
+        if raw(53, family, kind, 0, fds) == 0:  # socketpair(2)
+            if (family, kind) != (socket.AF_UNIX, socket.SOCK_STREAM): breach((family, kind))
             os.close(fds[0]); os.close(fds[1])
 """,
     "the kernel by netlink": """
 if works(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0))): breach("netlink")
 """,
     "the hypervisor by vsock": """
-got = attempt(lambda: socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM))
-if getattr(got, "errno", errno.EAFNOSUPPORT) == errno.EAFNOSUPPORT: breach("vsock, where there is one")
+result = attempt(lambda: socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM))
+# A socket has no errno. A machine without vsock answers EAFNOSUPPORT, where a filter would have answered EPERM.
+if getattr(result, "errno", errno.EAFNOSUPPORT) == errno.EAFNOSUPPORT: breach("vsock")
 """,
     "the kernel's cryptography": """
-got = attempt(lambda: socket.socket(38, socket.SOCK_SEQPACKET, 0))
-if getattr(got, "errno", errno.EAFNOSUPPORT) == errno.EAFNOSUPPORT: breach("AF_ALG, where there is one")
+result = attempt(lambda: socket.socket(38, socket.SOCK_SEQPACKET, 0))  # AF_ALG
+if getattr(result, "errno", errno.EAFNOSUPPORT) == errno.EAFNOSUPPORT: breach("AF_ALG")
 """,
     "frames on the wire": """
 if works(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3)): breach("packets")
 """,
     "a name server": """
-got = attempt(socket.getaddrinfo, "localhost", HOST["port"])
-if not isinstance(got, OSError) and works(socket.create_connection, got[0][4][:2], 5): breach(got)
+addresses = attempt(socket.getaddrinfo, "localhost", HOST["port"])
+if not isinstance(addresses, OSError) and works(socket.create_connection, addresses[0][4][:2], 5): breach(addresses)
 """,
     "the names of interfaces": """
 names = attempt(socket.if_nameindex)
@@ -63,16 +64,16 @@ def serve():
 if works(serve): breach("listening")
 """,
     "an old socket by a new name": """
-ours, theirs = socket.socketpair()
-for action in (lambda: ours.bind("\\0name"), lambda: ours.connect(HOST["abstract"]), lambda: ours.listen(),
-             lambda: ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
+one_end, other_end = socket.socketpair()
+for action in (lambda: one_end.bind("\\0name"), lambda: one_end.connect(HOST["abstract"]), lambda: one_end.listen(),
+             lambda: one_end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
     if works(action): breach("named")
 """,
 }
 
 
 @pytest.mark.parametrize("attack", REACHING)
-def test_reaching(attack: str, target: Target) -> None:
+def test_a_call_cannot_reach(attack: str, target: Target) -> None:
     target.resists(REACHING[attack])
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import subprocess
+import textwrap
 import time
 from pathlib import Path
 
@@ -22,12 +23,13 @@ for pid in (HOST["pid"], HOST["server"], os.getppid()):
 """,
     "a signal to a thread of the host": """
 for pid in (HOST["pid"], HOST["server"]):
-    if raw(234, pid, pid, 0) == 0 or raw(200, pid, 0) == 0: breach(pid)
+    if raw(234, pid, pid, 0) == 0 or raw(200, pid, 0) == 0: breach(pid)  # tgkill(2), tkill(2)
 """,
     "a queued signal": """
-info = struct.pack("iiiii108x", 0, 0, -1, os.getpid(), os.getuid())
+siginfo = struct.pack("iiiii108x", 0, 0, -1, os.getpid(), os.getuid())
 for pid in (HOST["pid"], HOST["server"]):
-    if raw(129, pid, 0, info) == 0 or raw(297, pid, pid, 0, info) == 0: breach(pid)
+    # rt_sigqueueinfo(2), rt_tgsigqueueinfo(2)
+    if raw(129, pid, 0, siginfo) == 0 or raw(297, pid, pid, 0, siginfo) == 0: breach(pid)
 """,
     "a pidfd of a process": """
 for pid in (HOST["pid"], HOST["server"]):
@@ -49,9 +51,9 @@ for pid in (HOST["pid"], HOST["server"]):
     if works(os.getpgid, pid): breach(pid)
 """,
     "any process by trying all pids": """
-mine = {os.getpid(), os.getppid()}
-found = [pid for pid in range(2, 70_000) if pid not in mine and not isinstance(attempt(os.kill, pid, 0), ProcessLookupError)]
-if found: breach(found[:9])
+def exists(pid): return not isinstance(attempt(os.kill, pid, 0), ProcessLookupError)
+pids = [pid for pid in range(2, 70_000) if pid not in (os.getpid(), os.getppid()) and exists(pid)]
+if pids: breach(pids[:9])
 """,
     "a higher priority": """
 if works(os.nice, -5) or works(os.nice, 1): breach("nice")
@@ -69,7 +71,7 @@ if resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY: breach("
 
 
 @pytest.mark.parametrize("attack", REACHING)
-def test_reaching(attack: str, target: Target) -> None:
+def test_a_call_cannot_reach(attack: str, target: Target) -> None:
     target.resists(REACHING[attack], timeout_s=30.0)
 
 
@@ -78,7 +80,7 @@ def test_reaching_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Pat
     succeeds_without_jail(host, REACHING[attack], tmp_path)
 
 
-KILLING = {
+KILLS = {
     "all processes": "attempt(os.kill, -1, {signal})",
     "its process group": "attempt(os.kill, 0, {signal})",
     "its process group by name": "attempt(os.killpg, os.getpgrp(), {signal})\nattempt(os.killpg, 0, {signal})",
@@ -88,17 +90,17 @@ KILLING = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("attack", KILLING)
-def test_killing(attack: str, number: int, target: Target) -> None:
-    """A child makes the attack, so that the call itself can survive it. Concurrent calls are not disturbed."""
-    neighbours = [target.caller.submit(call(f"import time\ntime.sleep(0.5)\nprint({n})")) for n in range(2)]
-    code = f"if os.fork() == 0:\n    {KILLING[attack].format(signal=int(number)).replace(chr(10), chr(10) + '    ')}\n    os._exit(0)\n"
-    result = target.run(code + "time.sleep(0.2)", timeout_s=2.0)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("attack", KILLS)
+def test_a_call_cannot_disturb_others_by_killing(attack: str, signum: int, target: Target) -> None:
+    """A child of the call makes the attack, so that the call itself can survive it."""
+    concurrent = [target.caller.submit(call(f"import time\ntime.sleep(0.5)\nprint({n})")) for n in range(2)]
+    kills = textwrap.indent(KILLS[attack].format(signal=int(signum)), "    ")
+    result = target.run(f"if os.fork() == 0:\n{kills}\n    os._exit(0)\ntime.sleep(0.2)", timeout_s=2.0)
     assert result.status is not Status.UNAVAILABLE, result
     assert result.attempts == 1
-    for n, neighbour in enumerate(map(target.caller.result_of, neighbours)):
-        assert (neighbour.stdout, neighbour.attempts) == (f"{n}\n", 1), neighbour
+    for n, other in enumerate(map(target.caller.result_of, concurrent)):
+        assert (other.stdout, other.attempts) == (f"{n}\n", 1), other
     target.check_healthy()
 
 
@@ -137,44 +139,49 @@ if os.fork() == 0:
     "a thread of a child": """
 if os.fork() == 0:
     threading.Thread(target=time.sleep, args=(1000,)).start()
-    libc.syscall(60, 0)
+    libc.syscall(60, 0)  # exit(2) ends only the first thread
 """,
     "a child in its own process group with all signals blocked": "if os.fork() == 0: os.setpgid(0, 0); signal.pthread_sigmask(0, range(1, 65)); time.sleep(1000)",
     "a child that shares memory, by vfork": """
-stack = ctypes.create_string_buffer(1 << 16)
-sleep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
-if os.fork() == 0: raw(58) or time.sleep(1000)
+if os.fork() == 0: raw(58) or time.sleep(1000)  # vfork(2) returns 0 in its child, which sleeps
 """,
 }
 
 
 @pytest.mark.parametrize("attack", LEFTOVERS)
-def test_outliving_the_call(attack: str, target: Target) -> None:
-    mark = "esc" + secrets.token_hex(5)
-    result = target.run(f"libc.prctl(15, b'{mark}')\n{LEFTOVERS[attack]}\nos._exit(0)", timeout_s=5.0, processes=32)
+def test_no_process_outlives_its_call(attack: str, target: Target) -> None:
+    name = _new_process_name()
+    result = target.run(f"{SET_NAME.format(name)}\n{LEFTOVERS[attack]}\nos._exit(0)", timeout_s=5.0, processes=32)
     assert result.status in ("ok", "timeout", "error"), result
-    wait_gone(_marked(mark, target.processes()))
-    assert not _marked(mark), "a process outlived its call"
+    wait_gone(_pids_named(name, target.processes()))
+    assert not _pids_named(name), "a process outlived its call"
     target.check_healthy()
 
 
-def _marked(mark: str, pids: list[int] | None = None) -> list[int]:
-    """Return the pids of processes with this name, by default on the whole machine."""
-    marked = []
-    for pid in pids or [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+SET_NAME = "libc.prctl(15, b'{}')  # PR_SET_NAME; children inherit the name"
+
+
+def _new_process_name() -> str:
+    return "esc" + secrets.token_hex(5)
+
+
+def _pids_named(process_name: str, pids: list[int] | None = None) -> list[int]:
+    """Return the pids of processes with this name, among `pids` or else on the whole machine."""
+    named = []
+    for pid in pids or [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]:
         try:
-            if Path(f"/proc/{pid}/comm").read_text().strip() == mark:
-                marked.append(pid)
+            if Path(f"/proc/{pid}/comm").read_text().strip() == process_name:
+                named.append(pid)
         except OSError:
             continue
-    return marked
+    return named
 
 
 def test_a_daemon_outlives_its_parent_without_a_jail(host: Host, tmp_path: Path) -> None:
-    mark = "esc" + secrets.token_hex(5)
-    code = host.with_facts(f"libc.prctl(15, b'{mark}')\n{LEFTOVERS['a daemon']}\nos._exit(0)")
+    name = _new_process_name()
+    code = host.attack_program(f"{SET_NAME.format(name)}\n{LEFTOVERS['a daemon']}\nos._exit(0)")
     subprocess.run([OWN_PYTHON, "-c", code], cwd=tmp_path, timeout=DEADLINE_S, check=True)
-    (daemon,) = _marked(mark)
+    (daemon,) = _pids_named(name)
     os.kill(daemon, signal.SIGKILL)
 
 
@@ -189,6 +196,7 @@ while True: time.sleep(1000)
     "computes in C": "9 ** 9 ** 9",
     "formats a huge number": "sys.set_int_max_str_digits(0)\nlen(str(7 ** 9_000_000))",
     "waits for a child that sleeps, by vfork": """
+# x86_64 machine code: call vfork(2), then pause(2) for ever in its child
 code = b'\\x48\\xc7\\xc0\\x3a\\x00\\x00\\x00\\x0f\\x05\\x85\\xc0\\x75\\x0b\\x48\\xc7\\xc0\\x22\\x00\\x00\\x00\\x0f\\x05\\xeb\\xf5\\xc3'
 import mmap
 page = mmap.mmap(-1, 4096, prot=7); page.write(code)
@@ -207,7 +215,7 @@ while True:
 """,
     "loops in a destructor": "class C:\n    def __del__(self):\n        while True: pass\nC()",
     "computes only in short-lived children": """
-until = time.monotonic() + 0.4
+until = time.monotonic() + 0.4  # seconds; the call's limit is 0.5
 while True:
     children = []
     for _ in range(6):
@@ -222,17 +230,16 @@ while True:
 }
 
 
-@pytest.mark.parametrize("attack", ENDLESS)
-def test_code_that(attack: str, target: Target) -> None:
-    result = target.run(ENDLESS[attack], timeout_s=0.5, memory_mb=1024)
+@pytest.mark.parametrize("behaviour", ENDLESS)
+def test_endless_code_times_out_even_if_it(behaviour: str, target: Target) -> None:
+    result = target.run(ENDLESS[behaviour], timeout_s=0.5, memory_mb=1024)
     assert (result.status, result.attempts) == (Status.TIMEOUT, 1), result
     target.check_healthy()
 
 
 def test_no_process_is_left_after_all_attacks(target: Target) -> None:
-    """After all attacks only the executor, its jail and its zygotes exist."""
     target.check_healthy()
     deadline = time.monotonic() + DEADLINE_S
-    while len(target.processes()) != target.at_rest and time.monotonic() < deadline:
+    while len(target.processes()) != target.idle_process_count and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(target.processes()) == target.at_rest
+    assert len(target.processes()) == target.idle_process_count

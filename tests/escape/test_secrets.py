@@ -1,4 +1,4 @@
-"""Attacks that read secrets: files and processes of the host, the server's, and other calls'."""
+"""Attacks that read secrets in files and processes of the host, of the server, and of other calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.types import Call
-from tests.escape.targets import Host, Target, canary, succeeds_without_jail
+from tests.escape.targets import Host, Target, canary, check_resisted, succeeds_without_jail
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, call
 
 READING = {
@@ -18,12 +18,11 @@ READING = {
     "a file through a link": "os.symlink(HOST['file'], 'link'); scan(read('link'))",
     "a file by a hard link": "attempt(os.link, HOST['file'], 'hard'); scan(read('hard')); scan(read(HOST['file']))",
     "a file by executing it": """
-done = attempt(lambda: subprocess.run(["/bin/cat", HOST["file"]], capture_output=True))
-if not isinstance(done, OSError): scan(done.stdout)
+run = attempt(lambda: subprocess.run(["/bin/cat", HOST["file"]], capture_output=True))
+if not isinstance(run, OSError): scan(run.stdout)
 """,
     "the names in a directory": """
-got = attempt(os.listdir, HOST["directory"])
-if not isinstance(got, OSError) and "secret" in got: breach(got)
+if "secret" in names(HOST["directory"]): breach(names(HOST["directory"]))
 """,
     "shared memory": "scan(read(HOST['shm']))\nfor name in names('/dev/shm'): scan(read('/dev/shm/' + name))",
     "the environment of the server": "scan(read(f'/proc/{HOST[\"server\"]}/environ'))",
@@ -46,47 +45,43 @@ for pid in (HOST["server"], os.getppid()):
         except OSError: pass
 """,
     "a new mount of /proc": """
-libc.unshare(0x10020000)
+libc.unshare(0x10020000)  # CLONE_NEWUSER | CLONE_NEWNS
 if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: scan(read(f"/tmp/{HOST['server']}/environ")); libc.umount(b"/tmp")
 if names("/proc/1"): breach("/proc/1")
 """,
     "an inherited descriptor": """
-for fd in range(1024):
-    if fd < 5 or not works(os.fstat, fd): continue
-    breach(fd)
+for fd in range(5, 1024):  # a call has standard streams, the report and the output files: 0 to 4
+    if works(os.fstat, fd): breach(fd)
 """,
     "a parent directory through an inherited descriptor": """
-for fd in (*range(1024), -100):
-    got = attempt(os.open, "../" * 20 + HOST["file"][1:], os.O_RDONLY, 0o600) if fd == -100 else \
-        raw(257, fd, ("../" * 20 + HOST["file"][1:]).encode(), 0)
-    if isinstance(got, int) and got >= 0: scan(os.read(got, 4096))
+path = "../" * 20 + HOST["file"][1:]
+for fd in (*range(1024), -100):  # -100: AT_FDCWD, the working directory
+    opened = raw(257, fd, path.encode(), os.O_RDONLY)  # openat(2)
+    if opened >= 0: scan(os.read(opened, 4096))
 """,
     "files by handles, without a path": """
-libc.name_to_handle_at.restype = ctypes.c_int
-handle, mount = struct.pack("Ii128x", 128, 0), ctypes.c_int()
-buffer = ctypes.create_string_buffer(handle, len(handle))
-fd = raw(303, -100, HOST["file"].encode(), buffer, ctypes.byref(mount), 0)
-if fd >= 0: breach("handle")
+handle, mount_id = ctypes.create_string_buffer(struct.pack("Ii128x", 128, 0)), ctypes.c_int()
+if raw(303, -100, HOST["file"].encode(), handle, ctypes.byref(mount_id), 0) >= 0: breach("name_to_handle_at(2)")
 for inode in range(2, 12):
-    got = raw(304, 0, struct.pack("IiQ", 8, 1, inode), 0)
-    if got >= 0: breach(inode)
+    if raw(304, 0, struct.pack("IiQ", 8, 1, inode), 0) >= 0: breach(f"open_by_handle_at(2) of inode {inode}")
 """,
     "a set-uid program": """
 for path in ("/bin/su", "/usr/bin/su", "/usr/bin/sudo", "/usr/bin/passwd", "/usr/bin/mount"):
-    done = attempt(lambda: subprocess.run([path, "--help"], capture_output=True))
-    if not isinstance(done, OSError): breach(path)
+    if works(lambda: subprocess.run([path, "--help"], capture_output=True)): breach(path)
 """,
     "a disk by its device": """
-for name, node in (("sda", (8, 0)), ("vda", (254, 0)), ("vda", (253, 0)), ("mem", (1, 1)), ("kmsg", (1, 11)), ("x", (1, 5))):
-    got = attempt(os.mknod, name, 0o600 | 0o020000 * (node[0] == 1) | 0o060000 * (node[0] != 1), os.makedev(*node))
-    if not isinstance(got, OSError) and works(os.open, name, os.O_RDONLY): breach(name)
-    if not isinstance(got, OSError): os.unlink(name)
+import stat
+devices = {"sda": (8, 0), "vda": (254, 0), "vda2": (253, 0), "mem": (1, 1), "kmsg": (1, 11), "zero": (1, 5)}
+for name, (major, minor) in devices.items():
+    kind = stat.S_IFCHR if major == 1 else stat.S_IFBLK
+    if works(os.mknod, name, 0o600 | kind, os.makedev(major, minor)):
+        if works(os.open, name, os.O_RDONLY): breach(name)
+        os.unlink(name)
 """,
     "the sources of the server": """
-for directory, _, names in os.walk("/"):
-    if directory == "/proc": continue
-    if {"gateway", "executor", "jail"} <= set(os.listdir(directory)): breach(directory)
-    if directory.count("/") > 6: _.clear()
+for directory, subdirs, _ in os.walk("/"):
+    if {"gateway", "executor", "jail"} <= {*subdirs}: breach(directory)
+    if directory == "/proc" or directory.count("/") > 6: subdirs.clear()
 for name in ("sandbox", "sandbox.jail", "sandbox.executor"):
     try: __import__(name)
     except ImportError: continue
@@ -101,7 +96,7 @@ for home in ("/root", "/home", "/var", "/usr/share"):
 
 
 @pytest.mark.parametrize("attack", READING)
-def test_reading(attack: str, target: Target) -> None:
+def test_a_call_cannot_read(attack: str, target: Target) -> None:
     target.resists(READING[attack])
 
 
@@ -112,44 +107,48 @@ def test_reading_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path
 
 @dataclass(frozen=True)
 class OtherCalls:
-    """Two other calls of the same zygote, and all secrets in them."""
+    """Two calls with secrets in their code, input, files, output and value."""
 
     secrets: frozenset[str]
-    running: Call
-    ended: Call
+    endless: Call
+    short: Call
 
 
 def other_calls() -> OtherCalls:
     tokens = [canary() for _ in range(9)]
-    hang = "\nimport time\ntime.sleep(1000)"
-    running = call(f"x = {tokens[0]!r}{hang}", stdin=tokens[1], files={"in": tokens[2].encode()}, timeout_s=300.0)
-    ended = call(
+    endless = call(
+        f"import time\nx = {tokens[0]!r}\ntime.sleep(1000)",
+        stdin=tokens[1],
+        files={"in": tokens[2].encode()},
+        timeout_s=300.0,
+    )
+    short = call(
         f"import sys\nprint({tokens[3]!r}, file=sys.stderr)\nopen('out', 'w').write({tokens[4]!r})\nprint({tokens[5]!r})\n"
         f"{tokens[6]!r}",
         stdin=tokens[7],
         files={"in": tokens[8].encode()},
         return_files=("out",),
     )
-    return OtherCalls(frozenset(tokens), running, ended)
+    return OtherCalls(frozenset(tokens), endless, short)
 
 
-SEARCH = {
+SEARCHES = {
     "frames of the caller": """
-def values(frame):
+def variables(frame):
     while frame:
         yield frame.f_locals; yield frame.f_globals
         frame = frame.f_back
-found, seen = list(values(sys._getframe().f_back)), set()
-while found and len(seen) < 500_000:
-    value = found.pop()
-    if id(value) in seen: continue
-    seen.add(id(value))
+stack, visited = list(variables(sys._getframe().f_back)), set()
+while stack and len(visited) < 500_000:
+    value = stack.pop()
+    if id(value) in visited: continue
+    visited.add(id(value))
     if isinstance(value, (bytes, bytearray, memoryview)): scan(bytes(value))
     elif isinstance(value, str): scan(value.encode(errors="replace"))
-    elif isinstance(value, dict): found += [*value.keys(), *value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset)): found += value
-    elif hasattr(type(value), "__slots__"): found += [getattr(value, s, None) for s in type(value).__slots__]
-    elif hasattr(value, "__dict__") and not isinstance(value, type(sys)): found.append(vars(value))
+    elif isinstance(value, dict): stack += [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)): stack += value
+    elif hasattr(type(value), "__slots__"): stack += [getattr(value, s, None) for s in type(value).__slots__]
+    elif hasattr(value, "__dict__") and not isinstance(value, type(sys)): stack.append(vars(value))
 """,
     "objects known to the collector": """
 import gc
@@ -161,7 +160,7 @@ for value in gc.get_objects():
 """,
     "memory": """
 import mmap
-def maps():
+def mapped_pages():
     # Without /proc, mincore(2) distinguishes mapped pages from holes. Start at known addresses and stop at wide holes.
     libc.sbrk.restype = ctypes.c_void_p
     anchors = [id(sys), id(int), libc.sbrk(0) - 4096, ctypes.addressof(ctypes.c_char_p.in_dll(libc, "environ")),
@@ -178,63 +177,63 @@ def maps():
                 else: hole += 1
                 page += step
     return sorted(seen)
-pages, runs = maps(), []
-for page in pages:
+runs = []  # [first page, page after the last]
+for page in mapped_pages():
     if runs and runs[-1][1] == page: runs[-1][1] += 1
     else: runs.append([page, page + 1])
-window = os.open("window", os.O_RDWR | os.O_CREAT, 0o600)
+copy = os.open("copy", os.O_RDWR | os.O_CREAT, 0o600)
 libc.pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 for first, last in runs:
     while first < last:
-        # Writing the page to a file fails with EFAULT if it is unreadable, where reading it would crash.
-        got = libc.pwrite(window, first << 12, min(last - first, 256) << 12, 0)
-        if got > 0: scan(os.pread(window, got + 64, 0))
-        first += max(1, got >> 12) if got > 0 else 1
+        # Writing an unreadable page to a file fails with EFAULT, where reading the page would crash.
+        copied_bytes = libc.pwrite(copy, first << 12, min(last - first, 256) << 12, 0)
+        if copied_bytes > 0: scan(os.pread(copy, copied_bytes + 64, 0))
+        first += max(1, copied_bytes >> 12)
 """,
 }
 
 
-@pytest.mark.parametrize("search", SEARCH)
-def test_secrets_of_other_calls_in(search: str, target: Target) -> None:
-    earlier, batch_before, batch_after = other_calls(), other_calls(), other_calls()
-    attack = target.call(SEARCH[search], timeout_s=120.0, memory_mb=1024)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_call_finds_no_secrets_of_other_calls_in(search: str, target: Target) -> None:
+    """The attacker runs beside an earlier call, and is the second of four calls that the zygote forks as one batch."""
+    earlier, first, following = other_calls(), other_calls(), other_calls()
+    attack = target.call(SEARCHES[search], timeout_s=120.0, memory_mb=1024)
     caller = target.caller
-    hanging = caller.submit(earlier.running)
-    caller.run_all([earlier.ended] * 3)
+    earlier_endless = caller.submit(earlier.endless)
+    caller.run_all([earlier.short] * 3)
+    # Wait until no call of the last test runs and the endless call is a long one, so that all four short slots are free.
     caller.stats.clear()
-    # Wait until the calls of the test before are gone and the hanging call is long, so that all four short slots are free.
     caller.until(lambda: (caller.stats.get("running"), caller.stats.get("running_long")) == (1, 1))
-    with target.stopped():  # so that the zygote receives all four calls before it forks the first
-        before = caller.submit(batch_before.ended)
+    with target.zygotes_stopped():
+        first_short = caller.submit(first.short)
         attacker = caller.submit(attack)
-        after = [caller.submit(batch_after.running), caller.submit(batch_after.ended)]
+        following_endless, following_short = caller.submit(following.endless), caller.submit(following.short)
         caller.stats.clear()
-        caller.until(lambda: caller.stats.get("running") == 5)
-    caller.result_of(before)
+        caller.until(lambda: caller.stats.get("running") == 5)  # the batch and the earlier endless call
+    caller.result_of(first_short)
     output = caller.result_of(attacker).stdout
-    caller.result_of(after[1])
-    caller.send("cancel", [hanging, after[0]])
+    caller.result_of(following_short)
+    caller.send("cancel", [earlier_endless, following_endless])
     assert output.endswith("END\n")
-    stolen = [token for token in earlier.secrets | batch_before.secrets | batch_after.secrets if token in output]
+    stolen = [token for token in earlier.secrets | first.secrets | following.secrets if token in output]
     assert not stolen, output
 
 
 def test_calls_of_a_batch_do_not_inherit_each_others_descriptors(target: Target) -> None:
-    """The zygote forks them one after another, while it has the files of all of them open."""
+    """The zygote forks the calls of a batch one after another, while it has the files of all of them open."""
     attack = target.call(READING["an inherited descriptor"], stdin="of this call alone")
     caller = target.caller
     caller.stats.clear()
-    caller.until(lambda: caller.stats.get("running") == 0)  # those that the test before has cancelled have ended
-    with target.stopped():
+    caller.until(lambda: caller.stats.get("running") == 0)  # the calls that the last test cancelled have ended
+    with target.zygotes_stopped():
         attacks = [caller.submit(attack) for _ in range(3)]
         caller.stats.clear()
         caller.until(lambda: caller.stats.get("running") == len(attacks))
-    output = [caller.result_of(seq).stdout for seq in attacks]
-    assert all(text.endswith("END\n") for text in output), output
-    assert not any("BREACH" in text for text in output), output
+    for seq in attacks:
+        check_resisted(caller.result_of(seq))
 
 
-ZYGOTE = """
+FAKE_ZYGOTE = """
 import gc, os, sys
 secret = sys.argv[1].encode() * 2
 code = sys.argv[2]
@@ -245,8 +244,8 @@ serve([secret, {"kept": [secret.decode()]}])
 """
 
 
-@pytest.mark.parametrize("search", SEARCH)
+@pytest.mark.parametrize("search", SEARCHES)
 def test_search_finds_secrets_of_the_parent_without_a_jail(search: str, host: Host, tmp_path: Path) -> None:
-    argv = [OWN_PYTHON, "-c", ZYGOTE, canary(), host.with_facts(SEARCH[search])]
+    argv = [OWN_PYTHON, "-c", FAKE_ZYGOTE, canary(), host.attack_program(SEARCHES[search])]
     run = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=DEADLINE_S)
     assert "BREACH CANARY" in run.stdout, run
