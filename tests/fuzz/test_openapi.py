@@ -17,14 +17,14 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from sandbox.gateway.http.openapi import Route, document
 from sandbox.gateway.http.routes import ROUTES
-from tests.gateway.test_server import address_of, server
+from tests.gateway.test_server import address_of, serving_process
 
 SCHEMA = schemathesis.openapi.from_dict(document(ROUTES, needs_token=False))
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with server() as process:
+    with serving_process() as process:
         yield address_of(process)
 
 
