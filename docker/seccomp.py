@@ -25,7 +25,8 @@ _SERVER_CALLS = """
     seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
     capset setresuid setresgid setgroups
 """
-"""System calls of the server: HTTP, passing descriptors, memory files for output, filters and uids of calls."""
+"""System calls that the server makes to serve HTTP, to pass descriptors, to create memory files for output, and to set
+the filters and uids of calls."""
 _RUNTIME_CALLS = "setuid setgid"
 """System calls of the container runtime, which loads the profile before it changes to the container's uid."""
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 class RecordError(ValueError):
@@ -34,35 +34,69 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> None:
-    _replace(path, (json_line(row) for row in rows))
+    _replace(path, (_line(row) for row in rows))
 
 
 def append_rows(path: Path, rows: Iterable[object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        if size := file.seek(0, os.SEEK_END):
-            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-                end = content.rfind(b"\n") + 1
-            if end < size:
-                file.truncate(end)
-        file.writelines(json_line(row).encode() for row in rows)
+        remove_torn_line(file)
+        file.writelines(_line(row).encode() for row in rows)
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete rows of a file; none if there is no file. Raises `RecordError` for a line that is no JSON."""
+def remove_torn_line(file: BinaryIO) -> bool:
+    """Truncate a file that is open for reading and writing after its last complete line. Return whether it had more."""
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        return False
+    with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+    file.truncate(end)
+    return end < size
+
+
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and the bytes of each complete line from byte `start` on; none if there is no file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        for number, line in enumerate(file, 1):
+        file.seek(start)
+        for line in file:
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                message = f"{path}, line {number}: expected a row of JSON, got {line[:80]!r}: {error}"
-                raise RecordError(message) from error
+            yield start, line
+            start += len(line)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete rows of a file; none if there is no file. Raises `RecordError` for a line that is no JSON."""
+    for number, (_, line) in enumerate(complete_lines(path), 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            message = f"{path}, line {number}: expected a row of JSON, got {line[:80]!r}: {error}"
+            raise RecordError(message) from error
+
+
+def check_layout(folder: Path, version: object, expected: int) -> None:
+    """Raise `RecordError` if the files of `folder` have another layout version than this trainer's."""
+    if version != expected:
+        raise RecordError(
+            f"{folder}: expected layout_version {expected}, got {version!r}; read this folder with the version of the "
+            "trainer that wrote it"
+        )
+
+
+def differing_settings(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the names of settings, as a.b, that are not equal."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        left, right = mine.get(name), theirs.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            yield from differing_settings(left, right, f"{prefix}{name}.")
+        elif left != right:
+            yield prefix + name
 
 
 def _replace(path: Path, texts: Iterable[str]) -> None:
@@ -73,7 +107,7 @@ def _replace(path: Path, texts: Iterable[str]) -> None:
     part.replace(path)
 
 
-def json_line(row: object) -> str:
+def _line(row: object) -> str:
     return json.dumps(row, separators=(",", ":"), default=_fields) + "\n"
 
 

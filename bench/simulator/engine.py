@@ -46,7 +46,7 @@ class EngineProfile:
 
 @dataclass(slots=True)
 class EngineRequest:
-    """A turn of an episode. Prompts are shared by the episodes of a group."""
+    """A turn of an episode. The episodes of a group have the same prompt."""
 
     episode: int
     group: int

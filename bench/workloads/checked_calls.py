@@ -123,9 +123,9 @@ def _checked_call(kind: str, n: int) -> CheckedCall:
 def numbered_calls(
     kind: str, count: int, seed: int, loop_share: float = 0.0, loop_timeout_s: float = 1.0
 ) -> Iterator[CheckedCall]:
-    """Yield `count` calls that first print a number of their own.
+    """Yield `count` calls. The first line of the output of each call is a number that no other call prints.
 
-    `kind` is "print" (nothing but this), a kind of `CODES`, or "mix" for the mix of real traffic.
+    `kind` is "print" for calls that do nothing else, a kind of `CODES`, or "mix" for the mix of real traffic.
 
     `loop_share` of them, evenly spread, are endless loops of the group `loop`; all others are of the group `short`.
     """

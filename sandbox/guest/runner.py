@@ -174,9 +174,8 @@ def _reseed() -> None:
         _Random.seed(random._inst)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        numpy_random.seed(
-            int.from_bytes(os.urandom(4), "little")
-        )  # seed() without an argument takes three times as long
+        # seed() without an argument takes three times as long.
+        numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
     sympy_random: Any = sys.modules.get("sympy.core.random")
     if sympy_random is not None:
         _Random.seed(sympy_random.rng)

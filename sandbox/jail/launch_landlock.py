@@ -32,7 +32,8 @@ from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec
 from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 
 CLEANUP_TIMEOUT_S = 60.0
-"""Seconds in which one slot's files must be removed. No call can create more files than that within its time limit."""
+"""Maximum number of seconds for the removal of one slot's files. Within its time limit, a call cannot create so many
+files that their removal takes longer."""
 
 
 def main() -> NoReturn:

@@ -36,7 +36,7 @@ MAX_TRIES = 5
 RETRY_DELAY_S = 0.1
 MAX_REPORT_BYTES = 4096
 TRIAL_TIMEOUT_S = 60
-"""Seconds for the trial of nsjail (`_run_nsjail_trial`)."""
+"""Maximum number of seconds for the trial of nsjail (`_run_nsjail_trial`)."""
 MAX_TRIAL_ERROR_CHARS = 1000
 EXIT_SIGNAL_BASE = 128
 """A launcher exits with this plus n if signal n killed its child (`launcher.shell_exit_status`)."""
@@ -164,8 +164,8 @@ def _enter_jail_namespaces() -> tuple[int | None, int]:
 def _try_process_limits() -> str:
     """Check that RLIMIT_NPROC counts only the processes in the same user namespace.
 
-    One process of the uid runs outside. At a limit of two, this process must be able to start one child inside, but not
-    a second one.
+    Another process with the same uid runs outside the namespace. With a limit of two processes, this process must be
+    able to start a first child inside the namespace, but no second one.
     """
     proc_self = userns.open_proc_self()
     userns.become_privileged()

@@ -22,8 +22,8 @@ LANDLOCK_CAPABILITIES = frozenset(
 """Capabilities that level `landlock` needs for a uid per slot: to change to the uid, to kill its processes, and to give
 it a directory. Docker grants them to root."""
 _RANGE_SHIFT = secrets.randbelow(1 << 28)
-"""Random offset of this process's ranges. Each executor of a machine counts its jails from 0, but executors must not
-share uids: at level `landlock` no namespace separates their signals, and at all levels some limits count by uid."""
+"""Random offset that this process adds to its ranges. Each executor of a machine counts its jails from 0, but executors
+must not share uids: at level `landlock` no namespace separates their signals, and at all levels some limits count by uid."""
 
 
 def host_uids(

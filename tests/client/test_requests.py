@@ -1,4 +1,4 @@
-"""Tests of requests and results: how calls share requests, cancellation, endpoints."""
+"""Calls share requests, results keep their order, cancelled calls end, and a dead endpoint is replaced by others."""
 
 from __future__ import annotations
 

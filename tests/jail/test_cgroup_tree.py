@@ -39,7 +39,7 @@ def directories(tree: CgroupTree) -> list[Path]:
 def run_inside(tree: CgroupTree, slot: int, action: Callable[[], object]) -> int:
     """Run `action` in a child process in the slot's cgroup, and return the child's exit status.
 
-    It is 1 if the action raises an error, 2 if it returns False, and else 0.
+    The exit status is 1 if the action raises an error, 2 if it returns False, and 0 otherwise.
     """
     procs_fds = list(tree.open_procs_files(slot))
     child = os.fork()

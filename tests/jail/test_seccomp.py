@@ -180,7 +180,10 @@ def test_dangerous_system_call_is_refused(name: str) -> None:
 
 
 def run_under_filter(python: str | Path, code: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run `code` in `directory` by a Python that has loaded the filter. Its function `raw` returns a call's errno."""
+    """Run `code` in `directory` by a Python that has loaded the filter.
+
+    The code can call `raw(number, *arguments)`, which makes a system call and returns its errno.
+    """
     program = b64encode(seccomp.program()).decode()
     load_filter = f"""
 import base64, ctypes

@@ -23,14 +23,24 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from trainer.episodes.episode import Episode
-from trainer.episodes.records import extend_episode, growth_row, header_row, new_episode
-from trainer.json_files import RecordError, json_line, read_json, write_json
+from trainer.json_files import (
+    RecordError,
+    check_layout,
+    complete_lines,
+    differing_settings,
+    read_json,
+    remove_torn_line,
+    write_json,
+)
 
 LAYOUT_VERSION = 1
 SHARD_BYTES = 256 << 20
@@ -46,10 +56,13 @@ CREATE TABLE IF NOT EXISTS episodes (
     PRIMARY KEY (task, attempt)
 ) WITHOUT ROWID
 """
-_LOCATION_COLUMNS = ("task", "attempt", "shard", "offset", "length")
-_EPISODE_COLUMNS = ("reward", "stop_reason", "turns", "tool_calls", "failed_tool_calls", "sampled_tokens", "duration_s")
-COLUMNS = (*_LOCATION_COLUMNS, *_EPISODE_COLUMNS)
+COLUMNS = (
+    "task", "attempt", "shard", "offset", "length",
+    "reward", "stop_reason", "turns", "tool_calls", "failed_tool_calls", "sampled_tokens", "duration_s",
+)  # fmt: skip
 """The columns that a query may name."""
+
+Row = TypeVar("Row")
 
 
 class Key(NamedTuple):
@@ -83,15 +96,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What an unfinished episode has gained since its last row in the journal. Both starts are 0 for its first row."""
+    """The part of an unfinished episode from `start_token` on (`Episode.tail`). A start of 0 restarts the episode."""
 
-    key: Key
-    row: Mapping[str, Any]
+    start_token: int
+    tail: Episode
 
-    @classmethod
-    def of(cls, episode: Episode, start_token: int, start_turn: int) -> Growth:
-        header = {} if start_token or start_turn else header_row(episode)
-        return cls(Key.of(episode), header | growth_row(episode, start_token, start_turn))
+
+_EPISODE, _GROWTH, _FAILURE = TypeAdapter(Episode), TypeAdapter(Growth), TypeAdapter(Failure)
 
 
 class EpisodeStore:
@@ -107,28 +118,29 @@ class EpisodeStore:
         """Torn rows that this writer has found and removed."""
         self.failures: Counter[tuple[Key, FailureKind]] = Counter()
         """Failed tries of the attempts that have no episode."""
+        self._unfinished: dict[Key, Episode] = {}
+        self._journal_keys: dict[int, set[Key]] = {}
+        """The unfinished episodes that have rows in each journal file."""
+        self._is_broken = False
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / "lock").open("ab")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise RecordError(f"{path}: another process writes this store; stop it, or use another directory") from None
-        try:
+        with ExitStack() as stack:
+            lock = stack.enter_context((path / "lock").open("ab"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RecordError(
+                    f"{path}: another process writes this store; stop it, or use another directory"
+                ) from None
             _bind_manifest(path / "manifest.json", json.loads(json.dumps(settings)))
+            self._remove_torn_rows()
             self._index = self._open_index()
-            self._unfinished: dict[Key, Episode] = {}
-            self._journal_keys: dict[int, set[Key]] = {}
-            """The unfinished episodes that have rows in each journal file."""
+            stack.callback(self._index.close)
             self._read_journal()
             self._read_failures()
-        except BaseException:
-            self._lock.close()
-            raise
-        self._shards = _Appender(path / "episodes", SHARD_BYTES)
-        self._journal = _Appender(path / "turns", JOURNAL_BYTES)
-        self._failed = (path / "failures.jsonl").open("ab")
-        self._is_broken = False
+            self._shards = stack.enter_context(_Appender(path / "episodes", SHARD_BYTES))
+            self._journal = stack.enter_context(_Appender(path / "turns", JOURNAL_BYTES))
+            self._failed = stack.enter_context((path / "failures.jsonl").open("ab"))
+            self._files = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -137,8 +149,7 @@ class EpisodeStore:
         self.close()
 
     def close(self) -> None:
-        for file in (self._shards, self._journal, self._failed, self._index, self._lock):
-            file.close()
+        self._files.close()
 
     def __contains__(self, key: Key) -> bool:
         """Whether the store has the episode of `key`."""
@@ -171,14 +182,13 @@ class EpisodeStore:
             if is_stored[-1]:
                 accepted[key] = episode
         for item in growth:
-            number, _, _ = self._journal.append({"task": item.key.task, "attempt": item.key.attempt, **item.row})
-            self._journal_keys.setdefault(number, set()).add(item.key)
+            number, _, _ = self._journal.append(_GROWTH.dump_json(item))
+            self._journal_keys.setdefault(number, set()).add(Key.of(item.tail))
         for failure in failures:
-            row = {"task": failure.key.task, "attempt": failure.key.attempt, "kind": failure.kind}
-            self._failed.write(json_line({**row, "error": failure.error}).encode())
+            self._failed.write(_FAILURE.dump_json(failure) + b"\n")
             self.failures[failure.key, failure.kind] += 1
         rows = [
-            (*key, *self._shards.append(header_row(episode) | growth_row(episode)), *_summary(episode))
+            (*key, *self._shards.append(_EPISODE.dump_json(episode)), *_summary(episode))
             for key, episode in accepted.items()
         ]
         self._journal.sync()
@@ -201,86 +211,88 @@ class EpisodeStore:
                 del self._journal_keys[number]
                 self._journal.path(number).unlink()
 
+    def _remove_torn_rows(self) -> None:
+        for path in (*self.path.glob("*/*.jsonl"), *self.path.glob("failures.jsonl")):
+            with path.open("ab+") as file:
+                self.removed_rows += remove_torn_line(file)
+
     def _open_index(self) -> sqlite3.Connection:
         """Open the index and add the episodes that it lacks. An index that contradicts the shards is built anew."""
         index_path = self.path / "index.sqlite3"
-        try:
-            return self._update_index(sqlite3.connect(index_path, check_same_thread=False))
-        except (sqlite3.DatabaseError, _IndexAhead):
-            index_path.unlink()
-            return self._update_index(sqlite3.connect(index_path, check_same_thread=False))
+        for is_last_try in (False, True):
+            index = sqlite3.connect(index_path, check_same_thread=False)
+            try:
+                self._update_index(index)
+                return index
+            except BaseException as error:
+                index.close()
+                if is_last_try or not isinstance(error, sqlite3.DatabaseError | _IndexAhead):
+                    raise
+                index_path.unlink()
+        raise AssertionError
 
-    def _update_index(self, index: sqlite3.Connection) -> sqlite3.Connection:
+    def _update_index(self, index: sqlite3.Connection) -> None:
         index.execute("PRAGMA synchronous = OFF")  # the shards are what must be durable
         index.execute(_SCHEMA)
         for number, path in _numbered_files(self.path / "episodes"):
             (end,) = index.execute("SELECT max(offset + length) FROM episodes WHERE shard = ?", (number,)).fetchone()
             if (end or 0) > path.stat().st_size:
-                index.close()
                 raise _IndexAhead
-            for offset, length, row in self._repaired_rows(path, end or 0):
-                episode = _episode(row)
-                _insert(index, [(*Key.of(episode), number, offset, length, *_summary(episode))])
-        return index
+            _insert(
+                index,
+                (
+                    (*Key.of(episode), number, offset, length, *_summary(episode))
+                    for offset, length, episode in _rows(path, _EPISODE, end or 0)
+                ),
+            )
 
     def _read_journal(self) -> None:
         """Rebuild the unfinished episodes, and delete the journal files that have none."""
         for number, path in _numbered_files(self.path / "turns"):
             keys = self._journal_keys.setdefault(number, set())
-            for offset, _, row in self._repaired_rows(path):
-                key = Key(row["task"], row["attempt"])
+            for offset, _, item in _rows(path, _GROWTH):
+                key = Key.of(item.tail)
                 if key in self:
                     continue
-                if "problem" in row:
-                    self._unfinished[key] = new_episode(row)
-                try:
-                    extend_episode(self._unfinished[key], row)
-                except (KeyError, ValueError) as error:
-                    raise RecordError(f"{path}, byte {offset}: expected the next turn of {key}: {error}") from error
+                if item.start_token == 0:
+                    self._unfinished[key] = item.tail
+                elif key in self._unfinished and item.start_token == self._unfinished[key].response_length:
+                    self._unfinished[key] = self._unfinished[key].with_tail(item.tail)
+                else:
+                    raise RecordError(
+                        f"{path}, byte {offset}: token {item.start_token} of {key} does not follow the rows before it"
+                    )
                 keys.add(key)
             if not keys:
                 del self._journal_keys[number]
                 path.unlink()
 
     def _read_failures(self) -> None:
-        for _, _, row in self._repaired_rows(self.path / "failures.jsonl"):
-            key = Key(row["task"], row["attempt"])
-            if key not in self:
-                self.failures[key, FailureKind(row["kind"])] += 1
-
-    def _repaired_rows(self, path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield offset, length and content of each row from byte `start` on; remove a torn last row."""
-        if not path.exists():
-            return
-        with path.open("rb+") as file:
-            file.seek(start)
-            offset = start
-            for line in file:
-                try:
-                    row = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    row = None
-                if row is None:
-                    if file.read(1):
-                        raise RecordError(f"{path}, byte {offset}: expected a row of JSON, got {line[:80]!r}")
-                    file.truncate(offset)
-                    self.removed_rows += 1
-                    return
-                yield offset, len(line), row
-                offset += len(line)
+        for _, _, failure in _rows(self.path / "failures.jsonl", _FAILURE):
+            if failure.key not in self:
+                self.failures[failure.key, failure.kind] += 1
 
 
 class StoreReader:
-    """Reads a store, also while another process writes it. Raises `RecordError` if there is none."""
+    """Reads a store, also while another process writes it. Raises `RecordError` if there is none.
+
+    It is a context manager.
+    """
 
     def __init__(self, path: Path) -> None:
-        _check_layout(path / "manifest.json", read_json(path / "manifest.json"))
+        self._manifest = _read_manifest(path / "manifest.json")
         self.path = path
         self._index = sqlite3.connect(f"file:{path / 'index.sqlite3'}?mode=ro", uri=True, timeout=30)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._index.close()
+
     def settings(self) -> dict[str, Any]:
         """Return the settings of the collection."""
-        return dict((read_json(self.path / "manifest.json") or {})["settings"])
+        return dict(self._manifest["settings"])
 
     def query(
         self, columns: str = "*", where: str = "1", parameters: Sequence[object] = ()
@@ -295,14 +307,17 @@ class StoreReader:
 
     def episodes(self, where: str = "1", parameters: Sequence[object] = ()) -> Iterator[Episode]:
         """Yield the episodes that `query` selects."""
-        for shard, offset, length in self.query("shard, offset, length", where, parameters):
-            with (self.path / "episodes" / _file_name(shard)).open("rb") as file:
-                file.seek(offset)
-                yield _episode(json.loads(file.read(length)))
+        with ExitStack() as stack:
+            shards = {
+                number: stack.enter_context(path.open("rb")) for number, path in _numbered_files(self.path / "episodes")
+            }
+            for number, offset, length in self.query("shard, offset, length", where, parameters):
+                shards[number].seek(offset)
+                yield _EPISODE.validate_json(shards[number].read(length))
 
 
 class _IndexAhead(Exception):
-    """The index has an episode that no shard has. The machine lost power before the index was written."""
+    """The index has an episode that no shard has. The machine lost power before the shard was written."""
 
 
 class _Appender:
@@ -314,29 +329,32 @@ class _Appender:
         self.number = max((number for number, _ in _numbered_files(directory)), default=1)
         self._open()
 
-    def path(self, number: int) -> Path:
-        return self._directory / _file_name(number)
+    def __enter__(self) -> Self:
+        return self
 
-    def append(self, row: object) -> tuple[int, int, int]:
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def path(self, number: int) -> Path:
+        return self._directory / f"{number:06}.jsonl"
+
+    def append(self, row: bytes) -> tuple[int, int, int]:
         """Return the file's number, the row's offset and its length in bytes."""
         if self._file.tell() >= self._max_bytes:
             self.sync()
             self._file.close()
             self.number += 1
             self._open()
-        line, offset = json_line(row).encode(), self._file.tell()
-        self._file.write(line)
+        offset = self._file.tell()
+        length = self._file.write(row + b"\n")
         self._is_synced = False
-        return self.number, offset, len(line)
+        return self.number, offset, length
 
     def sync(self) -> None:
         if not self._is_synced:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._is_synced = True
-
-    def close(self) -> None:
-        self._file.close()
 
     def _open(self) -> None:
         self._file = self.path(self.number).open("ab")
@@ -348,47 +366,42 @@ class _Appender:
             os.close(directory)
 
 
-def _file_name(number: int) -> str:
-    return f"{number:06}.jsonl"
-
-
 def _numbered_files(directory: Path) -> list[tuple[int, Path]]:
     return [(int(path.stem), path) for path in sorted(directory.glob("*.jsonl"))]
 
 
+def _rows(path: Path, adapter: TypeAdapter[Row], start: int = 0) -> Iterator[tuple[int, int, Row]]:
+    """Yield offset, length in bytes and content of each row from byte `start` on."""
+    for offset, line in complete_lines(path, start):
+        try:
+            yield offset, len(line), adapter.validate_json(line)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise RecordError(f"{path}, byte {offset}: expected a row of JSON, got {line[:80]!r}: {reason}") from error
+
+
 def _bind_manifest(path: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a new store; check those of an existing one."""
-    manifest = read_json(path)
-    if manifest is None:
+    if not path.exists():
         write_json(path, {"layout_version": LAYOUT_VERSION, "settings": settings})
         return
-    _check_layout(path, manifest)
-    names = settings.keys() | manifest["settings"].keys()
-    if differing := [name for name in sorted(names) if settings.get(name) != manifest["settings"].get(name)]:
+    if differing := list(differing_settings(settings, _read_manifest(path)["settings"])):
         raise RecordError(
             f"{path.parent} has a collection with other settings ({', '.join(differing[:5])}); use the same settings "
             "to continue it, or another directory to start a new one"
         )
 
 
-def _check_layout(path: Path, manifest: Mapping[str, Any] | None) -> None:
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest = read_json(path)
     if manifest is None:
         raise RecordError(f"{path.parent}: expected a store of episodes, which has a manifest.json")
-    if (version := manifest.get("layout_version")) != LAYOUT_VERSION:
-        raise RecordError(
-            f"{path.parent}: expected layout_version {LAYOUT_VERSION}, got {version!r}; read this store with the "
-            "version of the trainer that wrote it"
-        )
-
-
-def _episode(row: Mapping[str, Any]) -> Episode:
-    episode = new_episode(row)
-    extend_episode(episode, row)
-    return episode
+    check_layout(path.parent, manifest.get("layout_version"), LAYOUT_VERSION)
+    return manifest
 
 
 def _summary(episode: Episode) -> tuple[Any, ...]:
-    """Return the values of `_EPISODE_COLUMNS`."""
+    """Return the values of the columns from `reward` on."""
     return (
         episode.reward, episode.stop_reason, len(episode.turns), episode.num_tool_calls, episode.num_failed_tool_calls,
         episode.sampled_tokens, episode.duration_s,

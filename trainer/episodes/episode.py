@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -137,6 +137,28 @@ class Episode:
     def append_observation(self, ids: Sequence[int]) -> None:
         """Append tokens that the environment puts between two turns."""
         self._append(ids, [0.0] * len(ids), 0)
+
+    def tail(self, start_token: int, start_turn: int) -> Episode:
+        """Return an episode with only the tokens and turns from these indices on, and the state of this one."""
+        return replace(
+            self,
+            response_ids=self.response_ids[start_token:],
+            logprobs=self.logprobs[start_token:],
+            loss_mask=self.loss_mask[start_token:],
+            weight_versions=[entry for entry in self.weight_versions if entry[0] >= start_token],
+            turns=self.turns[start_turn:],
+        )
+
+    def with_tail(self, tail: Episode) -> Episode:
+        """Return this episode continued by a `tail` that begins where this one ends."""
+        return replace(
+            tail,
+            response_ids=self.response_ids + tail.response_ids,
+            logprobs=self.logprobs + tail.logprobs,
+            loss_mask=self.loss_mask + tail.loss_mask,
+            weight_versions=self.weight_versions + tail.weight_versions,
+            turns=self.turns + tail.turns,
+        )
 
     def _append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
         self.response_ids += ids

@@ -118,7 +118,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> int:
 def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_checkpointing: bool) -> int:
     """Estimate the activations of a backward pass over `tokens`, without the logits.
 
-    The attention kernel is assumed to store no score matrix.
+    The estimate assumes an attention kernel that does not store the matrix of scores.
 
     A layer stores the inputs and outputs of its two norms, queries, keys, values, attention's output, and four
     tensors of the MLP's width. With gradient checkpointing, all layers store their input and one layer all the rest.

@@ -21,7 +21,16 @@ from typing import Any
 from trainer.episodes import roc
 from trainer.episodes.episode import Episode
 from trainer.episodes.metrics import METRICS
-from trainer.json_files import RecordError, append_rows, read_json, read_rows, write_json, write_rows
+from trainer.json_files import (
+    RecordError,
+    append_rows,
+    check_layout,
+    differing_settings,
+    read_json,
+    read_rows,
+    write_json,
+    write_rows,
+)
 
 LAYOUT_VERSION = 2
 
@@ -55,7 +64,7 @@ class RunFolder:
         compared as it is.
         """
         mine, theirs = json.loads(json.dumps([config, saved or self.read_config()]))
-        differing = [name for name in _differing_settings(mine, theirs or mine) if not name.startswith(changeable)]
+        differing = [name for name in differing_settings(mine, theirs or mine) if not name.startswith(changeable)]
         if differing:
             raise RecordError(
                 f"{self.path} has a run with other settings ({', '.join(differing[:5])}); use the same settings to "
@@ -124,11 +133,7 @@ class RunFolder:
         content = read_json(self.path / "config.json")
         if content is None:
             return None
-        if (version := content.get("layout_version", content.get("version"))) != LAYOUT_VERSION:
-            raise RecordError(
-                f"{self.path}: expected layout_version {LAYOUT_VERSION}, got {version!r}; read this folder with the "
-                "version of the trainer that wrote it"
-            )
+        check_layout(self.path, content.get("layout_version", content.get("version")), LAYOUT_VERSION)
         return dict(content["config"])
 
     def read_summary(self) -> dict[str, Any] | None:
@@ -164,13 +169,3 @@ class RunFolder:
         if self.save_logprobs:
             row["logprobs"] = [round(logprob, 6) for logprob in episode.logprobs]
         return row
-
-
-def _differing_settings(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the names of settings, as a.b, that are not equal."""
-    for name in sorted(mine.keys() | theirs.keys()):
-        left, right = mine.get(name), theirs.get(name)
-        if isinstance(left, dict) and isinstance(right, dict):
-            yield from _differing_settings(left, right, f"{prefix}{name}.")
-        elif left != right:
-            yield prefix + name

@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,7 @@ from tests.trainer.run_folders import episode
 from trainer.collection import store as store_module
 from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key, StoreReader
 from trainer.episodes.episode import Episode, Problem
-from trainer.episodes.records import extend_episode, growth_row, header_row, new_episode
-from trainer.json_files import RecordError, json_line
+from trainer.json_files import RecordError
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = {"model": "tiny", "seed": 3}
@@ -36,13 +36,17 @@ def assert_equal(left: Episode, right: Episode) -> None:
 
 def prefix(whole: Episode, num_turns: int) -> Episode:
     """The episode as it was after its first turns, with the observation that follows them."""
-    part = new_episode(json.loads(json_line(header_row(whole))))
     end = whole.turns[num_turns].start if num_turns < len(whole.turns) else len(whole.response_ids)
-    part.append_sampled(whole.response_ids[:end], whole.logprobs[:end], 0)
-    part.loss_mask[:] = whole.loss_mask[:end]
-    part.weight_versions[:] = [entry for entry in whole.weight_versions if entry[0] < end]
-    part.turns[:] = whole.turns[:num_turns]
-    return part
+    return replace(
+        whole,
+        response_ids=whole.response_ids[:end],
+        logprobs=whole.logprobs[:end],
+        loss_mask=whole.loss_mask[:end],
+        weight_versions=[entry for entry in whole.weight_versions if entry[0] < end],
+        turns=whole.turns[:num_turns],
+        stop_reason=None,
+        reward=None,
+    )
 
 
 def long_episode(task: str = "a", attempt: int = 0) -> Episode:
@@ -60,14 +64,20 @@ def open_store(path: Path) -> EpisodeStore:
 
 
 def stored_keys(path: Path) -> list[tuple[str, int]]:
-    return list(StoreReader(path).query("task, attempt"))
+    with StoreReader(path) as reader:
+        return list(reader.query("task, attempt"))
+
+
+def stored_episodes(path: Path) -> list[Episode]:
+    with StoreReader(path) as reader:
+        return list(reader.episodes())
 
 
 def test_an_episode_is_read_back_as_it_was_written(path: Path) -> None:
     written = [sample_episode(task, attempt) for task in "ab" for attempt in range(3)]
     with open_store(path) as store:
         assert store.write(written) == [True] * 6
-    for left, right in zip(written, StoreReader(path).episodes(), strict=True):
+    for left, right in zip(written, stored_episodes(path), strict=True):
         assert_equal(left, right)
 
 
@@ -78,32 +88,39 @@ def test_a_key_is_stored_once(path: Path) -> None:
         assert store.write([second]) == [False]
     with open_store(path) as store:
         assert store.write([second]) == [False]
-    (kept,) = StoreReader(path).episodes()
+    (kept,) = stored_episodes(path)
     assert_equal(kept, first)
 
 
 def test_an_unfinished_episode_is_continued_from_its_last_turn_in_the_journal(path: Path) -> None:
     whole = long_episode()
-    two_turns = prefix(whole, 2)
-    start = len(prefix(whole, 1).response_ids)
+    one_turn, two_turns = prefix(whole, 1), prefix(whole, 2)
+    start = one_turn.response_length
     with open_store(path) as store:
-        store.write(growth=[Growth.of(prefix(whole, 1), 0, 0)])
-        store.write(growth=[Growth.of(two_turns, start, 1)])
+        store.write(growth=[Growth(0, one_turn)])
+        store.write(growth=[Growth(start, two_turns.tail(start, 1))])
     with open_store(path) as store:
         continued = store.take_unfinished(Key("a", 0))
         assert continued is not None
         assert_equal(continued, two_turns)
         assert store.take_unfinished(Key("a", 0)) is None
-        extend_episode(continued, growth_row(whole, len(two_turns.response_ids), 2))
-        store.write([continued])
-    (kept,) = StoreReader(path).episodes()
+        store.write([continued.with_tail(whole.tail(two_turns.response_length, 2))])
+    (kept,) = stored_episodes(path)
     assert_equal(kept, whole)
+
+
+def test_a_turn_that_does_not_follow_the_rows_before_it_is_an_error(path: Path) -> None:
+    whole = long_episode()
+    with open_store(path) as store:
+        store.write(growth=[Growth(0, prefix(whole, 1)), Growth(1, whole.tail(1, 1))])
+    with pytest.raises(RecordError, match=r"turns/000001\.jsonl, byte \d+: token 1 of Key\(task='a', attempt=0\)"):
+        open_store(path)
 
 
 def test_an_episode_that_begins_anew_replaces_its_turns_in_the_journal(path: Path) -> None:
     first, second = prefix(long_episode(), 2), prefix(long_episode(), 1)
     with open_store(path) as store:
-        store.write(growth=[Growth.of(first, 0, 0), Growth.of(second, 0, 0)])
+        store.write(growth=[Growth(0, first), Growth(0, second)])
     with open_store(path) as store:
         continued = store.take_unfinished(Key("a", 0))
         assert continued is not None
@@ -114,7 +131,7 @@ def test_journal_files_without_unfinished_episodes_are_deleted(path: Path, monke
     monkeypatch.setattr(store_module, "JOURNAL_BYTES", 1)  # a file per row
     items = [long_episode("a", attempt) for attempt in range(4)]
     with open_store(path) as store:
-        store.write(growth=[Growth.of(prefix(item, 1), 0, 0) for item in items])
+        store.write(growth=[Growth(0, prefix(item, 1)) for item in items])
         assert len(list(path.glob("turns/*"))) == 4
         store.write(items[:3])
         assert len(list(path.glob("turns/*"))) == 1
@@ -142,7 +159,7 @@ def test_a_torn_last_row_is_removed_and_the_others_are_kept(path: Path, file: st
     whole = long_episode("b")
     with open_store(path) as store:
         store.write([sample_episode("a", attempt) for attempt in range(2)])
-        store.write(growth=[Growth.of(prefix(whole, 1), 0, 0)])
+        store.write(growth=[Growth(0, prefix(whole, 1))])
         store.write(failures=[Failure(Key("b", 0), FailureKind.TASK, "x" * 300)])
     content = (path / file).read_bytes()
     last_row = content.splitlines(keepends=True)[-1]
@@ -194,7 +211,7 @@ def test_a_full_shard_is_followed_by_another(path: Path, monkeypatch: pytest.Mon
     with open_store(path) as store:
         store.write(written[2:])
     assert len(list(path.glob("episodes/*"))) == 3
-    for left, right in zip(written, StoreReader(path).episodes(), strict=True):
+    for left, right in zip(written, stored_episodes(path), strict=True):
         assert_equal(left, right)
 
 
@@ -202,13 +219,14 @@ def test_a_query_selects_by_the_columns_of_the_index(path: Path) -> None:
     written = [sample_episode(task, attempt) for task in "ab" for attempt in range(20)]
     with open_store(path) as store:
         store.write(written)
-    reader = StoreReader(path)
     expected = [Key.of(item) for item in written if item.reward == 1 and item.num_failed_tool_calls > 0]
     assert expected
-    assert list(reader.query("task, attempt", "reward = ? AND failed_tool_calls > 0", (1,))) == expected
-    assert [Key.of(item) for item in reader.episodes("reward = 1 AND failed_tool_calls > 0")] == expected
-    with pytest.raises(RecordError, match="'rewards = 1': no such column: rewards; expected a SQL condition on task"):
-        list(reader.query("task", "rewards = 1"))
+    with StoreReader(path) as reader:
+        assert reader.settings() == SETTINGS
+        assert list(reader.query("task, attempt", "reward = ? AND failed_tool_calls > 0", (1,))) == expected
+        assert [Key.of(item) for item in reader.episodes("reward = 1 AND failed_tool_calls > 0")] == expected
+        with pytest.raises(RecordError, match="'rewards = 1': no such column: rewards; expected a SQL condition on"):
+            list(reader.query("task", "rewards = 1"))
 
 
 def test_a_second_writer_is_refused(path: Path) -> None:
@@ -253,7 +271,7 @@ from trainer.collection.store import Growth, Key
 with open_store(Path(sys.argv[1])) as store:
     for attempt in range(10_000):
         if Key("a", attempt) not in store:
-            store.write(growth=[Growth.of(prefix(long_episode("a", attempt), 1), 0, 0)])
+            store.write(growth=[Growth(0, prefix(long_episode("a", attempt), 1))])
             assert store.write([sample_episode("a", attempt)]) == [True]
             print(attempt, flush=True)
 """
@@ -288,7 +306,7 @@ def test_memory_does_not_grow_with_the_number_of_stored_episodes(path: Path, tra
     def write(start: int, count: int) -> None:
         for batch in range(start, start + count, 100):
             episodes = [Episode(Problem(f"t{number}", "text", "1"), 0) for number in range(batch, batch + 100)]
-            store.write(episodes, [Growth.of(item, 0, 0) for item in episodes])
+            store.write(episodes, [Growth(0, item) for item in episodes])
 
     with open_store(path) as store:
         write(0, 1_000)

@@ -1,4 +1,4 @@
-"""Episodes: how each of them ends, what the model reads in between, and independence of the order of completion."""
+"""An episode ends for the right reason, the model reads the right tokens, and the order of completion has no effect."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_sampled_tokens_are_never_tokenized_again(chat):
         mask += [1] * len(sampled) + [0] * len(shown)
     assert list(episode.response_ids) == expected
     assert list(episode.loss_mask) == mask
-    # The log-probability that `ScriptedPool` invents for a token id.
+    # `ScriptedPool` computes the log-probability of a token from its id.
     logprobs = [-(1 + token_id % 7) / 8 if sampled else 0.0 for token_id, sampled in zip(expected, mask, strict=True)]
     assert list(episode.logprobs) == logprobs
     assert [tokenizer.decode(episode.response_ids[turn.start : turn.end]) for turn in episode.turns] == texts
