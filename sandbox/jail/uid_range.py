@@ -23,7 +23,7 @@ LANDLOCK_CAPABILITIES = frozenset(
 it a directory. Docker grants them to root."""
 _RANGE_SHIFT = secrets.randbelow(1 << 28)
 """Random offset that this process adds to its ranges. Each executor of a machine counts its jails from 0, but executors
-must not share uids: at level `landlock` no namespace separates their signals, and at all levels some limits count by uid."""
+must not share uids: at level `landlock` no namespace separates their signals, and all levels have limits per uid."""
 
 
 def host_uids(
