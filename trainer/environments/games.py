@@ -103,8 +103,8 @@ class TowerOfHanoi(Game):
         super().__init__(options.max_moves)
         self._pegs: list[list[int]] = [list(range(options.disks, 0, -1)), [], []]
         self.rules = (
-            f"Peg 1 holds {options.disks} disks, the smallest (1) on top; pegs 2 and 3 are empty. Move all disks to peg "
-            "3 with the tool move, one disk at a time, never onto a smaller disk, in at most "
+            f"Peg 1 holds {options.disks} disks, the smallest (1) on top; pegs 2 and 3 are empty. Move all disks to "
+            "peg 3 with the tool move, one disk at a time, never onto a smaller disk, in at most "
             f"{options.max_moves} moves."
         )
 
