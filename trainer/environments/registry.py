@@ -16,6 +16,7 @@ from trainer.episodes.episode import Problem
 
 ENVIRONMENTS = {
     "python": "trainer.environments.python_environment:PythonEnvironment",
+    "qa": "trainer.environments.qa_environment:QaEnvironment",
     "text": "trainer.environments.text_environment:TextEnvironment",
 }
 """The class of each environment, as module:Class."""
