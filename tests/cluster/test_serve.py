@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 
 from bench.probes import processes
+from sandbox import wire
 from tests.cluster.processes import running
 from tests.cluster.ray_cluster import RayCluster, Server, needs_ray, serving, until
 
@@ -150,3 +154,31 @@ def test_nodes_with_a_too_weak_level_are_refused_by_name(cluster: RayCluster, tm
         serving(cluster.address, tmp_path, "--cluster-min-isolation", "nsjail"),
     ):
         pass
+
+
+OTHER_VERSION = """
+import socket, sys, ray
+ray.__version__ = "2.57.0"
+from sandbox.cluster.ray_nodes import drive
+sys.exit(drive(socket.socket(fileno=int(sys.argv[1]))))
+"""
+
+
+def test_a_ray_of_another_version_is_named(cluster: RayCluster) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        start = {"address": cluster.address, "secret": b"", "isolation": "auto", "python": ""}
+        ours.sendall(wire.pack(["start", start]))
+        command = [sys.executable, "-W", "ignore", "-c", OTHER_VERSION, str(theirs.fileno())]
+        assert (
+            subprocess.run(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL, timeout=60).returncode == 1
+        )
+        (message,) = wire_frames(ours)
+    assert message[0] == "failed" and "\n" not in message[1]
+    assert message[1].startswith(f"--cluster ray={cluster.address}: Version mismatch: ") and "2.57.0" in message[1]
+
+
+def wire_frames(sock: socket.socket) -> list[list[Any]]:
+    unpacker = wire.Unpacker()
+    unpacker.feed(sock.recv(1 << 16))
+    return list(unpacker)
