@@ -160,16 +160,7 @@ class Machine:
             tasks = by_pid[pid]
             main = min(tasks, key=lambda task: task.tid)
             cpu_ticks = sum(task.cpu_ticks for task in tasks) + self._ended_cpu_ticks.get(pid, 0)
-            threads = {
-                task.tid: ThreadSample(
-                    task.cpu_ticks * TICK_S,
-                    task.delay_ticks * TICK_S,
-                    task.timeslices,
-                    task.voluntary_switches,
-                    task.is_runnable,
-                )
-                for task in tasks
-            }
+            threads = {task.tid: task.sample() for task in tasks}
             parent = main.parent.pid if main.parent is not None else 0
             sample[pid] = ProcessSample(parent, (self.now - main.started_at) * TICK_S, cpu_ticks * TICK_S, threads)
         return sample
