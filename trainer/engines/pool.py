@@ -296,7 +296,7 @@ class EnginePool(EngineHealth):
         if stats is None or not state.is_up:
             return
         now = self.now()
-        self.scheduler.observe(state.engine.name, stats, now)
+        self.scheduler.update_stats(state.engine.name, stats, now)
         self.scheduler_event.set()
         if stats.computed_tokens != state.computed_tokens or not state.requests:
             state.computed_tokens, state.last_progress_at = stats.computed_tokens, now
