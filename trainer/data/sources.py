@@ -38,6 +38,7 @@ ANSWER_PATHS = (
 ID_PATHS = ("id", "extra_info.index")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
 _PROBLEM_FIELDS = {"id", "text", "answer", "source"}
+_OPTIONAL_PROBLEM_FIELDS = {"environment", "options"}
 # DAPO-Math-17k puts this text around each problem; the chat format has its own instructions.
 _DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
@@ -176,8 +177,11 @@ def _decode(text: bytes) -> Any:
 
 def _problem(row: Any, source: str, number: int) -> Problem:
     """Return the problem in `row`. Raises `DataError`."""
-    if isinstance(row, Mapping) and row.keys() == _PROBLEM_FIELDS and all(isinstance(v, str) for v in row.values()):
-        return Problem(**row)
+    if isinstance(row, Mapping) and _PROBLEM_FIELDS <= row.keys() <= _PROBLEM_FIELDS | _OPTIONAL_PROBLEM_FIELDS:
+        if not isinstance(row.get("environment", ""), str) or not isinstance(row.get("options", {}), Mapping):
+            raise DataError(f"expected environment as text and options as an object, got {row!r:.200}")
+        if all(isinstance(row[name], str) for name in _PROBLEM_FIELDS):
+            return Problem(**row)
     text, answer, id = (_first_present(row, paths) for paths in (TEXT_PATHS, ANSWER_PATHS, ID_PATHS))
     if not isinstance(text, str) or not (text := text.strip()):
         raise DataError(f"expected a problem as {' | '.join(TEXT_PATHS)}, got {row!r:.200}")
