@@ -112,11 +112,11 @@ import frames, os, runner
 holes = [bytearray(size) for size in range(200, 4000, 8)]
 del holes[::2]
 def work():
-    runner._last_line("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
+    runner._last_line_start("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
     return frames.split_blobs(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
 before = [work() for _ in range(200)][0]
 count = fork_memory.colocate_bytecode({str(GUEST)!r})
-functions = frames.split_blobs, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
+functions = frames.split_blobs, runner._encode_end, runner._last_line_start, runner._compile, runner._Report.encode
 addresses = sorted(id(function.__code__) for function in functions)
 print(count, all(work() == before for _ in range(200)), addresses[-1] - addresses[0] < 32768, end=" ")
 print(frames.split_blobs.__name__, flush=True)
