@@ -43,7 +43,7 @@ def outcome() -> str:
 def compare(gold: str, answer: str) -> str:
     """Return `equivalent` or `not_equivalent`.
 
-    Return `no gold` or `no answer` if that text is empty, too long or no mathematics.
+    Return `no gold` if `gold` is empty, too long or no mathematics, and `no answer` if `answer` is.
     """
     math_verify, sympy_random = _libraries()
     random.seed(0)

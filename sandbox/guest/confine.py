@@ -222,8 +222,8 @@ def restrict_zygote(plan: dict) -> None:
 def _pid_namespace_flags() -> tuple[int, int]:
     """Return the flags of a fork into a PID namespace, and the address where the C library keeps the thread's id.
 
-    With the second flag the kernel writes the child's id to that address. The address is 0, without that flag, if the
-    kernel cannot return it (CONFIG_CHECKPOINT_RESTORE).
+    With CLONE_CHILD_SETTID the kernel writes the child's id to that address. The flag is missing and the address is 0
+    if the kernel cannot return the address (CONFIG_CHECKPOINT_RESTORE).
     """
     tid = ctypes.c_void_p()
     if system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0:

@@ -96,7 +96,7 @@ _CALL_THRESHOLD_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 16
 _kept_alive: list = []  # objects in arenas that malloc must not free
 _fillers: list = []  # objects that occupy free blocks
-_remapped: set = set()  # (start, end, rights) of the code that is done
+_remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
 
 
 def reexec_with_malloc() -> None:
@@ -226,7 +226,7 @@ def _fill_last_block() -> None:
 
 
 _MIN_RESIDENT_PAGES = 33
-"""Pages in memory from which on a block of 512 pages becomes a huge page, which needs all 512."""
+"""A block of 512 pages becomes a huge page if at least this many of its pages are in memory."""
 
 
 def _resident_blocks_below(top: int) -> set:
@@ -289,7 +289,7 @@ does, and little of it is executed."""
 
 
 def remap_code() -> int:
-    """Reduce each library to two mappings instead of five, and copy its code into huge pages. Return how many.
+    """Reduce each library to two mappings instead of five. Copy its code into huge pages, and return their number.
 
     A fork copies mappings, but not the page table entries of files, so each call would fault the pages in again, 16 at
     a time. Huge pages need no fault in a call. Those of the parent zygote are inherited, and not made again.

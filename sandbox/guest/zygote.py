@@ -102,7 +102,7 @@ class Zygote:
         self.input = wiped_memory.CallInput()
         self.writer = frames.FrameWriter(reader.sock)
         self.batch = fork_batch.ForkBatch(use_machine_code=confinement.has_namespaces)
-        # Calls that wait for their fork, with their frame's header, their descriptors (`_open_files`) and frame's body
+        # Calls that wait for their fork: (call, its frame's header, its descriptors by `_open_files`, its frame's body)
         self.to_fork: list[tuple[RunningCall, dict, list[tuple[int, int]], memoryview]] = []
         self.running: dict[int, RunningCall] = {}  # by process id
         # Calls whose first process has died, with its wait status and usage; others of their processes may be left

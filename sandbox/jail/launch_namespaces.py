@@ -50,7 +50,7 @@ def enter_jail(spec: JailSpec) -> None:
     | namespaces, ids | changing ids ends the host's privileges |
     | hostname, bounding set | they belong to the new namespaces |
     """
-    proc_self = userns.open_proc_self()  # opened here since the new root has no /proc. It serves to write the id maps
+    proc_self = userns.open_proc_self()  # to write the id maps, when /proc is gone
     privileged = launcher.prepare_root(spec)
     with layer_errors("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root_fs.pivot()

@@ -44,5 +44,5 @@ def _expect_listed_breaches(request: pytest.FixtureRequest) -> None:
     if "target" in request.fixturenames:
         name = request.node.callspec.params["target"]
         attack = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")
-        if error := expected.reason(name, attack):
-            request.applymarker(pytest.mark.xfail(reason=error, strict=True, raises=AssertionError))
+        if reason := expected.reason(name, attack):
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError))

@@ -174,12 +174,8 @@ def test_message_arrives_without_a_jail(kind: str, host: Host, tmp_path: Path) -
     send, receive = MESSAGES[kind]
     message = canary()
     with open(os.devnull) as stdin:
-        argv = [
-            OWN_PYTHON,
-            "-c",
-            program_with_message(host, send + "\nos.write(1, b'LEFT\\n'); time.sleep(1000)", message),
-        ]
-        with subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, cwd=tmp_path) as sender:
+        code = program_with_message(host, send + "\nos.write(1, b'LEFT\\n'); time.sleep(1000)", message)
+        with subprocess.Popen([OWN_PYTHON, "-c", code], stdin=stdin, stdout=subprocess.PIPE, cwd=tmp_path) as sender:
             assert sender.stdout is not None
             assert sender.stdout.readline() == b"LEFT\n"
             try:
