@@ -130,8 +130,8 @@ def test_the_sleep_of_a_child_counts_while_its_parent_waits() -> None:
 @pytest.mark.parametrize("mean_sleep_s", [0.0, 0.0005, 0.004, 0.05])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_time_of_one_thread_is_exact_for_any_waits(mean_wait_s: float, mean_sleep_s: float, seed: int) -> None:
-    """In turn, the thread sleeps, waits for a core and computes, for random times with these means; the mean of the third
-    is 4 ms. It is sampled at random moments."""
+    """In turn, the thread sleeps, waits for a core and computes. The times are random; computing takes 4 ms on average.
+    The samples come at random moments."""
     rng = random.Random(seed)
     clock = VirtualClock(cores=2)
     now = cpu_s = delay_s = true_s = 0.0
