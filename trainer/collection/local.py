@@ -12,7 +12,7 @@ from trainer.episodes.episode import Episode
 
 
 class LocalExecutor:
-    """Runs at most `max_episodes` at once, each with `run_episode`. A bug in `run_episode` is raised by `next_events`."""
+    """Runs at most `max_episodes` at once, each with `run_episode`, whose bugs `next_events` raises."""
 
     def __init__(self, run_episode: RunEpisode, max_episodes: int) -> None:
         self._run_episode, self._max_episodes = run_episode, max_episodes

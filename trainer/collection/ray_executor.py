@@ -89,8 +89,8 @@ class _Worker:
         self.node_id, self.node_name, self.actor = node_id, node_name, actor
         self.is_ready = False
         self.keys: set[Key] = set()
-        self.lost: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        """Set by the first failed call."""
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The reason of the loss. It is empty if the executor ends."""
 
 
 class RayExecutor:
@@ -121,7 +121,7 @@ class RayExecutor:
         self._watcher.cancel()
         for worker in self._workers.values():
             if not worker.lost.done():
-                worker.lost.set_result(asyncio.CancelledError())
+                worker.lost.set_result("")
         await self._tasks.__aexit__(None, None, None)
         ray.shutdown()
 
@@ -167,7 +167,7 @@ class RayExecutor:
                     self._tasks.create_task(self._run_worker(node_id, name))
             for node_id, worker in self._workers.items():
                 if node_id not in nodes and not worker.lost.done():
-                    worker.lost.set_result(ConnectionError("its node left the cluster"))
+                    worker.lost.set_result("its node left the cluster")
             if self.num_workers:
                 had_worker_at = loop.time()
             elif loop.time() - had_worker_at > NO_NODE_TIMEOUT_S:
@@ -182,8 +182,8 @@ class RayExecutor:
         worker = self._workers[node_id] = _Worker(node_id, node_name, self._create_actor(node_id))
         poll = self._tasks.create_task(self._start_and_poll(worker))
         try:
-            error = await worker.lost
-            if isinstance(error, asyncio.CancelledError):  # the executor ends
+            reason = await worker.lost
+            if not reason:
                 with suppress(Exception):
                     await asyncio.wait_for(worker.actor.stop.remote(), RAY_TIMEOUT_S)
                 return
@@ -196,11 +196,13 @@ class RayExecutor:
             self._start_failures = 0
         else:
             self._start_failures += 1
-        logger.warning("worker on node %s lost with %d episodes: %s", node_name, len(worker.keys), error)
+        logger.warning("worker on node %s lost with %d episodes: %s", node_name, len(worker.keys), reason)
         for key in worker.keys:
-            self._events.put(TryFailed(key, FailureKind.INFRASTRUCTURE, f"worker on node {node_name} lost: {error}"))
+            self._events.put(TryFailed(key, FailureKind.INFRASTRUCTURE, f"worker on node {node_name} lost: {reason}"))
         if self._start_failures >= MAX_START_FAILURES and not self.num_workers:
-            self._events.fail(CollectionError(f"no worker could be started; the last failure, on {node_name}: {error}"))
+            self._events.fail(
+                CollectionError(f"no worker could be started; the last failure, on {node_name}: {reason}")
+            )
         await asyncio.sleep(NODE_POLL_S * self._start_failures)
         del self._workers[node_id]
 
@@ -233,15 +235,15 @@ class RayExecutor:
             async with asyncio.timeout(timeout_s):
                 result = await getattr(worker.actor, method).remote(*arguments)
         except TimeoutError:
-            error: BaseException = TimeoutError(f"{method}: no answer in {timeout_s:g} s")
-        except Exception as failure:  # Ray raises the actor's exceptions and its own
-            error = _root_cause(failure)
+            reason = f"no answer to {method} in {timeout_s:g} s"
+        except Exception as error:  # Ray raises the actor's exceptions and its own
+            reason = _reason(error)
         else:
             if not worker.lost.done() and result is not None:
                 self._accept(worker, result)
             return not worker.lost.done()
         if not worker.lost.done():
-            worker.lost.set_result(error)
+            worker.lost.set_result(reason)
         return False
 
     def _accept(self, worker: _Worker, events: list[Event]) -> None:
@@ -297,6 +299,7 @@ def _nodes_with_cpus() -> dict[str, str]:
     return {node["NodeID"]: f"{node['NodeManagerHostname']}:{node['NodeManagerPort']}" for node in workers or alive}
 
 
-def _root_cause(error: BaseException) -> BaseException:
-    """Return the exception of the actor's code that Ray has wrapped, or Ray's own."""
-    return getattr(error, "cause", None) or error
+def _reason(error: Exception) -> str:
+    """Return what the actor's own exception says, or the first line of Ray's."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

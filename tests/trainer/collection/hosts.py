@@ -95,3 +95,14 @@ async def open_slow_host(turn_s: float, started: Path) -> AsyncIterator[RunEpiso
         return await host.run(episode, on_growth)
 
     yield run
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for a condition outside this process or task."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+def journal_rows(store: Path) -> int:
+    """Return the number of turns that the journal of a store has on disk."""
+    return sum(len(file.read_bytes().splitlines()) for file in store.glob("turns/*.jsonl"))

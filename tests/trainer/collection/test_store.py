@@ -51,7 +51,9 @@ def prefix(whole: Episode, num_turns: int) -> Episode:
 
 def long_episode(problem: str = "a", sample: int = 0) -> Episode:
     """An episode of at least three turns."""
-    return next(item for item in (sample_episode(problem, sample, seed) for seed in range(1000)) if len(item.turns) >= 3)
+    return next(
+        item for item in (sample_episode(problem, sample, seed) for seed in range(1000)) if len(item.turns) >= 3
+    )
 
 
 @pytest.fixture
@@ -143,7 +145,9 @@ def test_journal_files_without_unfinished_episodes_are_deleted(path: Path, monke
 def test_failures_are_counted_by_kind_until_the_episode_is_stored(path: Path) -> None:
     key = Key("a", 0)
     with open_store(path) as store:
-        store.write(failures=[Failure(key, FailureKind.ENVIRONMENT, "x"), Failure(key, FailureKind.INFRASTRUCTURE, "y")])
+        store.write(
+            failures=[Failure(key, FailureKind.ENVIRONMENT, "x"), Failure(key, FailureKind.INFRASTRUCTURE, "y")]
+        )
         store.write(failures=[Failure(key, FailureKind.INFRASTRUCTURE, "z")])
     with open_store(path) as store:
         assert store.failures == {(key, FailureKind.ENVIRONMENT): 1, (key, FailureKind.INFRASTRUCTURE): 2}
