@@ -95,15 +95,15 @@ async def test_a_killed_worker_and_a_killed_node_lose_no_episode(
 ) -> None:
     started = tmp_path / "started"
     async with open_executor(cluster, started, turn_s=0.25) as executor:
-        collection = asyncio.create_task(collect(executor, tmp_path, 20))
+        collection = asyncio.create_task(collect(executor, tmp_path, 40))
         await wait_for(lambda: len({pid for *_, pid in tries(started)}) == 2)
         await wait_for(lambda: journal_rows(tmp_path / "store") >= 16)  # each running episode has a finished turn
         os.kill(tries(started)[0][2], signal.SIGKILL)
-        await wait_for(lambda: executor.lost_workers == 1)
+        await wait_for(lambda: executor.lost_workers == 1 and executor.num_workers == 2)
         nodes.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
         cluster.remove_node(nodes.pop(0), allow_graceful=False)
         status = await collection
-    assert_each_stored_once(tmp_path, 20)
+    assert_each_stored_once(tmp_path, 40)
     assert executor.lost_workers >= 2
     assert status.failed_tries["infrastructure"] >= 2
     assert any(turns > 0 for _, turns, _ in tries(started))  # they went on after their last turn
