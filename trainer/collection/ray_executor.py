@@ -290,6 +290,11 @@ def _check_reachable(address: str) -> None:
         raise ConfigError(f"Ray at {address}: nothing answers ({error}); start one with `ray start --head`") from None
 
 
+def num_nodes() -> int:
+    """Return the number of nodes that get a worker."""
+    return len(_nodes_with_cpus())
+
+
 def _nodes_with_cpus() -> dict[str, str]:
     """Return the names of living nodes by id. A head without CPUs is left out, unless it is the only node."""
     import ray
