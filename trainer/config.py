@@ -250,12 +250,16 @@ class RunConfig:
         stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
         for where, stage in stages.items():
             _check_stage(where, stage, ranks)
-        for where, limits in {**stages, "eval": self.eval, "collect": self.collect}.items():
-            _require(
-                limits.max_response_tokens < self.engines.max_model_len,
-                f"{where}: max_response_tokens={limits.max_response_tokens}: expected less than "
-                f"engines.max_model_len={self.engines.max_model_len}, which includes the prompt; raise that",
-            )
+        for where, limits in {**stages, "eval": self.eval}.items():
+            self.check_model_len(where, limits)
+
+    def check_model_len(self, where: str, limits: SamplingConfig) -> None:
+        """Raise `ConfigError` if no engine has room for the longest response and a prompt."""
+        _require(
+            limits.max_response_tokens < self.engines.max_model_len,
+            f"{where}: max_response_tokens={limits.max_response_tokens}: expected less than "
+            f"engines.max_model_len={self.engines.max_model_len}, which includes the prompt; raise that",
+        )
 
     def stage_config(self, name: str) -> StageConfig:
         """Return the stage of that name. Raises `ConfigError`."""

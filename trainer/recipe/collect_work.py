@@ -71,6 +71,7 @@ def collect(run: RecipeRun, stage: str = "") -> CollectionStatus:
     Raises `ConfigError`, `DataError`, `RecordError` or `CollectionError`.
     """
     config = run.config.collect
+    run.config.check_model_len("collect", config)
     counted = _count_problems(run.config)
     model = _model(run, stage)
     spec = HostSpec(run.config, model, run.dir.resolve(), counted.has_sandbox)

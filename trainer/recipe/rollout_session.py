@@ -30,7 +30,10 @@ from trainer.training.grpo import RolloutRuntime
 
 
 def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema] = (TOOL_SCHEMA,)) -> ChatFormat:
-    """Return the chat format of a model for these tools. Raises `ConfigError` if its tokenizer or template cannot be used."""
+    """Return the chat format of a model for these tools.
+
+    Raises `ConfigError` if its tokenizer or template cannot be used.
+    """
     create = rstar2_format if config.model.chat_format == "rstar2" else tokenizer_format
     with model_errors_as_config_errors(model):
         tokenizer = AutoTokenizer.from_pretrained(model)
