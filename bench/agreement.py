@@ -32,6 +32,7 @@ MIN_AGREEMENT = 0.995
 TIMEOUT_S = 20.0
 """Time-out of calls that have none of their own."""
 CELL_CHARS = 60
+"""Characters of an outcome that a table cell shows."""
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 _RANDOM = re.compile(r"\brandom\b|\bshuffle\b|\buuid|\bsecrets\b|\burandom\b")
 _CLOCK = re.compile(r"\btime\b|\bdatetime\b|\bperf_counter\b|%timeit")
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("agreement", __doc__, "python", "seed")
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL with a 'code' in each row")
-    parser.add_argument("--n", type=arguments.count, help="the first N of them (default: all; 500 of the sample)")
+    parser.add_argument(
+        "--n", type=arguments.count, help="number of calls (default: all of a file; 500 generated ones)"
+    )
     return parser
 
 

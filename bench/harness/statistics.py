@@ -1,6 +1,6 @@
 """Percentiles, and whether a series of measurements grows.
 
-Growth is a robust slope held against what noise alone could do:
+Growth is a robust slope that exceeds what noise alone could cause:
 
 - The slope is the median of the slopes between all pairs (Theil and Sen); a third of wild values does not move it.
 - The residuals are the noise. Autocorrelated residuals count as fewer values, because a slow wave that is seen once
@@ -23,9 +23,11 @@ MAX_VALUES = 300
 SIGNIFICANCE = 3.0
 """A rise counts if it exceeds this multiple of the rise that noise alone reaches one time in a thousand."""
 MAX_AUTOCORRELATION = 0.98
+"""Bound on the estimated autocorrelation. With 1, no value would count."""
 STEP_FIT = 0.75
 """A series is a step if one step leaves less than this fraction of the deviations that a line leaves."""
 _MAD_TO_SIGMA = 1.4826
+"""Standard deviation of normal noise, as a multiple of its median absolute deviation."""
 _NORMAL = 3.09
 """The normal distribution's quantile at one in a thousand."""
 

@@ -1,4 +1,8 @@
-"""A lower bound on the makespan of a workload under any schedule. The proof is in docs/scheduler.md."""
+"""A lower bound on the makespan of a workload under any schedule.
+
+The proof is in docs/scheduler.md. Its letters are used here: a is `per_sequence_s`, b is `per_context_s`, n is a number
+of running sequences, and x is a weight from 0 to 1.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,7 @@ def lower_bound_s(scripts: Sequence[EpisodeScript], profile: EngineProfile, engi
     step_s = profile.base_s + max(profile.weights_s, profile.per_sequence_s)
     longest = max(load.own_s(profile, step_s) + load.read * profile.per_context_s for load in loads)
     bounds = (_work_bound_s, _cache_fill_bound_s)
+    # Both bounds hold for any x. Five values are tried.
     return max(longest, *(bound(loads, prefill_s, profile, engines, x / 4) for x in range(5) for bound in bounds))
 
 
@@ -44,7 +49,7 @@ class EpisodeLoad:
     read: float
     """Context tokens, summed over the sampled tokens."""
     held: float
-    """`read` without the prompt."""
+    """The same sum without the prompt, whose tokens the cache holds once for the whole group."""
     spans: tuple[tuple[int, int], ...]
     """Context tokens at the start and the end of each turn."""
 
@@ -54,6 +59,7 @@ class EpisodeLoad:
 
 
 def load_of(script: EpisodeScript, block_size: int = 1) -> EpisodeLoad:
+    """The work of one script on an engine with blocks of `block_size` tokens."""
     spans = []
     known = context = script.prompt
     prefill = 0

@@ -58,7 +58,7 @@ def generated_scripts(
         difficulty = rng.lognormvariate(0.0, 0.55)
         for _ in range(samples):
             turns = 1 + min(9, int(rng.expovariate(1 / 2.7) + 0.5))
-            length = mean * 0.77 * difficulty * rng.lognormvariate(0.0, 0.45)
+            length = mean * 0.77 * difficulty * rng.lognormvariate(0.0, 0.45)  # the two factors have a mean of 1 / 0.77
             length = int(min(max_response_tokens, max(16 * turns, length)))
             scripts.append(EpisodeScript(group, prompt, _turns(turns, length, rng)))
     return scripts
