@@ -93,23 +93,23 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def cause(code: str, fresh: CallOutcome, ours: CallOutcome, is_unstable: bool) -> str:
-    """The cause of a difference, as far as code and outcomes show it."""
-    if "timeout" in (fresh.status, ours.status):
+def cause(code: str, fresh: CallOutcome, served: CallOutcome, is_unstable: bool) -> str:
+    """The cause of a difference between a fresh interpreter and the service, as far as code and outcomes show it."""
+    if "timeout" in (fresh.status, served.status):
         return "one of them timed out"
-    if ours.status in ("memory_limit", "output_limit", "unavailable", "killed") or fresh.status == "killed":
-        return f"service: {ours.status}, fresh: {fresh.status}"
-    if _ADDRESS.sub("", str(asdict(fresh))) == _ADDRESS.sub("", str(asdict(ours))):
+    if served.status in ("memory_limit", "output_limit", "unavailable", "killed") or fresh.status == "killed":
+        return f"service: {served.status}, fresh: {fresh.status}"
+    if _ADDRESS.sub("", str(asdict(fresh))) == _ADDRESS.sub("", str(asdict(served))):
         return "memory addresses"
-    if {"ModuleNotFoundError", "ImportError"} & {fresh.error, ours.error}:
+    if {"ModuleNotFoundError", "ImportError"} & {fresh.error, served.error}:
         return "missing module"
     if is_unstable:
         for pattern, name in ((_RANDOM, "random numbers"), (_CLOCK, "clock")):
             if pattern.search(code):
                 return name
         return "fresh runs differ from each other"
-    if fresh.error != ours.error:
-        return f"{fresh.error or fresh.status} became {ours.error or ours.status}"
+    if fresh.error != served.error:
+        return f"{fresh.error or fresh.status} became {served.error or served.status}"
     return "output"
 
 

@@ -42,9 +42,9 @@ from bench.workloads.tool_calls import labelled_calls
 SHARES = {"short": 0.885, "error": 0.1, "bomb": 0.005, "loop": 0.01}
 """Shares of the groups of calls in the traffic."""
 RARE = ("error", "bomb", "loop")
-"""Groups of which there is at least one call."""
+"""Groups that have at least one call, however short the traffic is."""
 SHORT = ("short", "error")
-"""Groups whose latency is judged."""
+"""Groups of calls whose latency has a requirement."""
 CALIBRATION_IN_FLIGHT = 16
 """Calls in flight of the closed loop, which measures the throughput."""
 RATE_SHARE = 0.6

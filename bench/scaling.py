@@ -1,4 +1,4 @@
-"""How many cores do the calls of a training step need? Measured costs of calls, replayed on as many cores as it takes.
+"""How many cores do the calls of a training step need? Calls with measured costs are simulated on more cores.
 
     python -m bench.scaling [--calls 45000] [--p99-s 1] [--results DIR] [--json]
 

@@ -58,7 +58,7 @@ class CallTally:
     """Calls to be sent. Calls without an answer are lost."""
     correct: int = 0
     mismatched: int = 0
-    """Calls whose result is not the one that they must have."""
+    """Calls with another result than the expected one."""
     doubled: int = 0
     """Answers beyond a call's first one in the same response."""
     unavailable: Counter[str] = field(default_factory=Counter)

@@ -61,7 +61,7 @@ def mean_sd(values: Iterable[float | None]) -> dict[str, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How much a series rose from its first value to its last, and the standard error of that."""
+    """The rise of a series from its first value to its last, and the standard error of the rise."""
 
     rise: float
     noise: float
@@ -115,7 +115,7 @@ def _student(freedom: float) -> float:
 def _step_deviation(values: Sequence[float]) -> float:
     """The sum of deviations that the best single step leaves, with at least a tenth of the values on either side."""
     n = len(values)
-    splits = ((values[:at], values[at:]) for at in range(n // 10, n - n // 10 + 1))
+    splits = ((values[:index], values[index:]) for index in range(n // 10, n - n // 10 + 1))
     return min(
         sum(abs(value - level) for side in sides for level in [statistics.median(side)] for value in side)
         for sides in splits

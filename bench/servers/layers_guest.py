@@ -102,10 +102,12 @@ class MeasuringZygote(zygote.Zygote):
         """Fork as the zygote does, without the confinement steps of the layers after `step`."""
         data_address = self.batch.data_addresses[0]
         steps, data = self.confinement.syscall_steps(call["slot"], call, [(out, 1)], data_address)
-        later = set().union(*(LAYERS[name] for name in STEPS[STEPS.index(step) + 1 :]))
+        omitted = set().union(*(LAYERS[name] for name in STEPS[STEPS.index(step) + 1 :]))
+        # A step is a system call's number and its arguments, in a fixed number of words.
         size = fork_batch.STEP_WORDS
-        kept = [word for at in range(0, len(steps), size) if steps[at] not in later for word in steps[at : at + size]]
-        self.batch.add(0, (0, 0, 0, 0), kept, data)
+        chunks = [steps[start : start + size] for start in range(0, len(steps), size)]
+        words = [word for chunk in chunks if chunk[0] not in omitted for word in chunk]
+        self.batch.add(0, (0, 0, 0, 0), words, data)
         if self.batch.run(1) is None:
             return self.batch.child_pid(0)
         self.batch.raise_if_step_failed()

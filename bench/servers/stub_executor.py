@@ -3,7 +3,7 @@
     python -m bench.servers.stub_executor PORT [--executors N]       a gateway with N such executors, until a signal
     python -m bench.servers.stub_executor --fd N                     one such executor, started by the gateway
 
-What remains is the gateway's own work: HTTP, admission, frames (`sandbox.wire`), responses.
+Such a server has only the gateway's own work: HTTP, admission, frames (`sandbox.wire`), responses.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class EngineProfile:
     """Tokens that the KV cache holds."""
     max_running: int
     base_s: float
-    """Seconds of a decode step, whatever runs."""
+    """Seconds of every decode step, besides the times below."""
     per_sequence_s: float
     per_context_s: float
     prefill_s: float
@@ -197,12 +197,12 @@ class SimulatedEngine:
 
     def _stop(self, request: EngineRequest, context: float) -> None:
         del self.running[request.episode]
-        own = context - request.prompt
-        self._private_tokens -= own
+        private_tokens = context - request.prompt
+        self._private_tokens -= private_tokens
         self._contexts -= context
         users = self._shared_prompts[request.group]
         users[0] -= 1
-        self._cache(("episode", request.episode), own)
+        self._cache(("episode", request.episode), private_tokens)
         if not users[0]:
             del self._shared_prompts[request.group]
             self._shared_tokens -= users[1]
