@@ -1,4 +1,4 @@
-"""A non-blocking Unix stream socket under Trio that also carries file descriptors.
+"""A non-blocking Unix stream socket under Trio that also carries file descriptors. Without them, TCP works too.
 
 `write` never waits: it sends what the socket accepts at once and keeps the rest, in order, for the task that runs
 `flush_forever`. So a frame is never cut in half by a cancelled writer.
