@@ -299,7 +299,7 @@ def _nodes_with_cpus() -> dict[str, str]:
     """Return the names of living nodes by id. A head without CPUs is left out, unless it is the only node."""
     import ray
 
-    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    alive = [node for node in ray.nodes() if node["Alive"]]
     workers = [node for node in alive if node["Resources"].get("CPU")]
     return {node["NodeID"]: f"{node['NodeManagerHostname']}:{node['NodeManagerPort']}" for node in workers or alive}
 
