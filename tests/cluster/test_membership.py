@@ -129,7 +129,7 @@ async def test_a_cluster_whose_nodes_are_all_refused_is_an_error() -> None:
 
 async def test_a_node_whose_executor_does_not_start_is_an_error_of_the_first_start() -> None:
     async with FakeCluster(FakeNode("a", reaction="failed")).running() as cluster:
-        with pytest.raises(ClusterError, match="node a: executor 0 did not start: no isolation to be had"):
+        with pytest.raises(ClusterError, match="node a: executor 0 did not start: no isolation here"):
             await cluster.dispatcher.started()
 
 
@@ -292,7 +292,7 @@ async def test_an_executor_that_does_not_start_on_a_later_node_is_tried_again() 
         cluster.nodes.append(bad)
         cluster.list_nodes()
         await until(lambda: cluster.rows().get("bad", ("", ""))[0] == "refused")
-        assert "no isolation to be had" in cluster.rows()["bad"][1]
+        assert "no isolation here" in cluster.rows()["bad"][1]
         bad.reaction = "ready"
         cluster.list_nodes()
         await until(lambda: cluster.rows()["bad"] == ("ready", ""))
