@@ -246,8 +246,8 @@ async def test_an_agent_that_was_started_again_gets_new_executors() -> None:
 
 async def test_late_results_of_a_node_that_was_declared_lost_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node is silent while another one runs its calls, and then sends its results after all."""
-    monkeypatch.setattr(executor_handle, "SILENCE_CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(membership, "SILENCE_TIMEOUT_S", 0.03)
+    monkeypatch.setattr(executor_handle, "SILENCE_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(membership, "SILENCE_TIMEOUT_S", 0.5)
     a, b = FakeNode("a"), FakeNode("b")
     async with FakeCluster(a, b).running() as cluster, asyncio.TaskGroup() as tasks:
         await until(lambda: ready(cluster) == 2)
@@ -269,7 +269,7 @@ async def test_late_results_of_a_node_that_was_declared_lost_are_dropped(monkeyp
 async def _send_stats(node: FakeNode) -> None:
     while True:
         node.executors[0].send("stats", {})
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.01)
 
 
 async def test_a_driver_that_ends_is_started_again_and_calls_go_on(caplog: pytest.LogCaptureFixture) -> None:
