@@ -270,7 +270,10 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("data", data, as_json)
     command.add_argument(
-        "source", nargs="+", metavar="SOURCE", help="generated:N, a file, or owner/name[@config][:split]"
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="generated:N, gaia:PATH[:SPLIT], a file, or owner/name[@config][:split]",
     )
     command.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
     command.add_argument(
