@@ -20,7 +20,7 @@ from aiohttp import web
 from bench.probes import processes
 from bench.servers.stub_executor import serving as stubbed_server
 from sandbox.gateway.calls.batch import Batch, PendingCall
-from sandbox.gateway.history import STEPS, History, Snapshot
+from sandbox.gateway.history import MAX_STEPS, History, Snapshot
 from sandbox.gateway.http.errors import HttpError
 from sandbox.types import Call, Status
 from tests.gateway.serving import Served, serving, until
@@ -108,13 +108,13 @@ def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
     tracemalloc.start()
     try:
         history = History(_busy_snapshot(0))
-        for second in range(1, STEPS + 1):
+        for second in range(1, MAX_STEPS + 1):
             history.add(_busy_snapshot(second))
         used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert used_bytes < 1 << 20
-    assert history.after(STEPS - 1)[0]["statuses"]["ok"] == 1000
+    assert history.after(MAX_STEPS - 1)[0]["statuses"]["ok"] == 1000
 
 
 def test_an_idle_gateway_returns_the_memory_of_its_largest_requests() -> None:

@@ -22,7 +22,7 @@ import pytest
 from sandbox.client import AsyncClient
 from sandbox.config import ServeConfig
 from sandbox.gateway.calls.executor_report import ReadyReport
-from sandbox.gateway.server import _announce, _log_lowered_settings
+from sandbox.gateway.server import _announce, _log_machine_limits
 from sandbox.types import Result, Status
 
 SERVE = """
@@ -171,7 +171,7 @@ def test_lowered_slots_and_missing_modules_are_logged_once_for_all_executors(cap
     config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)
     executors = [types.SimpleNamespace(ready_report=report)] * 2
     dispatcher: Any = types.SimpleNamespace(config=config, executors=executors)
-    _log_lowered_settings(dispatcher, connections=100)
+    _log_machine_limits(dispatcher, connections=100)
     slots, missing = caplog.messages
     assert slots.startswith(
         "slots lowered from 32 to 24, long_slots lowered from 512 to 0: not enough file descriptors (`ulimit -Hn 5000`"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sandbox.gateway.calls.executor_report import ExecutorStats, ReadyReport
-from sandbox.gateway.history import RECENT, STEPS, History, Snapshot, interval
+from sandbox.gateway.history import MAX_STEPS, RECENT_STEPS, History, Snapshot, interval
 from sandbox.gateway.metrics import BOUNDS_S, SCRAPED_BUCKETS, Histogram, quantiles_s
-from sandbox.gateway.stats import MAX_NAMES, Stats
+from sandbox.gateway.stats import MAX_MISSED_MODULES, Stats
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
@@ -71,13 +71,13 @@ def test_an_interval_without_calls_has_no_percentiles() -> None:
 def test_the_history_is_bounded_and_returns_only_new_steps() -> None:
     history = History(snapshot(0))
     assert history.after(0) == []
-    for number in range(1, STEPS + 51):
+    for number in range(1, MAX_STEPS + 51):
         history.add(snapshot(number, ok=number))
-    assert [step["number"] for step in history.after(0)] == list(range(51, STEPS + 51))
-    assert [step["number"] for step in history.after(STEPS + 48)] == [STEPS + 49, STEPS + 50]
-    assert history.after(STEPS + 50) == []
-    assert len(history.after(10**9)) == STEPS, "the number may come from another process, which had more steps"
-    assert history.last_interval(snapshot(STEPS + 51, ok=STEPS + 51))["statuses"] == {"ok": RECENT}
+    assert [step["number"] for step in history.after(0)] == list(range(51, MAX_STEPS + 51))
+    assert [step["number"] for step in history.after(MAX_STEPS + 48)] == [MAX_STEPS + 49, MAX_STEPS + 50]
+    assert history.after(MAX_STEPS + 50) == []
+    assert len(history.after(10**9)) == MAX_STEPS, "the number may come from another process, which had more steps"
+    assert history.last_interval(snapshot(MAX_STEPS + 51, ok=MAX_STEPS + 51))["statuses"] == {"ok": RECENT_STEPS}
 
 
 @pytest.mark.asyncio
@@ -159,7 +159,7 @@ async def test_only_the_most_frequent_missed_imports_are_listed() -> None:
         served.dispatcher.executors[0].stats = ExecutorStats.decode(
             {"missed_imports": {f"m{n}": n for n in range(100)}}
         )
-        assert list(stats.build(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - MAX_NAMES, -1)]
+        assert list(stats.build(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - MAX_MISSED_MODULES, -1)]
 
 
 @pytest.mark.asyncio
