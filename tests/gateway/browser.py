@@ -43,7 +43,7 @@ LOWEST_CONTRAST_JS = """() => {
     return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
   }));
 }"""  # noqa: E501
-"""JavaScript function: the lowest contrast ratio in the page, by the formulas of WCAG 2.2 (relative luminance of sRGB)."""
+"""JavaScript function that returns the lowest contrast ratio in the page, by the formulas of WCAG 2.2."""
 
 
 class Browser:
