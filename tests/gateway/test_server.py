@@ -171,7 +171,7 @@ def test_a_lowered_connection_limit_is_logged_once() -> None:
         assert process.stderr.read() == ""
 
 
-def test_the_ready_line_is_followed_by_the_cgroups_of_all_executors(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cgroups_of_all_executors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     reports = [
         ReadyReport(slots=4, cgroups="v2, /a"),
         ReadyReport(slots=4, cgroups=""),
