@@ -30,7 +30,7 @@ SLOTS_PER_CORE = 16
 several small calls (with 8, each call costs 10 % more CPU time)."""
 CORES_PER_ZYGOTE_POOL = 2
 """Cores for which one zygote pool is started. A zygote forks one call at a time, and a fork takes a third of the CPU
-time of a small call, so a zygote can keep about three cores busy. Pools share no memory, so more of them need more."""
+time of a small call, so a zygote can keep about three cores busy. Each further pool costs memory."""
 LONG_SLOTS_PER_CORE = 32
 """Long calls per core that run in addition to short ones. They use the CPU time that short calls leave, so only memory
 and descriptors bound their number (`jail.max_slots_for_fds`)."""

@@ -197,7 +197,7 @@ class Transport:
         self._waiting.clear()
         self._pausing.clear()
         try:
-            await self._tasks.__aexit__(None, None, None)  # an exception of the caller, if passed, would be wrapped
+            await self._tasks.__aexit__(None, None, None)  # `None`: an exception would be wrapped
         finally:
             for request in list(self._requests):  # tasks that were cancelled before their first step, so never ran
                 self._finish(request, ServiceError(_CLOSED))

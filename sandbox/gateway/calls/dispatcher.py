@@ -86,7 +86,7 @@ class Dispatcher:
             task.cancel()
         for executor in self.executors:
             executor.started.cancel()
-        await self._tasks.__aexit__(None, None, None)  # `error`, if passed, would be wrapped by the task group
+        await self._tasks.__aexit__(None, None, None)  # the task group would wrap `error`
 
     async def started(self) -> None:
         """Wait until every executor is ready. Raises `ConfigError` if one cannot start."""
