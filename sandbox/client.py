@@ -43,7 +43,7 @@ Pair = tuple[str, str] | Mapping[str, str]
 """`(gold, answer)`: the right answer and the answer to check; or a mapping as in `pairs` of POST /v1/verify."""
 T = TypeVar("T")
 
-_NOT_OPEN = """this {name} was never opened, or is closed again. Open it around its use:
+_NOT_OPEN = """this {name} is not open: it was never opened, or was closed. Open it around its use:
     {keyword} {name}("http://127.0.0.1:8642") as client:
         result = {wait}client.execute("print(1)")
 or call its open() before and its close() afterwards."""
