@@ -54,7 +54,9 @@ class FakeExecutor(asyncio.Protocol):
         self.socket: socket.socket
 
     async def connect(self, sock: socket.socket) -> None:
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+        loop = asyncio.get_running_loop()
+        is_unix = sock.family == socket.AF_UNIX
+        await (loop.create_unix_connection if is_unix else loop.create_connection)(lambda: self, sock=sock)
 
     def kill(self) -> None:
         self.exit(-9)
@@ -163,6 +165,7 @@ async def _main(fd: int, slots: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int)
     parser.add_argument("--slots", type=int, default=64)
     options = parser.parse_args()
     asyncio.run(_main(options.fd, options.slots))

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("port", type=int, nargs="?", default=0)
     parser.add_argument("--executors", type=int, default=1)
     parser.add_argument("--fd", type=int)
+    parser.add_argument("--parent", type=int)
     args = parser.parse_args()
     if args.fd is not None:
         return answer_all(socket.socket(fileno=args.fd))

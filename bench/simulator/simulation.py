@@ -18,9 +18,9 @@ from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import EpisodeScript, Workload
 from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
 
-OBSERVE_INTERVAL_S = 1.0
+SCRAPE_INTERVAL_S = 1.0
 """Seconds between two scrapes of an engine."""
-TIMED_METHODS = ("submit", "place", "park", "resume", "complete", "observe")
+TIMED_METHODS = ("submit", "place", "park", "resume", "complete", "update_stats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,15 @@ class Simulation:
         """Run all episodes to their ends. Returns the simulation."""
         for key, script in enumerate(self.scripts):
             self.scheduler.submit(key, script.group, script.prompt, script.prompt + self.max_response_tokens)
-        self._at(OBSERVE_INTERVAL_S, "observe", None)
+        self._at(SCRAPE_INTERVAL_S, "scrape", None)
         self._place(self.engines.values())
         while self.num_finished < len(self.scripts):
             self.now, _, kind, subject = heapq.heappop(self._events)
             if kind == "tool":
                 assert isinstance(subject, int)
                 self._resume(subject)
-            elif kind == "observe":
-                self._observe()
+            elif kind == "scrape":
+                self._scrape()
             else:
                 assert isinstance(subject, SimulatedEngine)
                 if self._event_times.get(subject.name) == self.now:
@@ -128,11 +128,11 @@ class Simulation:
         self.scheduler.resume(key, self.context[key], self.now)
         self._place([])
 
-    def _observe(self) -> None:
+    def _scrape(self) -> None:
         for engine in self.engines.values():
             stats = EngineStats(engine.preemptions, len(engine.waiting), engine.used / engine.profile.kv_capacity)
-            self.scheduler.observe(engine.name, stats, self.now)
-        self._at(self.now + OBSERVE_INTERVAL_S, "observe", None)
+            self.scheduler.update_stats(engine.name, stats, self.now)
+        self._at(self.now + SCRAPE_INTERVAL_S, "scrape", None)
         self._place([])
 
     def _place(self, changed: Iterable[SimulatedEngine]) -> None:

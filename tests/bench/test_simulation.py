@@ -171,5 +171,5 @@ def test_the_cost_of_decisions_is_measured_for_each_call() -> None:
     cost = decision_cost(Workload(scripts, 2000), SMALL_CACHE, 2)
     assert {kind: len(cost[kind]) for kind in ("submit", "complete")} == {"submit": 32, "complete": 32}
     assert len(cost["park"]) == len(cost["resume"]) == sum(len(script.turns) - 1 for script in scripts)
-    assert {"place", "observe"} <= set(cost)
+    assert {"place", "update_stats"} <= set(cost)
     assert all(microseconds >= 0 for calls in cost.values() for microseconds in calls)

@@ -55,6 +55,10 @@ class Problem:
     text: str
     answer: str
     source: str = ""
+    environment: str = "python"
+    """The name of the environment in which its episodes act (`trainer.environments.registry`)."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The environment's own settings for this problem, as JSON has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class ToolCall:
     """Whether `response` is shorter than the tool's output."""
     error: str = ""
     """The infrastructure failure behind `UNAVAILABLE`."""
+    ends_episode: bool = False
+    """Whether the environment accepts no further action."""
 
     @property
     def has_failed(self) -> bool:
