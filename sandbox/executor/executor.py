@@ -340,7 +340,7 @@ class Executor:
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
-            usage = jail.CgroupUsage(None, None, hit_own_limit=True)
+            usage = jail.CgroupUsage(cpu_ms=None, peak_bytes=None, hit_own_limit=True)
         try:
             max_cpu_s = call_monitor.max_cpu_s if call_monitor is not None else math.inf
             result = build_result(
