@@ -48,6 +48,8 @@ class Generation:
     engine: str
     weight_version: int
     is_aborted: bool = False
+    wait_s: float = 0.0
+    """Seconds from the request to the start of its generation at an engine."""
 
 
 @dataclass(frozen=True, slots=True)

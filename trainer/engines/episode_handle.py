@@ -71,7 +71,7 @@ class EpisodeHandle:
                 is_migration=placement.is_migration,
             )
             pool.on_turn(record)
-        return generation
+        return replace(generation, wait_s=started_at - requested_at)
 
     def set_placement(self, placement: Placement) -> None:
         self.placement = placement

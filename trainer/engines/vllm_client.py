@@ -73,7 +73,8 @@ class VllmEngine:
 
     The client belongs to the event loop that first uses it. Cancelling a request closes its connection, which makes
     vLLM drop the request. `max_num_seqs` is the server's `--max-num-seqs`. `timeout_s` bounds all requests except
-    `generate`, whose time the caller has to bound.
+    `generate`, whose time the caller has to bound. `share` is the part of the server's capacity that this process may
+    use, if several processes with a scheduler of their own use the server.
     """
 
     def __init__(
@@ -85,12 +86,13 @@ class VllmEngine:
         max_num_seqs: int = MAX_CONNECTIONS,
         name: str = "",
         timeout_s: float = 600.0,
+        share: float = 1.0,
     ) -> None:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.weight_version = 0
         self._vocab_size, self._max_model_len, self._max_num_seqs = vocab_size, max_model_len, max_num_seqs
-        self._timeout_s = timeout_s
+        self._timeout_s, self._share = timeout_s, share
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._session: aiohttp.ClientSession | None = None
         self._aborted_by_id: dict[str, bool] = {}
@@ -173,7 +175,8 @@ class VllmEngine:
             kv_tokens += int(sizes.get("num_gpu_blocks", 0)) * block_size
         if not kv_tokens:
             raise self._error("vllm:cache_config_info in /metrics (start it without --disable-log-stats)", series)
-        return EngineCapacity(kv_tokens, self._max_num_seqs, block_size)
+        max_running = max(1, int(self._max_num_seqs * self._share))
+        return EngineCapacity(int(kv_tokens * self._share), max_running, block_size)
 
     async def stats(self) -> EngineStats:
         """Return the server's counters. Raises `EngineError`."""
