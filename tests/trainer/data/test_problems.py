@@ -157,7 +157,7 @@ HUB_SPLITS = {
 
 
 def fake_load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
-    """Raise the errors of `datasets.load_dataset`: for an unknown split, and for no configuration if there are several."""
+    """Raise the errors of `datasets.load_dataset` for an unknown split, and for a missing configuration."""
     configs = HUB_SPLITS[name]
     if config is None and len(configs) > 1:
         raise ValueError(f"Config name is missing. Please pick one among the available configs: {list(configs)}")
@@ -244,7 +244,7 @@ def test_every_row_is_counted_once_and_a_repeated_id_is_changed(tmp_path: Path) 
         "train": {"rows": 6, "malformed": 1, "duplicate": 1, "not_integer": 1, "contaminated": 2, "kept": 1}
     }
     details = [example["details"] for example in report.examples]
-    assert "of x~2 of train: '1,000' there, '2' here" in details
+    assert "same text as x~2 of train, but the answers are '1,000' there and '2' here" in details
     assert "shares 'one two three four five six seven eight' with t of test" in details
     assert json.loads(json.dumps(asdict(report)))["counts"]["train"]["kept"] == 1
 

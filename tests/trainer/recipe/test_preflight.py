@@ -186,7 +186,7 @@ def test_phases_that_do_not_fit_the_gpu_are_named(tmp_path: Path) -> None:
     config = _config(tmp_path, *sets, text=text)
     shape = config.model.shape
     assert shape
-    sft, *stages = preflight._memory(config, RecipeRun(config).phases(), shape)
+    sft, *stages = preflight._check_memory(config, RecipeRun(config).phases(), shape)
     assert sft.startswith(
         "memory: sft: training and the engine on the same GPU take 201% of its 80 GB; lower micro_batch_size"
     )
@@ -195,7 +195,7 @@ def test_phases_that_do_not_fit_the_gpu_are_named(tmp_path: Path) -> None:
     )
     assert len(stages) == 3
     fits = _config(tmp_path, text=text)
-    assert list(preflight._memory(fits, RecipeRun(fits).phases(), shape)) == []
+    assert list(preflight._check_memory(fits, RecipeRun(fits).phases(), shape)) == []
 
 
 def test_checkpoints_that_exist_reduce_the_disk_space_that_is_needed(
@@ -206,11 +206,11 @@ def test_checkpoints_that_exist_reduce_the_disk_space_that_is_needed(
     assert shape
     needed = preflight.disk_bytes(config, shape, num_phases=2)  # sft and rl1
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
-    assert len(list(preflight._disk(run, run.phases(), shape))) == 1
+    assert len(list(preflight._check_disk(run, run.phases(), shape))) == 1
     checkpoint = run.stage_dir("sft") / "checkpoints/checkpoint-1/optimizer.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(bytes(1000))
-    assert list(preflight._disk(run, run.phases(), shape)) == []
+    assert list(preflight._check_disk(run, run.phases(), shape)) == []
 
 
 def test_a_vllm_server_must_answer_accept_long_contexts_and_reload_weights(
@@ -220,7 +220,7 @@ def test_a_vllm_server_must_answer_accept_long_contexts_and_reload_weights(
     config = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={UNUSED_URL}")
 
     def engines(config: RunConfig = config) -> list[str]:
-        return [line for line in asyncio.run(preflight._servers(config)) if line.startswith("engines")]
+        return [line for line in asyncio.run(preflight._check_servers(config)) if line.startswith("engines")]
 
     assert engines() == []
     server_state["has_rpc"] = False
